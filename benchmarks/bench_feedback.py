@@ -160,8 +160,7 @@ def all_of(pool: ThreadPoolExecutor, run: Callable[[slice], object], shares: lis
 def bench_width(args: argparse.Namespace, n: int) -> None:
     """Print the figures of a width."""
     from quantkit.kernels.cpu.encode import encoder
-    from quantkit.kernels.cpu.feedback import rounding
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback import Rounding, rounding
     from quantkit.types import BY_NAME
 
     h, x = inputs_of(args, n)

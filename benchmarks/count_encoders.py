@@ -30,7 +30,7 @@ from ptx.count import instructions  # noqa: E402
 from ptx.device import PTXDevice, library_of  # noqa: E402
 
 from quantkit.kernels.cuda.core.device import Launch  # noqa: E402
-from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, weighs, working_bytes  # noqa: E402
+from quantkit.kernels.cuda.encode.encode import Rows, encode_rows, encoders, weighs, working_bytes  # noqa: E402
 from quantkit.types import BY_NAME, TensorType  # noqa: E402
 
 #: Lines of a module that are counted (tests/ptx/machine.h).
@@ -79,7 +79,8 @@ def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, f
     x = rng.standard_normal((rows, n)).astype(np.float32)
     importance = memory.put(np.exp(rng.standard_normal(n)).astype(np.float32)) if weighted else 0
     out = memory.room((rows * t.row_bytes(n),), np.uint8)
-    encode_rows(device, t, memory.put(x), rows, n, out, importance, memory.room((working_bytes(t, rows, n),), np.uint8))
+    work = memory.room((working_bytes(t, rows, n),), np.uint8)
+    encode_rows(device, t, Rows(memory.put(x), rows, n, out, importance, work))
     memory.close()
     parts = x.size / 32
     executed = {name: executed / parts for name, executed in device.executed.items()}

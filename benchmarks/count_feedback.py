@@ -17,8 +17,8 @@ from count_encoders import Counting
 from device_memory import Memory
 
 from edge_rows import encode
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cpu.feedback.metric import metric
-from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.feedback.metric import upload
 from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
 from quantkit.kernels.cuda.feedback.rows import RowAddresses

@@ -25,7 +25,7 @@ from feedback_kld import Comparison, Measurement, arguments, ratio
 from processes import machine, work_folder
 
 from quantkit.imatrix.covariance import Weighting, covariance
-from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cpu.feedback.sweeps import error_feedback, residuals
 from quantkit.quantize import QuantizeOptions
 from quantkit.sequential.inputs import StageInputs

@@ -90,6 +90,12 @@ def checked(function: F) -> F:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         kinds, options, signature = _parameters(function)
+        for name, (parameter, record) in _record_fields(function).items():
+            if name in kwargs and name not in kinds and name not in options:
+                raise ArgumentError(
+                    f"{function.__name__}: {name!r} belongs to {parameter}: "
+                    f"{function.__name__}(.., {parameter}={record}({name}=..))"
+                )
         check_names(kwargs, {**kinds, **options}, function.__name__)
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
@@ -239,6 +245,18 @@ def _parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any], inspect.
         else:
             kinds[parameter.name] = kind
     return kinds, options, signature
+
+
+@cache
+def _record_fields(function: Any) -> dict[str, tuple[str, str]]:
+    """Return the fields of a verb's option records: the parameter that takes each, and the record's name."""
+    return {
+        field_name: (name, kind.__name__)
+        for name, annotation in _parameters(function)[0].items()
+        for kind in get_args(annotation) or (annotation,)
+        if isinstance(kind, type) and issubclass(kind, Options)
+        for field_name in _fields(cast(Any, kind))
+    }
 
 
 def _evaluate(annotation: Any, module: str) -> Any:

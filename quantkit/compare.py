@@ -447,7 +447,7 @@ def _weights(weights: F32 | None, part: _Part) -> F32:
 
 def _measure(x: F32, y: F32, weights: F32) -> tuple[ErrorSums, float]:
     """Return the sums and the largest absolute error; ``y`` is overwritten."""
-    from quantkit.kernels.cpu.encode.error import error_sums
+    from quantkit.kernels.cpu.encode.check import error_sums
 
     sums = ErrorSums(*error_sums(x, y, weights))
     with np.errstate(all="ignore"):

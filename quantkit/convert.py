@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from quantkit.arguments import checked
+from quantkit.arguments import changed_options, checked
 from quantkit.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from quantkit.checkpoint.fusions import FUSIONS
 from quantkit.checkpoint.general import fill_template
@@ -154,9 +154,11 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
     if type is None:
         if options.intermediate != default.intermediate:
             raise RecipeError("--intermediate rounds what is then quantized: give a TYPE, or omit it", "QK-E202")
-        if quantize is not None and quantize != QuantizeOptions():
+        if quantize is not None and (names := changed_options(quantize)):
             raise RecipeError(
-                "options of quantize need a TYPE to quantize to: quantkit convert DIR OUT.gguf Q4_K_M", "QK-E202"
+                f"{', '.join('--' + name.replace('_', '-') for name in names)}: options of quantize need a TYPE to "
+                "quantize to: quantkit convert DIR OUT.gguf Q4_K_M",
+                "QK-E202",
             )
         return
     for name in _WITHOUT_TYPE:

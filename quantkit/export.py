@@ -28,7 +28,7 @@ from quantkit.formats.remote import located
 from quantkit.formats.safetensors import layout_safetensors
 from quantkit.options.export import ExportOptions
 from quantkit.pipeline.plan import Plan, PlannedShard
-from quantkit.pipeline.row_slices import PlannedTensor, whole_tensor
+from quantkit.pipeline.row_slices import PlannedTensor, plan_part, whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
 from quantkit.pipeline.run import refusal as plan_refusal
 from quantkit.quantize import size_of
@@ -139,7 +139,9 @@ def _plan_tensor(opened: ExportSource, t: TensorInfo, shard: int, offset: int) -
     parts = opened.origins[t.name]
     names, types = (list(dict.fromkeys(values)) for values in ([p.name for p in parts], [p.dtype for p in parts]))
     reason = f"from {' + '.join(names)} ({' + '.join(types)})" if parts else "from metadata"
-    return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole_tensor(t),), shard, offset, t.nbytes)
+    return PlannedTensor(
+        t.name, t.shape, t.type, reason, None, (plan_part(whole_tensor(t), t.type),), shard, offset, t.nbytes
+    )
 
 
 def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> bytes:

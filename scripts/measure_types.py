@@ -1,4 +1,4 @@
-"""Measure types that can be encoded (quality.is_measured) and enter them in the table; all others stay as they are.
+"""Measure types that can be encoded (has_encoder) and enter them in the table; all others stay as they are.
 
     scripts/measure_types.py TYPE ..
     scripts/measure_types.py --all
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.kernels.cpu.encode import encoder
+from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline import quality
 from quantkit.types import TYPES, TensorType, type_by_name
 
@@ -64,9 +65,9 @@ def main() -> None:
     options = parser.parse_args()
     if bool(options.types) == options.all:
         parser.error("give types, or --all")
-    if missing := [t.name for t in options.types if not quality.is_measured(t)]:
+    if missing := [t.name for t in options.types if not has_encoder(t)]:
         parser.error(f"there is no encoder for {', '.join(missing)}")
-    types = options.types or [t for t in TYPES if quality.is_measured(t)]
+    types = options.types or [t for t in TYPES if has_encoder(t)]
     TARGET.write_text(with_figures(TARGET.read_text(), {t.name: measure(t) for t in types}))
 
 

@@ -1,11 +1,11 @@
-"""Enter which modules of transformers' classes have biases, and by which switch of config.json: tests/data/biases.json.
+"""Write quantkit/checkpoint/export/biases.json: which modules of transformers' classes have biases, by switch.
 
     PYTHON scripts/record_biases.py DIR [DIR ...]
 
 Each DIR holds the unpacked wheel of a version of transformers (4.57.6, then 5.18.0): ``pip download --no-deps``, unzip.
 Nothing of it is run: what a class makes is read from its source. Of the exported classes each is looked for in the
-first version that has it; of those that none has there is no entry. The file is evidence for
-quantkit/checkpoint/export/biases.py, which tests/verbs/test_export.py compares with it.
+first version that has it; of those that none has there is no entry. An entry has, by switch of config.json, the names
+of the modules that have a bias if it is true; by "" those that always have one.
 """
 
 from __future__ import annotations
@@ -22,33 +22,83 @@ sys.path[:0] = [str(ROOT)]
 
 from quantkit.checkpoint.registry import CLASSES  # noqa: E402
 
-OUTPUT = ROOT / "tests" / "data" / "biases.json"
+OUTPUT = ROOT / "quantkit/checkpoint/export/biases.json"
+#: Classes that are made of another's layers, in code of their own.
+ALIASES = {
+    "LlamaBidirectionalModel": "LlamaForCausalLM",
+    "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
+    "MuseGlimmerForConditionalGeneration": "MuseGlimmerTextModel",
+}
+#: Classes whose tensors have other names in their checkpoints than in transformers.
+OTHER_NAMES = {"DeepseekV4ForCausalLM", "NomicBertModel"}
 #: Parts of models that no file of a text model holds.
 _OTHER_CLASSES = re.compile(
     r"Vision|Audio|Image|Video|Projector|Merger|QuestionAnswering|MultipleChoice|TokenClassification"
 )
+#: Modules that the code of a class names and its text model never has a bias in: cross attention, heads that only
+#: _init_weights knows, and what is called with bias=False.
+ABSENT: dict[str, set[str]] = {
+    **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), {"ln_cross_attn", "q_attn"}),
+    **dict.fromkeys(
+        ("Exaone4_5_ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        {"down_proj", "gate_proj", "up_proj"},
+    ),
+    **dict.fromkeys(
+        ("T5ForConditionalGeneration", "T5EncoderModel", "UMT5ForConditionalGeneration"), {"dense", "out_proj"}
+    ),
+    **dict.fromkeys(
+        ("RobertaModel", "XLMRobertaModel", "RobertaForSequenceClassification", "XLMRobertaForSequenceClassification"),
+        {"layer_norm"},
+    ),
+    "Llama4ForCausalLM": {"router"},
+    "ModernBertForSequenceClassification": {"decoder"},
+    "ModernBertModel": {"classifier", "decoder", "dense"},
+    "StableLmForCausalLM": {"norms"},
+    "Step3p7ForConditionalGeneration": {"multi_modal_projector"},
+}
 
 
 def main() -> None:
     sources = [
         path.read_text() for root in sys.argv[1:] for path in sorted(Path(root).glob("**/models/*/modeling_*.py"))
     ]
-    classes = {}
-    for name in CLASSES:
-        source = next((text for text in sources if f"\nclass {name}(" in text), None)
+    lines = []
+    for name in sorted(CLASSES.keys() - OTHER_NAMES):
+        class_name = ALIASES.get(name, name)
+        source = next((text for text in sources if f"\nclass {class_name}(" in text), None)
         if source is not None:
-            classes[name] = biases(source)
-    OUTPUT.write_text(json.dumps(classes, indent=1, sort_keys=True) + "\n")
+            lines.append(f"{json.dumps(name)}: {json.dumps(biases(source, class_name))}")
+    OUTPUT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def biases(source: str) -> dict[str, list[str]]:
-    """Return switches and the modules that have a bias by each; "" for those that always have one."""
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+def biases(source: str, class_name: str) -> dict[str, str]:
+    """Return switches and the modules that have a bias by each, of a class and those that it makes."""
+    tree = ast.parse(source)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     modules_by_switch: dict[str, set[str]] = {}
-    for name, node in classes.items():
-        for module, switch in _modules(node, classes) if not _OTHER_CLASSES.search(name) else ():
-            modules_by_switch.setdefault(switch, set()).add(module)
-    return {switch: sorted(modules) for switch, modules in modules_by_switch.items()}
+    for name in _parts(tree, class_name):
+        if not _OTHER_CLASSES.search(name):
+            for module, switch in _modules(classes[name], classes):
+                modules_by_switch.setdefault(switch, set()).add(module)
+    present = {switch: modules - ABSENT.get(class_name, set()) for switch, modules in modules_by_switch.items()}
+    return {switch: " ".join(sorted(modules)) for switch, modules in sorted(present.items()) if modules}
+
+
+def _parts(tree: ast.Module, class_name: str) -> set[str]:
+    """Return the classes that a class names, its bases included, and those that they name."""
+    nodes: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = set(nodes)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            nodes[node.targets[0].id] = node.value
+    parts: set[str] = set()
+    waiting = [class_name]
+    while waiting:
+        name = waiting.pop()
+        if name not in parts:
+            parts.add(name)
+            waiting += [n.id for n in ast.walk(nodes[name]) if isinstance(n, ast.Name) and n.id in nodes]
+    return parts & classes
 
 
 def _modules(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,7 +273,7 @@ def test_profile_of_the_engine_names_what_runs(tiny_moe: Path) -> None:
 
 def test_kinds_of_tensors_are_those_of_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are stars, and kinds of one name are told apart."""
-    script = load("make_tensor_kinds", monkeypatch)
+    script = load("make_tensor_names", monkeypatch)
     kind = Enum("kind", ["TOKEN_EMBD", "FFN_NORM", "FFN_PRE_NORM", "ENC"])
     names = {
         kind.TOKEN_EMBD: "token_embd",
@@ -288,6 +288,67 @@ def test_kinds_of_tensors_are_those_of_the_constants(monkeypatch: pytest.MonkeyP
     }
     assert script.kinds_of(constants, "arctic") == "token_embd *ffn_norm:residual"
     assert script.kinds_of(constants, "gemma2") == "*ffn_norm *ffn_norm:pre enc.*attn_q"
+    names = SimpleNamespace(
+        mappings_cfg={kind.TOKEN_EMBD: ("embed", "language_model.embed")},
+        block_mappings_cfg={kind.FFN_NORM: ("layers.{bid}.norm", "ln.{bid}")},
+        arch_block_mappings_cfg={1: {kind.FFN_NORM: ("residual.{bid}",)}},
+    )
+    kinds = ("*ffn_norm", "token_embd", "*ffn_norm:residual", "*rope")
+    assert script.names_of(constants, names, kinds) == {
+        "token_embd": "embed",
+        "*ffn_norm": "layers.*.norm ln.*",
+        "*ffn_norm:residual": "residual.*",
+        "*rope": "",
+    }
+
+
+_MODELING = """
+class TinyAttention(nn.Module):
+    def __init__(self, config):
+        self.q_proj = nn.Linear(8, 8, bias=config.attention_bias)
+        self.o_proj = nn.Linear(8, 8, bias=False)
+
+class TinyVisionBlock(nn.Module):
+    def __init__(self, config):
+        self.proj = nn.Linear(8, 8)
+
+class TinyNorm(nn.Module):
+    def __init__(self, config):
+        self.norm = nn.LayerNorm(8)
+        self.plain = nn.LayerNorm(8)
+        self.plain.bias = None
+
+ATTENTION = {"eager": TinyAttention}
+
+class TinyModel(nn.Module):
+    def __init__(self, config):
+        self.layers = ATTENTION[config.kind](config)
+        self.norm = TinyNorm(config)
+        self.vision = TinyVisionBlock(config)
+
+class TinyOtherHead(nn.Module):
+    def __init__(self, config):
+        self.dense = nn.Linear(8, 8)
+"""
+
+
+def test_biases_are_those_of_the_modules_that_a_class_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of classes that it does not name, of towers, and biases that are taken away do not count."""
+    script = load("record_biases", monkeypatch)
+    assert script.biases(_MODELING, "TinyModel") == {"": "norm", "attention_bias": "q_proj"}
+    monkeypatch.setitem(script.ABSENT, "TinyModel", {"norm"})
+    assert script.biases(_MODELING, "TinyModel") == {"attention_bias": "q_proj"}
+
+
+def test_pre_tokenizers_are_read_from_the_converter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two names of one hash the later counts; rows are sorted by name."""
+    script = load("make_pre_hashes", monkeypatch)
+    one, two = "1" * 64, "2" * 64
+    source = "".join(
+        f'if chkhsh == "{digest}":\n    # ref: https://huggingface.co/{model}\n    res = "{name}"\n'
+        for digest, model, name in ((one, "a/b", "z"), (two, "c/d", "mpt"), (one, "e/f", "falcon"))
+    )
+    assert list(script.hashes_of(source).items()) == [(one, ("falcon", "e/f")), (two, ("mpt", "c/d"))]
 
 
 def test_defaults_of_classes_are_those_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

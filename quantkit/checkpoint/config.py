@@ -102,6 +102,13 @@ class Config:
         """Return the value of the first key present, None if all are absent."""
         return next((self.values[key] for key in keys if key in self.values), None)
 
+    def table(self, key: str) -> Json:
+        """Return an object. Raises FormatError."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise FormatError(f"{self.path}: {key} is {short(value)}, not an object", "QK-E112")
+        return value
+
     def number(self, *keys: str) -> int:
         """Return the whole number of the first key present. Raises FormatError if all are absent."""
         value = self.find(*keys)

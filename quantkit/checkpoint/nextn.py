@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Architecture, Copied
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.key_rows import Copied, KeyNames
+from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensors import InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, RecipeError
 
@@ -32,7 +33,6 @@ _SHARED = {
 _LAYER, _MTP = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
 #: Layers in all that llama.cpp loads.
 _MAX_NEXTN = 512
-NEXTN_KEY = Copied(".nextn_predict_layers", "num_nextn_predict_layers")
 #: What is stored beside the layers that predict -> its name in each of them (Qwen3-Next and EXAONE).
 MTP_NAMES = {
     "fc": "eh_proj",
@@ -79,10 +79,25 @@ def layers_with_nextn(config: Config) -> int:
     return config.layers + nextn_layers(config)
 
 
-def set_nextn_layers(keys: Keys, config: Config) -> None:
-    """Set the number of MTP layers, if any (GLM 4.7 Flash)."""
-    if nextn_layers(config):
-        keys.u32(".nextn_predict_layers", nextn_layers(config))
+def subtract_nextn_layers(meta: ModelMetadata, config: Json) -> None:
+    """Subtract the MTP layers from num_hidden_layers."""
+    config["num_hidden_layers"] -= meta.get(".nextn_predict_layers") or 0
+
+
+@dataclass(frozen=True)
+class NextnCount(Copied):
+    """The number of MTP layers, which num_hidden_layers does not count."""
+
+    key: str = ".nextn_predict_layers"
+    names: str = "num_nextn_predict_layers"
+
+    def invert(self, meta: ModelMetadata, config: Json, names: KeyNames) -> None:
+        super().invert(meta, config, names)
+        subtract_nextn_layers(meta, config)
+
+
+NEXTN_KEY = NextnCount()
+NEXTN_IF_ANY = NextnCount(unless_zero=True)
 
 
 class MtpRule(Rule):

@@ -16,6 +16,7 @@ from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
+from quantkit.checkpoint.key_rows import write_rows
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.merge import AdapterSpec, identity, merge_adapters, notes_of, read_adapters
 from quantkit.checkpoint.lora.peft import Adapter
@@ -215,16 +216,14 @@ def _metadata(
 ) -> tuple[Keys, General]:
     """Return the keys of the file but those of the vocabulary, and those of general.* as a record."""
     row, config = model.row, model.config
-    keys = Keys(row.arch, config.path)
-    for write in () if options.vocab_only else row.head_keys:
-        write(keys, config)
+    keys = Keys(row.arch, config.path, model.layers, outtype.file_type)
+    if not options.vocab_only:
+        write_rows(row.head_keys, keys, config)
     count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in tensors)
     general = read_general(model.path, count, model_name=options.model_name, metadata=options.metadata)
     keys.text("general.type", "model")
     general.write(keys)
-    row.base(keys, config, model.layers, outtype.file_type)
-    for write in row.keys:
-        write(keys, config)
+    write_rows((*row.base, *row.keys), keys, config)
     if options.nextn == WITHOUT:
         keys.remove(".nextn_predict_layers")
     keys.u32("general.quantization_version", 2)

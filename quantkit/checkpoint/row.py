@@ -4,57 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.key_rows import BASE, SetConfig, SetKeys
 from quantkit.checkpoint.quantized.scheme import DecodedTensors
 from quantkit.checkpoint.tensors import Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
-from quantkit.errors import FormatError
 
-#: Sets keys of one architecture.
-SetKeys = Callable[[Keys, Config], None]
-#: Sets values of config.json by a file's metadata.
-SetConfig = Callable[[ModelMetadata, Json], None]
 #: What names of tensors in layers begin with.
 LAYER = "model.layers.*."
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A key copied from config.json: the first of ``names`` that is present and not null.
-
-    ``kind`` is the method of ``Keys`` that writes it. ``required``: an error without it; ``unless_zero``: only if it is
-    something else.
-    """
-
-    key: str
-    names: str
-    kind: str = "u32"
-    required: bool = False
-    unless_zero: bool = False
-
-    def __call__(self, keys: Keys, config: Config) -> None:
-        value: Any = config.find(*self.names.split())
-        if value is None and self.required:
-            raise FormatError(f"{config.path}: it has no {self.names.replace(' ', ' or ')}", "QK-E112")
-        if value is not None and (value or not self.unless_zero):
-            getattr(keys, self.kind)(self.key, value)
-
-
-@dataclass(frozen=True)
-class Always:
-    """A key that has the same value in all files. ``kind`` is the method of ``Keys`` that writes it."""
-
-    key: str
-    value: Any
-    kind: str = "u32"
-
-    def __call__(self, keys: Keys, config: Config) -> None:
-        getattr(keys, self.kind)(self.key, self.value)
 
 
 @dataclass(frozen=True)
@@ -67,7 +27,7 @@ class Architecture:
     #: Applied to tensors, in order.
     rules: tuple[Rule, ...] = ()
     #: The keys that most have, and those that follow them; ``base`` is the whole order of those that differ.
-    base: Callable[[Keys, Config, int, int], None] = set_base_keys
+    base: tuple[SetKeys, ...] = BASE
     keys: tuple[SetKeys, ...] = ()
     #: Sets the keys of the vocabulary.
     vocab: Callable[[Vocabulary], None] = write_bpe

@@ -288,13 +288,13 @@ class Split(Rule):
         if name is None or not (context.fused or self.always):
             return None
         joined_name = tensor.name[: -len(name)] + literal(self.pattern)
-        pending = context.parts.setdefault((id(self), joined_name), {})
-        pending[name] = tensor
-        if len(pending) < len(self.names):
+        tensors = context.gather(self, joined_name, name, tensor, len(self.names))
+        if tensors is None:
             return ()
-        parts = [pending.pop(part).x for part in self.names]
-        del context.parts[id(self), joined_name]
+        parts = [tensors[part].x for part in self.names]
         axis = self.axis % len(parts[0].shape)
+        if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}) > 1:
+            raise context.fail(tensor, f"the parts of {short(joined_name)} are not of one shape")
         x = _interleaved(parts, axis) if self.interleaved else concatenate(parts, axis)
         return (replace(tensor, name=joined_name, x=x),)
 
@@ -306,6 +306,19 @@ class Split(Rule):
         sizes = [size // n] * n if self.sizes is None else self.sizes(config)
         ends = list(accumulate(sizes))
         return [range(end - n_rows, end) for n_rows, end in zip(sizes, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class Inverted(Rule):
+    """A rule the other way round: its inverse on conversion, the rule itself on export."""
+
+    rule: Rule
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        return self.rule.invert(tensor, InverseContext(context.config, context.names, context.waiting))
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        return self.rule(tensor, context)
 
 
 #: What configurations call the number of experts.
@@ -335,11 +348,8 @@ class StackExperts(Rule):
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         if not n:
             raise context.fail(tensor, "an expert, of which config.json says that there are none", "QK-E107")
-        parts = context.waiting.setdefault((id(self), tensor.layer), {})
-        parts[tensor.name] = tensor
-        if len(parts) < n * len(self.weights):
-            return ()
-        return list(self._merge(parts, tensor, tensor.layer, n, context))
+        parts = context.gather(self, tensor.layer, tensor.name, tensor, n * len(self.weights))
+        return () if parts is None else list(self._merge(parts, tensor, tensor.layer, n, context))
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         """Return the tensors of single experts."""
@@ -362,7 +372,7 @@ class StackExperts(Rule):
             for expert in range(n)
         ]
 
-    def missing(self, waiting: Collection[str], layer: int, context: Context) -> str:
+    def missing(self, waiting: Collection[str], layer: int | str, context: Context) -> str:
         """Return why experts of a layer wait: which tensors are not there, or are too many."""
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         count_key = next(key for key in EXPERT_COUNTS if key in context.config)
@@ -375,7 +385,7 @@ class StackExperts(Rule):
         remainder = f" and {count - 1} more" if count > 1 else ""
         return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or {says} wrongly"
 
-    def _is_one(self, name: str, layer: int, n: int) -> bool:
+    def _is_one(self, name: str, layer: int | str, n: int) -> bool:
         """Return whether a tensor is of one of ``n`` experts of a layer."""
         parts = [self.name.format(layer=layer, expert="\n", weight=weight).split("\n") for weight in self.weights]
         numbers = (name[len(a) : -len(b)] for a, b in parts if name.startswith(a) and name.endswith(b))
@@ -388,7 +398,7 @@ class StackExperts(Rule):
             names = [self.name.format(layer=layer, expert=expert, weight=weight) for expert in range(n)]
             if not waiting.keys() >= set(names):
                 raise context.fail(last, self.missing(waiting, layer, context), "QK-E105")
-            experts = [waiting.pop(name) for name in names]
+            experts = [waiting[name] for name in names]
             mismatch = next((expert for expert in experts if expert.x.shape != experts[0].x.shape), None)
             if mismatch is not None:
                 raise context.fail(
@@ -407,6 +417,12 @@ def _interleaved(parts: Sequence[Expression], axis: int) -> Expression:
 def literal(pattern: str) -> str:
     """Return the shortest text that a simple regular expression matches: without optional groups and assertions."""
     return re.sub(r"\(\?<?[!=][^()]*\)|\([^()]*\)\?|[$^]", "", pattern).replace("\\.", ".")
+
+
+#: Experts in the order in which LlamaModel's children have them.
+STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
+#: A bias of the router that is stored without an ending.
+ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 
 def is_tied(config: Config) -> bool:

@@ -43,11 +43,20 @@ class Tensor:
 
 @dataclass
 class Context:
-    """Configuration and tensor names for rules; ``waiting``: incomplete groups of tensors, by rule and layer."""
+    """Configuration and tensor names for rules; ``waiting``: incomplete groups of tensors, by rule and place."""
 
     config: Config
     names: TensorNames
-    waiting: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    waiting: dict[tuple[int, int | str], dict[str, Tensor]] = field(default_factory=dict)
+
+    def gather(self, rule: Rule, place: int | str, part: str, tensor: Tensor, count: int) -> dict[str, Tensor] | None:
+        """Hold a tensor back until all ``count`` parts of a place are there; return them then.
+
+        A place is a layer, or the name of what the parts are joined to.
+        """
+        parts = self.waiting.setdefault((id(rule), place), {})
+        parts[part] = tensor
+        return None if len(parts) < count else self.waiting.pop((id(rule), place))
 
     def fail(self, tensor: Tensor, problem: str, code: str = "QK-E106") -> FormatError:
         """Return an error that names a tensor and its file."""
@@ -71,12 +80,10 @@ class Context:
 class InverseContext(Context):
     """The context of inverses, from a file's tensors to a checkpoint's.
 
-    ``fused``: the class stores as one tensor what the file, or another class, has as several. ``parts``: tensors that
-    wait for the others of a merged one, by rule and merged name.
+    ``fused``: the class stores as one tensor what the file, or another class, has as several.
     """
 
     fused: bool = False
-    parts: dict[tuple[int, str], dict[str, Tensor]] = field(default_factory=dict)
 
 
 #: Why tensors that a rule holds back never come out, unless the rule knows more.
@@ -102,8 +109,8 @@ class Rule(ABC):
             "QK-E304",
         )
 
-    def missing(self, waiting: Collection[str], layer: int, context: Context) -> str:
-        """Return why tensors of a layer that the rule holds back never came out."""
+    def missing(self, waiting: Collection[str], place: int | str, context: Context) -> str:
+        """Return why tensors of a place that the rule holds back never came out."""
         return _MISSING
 
 
@@ -205,15 +212,14 @@ def named_tensors(
         names.add(name)
         yield name, tensor
     by_id = {id(rule): rule for rule in rules}
-    for (rule_id, layer), waiting in context.waiting.items():
-        if waiting:
-            rule = by_id.get(rule_id)
-            reason = _MISSING if rule is None else rule.missing(waiting, layer, context)
-            raise context.fail(
-                next(iter(waiting.values())),
-                f"{len(waiting)} tensors wait for others of their layer: {reason}",
-                "QK-E105",
-            )
+    for (rule_id, place), waiting in context.waiting.items():
+        rule = by_id.get(rule_id)
+        reason = _MISSING if rule is None else rule.missing(waiting, place, context)
+        raise context.fail(
+            next(iter(waiting.values())),
+            f"{len(waiting)} tensors wait for others of their layer: {reason}",
+            "QK-E105",
+        )
 
 
 def _apply_to_weights(tensors: Iterable[Tensor], rules: Sequence[Rule], context: Context) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from quantkit.arguments import Option
 from quantkit.cli._options import CHUNKS, SIZE, option
-from quantkit.cli._paths import IMATRIX_FILE, Place, complete_types
+from quantkit.cli._paths import IMATRIX_FILE, IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place, complete_types
 
 #: Value of an option that is given without its optional file.
 NO_FILE = Path()
@@ -33,10 +33,18 @@ def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) 
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
+def _to_float(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    return float(value)
+
+
 #: Settings of click for kinds of options; a callable makes them of the declaration.
 _KINDS: dict[str, dict[str, Any]] = {
     "type": {"metavar": "TYPE", "shell_complete": complete_types},
+    "model": {"type": MODEL_FILE},
+    "text": {"type": TEXT_FILE},
+    "file": {"type": Place(dir_okay=False)},
     "imatrix": {"type": IMATRIX_FILE},
+    "local imatrix": {"type": IMATRIX_LOCAL},
     "covariances": {
         "type": _OptionalFile(exists=True, dir_okay=False),
         "is_flag": False,
@@ -49,6 +57,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "types": {"callback": _split_names, "shell_complete": complete_types, "multiple": False},
     "rule": {"shell_complete": complete_types},
     "share": {"type": click.FloatRange(0)},
+    "share below 1": {"type": click.FloatRange(0, 1, max_open=True)},
+    "number": {"callback": _to_float},  # of choices
 }
 
 

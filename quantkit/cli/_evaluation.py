@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
-from quantkit.cli._paths import MODEL_FILE, Place
+from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import atomic_write, check_apart, read_text
 from quantkit.formats.remote import located
@@ -30,7 +30,6 @@ MODEL = "Model"
 TEXT = "Text"
 RUN = "Run"
 OUT = "Output"
-TEXT_FILE = Place(exists=True, dir_okay=False, allow_dash=True)
 KV_TYPES = ("f32", "f16", "q8_0")
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from tqdm import tqdm
 
-from quantkit.cli._evaluation import TEXT_FILE
 from quantkit.cli._options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
-from quantkit.cli._paths import Place
+from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._table import fold, table
 from quantkit.formats.outputs import atomic_write
 from quantkit.names import printable

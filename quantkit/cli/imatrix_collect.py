@@ -13,7 +13,7 @@ import click
 
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import TEXT_FILE, Bar, evaluation_options, ids_file, run_options
+from quantkit.cli._evaluation import Bar, evaluation_options, ids_file, run_options
 from quantkit.cli._options import (
     SHARE,
     claim,
@@ -24,7 +24,7 @@ from quantkit.cli._options import (
     ray_option,
     setting,
 )
-from quantkit.cli._paths import IMATRIX_LOCAL, MODEL_FILE, Place
+from quantkit.cli._paths import IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place
 from quantkit.cli._plot import Figure, Line, LinePanel, check_plot, draw
 from quantkit.cli._table import table
 from quantkit.cli.imatrix_show import coverage_table, experts_of, findings, show

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from quantkit.arguments import declarations
+from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import (
     OUT,
     TEXT,
@@ -23,15 +25,22 @@ from quantkit.cli._evaluation import (
     text_options,
     text_or_tokens,
 )
-from quantkit.cli._options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, ray_option, setting
+from quantkit.cli._options import (
+    CHUNKS,
+    GroupedCommand,
+    echo_notes,
+    on_command_line,
+    option,
+    options,
+    ray_option,
+    setting,
+)
 from quantkit.cli._paths import Place
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
+from quantkit.evaluate.likelihood import BASE_LOGITS
 from quantkit.evaluate.statistics import finite
-from quantkit.formats.logits import CLIPS, CODECS
 from quantkit.names import printable
 from quantkit.units import format_seconds, format_size
-
-_BASE = "Base logits for quantkit kld"
 
 
 @click.command("perplexity", cls=GroupedCommand)
@@ -53,46 +62,16 @@ _BASE = "Base logits for quantkit kld"
     "--save-all-logits",
     "--kl-divergence-base",
     "save",
-    group=_BASE,
+    group=BASE_LOGITS,
     type=Place(),
     metavar="FILE",
     help="Save the logits of all scored positions to FILE.",
 )
-@setting(
-    "--logits-format",
-    group=_BASE,
-    type=click.Choice(["llama.cpp", "compact"]),
-    default="llama.cpp",
-    help="Whole vocabulary in 16 bits, or the most probable tokens exactly and the mass of the rest.",
-)
-@setting(
-    "--clip",
-    group=_BASE,
-    type=click.Choice([str(c) for c in CLIPS.values()]),
-    default="16",
-    help="llama.cpp format: range in nats below the top token; 24 as in ik_llama.cpp.",
-)
-@setting(
-    "--top-k", group=_BASE, type=click.IntRange(1), default=1024, help="compact: largest number of tokens per position."
-)
-@setting(
-    "--residual",
-    group=_BASE,
-    type=click.FloatRange(0, 1, max_open=True),
-    default=1e-5,
-    help="compact: stop when at most this mass is left.",
-)
-@setting(
-    "--codec",
-    group=_BASE,
-    type=click.Choice(list(CODECS)),
-    default="zlib",
-    help="compact: compression; zstd decompresses faster, but is an optional extra.",
-)
+@options(*declared_options(SaveLogits, (BASE_LOGITS,)))
 @option(
     "--kl-divergence",
     "divergence",
-    group=_BASE,
+    group=BASE_LOGITS,
     is_flag=True,
     help="Read FILE instead and measure the divergence from it, as quantkit kld.",
 )
@@ -114,11 +93,6 @@ def command(
     chunks: int | None,
     stride: int,
     save: Path | None,
-    logits_format: str,
-    clip: str,
-    top_k: int,
-    residual: float,
-    codec: str,
     divergence: bool,
     overwrite: bool,
     output_type: str,
@@ -140,9 +114,8 @@ def command(
         return
     text, ids = text_or_tokens(file, prompt, tokens)
     json_file = claim_json(json_to, [save], [model, file, ids_file(tokens)], overwrite=overwrite)
-    save_logits = (
-        SaveLogits(save, logits_format, float(clip), top_k, residual, codec, overwrite) if save is not None else None
-    )
+    logits = {name: run.pop(name) for name in declarations(SaveLogits)}
+    save_logits = SaveLogits(save, overwrite=overwrite, **logits) if save is not None else None
     with closing(Bar()) as bar:
 
         def progress(now: PerplexityProgress) -> None:

@@ -13,7 +13,7 @@ import click
 from tqdm import tqdm
 
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, OUT, TEXT_FILE, model_option, parse_kv_type
+from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, OUT, model_option, parse_kv_type
 from quantkit.cli._options import (
     GroupedCommand,
     cache_arguments,
@@ -25,7 +25,7 @@ from quantkit.cli._options import (
     setting,
     threads_option,
 )
-from quantkit.cli._paths import Place
+from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.options.sensitivity import MEASUREMENT, RUN, TEXT

@@ -22,7 +22,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.arguments import Options, checked
+from quantkit.arguments import Options, checked, option
 from quantkit.cluster import NodeRefusal
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import NodeModel, split_nodes
@@ -31,28 +31,56 @@ from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.gguf import open_gguf
-from quantkit.formats.logits import Chunks, CompactRows, CompactWriter, LlamaSharer, LlamaWriter, join_rows
+from quantkit.formats.logits import (
+    CLIPS,
+    CODECS,
+    Chunks,
+    CompactRows,
+    CompactWriter,
+    LlamaSharer,
+    LlamaWriter,
+    join_rows,
+)
 from quantkit.formats.outputs import Output, atomic_write, check_apart
 from quantkit.formats.remote import located
 from quantkit.kernels.first_run import working_seconds
 
 F64 = npt.NDArray[np.float64]
+#: Heading of --help.
+BASE_LOGITS = "Base logits for quantkit kld"
 
 
 @dataclass(frozen=True)
 class SaveLogits(Options):
     """Options to write the logits of all scored positions to ``path``, as a base for ``kld``.
 
-    format: "llama.cpp", with ``clip`` 16 (llama.cpp) or 24 (ik_llama.cpp); or "compact": the ``top_k`` most probable
-    tokens of a position, or fewer whose residual mass is at most ``residual``, compressed by ``codec``.
+    Each option is declared here alone. ``format`` "compact" keeps the ``top_k`` most probable tokens of a position, or
+    fewer whose residual mass is at most ``residual``.
     """
 
     path: str | Path
-    format: str = "llama.cpp"
-    clip: float = 16
-    top_k: int = 1024
-    residual: float = 1e-5
-    codec: str = "zlib"
+    format: str = option(
+        "llama.cpp",
+        "Whole vocabulary in 16 bits, or the most probable tokens exactly and the mass of the rest.",
+        BASE_LOGITS,
+        choices=("llama.cpp", "compact"),
+        flags=("--logits-format",),
+    )
+    clip: float = option(
+        16,
+        "llama.cpp format: range in nats below the top token; 24 as in ik_llama.cpp.",
+        BASE_LOGITS,
+        kind="number",
+        choices=tuple(map(str, CLIPS.values())),
+    )
+    top_k: int = option(1024, "compact: largest number of tokens per position.", BASE_LOGITS, least=1)
+    residual: float = option(1e-5, "compact: stop when at most this mass is left.", BASE_LOGITS, kind="share below 1")
+    codec: str = option(
+        "zlib",
+        "compact: compression; zstd decompresses faster, but is an optional extra.",
+        BASE_LOGITS,
+        choices=tuple(CODECS),
+    )
     overwrite: bool = False
 
 

@@ -159,7 +159,7 @@ class Op(_Frozen):
                 yield f.name, item
 
 
-class _Map(Op):
+class Map(Op):
     """An operation with one input and one output."""
 
     out: Value
@@ -192,7 +192,7 @@ class Lookup(Op):
     n: int
 
 
-class SelectOutputs(_Map):
+class SelectOutputs(Map):
     """out = the rows of x whose logits are wanted."""
 
 
@@ -204,19 +204,19 @@ class Add(Op):
     b: Value
 
 
-class Scale(_Map):
+class Scale(Map):
     """out = factor * x"""
 
     factor: float
 
 
-class Shift(_Map):
+class Shift(Map):
     """out = x + offset"""
 
     offset: float
 
 
-class ScaleByPosition(_Map):
+class ScaleByPosition(Map):
     """out = x * (1 + alpha * log(1 + floor((position + offset) / floor_scale))): Llama 4, Mistral 3."""
 
     floor_scale: int
@@ -224,7 +224,7 @@ class ScaleByPosition(_Map):
     offset: float = 0.0
 
 
-class MultiplyBy(_Map):
+class MultiplyBy(Map):
     """out = x * vector, or x + vector, or x / vector: an f32 vector of x's width, or whose length divides it.
 
     kind: times, plus, over. repeat: each value of the vector applies to ``repeat`` neighbouring columns.
@@ -235,19 +235,19 @@ class MultiplyBy(_Map):
     repeat: int = 1
 
 
-class Softcap(_Map):
+class Softcap(Map):
     """out = cap * tanh(x / cap)"""
 
     cap: float
 
 
-class Clamp(_Map):
+class Clamp(Map):
     """out = x clamped to +- limit"""
 
     limit: float
 
 
-class Xielu(_Map):
+class Xielu(Map):
     """out = alpha_p x^2 + beta x above 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x (Apertus)"""
 
     alpha_n: float
@@ -256,20 +256,20 @@ class Xielu(_Map):
     eps: float
 
 
-class Exceed(_Map):
+class Exceed(Map):
     """out = max(x - (mean + factor * deviation), 0), by row; sample standard deviation, over n - 1 (Gemma 3n)."""
 
     factor: float
 
 
-class ToLength(_Map):
+class ToLength(Map):
     """out = x * |like| / |x|, by groups of ``group`` columns; |.|: root of the sum of squares."""
 
     like: Value
     group: int
 
 
-class Mix(_Map):
+class Mix(Map):
     """Groups of columns mixed by weights of the token: out group j = base group j + sum over i of
     (weights[j n + i] + offset) * x group i; x has n groups, base and out as many as weights has rows of n."""
 
@@ -299,7 +299,7 @@ class StreamWeights(Op):
     rounds: int
 
 
-class Lerp(_Map):
+class Lerp(Map):
     """out group j = x + (target - x) * (vector group j + weights group j).
 
     Groups are as wide as x; vector and weights are as wide as out. Either may be missing.
@@ -310,7 +310,7 @@ class Lerp(_Map):
     weights: Value | None = None
 
 
-class Bonus(_Map):
+class Bonus(Map):
     """out = x + v * sum(r * k * vector), the sum being over the columns of a head (RWKV).
 
     r, k, v, x and vector have the same columns, ``head`` to a head.
@@ -323,7 +323,7 @@ class Bonus(_Map):
     head: int
 
 
-class Norm(_Map):
+class Norm(Map):
     """Normalize each group of columns (a head, or the row); kind: ``rms``, ``layer`` or ``l2``.
 
     l2 is x / sqrt(sum of squares + eps). weight and bias are repeated if they are shorter than a row.
@@ -346,13 +346,13 @@ class Glu(Op):
     activation: Activation
 
 
-class Activate(_Map):
+class Activate(Map):
     """out = activation(x)"""
 
     activation: Activation
 
 
-class Take(_Map):
+class Take(Map):
     """out = columns ``start`` ... of every ``period`` columns of x, as many as out's width takes."""
 
     start: int
@@ -372,7 +372,7 @@ class Join(Op):
 # ---------------------------------------------------------------- matrices
 
 
-class _Product(_Map):
+class _Product(Map):
     """Product with a weight, dense or by expert."""
 
     weight: Matrix
@@ -380,7 +380,7 @@ class _Product(_Map):
     scale: Matrix | None = None
 
 
-class _Gated(_Map):
+class _Gated(Map):
     """Fused gate, up and activation, dense or by expert."""
 
     up: Matrix
@@ -408,7 +408,7 @@ class MulMats(Op):
     scales: tuple[Matrix | None, ...]
 
 
-class MulMatHeads(_Map):
+class MulMatHeads(Map):
     """Multiply each head by its own matrix: columns h * n_in ... of x to columns h * n_out ... of out (MLA: k_b, v_b).
 
     weight: [n_in, n_out, heads]; of one head in two dimensions.
@@ -455,7 +455,7 @@ class UpGateId(_Gated):
     ids: Value
 
 
-class Repeat(_Map):
+class Repeat(Map):
     """out row (t, j) = x row t * weights[t, j]: experts whose input is weighted (Llama 4).
 
     The rows of a token may be one row of out: hyper-connections (HY V4).
@@ -464,7 +464,7 @@ class Repeat(_Map):
     weights: Value
 
 
-class Combine(_Map):
+class Combine(Map):
     """out row t = sum over j of weights[t, j] * x row (t, j), in the order of j; without weights the plain sum.
 
     The rows of a token may be one row of x.
@@ -489,7 +489,7 @@ class RopeTable(Op):
     inverse: bool = False
 
 
-class Rope(_Map):
+class Rope(Map):
     """Rotate columns start ... start + n_rot of every head (``head`` columns each) by the angles of the table."""
 
     table: Value
@@ -576,7 +576,7 @@ class Attention(Op):
 # ---------------------------------------------------------------- recurrent layers
 
 
-class Convolve(_Map):
+class Convolve(Map):
     """Causal convolution along the sequence, column by column: out[t] = sum over i of w[i] x[t - n + 1 + i] + bias.
 
     weight: [n, width], f32; the state holds the last n - 1 rows of the sequence.
@@ -679,7 +679,7 @@ class ColumnScan(Op):
     state: State
 
 
-class Previous(_Map):
+class Previous(Map):
     """out = x of the sequence's previous token, zeros for the first; the state holds the last row."""
 
     state: State

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from quantkit.formats.experts import GATE, MERGED, UP, UP_FIRST, geometry, is_deep, merge_obstacle
 from quantkit.formats.gguf import TensorInfo
+from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.row_slices import RowSlice
 from quantkit.types import TensorType
 
@@ -38,17 +39,6 @@ def runtimes(arch: str) -> dict[str, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTensor:
-    """An expert tensor of the output, made of rows of one or two source tensors."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: TensorType
-    reason: str
-    parts: tuple[RowSlice, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
     """The decision about one layer's experts: ``tensors`` of the source become ``outputs``, or the reason for leaving
     them.
@@ -56,7 +46,7 @@ class Layer:
 
     prefix: str
     tensors: tuple[str, ...]
-    outputs: tuple[ExpertTensor, ...] = ()
+    outputs: tuple[OutputTensor, ...] = ()
     refusal: str = ""
 
 
@@ -98,12 +88,12 @@ def _part(source: TensorInfo, rows: int, source_row: int, target_row: int, targe
     return RowSlice(source, None, values, experts, rows, source_rows, target_rows, source_row, target_row)
 
 
-def _join(name: str, gate: TensorInfo, up: TensorInfo, t: TensorType) -> ExpertTensor:
+def _join(name: str, gate: TensorInfo, up: TensorInfo, t: TensorType) -> OutputTensor:
     """Put the up rows after the gate rows, expert by expert."""
     n = geometry(name, gate.shape)[1]
     parts = (_part(gate, n, 0, 0, 2 * n), _part(up, n, 0, n, 2 * n))
     reason = "merged" if gate.type is up.type else f"merged from {gate.type} and {up.type}"
-    return ExpertTensor(name, _with_rows(name, gate.shape, 2 * n), t, reason, parts)
+    return OutputTensor(name, _with_rows(name, gate.shape, 2 * n), t, reason, parts)
 
 
 def _reorder_layer(prefix: str, names: tuple[str, ...], tensors: Mapping[str, TensorInfo]) -> Layer:
@@ -118,7 +108,7 @@ def _reorder_layer(prefix: str, names: tuple[str, ...], tensors: Mapping[str, Te
             return Layer(prefix, names, refusal=f"{tensor.name} cannot be reordered")
         parts = (_part(tensor, n, n, 0, rows), _part(tensor, n, 0, n, rows))
         outputs.append(
-            ExpertTensor(f"{prefix}{MERGED}.{suffix}", tensor.shape, tensor.type, "gate moved before up", parts)
+            OutputTensor(f"{prefix}{MERGED}.{suffix}", tensor.shape, tensor.type, "gate moved before up", parts)
         )
     return Layer(prefix, names, tuple(outputs))
 
@@ -142,5 +132,5 @@ def split_layer(prefix: str, tensors: Mapping[str, TensorInfo]) -> Layer | None:
         for field, first in ((GATE, 0), (UP, rows // 2)):
             part = _part(tensor, rows // 2, first, 0, rows // 2)
             shape = _with_rows(tensor.name, tensor.shape, rows // 2)
-            outputs.append(ExpertTensor(f"{prefix}{field}.{suffix}", shape, tensor.type, "taken apart", (part,)))
+            outputs.append(OutputTensor(f"{prefix}{field}.{suffix}", shape, tensor.type, "taken apart", (part,)))
     return Layer(prefix, names, tuple(outputs))

@@ -37,8 +37,8 @@ from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
+    from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cpu.feedback.metric import Metric
-    from quantkit.kernels.cpu.feedback.options import Rounding
     from quantkit.kernels.cuda.feedback.metric import DeviceMetric
     from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 
@@ -156,7 +156,7 @@ class UniformInputs:
         return metric(np.eye(self.n), 0.0, 1, grouping)
 
     def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        from quantkit.kernels.cuda.feedback.metric_kernels import metric
+        from quantkit.kernels.cuda.feedback.metric import metric
 
         return metric(carrier, np.eye(self.n), 0.0, grouping)
 
@@ -198,7 +198,7 @@ class RecordedInputs:
         return self._build(matrix, lambda covariance, damping: metric(covariance, damping, threads, grouping))
 
     def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        from quantkit.kernels.cuda.feedback.metric_kernels import metric
+        from quantkit.kernels.cuda.feedback.metric import metric
 
         return self._build(matrix, lambda covariance, damping: metric(carrier, covariance, damping, grouping))
 
@@ -223,7 +223,7 @@ class RecordedInputs:
 
 def rounding_of(inputs: Inputs) -> Rounding:
     """Return the rounding options for a tensor with these inputs."""
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback import Rounding
 
     # With equal weights no error moves to another column, and more rounds gain next to nothing.
     if inputs.is_uniform:
@@ -236,7 +236,7 @@ def rounding_of(inputs: Inputs) -> Rounding:
 
 
 def _digest(**fields: object) -> str:
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback import Rounding
 
     content = json.dumps({**fields, "rounding": asdict(Rounding())}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -405,7 +405,7 @@ class Feedback:
 
     def fields(self) -> list[Field]:
         """Return the provenance fields that the plan knows."""
-        from quantkit.kernels.cpu.feedback.options import Rounding
+        from quantkit.kernels.cpu.feedback import Rounding
 
         rounding = Rounding(extra_rounds=_MAX_EXTRA_ROUNDS) if self.provider.corrects else Rounding()
         values: dict[str, tuple[str | int | float, ValueType]] = {

@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.interleave import is_interleaved
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice, group_of
-from quantkit.types import TensorType
+from quantkit.pipeline.encoding import PIECE, whole_groups
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 
-#: Values decoded and encoded at a time: 512 KiB of float32, half of a typical L2 cache.
-PIECE = 1 << 17
-#: Rows that are encoded together with feedback.
-TILE = 64
 #: Values per job, if memory allows.
 JOB = 1 << 20
 
@@ -128,9 +123,9 @@ def cut_jobs(index: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
         return
     for number, part in enumerate(tensor.parts):
         source_row = part.source.type.row_bytes(part.values)
-        if not part.is_copied(tensor.type):
+        if not part.is_copied:
             yield from _cut_part(index, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
-        elif part.is_whole and not _has_plain_rows(part):
+        elif part.is_whole and not part.encoding.has_plain_rows:
             unit = math.gcd(part.source.nbytes, 1 << 16)
             n = part.source.nbytes // unit
             yield from _cut_part(index, number, tensor, replace(part, matrices=1, rows=n), unit, unit, values)
@@ -138,26 +133,15 @@ def cut_jobs(index: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
             yield from _cut_part(index, number, tensor, part, source_row, source_row, values)
 
 
-def _has_plain_rows(part: RowSlice) -> bool:
-    """Return whether a tensor consists of rows, or groups of rows, only; I2_S has a tail."""
-    t = part.source.type
-    return (
-        (t.interleave == 1 or is_interleaved(t))
-        and t.tensor_bytes(part.source.shape) == part.source.nbytes
-        and t.name != "I2_S"
-    )
-
-
 def _cut_part(
-    index: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
+    index: int, number: int, tensor: PlannedTensor, part: PlannedPart, source_row: int, target_row: int, values: int
 ) -> Iterator[Job]:
-    copied = part.is_copied(tensor.type)
-    step = max(1, values * 4 // source_row if copied else values // part.values)
+    encoding = part.encoding
+    step = max(1, values * 4 // source_row if part.is_copied else values // part.values)
     if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
-        step = whole_groups(step, group_of(part, tensor.type))
-    if not copied:
-        piece = piece_rows(part, tensor.type)  # encoded together regardless of memory: fewer rows would take as long
-        step = whole_groups(step, min(step, piece) if part.inputs is None else piece)
+        step = whole_groups(step, encoding.group)
+    if not part.is_copied:  # a piece is encoded together regardless of memory: fewer rows would take as long
+        step = whole_groups(step, min(step, encoding.piece) if part.inputs is None else encoding.piece)
     for matrix in range(part.matrices):
         for row in range(0, part.rows, step):
             source = matrix * part.source_rows + part.source_row + row
@@ -175,19 +159,9 @@ def _cut_part(
             )
 
 
-def whole_groups(rows: int, group: int) -> int:
-    return max(group, rows // group * group)
-
-
-def piece_rows(part: RowSlice, target: TensorType) -> int:
-    """Return the number of rows that are encoded at a time."""
-    tile = 1 if part.inputs is None else TILE
-    return whole_groups(max(1, PIECE // part.values), max(group_of(part, target), tile))
-
-
 def _longest(tensors: list[PlannedTensor]) -> int:
     """Return the most values that a worker must hold at once: a row, or a group of rows."""
-    return max((t.shape[0] * group_of(p, t.type) for t in tensors if not t.is_copy for p in t.parts), default=1)
+    return max((t.shape[0] * p.encoding.group for t in tensors if not t.is_copy for p in t.parts), default=1)
 
 
 def least_ram(tensors: list[PlannedTensor], threads: int) -> int:

@@ -25,11 +25,9 @@ from quantkit.formats.gguf import (
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.remote import URL
-from quantkit.kernels.formats import has_decoder, has_encoder
-from quantkit.kernels.interleave import repacks
-from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
+from quantkit.kernels.tensor_scale import check_rows
 from quantkit.names import span
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor, RowSlice, plan_part
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
@@ -55,6 +53,10 @@ class OutputTensor:
     def is_whole(self) -> bool:
         """True if it is one whole tensor of the source."""
         return len(self.parts) == 1 and self.parts[0].is_whole
+
+    def planned_parts(self) -> tuple[PlannedPart, ...]:
+        """Decide how each part is encoded."""
+        return tuple(plan_part(part, self.type, self.encoder) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,37 +221,32 @@ def _exists_as_planned(shard: PlannedShard, tensors: Sequence[PlannedTensor]) ->
 
 def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
     """Raise TypeNotSupported, before any work, for tensors that can be neither copied nor decoded and encoded."""
-
     for c in tensors:
-        for have in {part.source.type for part in c.parts} - {c.type}:
-            group = max(have.interleave, c.type.interleave)
-            if any(part.row_alignment % group for part in c.parts):
+        parts = c.planned_parts() if isinstance(c, OutputTensor) else c.parts
+        for encoding in (part.encoding for part in parts if part.source.type is not c.type):
+            if any(part.row_alignment % encoding.group for part in parts):
                 raise TypeNotSupported(
-                    f"tensor {c.name}: the rows of its parts make no whole groups of {group}: from {have} to {c.type}",
+                    f"tensor {c.name}: the rows of its parts make no whole groups of {encoding.group}: "
+                    f"from {encoding.source} to {c.type}",
                     "QK-E303",
                 )
-            if have is TENSOR_SCALED:
+            if encoding.has_tensor_scale:
                 check_rows(c.shape[0])
-            if repacks(have, c.type):
-                continue
-            if not has_encoder(c.type):
+            if encoding.missing == "encoder":
                 raise TypeNotSupported(
                     f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
                     "`quantkit types` lists those there are",
                     "QK-E302",
                 )
-            if not has_decoder(decoded_as(have)):
-                raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder", "QK-E302")
-            if not has_decoder(decoded_as(c.type)):
+            if encoding.missing:
                 raise TypeNotSupported(
-                    f"tensor {c.name}: this version has no decoder for {c.type} ({c.reason}), so none to read it",
-                    "QK-E302",
+                    f"tensor {c.name} is {encoding.source}, for which this version has no {encoding.missing}", "QK-E302"
                 )
 
 
 def _place(c: OutputTensor, shard: int, offset: int) -> PlannedTensor:
     return PlannedTensor(
-        c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes, c.encoder
+        c.name, c.shape, c.type, c.reason, c.fallback_from, c.planned_parts(), shard, offset, c.nbytes, c.encoder
     )
 
 

@@ -71,12 +71,12 @@ QUALITY: dict[str, Quality] = {
     "IQ4_KSS": Quality(10.06, "medium"),
     "Q8_KV": Quality(1.808, "fast"),
     "IQ5_KS": Quality(4.253, "medium"),
-    "IQ2_KT": Quality(27.06, "slow"),
-    "IQ3_KT": Quality(14.71, "slow"),
-    "IQ4_KT": Quality(7.938, "slow"),
+    "IQ2_KT": Quality(27.08, "slow"),
+    "IQ3_KT": Quality(14.68, "slow"),
+    "IQ4_KT": Quality(7.953, "slow"),
     "IQ3_KS": Quality(17.56, "medium"),
     "IQ2_KL": Quality(23.48, "medium"),
-    "IQ1_KT": Quality(35.64, "slow"),
+    "IQ1_KT": Quality(35.65, "slow"),
     "Q4_0_R8": Quality(11.23, "fast"),
     "Q5_0_R4": Quality(5.618, "fast"),
     "Q8_0_R8": Quality(0.7658, "fast"),
@@ -109,13 +109,6 @@ QUALITY: dict[str, Quality] = {
     "Q8_K_R8": Quality(1.226, "fast"),
 }
 # fmt: on
-
-
-def is_measured(t: TensorType) -> bool:
-    """Return whether a type has figures, i.e. an encoder. Interleaved types are measured by ik_llama.cpp's search."""
-    from quantkit.kernels.formats import has_encoder
-
-    return has_encoder(t)
 
 
 def sample() -> tuple[F32, F32]:

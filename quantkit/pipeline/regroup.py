@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP, find_layers
 from quantkit.formats.gguf import Field, TensorInfo, ValueType
-from quantkit.pipeline.experts import ExpertTensor, Layer, runtimes
+from quantkit.pipeline.experts import Layer, runtimes
 from quantkit.pipeline.metadata import Metadata, prune_names
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.row_slices import whole_tensor
@@ -184,7 +184,7 @@ def _only_recorded(source: Source, layers: list[Layer]) -> list[Layer]:
 
 def _replace(source: Source, changed: Iterable[Layer]) -> list[OutputTensor]:
     """Return all tensors of the output; a new one replaces its first source tensor."""
-    outputs: dict[str, list[ExpertTensor]] = {}
+    outputs: dict[str, list[OutputTensor]] = {}
     replaced: set[str] = set()
     position = {name: i for i, name in enumerate(source.tensors)}
     for layer in changed:
@@ -192,9 +192,9 @@ def _replace(source: Source, changed: Iterable[Layer]) -> list[OutputTensor]:
         for output in layer.outputs:
             first = min((part.source.name for part in output.parts), key=position.__getitem__)
             outputs.setdefault(first, []).append(output)
-    result = []
+    result: list[OutputTensor] = []
     for name, tensor in source.tensors.items():
-        result += [OutputTensor(j.name, j.shape, j.type, j.reason, j.parts) for j in outputs.get(name, ())]
+        result += outputs.get(name, ())
         if name not in replaced:
             result.append(_copy_tensor(tensor))
     return result

@@ -1,4 +1,4 @@
-"""Planned tensors of an output: their source rows and their place."""
+"""Planned tensors of an output: their source rows, how these are encoded, and their place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from quantkit.formats.gguf import TensorInfo
+from quantkit.pipeline.encoding import Action, RowEncoding, encoding_of
 from quantkit.pipeline.feedback import Inputs
 from quantkit.pipeline.importance import RowImportance
 from quantkit.types import TensorType
@@ -32,10 +33,6 @@ class RowSlice:
     target_row: int = 0
     #: Covariance of its inputs, if it is encoded with feedback.
     inputs: Inputs | None = None
-
-    def is_copied(self, target: TensorType) -> bool:
-        """Return whether its bytes are copied into a tensor of type ``target``."""
-        return self.source.type is target and self.inputs is None
 
     @property
     def is_whole(self) -> bool:
@@ -65,6 +62,35 @@ def with_inputs(part: RowSlice, inputs: Inputs) -> RowSlice:
     return replace(part, inputs=inputs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPart(RowSlice):
+    """Rows of a source tensor with the decision how they are encoded."""
+
+    encoding: RowEncoding
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether its bytes are copied."""
+        return self.encoding.action is Action.COPY
+
+
+def plan_part(part: RowSlice, target: TensorType, encoder: str = "") -> PlannedPart:
+    """Decide how a part becomes rows of type ``target``; ``encoder``: as for ``encoding_of``."""
+    return PlannedPart(
+        part.source,
+        part.importance,
+        part.values,
+        part.matrices,
+        part.rows,
+        part.source_rows,
+        part.target_rows,
+        part.source_row,
+        part.target_row,
+        part.inputs,
+        encoding=encoding_of(part.source, target, part.values, part.inputs, encoder),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
     """A tensor of the output: its source, its type and why, and its place."""
@@ -76,7 +102,7 @@ class PlannedTensor:
     reason: str
     #: The requested type, if its blocks do not divide the rows and a fallback replaced it.
     fallback_from: TensorType | None
-    parts: tuple[RowSlice, ...]
+    parts: tuple[PlannedPart, ...]
     shard: int
     #: Absolute byte offset in its shard's file.
     offset: int
@@ -101,9 +127,4 @@ class PlannedTensor:
     @property
     def is_copy(self) -> bool:
         """True if the bytes are copied."""
-        return all(part.is_copied(self.type) for part in self.parts)
-
-
-def group_of(part: RowSlice, target: TensorType) -> int:
-    """Return the rows that must stay together on the way from a part's type to ``target``; all are powers of two."""
-    return max(part.source.type.interleave, target.interleave)
+        return all(part.is_copied for part in self.parts)

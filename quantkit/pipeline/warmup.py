@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.first_run import Job
-from quantkit.kernels.interleave import base_of, is_interleaved, repacks
-from quantkit.kernels.tensor_scale import decoded_as
+from quantkit.pipeline.encoding import Action, RowEncoding
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.types import TensorType
 
@@ -22,24 +21,19 @@ def kernel_calls(
 
     elsewhere: names of tensors that GPUs decode and encode, and that are only checked and measured here.
     """
-    tensors = list(tensors)
-    changed = [
-        (part, t)
-        for t in tensors
-        for part in t.parts
-        if part.source.type is not t.type and not repacks(part.source.type, t.type)
-    ]
-    on_cpu = [(part, t) for part, t in changed if t.name not in elsewhere]
-    pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
-    repacked = [pair for pair in pairs if repacks(*pair)]
-    sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in (changed if measure else on_cpu))
-    targets = dict.fromkeys(t.type for _, t in changed)
-    encoders = dict.fromkeys((t.type, t.encoder, t.encoder == "ik" and p.importance is not None) for p, t in on_cpu)
-    checked_types = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
+    parts = [(part.encoding, part.importance is not None, t.name) for t in tensors for part in t.parts]
+    encodings = [encoding for encoding, _, _ in parts]
+    changed = [encoding for encoding in encodings if encoding.action is Action.ENCODE]
+    on_cpu = [(e, weighted) for e, weighted, name in parts if e.action is Action.ENCODE and name not in elsewhere]
+    repacked = {(e.source, e.target): e for e in encodings if e.action is Action.REPACK}
+    sources = dict.fromkeys(e.decoder_type for e in (changed if measure else [e for e, _ in on_cpu]))
+    targets = dict.fromkeys(encoding.target for encoding in changed)
+    encoders = dict.fromkeys((e.target, e.encoder, e.encoder == "ik" and weighted) for e, weighted in on_cpu)
+    checked_types = dict.fromkeys(encoding.target for encoding in encodings if encoding.is_checked)
     return [
         *(partial(_encode, *arguments) for arguments in encoders),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
-        *(partial(_repack, *pair) for pair in repacked),
+        *(partial(_repack, encoding) for encoding in repacked.values()),
         *(partial(_validate, t) for t in checked_types),
         *([_first_nonfinite] if on_cpu else []),
         *([_digest] if changed else []),
@@ -63,7 +57,7 @@ def _encode(t: TensorType, encoder_name: str, weighted: bool) -> None:
 
     rows, n = _shape(t)
     weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
-    encoder(t, encoder_name or None)(np.zeros((rows, n), np.float32), weights, out, 0, rows)
+    encoder(t, encoder_name)(np.zeros((rows, n), np.float32), weights, out, 0, rows)
 
 
 def _decode(t: TensorType) -> None:
@@ -73,18 +67,19 @@ def _decode(t: TensorType) -> None:
     dequantize_rows(t, np.zeros((rows, t.row_bytes(n)), np.uint8), np.zeros((rows, n), np.float32))
 
 
-def _repack(source: TensorType, target: TensorType) -> None:
+def _repack(encoding: RowEncoding) -> None:
     from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 
-    plain = base_of(target)
+    source, target = encoding.source, encoding.target
+    plain = encoding.target_rows
 
     def rows(t: TensorType, interleaved: TensorType) -> npt.NDArray[np.uint8]:
         count, n = _shape(interleaved)
         return np.zeros((count, t.row_bytes(n)), np.uint8)
 
-    if is_interleaved(source):
+    if source is not encoding.source_rows:
         deinterleave_rows(source, rows(source, source), rows(plain, source), plain)
-    if is_interleaved(target):
+    if encoding.is_interleaved:
         interleave_rows(target, rows(plain, target), rows(target, target))
 
 
@@ -108,7 +103,7 @@ def _digest() -> None:
 
 
 def _measure() -> None:
-    from quantkit.kernels.cpu.encode.error import error_sums
+    from quantkit.kernels.cpu.encode.check import error_sums
 
     x = np.zeros((1, 256), np.float32)
     error_sums(x, x, np.zeros(0, np.float32))

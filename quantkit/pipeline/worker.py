@@ -18,9 +18,8 @@ from quantkit.errors import FormatError, QuantkitError
 from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, are_intact, digest, make_records
 from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.cpu.digest import digest_of
-from quantkit.kernels.interleave import base_of, is_interleaved, repacks
-from quantkit.kernels.levels import all_levels
-from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
+from quantkit.kernels.tensor_scale import TAIL, with_row_scales
+from quantkit.pipeline.encoding import Action
 from quantkit.pipeline.feedback import CpuMetricPool, rounding_of
 from quantkit.pipeline.jobs import (
     FROM_CACHE,
@@ -32,9 +31,8 @@ from quantkit.pipeline.jobs import (
     Job,
     JobResult,
     cut_jobs,
-    piece_rows,
 )
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Target
 
@@ -45,6 +43,12 @@ F64 = npt.NDArray[np.float64]
 def _matches(cached: Cached, digests: list[bytes]) -> bool:
     """Return whether the pieces of an entry have these digests."""
     return np.frombuffer(cached.records, RECORD)["source"].tobytes() == b"".join(digests)
+
+
+def _pieces(job: Job, part: PlannedPart, rows: U8) -> list[U8]:
+    """Return a job's rows, of source or target, as they are encoded: some at a time."""
+    step = part.encoding.piece * (rows.size // job.rows)
+    return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
 
 
 def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) -> CpuMetricPool:
@@ -125,7 +129,7 @@ class Worker:
         check = None if tensor.is_copy else digest_of(source)
         digests: list[bytes] = []
         if job.cached is not None:
-            digests = [digest(piece, self._tail(part)) for piece in self._pieces(job, tensor, source)]
+            digests = [digest(piece, self._tail(part)) for piece in _pieces(job, part, source)]
             if job.cached.entry is not None and not job.cached.verified and _matches(job.cached, digests):
                 result, origin = self._copy_cached(job, tensor, job.cached)
                 if result is not None:
@@ -135,23 +139,23 @@ class Worker:
     def convert(self, job: Job, tensor: PlannedTensor, source: U8) -> tuple[U8, list[ErrorSums]]:
         """Encode source rows on the CPU; return the bytes, and error sums if they are wanted."""
         part = tensor.parts[job.part]
-        if part.is_copied(tensor.type):
+        if part.is_copied:
             return source, []
         target = self._buffers.get("target", job.target_bytes)
-        if not repacks(part.source.type, tensor.type):
-            return target, self._encode(job, tensor, part, source, target)
-        self._repack(job, tensor, part, source, target)
+        if part.encoding.action is Action.ENCODE:
+            return target, self._encode(job, part, source, target)
+        self._repack(job, part, source, target)
         return target, []
 
     def finish(self, job: Job, tensor: PlannedTensor, rows: SourceRows, target: U8, sums: list[ErrorSums]) -> JobResult:
         """Check and write the encoded rows of a job, from any backend."""
         part = tensor.parts[job.part]
-        self._check(job, tensor, part, target)
-        self._write(job, tensor, part, target, part.is_copied(tensor.type))
+        self._check(job, part, target)
+        self._write(job, tensor, part, target)
         crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
         if job.cached is None:
             return JobResult(crc, tuple(sums), source=rows.check)
-        pieces = self._pieces(job, tensor, target)
+        pieces = _pieces(job, part, target)
         records = make_records(rows.digests, pieces, np.array(sums or [ErrorSums()])).tobytes()
         if job.cached.temporary is not None:
             try:
@@ -163,7 +167,7 @@ class Worker:
     def decode(self, job: Job, tensor: PlannedTensor, source: U8) -> Iterator[tuple[slice, F32]]:
         """Yield source rows as float32, some at a time in a reused buffer, and their range."""
         part = tensor.parts[job.part]
-        rows, step = source.reshape(job.rows, -1), piece_rows(part, tensor.type)
+        rows, step = source.reshape(job.rows, -1), part.encoding.piece
         for row in range(0, job.rows, step):
             span = slice(row, min(row + step, job.rows))
             yield span, self._decode_rows(part, rows[span])
@@ -183,7 +187,7 @@ class Worker:
         part = tensor.parts[job.part]
         sums = list[ErrorSums]()
         if part.inputs is not None:
-            step = piece_rows(part, tensor.type)
+            step = part.encoding.piece
             sums = [ErrorSums() for _ in range(0, job.rows, step)]
             if losses is not None:
                 step *= len(losses[0]) // job.rows
@@ -192,7 +196,7 @@ class Worker:
         if not self.measure:
             return sums
         rows, weights = target.reshape(job.rows, -1), self.weights_of(job, part)
-        errors = [self._error(tensor, x, rows[span], weights) for span, x in values]
+        errors = [self._error(part, x, rows[span], weights) for span, x in values]
         return [a + b for a, b in zip(sums, errors, strict=True)] if sums else errors
 
     def convert_again(self, job: Job, tensor: PlannedTensor) -> U8:
@@ -201,17 +205,12 @@ class Worker:
         self.source.read(tensor.parts[job.part].source, source, job.source_offset)
         return self.convert(job, tensor, source)[0]
 
-    def importance_of(self, job: Job, part: RowSlice, of_metric: F32 | None = None) -> F32:
+    def importance_of(self, job: Job, part: PlannedPart, of_metric: F32 | None = None) -> F32:
         """Return the importance for the job's encoder: the importance matrix's, else the metric's or the inputs'."""
         if part.inputs is None or part.importance is not None:
             return self.weights_of(job, part)
         importance = part.inputs.importance(job.matrix) if of_metric is None else of_metric
         return self.weights_of(job, part) if importance is None else importance
-
-    def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
-        """Return a job's rows, of source or target, as they are encoded: some at a time."""
-        step = piece_rows(tensor.parts[job.part], tensor.type) * (rows.size // job.rows)
-        return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
 
     def _copy_cached(self, job: Job, tensor: PlannedTensor, cached: Cached) -> tuple[JobResult | None, str]:
         """Write the cached output of a job; None if the entry is gone or damaged."""
@@ -221,7 +220,7 @@ class Worker:
         try:
             with Entry(cached.entry) as entry:
                 entry.read(target, cached.offset)
-            if not are_intact(records, self._pieces(job, tensor, target)):
+            if not are_intact(records, _pieces(job, tensor.parts[job.part], target)):
                 raise DamagedEntry("its rows are damaged")
         except DamagedEntry:
             return None, REPAIRED
@@ -244,9 +243,9 @@ class Worker:
         piece_sums = tuple(ErrorSums(*row) for row in sums.tolist()) if sums.any() else ()
         return JobResult(zlib.crc32(target.data), piece_sums, records.tobytes(), FROM_CACHE)
 
-    def _write(self, job: Job, tensor: PlannedTensor, part: RowSlice, data: U8, copied: bool) -> None:
+    def _write(self, job: Job, tensor: PlannedTensor, part: PlannedPart, data: U8) -> None:
         """Write a job's bytes; copies need not pass through this process a second time."""
-        place = self.source.place(part.source) if copied and self._kernel_copies else None
+        place = self.source.place(part.source) if part.is_copied and self._kernel_copies else None
         if place is not None:
             file, begin = place
             self._kernel_copies = self.target.copy(
@@ -256,40 +255,39 @@ class Worker:
                 return
         self.target.write(tensor.shard, data, job.target_offset)
 
-    def _encode(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> list[ErrorSums]:
+    def _encode(self, job: Job, part: PlannedPart, source: U8, target: U8) -> list[ErrorSums]:
         """Encode a job's rows; return the error sums of each piece, if they are measured, and losses."""
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights, sums = self.weights_of(job, part), list[ErrorSums]()
-        step = piece_rows(part, tensor.type)
+        step = part.encoding.piece
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
             x = self._decode_rows(part, rows_in[row:stop])
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            piece_sums = self._encode_rows(job, tensor, part, x, rows_out[row:stop], part.source_row + job.row + row)
+            piece_sums = self._encode_rows(job, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
-                piece_sums += self._error(tensor, x, rows_out[row:stop], weights)
+                piece_sums += self._error(part, x, rows_out[row:stop], weights)
             if self.measure or part.inputs is not None:
                 sums.append(piece_sums)
         return sums
 
-    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, out: U8, row: int) -> ErrorSums:
+    def _encode_rows(self, job: Job, part: PlannedPart, x: F32, out: U8, row: int) -> ErrorSums:
         """Fill ``out`` with the encoded rows x, the first being ``row`` of their matrix; return the losses."""
         from quantkit.kernels.cpu.encode import encoder
 
-        encode = encoder(tensor.type, tensor.encoder or None)
-        has_levels = tensor.type.name in all_levels() or not tensor.type.is_quantized
-        if part.inputs is None or not has_levels or part.inputs.damping(job.matrix) is None:
+        encoding = part.encoding
+        encode = encoder(encoding.target, encoding.encoder)
+        if part.inputs is None or not encoding.has_feedback or part.inputs.damping(job.matrix) is None:
             encode(x, self.importance_of(job, part), out, 0, len(x))
             return ErrorSums()
         from quantkit.kernels.cpu.feedback.metric import target_of
         from quantkit.kernels.cpu.feedback.rounding import round_rows
 
-        levels = all_levels().get(tensor.type.name)
-        with self.metrics.acquire(part.inputs, job.matrix, levels.grouping if levels else None) as metric:
+        with self.metrics.acquire(part.inputs, job.matrix, encoding.grouping) as metric:
             importance = self.importance_of(job, part, metric.importance)
 
             def reference(rows: F32, dst: U8) -> None:
@@ -297,45 +295,46 @@ class Worker:
 
             rows = x.reshape(-1, part.inputs.n)
             target = target_of(rows, metric, row)
-            if not tensor.type.is_quantized:
+            if not encoding.target.is_quantized:
                 reference(rows if target is None else target, out)
                 return ErrorSums()
-            result = round_rows(tensor.type, rows, reference, metric, rounding_of(part.inputs), target)
+            result = round_rows(encoding.target, rows, reference, metric, rounding_of(part.inputs), target)
         out[...] = result.rows.reshape(out.shape)
         return _losses(result.before, result.after)
 
-    def _repack(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> None:
+    def _repack(self, job: Job, part: PlannedPart, source: U8, target: U8) -> None:
         """Interleave rows, de-interleave them, or both, without changing a value."""
         from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 
-        have, want = part.source.type, tensor.type
+        encoding = part.encoding
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
-        if have is TENSOR_SCALED:
+        if encoding.has_tensor_scale:
             rows_out[...] = self._with_row_scales(part, rows_in)
             return
-        plain = rows_in if have is base_of(have) else rows_out
-        if is_interleaved(have):
-            if is_interleaved(want):
-                nbytes = job.rows * base_of(have).row_bytes(part.values)
+        plain = rows_in
+        if encoding.source is not encoding.source_rows:
+            plain = rows_out
+            if encoding.is_interleaved:
+                nbytes = job.rows * encoding.source_rows.row_bytes(part.values)
                 plain = self._buffers.get("x", nbytes).reshape(job.rows, -1)
-            deinterleave_rows(have, rows_in, plain, base_of(want))
-        if is_interleaved(want):
-            interleave_rows(want, plain, rows_out)
+            deinterleave_rows(encoding.source, rows_in, plain, encoding.target_rows)
+        if encoding.is_interleaved:
+            interleave_rows(encoding.target, plain, rows_out)
 
-    def _decode_rows(self, part: RowSlice, rows: U8) -> F32:
+    def _decode_rows(self, part: PlannedPart, rows: U8) -> F32:
         """Return source rows as float32, decoded into a buffer; float32 itself is only viewed."""
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         if part.source.type.name == "F32":
             floats: F32 = rows.view(np.float32)
             return floats
-        if part.source.type is TENSOR_SCALED:
+        if part.encoding.has_tensor_scale:
             rows = self._with_row_scales(part, rows)
         x: F32 = self._buffers.get("x", 4 * part.values * len(rows)).view(np.float32).reshape(len(rows), part.values)
-        dequantize_rows(decoded_as(part.source.type), rows, x)
+        dequantize_rows(part.encoding.decoder_type, rows, x)
         return x
 
-    def _with_row_scales(self, part: RowSlice, rows: U8) -> U8:
+    def _with_row_scales(self, part: PlannedPart, rows: U8) -> U8:
         """Move row scales from the end of the tensor to the beginning of each row."""
         scale = np.frombuffer(self._tail(part), "<f4")[0]
         if not np.isfinite(scale):
@@ -344,15 +343,15 @@ class Worker:
             )
         return with_row_scales(rows, scale)
 
-    def _tail(self, part: RowSlice) -> bytes:
+    def _tail(self, part: PlannedPart) -> bytes:
         """Return the scale at the end of a tensor, if its type has one there."""
-        if part.source.type is not TENSOR_SCALED:
+        if not part.encoding.has_tensor_scale:
             return b""
         tail = self._buffers.get("tail", 4)
         self.source.read(part.source, tail, part.source.nbytes - TAIL)
         return tail.tobytes()
 
-    def weights_of(self, job: Job, part: RowSlice) -> F32:
+    def weights_of(self, job: Job, part: PlannedPart) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
         row: F32
         if part.importance is None:
@@ -365,15 +364,15 @@ class Worker:
         row = self._weights[1][job.matrix]
         return row
 
-    def _error(self, tensor: PlannedTensor, x: F32, data: U8, weights: F32) -> ErrorSums:
-        from quantkit.kernels.cpu.encode.error import error_sums
+    def _error(self, part: PlannedPart, x: F32, data: U8, weights: F32) -> ErrorSums:
+        from quantkit.kernels.cpu.encode.check import error_sums
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         y = self._buffers.get("y", x.nbytes).view(np.float32).reshape(x.shape)
-        dequantize_rows(tensor.type, data, y)
+        dequantize_rows(part.encoding.target, data, y)
         return ErrorSums(*error_sums(x, y, weights))
 
-    def _non_finite(self, part: RowSlice, job: Job, row: int, x: F32) -> FormatError:
+    def _non_finite(self, part: PlannedPart, job: Job, row: int, x: F32) -> FormatError:
         column = int(np.flatnonzero(~np.isfinite(x))[0])
         return FormatError(
             f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is broken (a bad conversion or "
@@ -381,22 +380,23 @@ class Worker:
             "QK-E108",
         )
 
-    def _check(self, job: Job, tensor: PlannedTensor, part: RowSlice, target: U8) -> None:
+    def _check(self, job: Job, part: PlannedPart, target: U8) -> None:
         from quantkit.kernels.cpu.encode.check import validate_rows
 
-        if not base_of(tensor.type).scales or job.target_row != tensor.type.row_bytes(part.values):
+        t = part.encoding.target
+        if not part.encoding.is_checked or job.target_row != t.row_bytes(part.values):
             return
-        bad = validate_rows(tensor.type, target.reshape(job.rows, job.target_row))
+        bad = validate_rows(t, target.reshape(job.rows, job.target_row))
         if bad >= 0:
-            holds = "holds" if part.source.type is tensor.type else "would hold"
-            unit = "value" if tensor.type.block == 1 else "block with a scale"
+            holds = "holds" if part.source.type is t else "would hold"
+            unit = "value" if t.block == 1 else "block with a scale"
             raise FormatError(
-                f"{self._where(part, job, bad)} {holds} a {tensor.type} {unit} that is not finite; a runtime would "
+                f"{self._where(part, job, bad)} {holds} a {t} {unit} that is not finite; a runtime would "
                 f"compute NaN from it",
                 "QK-E108",
             )
 
-    def _where(self, part: RowSlice, job: Job, row: int) -> str:
+    def _where(self, part: PlannedPart, job: Job, row: int) -> str:
         """Return the place of a job's row in the source, for messages."""
         matrix = f" of matrix {job.matrix}" if part.matrices > 1 else ""
         where, number = self.source.where(part.source), part.source_row + job.row + row

@@ -155,16 +155,11 @@ def _with_choice(
     )
     reason = choice.reason_text if tensor.is_whole else f"{tensor.reason}; {choice.reason_text}"
     encoder = "" if choice.copied or choice.repacked else _encoder(choice.type, options)
-    if is_unusual_encoder(choice.type, encoder):
+    if encoder not in ("", encoder_for(choice.type)):
         reason += _ENCODER_NOTES[encoder]
     return replace(
         tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=encoder
     )
-
-
-def is_unusual_encoder(t: TensorType, encoder: str) -> bool:
-    """Return whether an encoder differs from the default of the type."""
-    return encoder not in ("", encoder_for(t))
 
 
 def _encoder(t: TensorType, options: QuantizeOptions) -> str:

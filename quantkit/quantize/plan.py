@@ -15,7 +15,7 @@ from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
 from quantkit.pipeline.metadata import override_file
-from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
+from quantkit.pipeline.plan import Plan, plan_output
 from quantkit.pipeline.reference_types import read_reference_types
 from quantkit.pipeline.repack import bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
@@ -26,7 +26,6 @@ from quantkit.quantize.choices import choose, lint, request_of
 from quantkit.quantize.draft import Draft, shards_of, start, with_groups
 from quantkit.quantize.inputs import (
     equalized_plain_names,
-    is_unusual_encoder,
     with_covariances,
     with_feedback,
     with_imatrix,
@@ -100,7 +99,6 @@ def plan_from(
     typed_tensors, coverage = with_importance(draft, request, tensors, choices)
     outputs, feedback_notes = with_covariances(draft, typed_tensors)
     metadata, metadata_notes = metadata_of(draft, request, outputs)
-    notes = (*coverage, *feedback_notes, *_notes(draft, request, choices, outputs), *metadata_notes)
     texts = [path for path in map(override_file, options.override_kv) if path is not None]
     # Those that are read on while the run lasts as they were opened.
     imatrix = options.imatrix if draft.imatrix is None else draft.imatrix.path
@@ -116,13 +114,14 @@ def plan_from(
         outputs,
         title=_title(draft),
         rules=_rules(request),
-        notes=(*draft.notes, *notes),
         shard_of=shards_of(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
         reads=[located(p) for p in files if p is not None],
-        all_dims=not _is_known(str(draft.key("general.architecture"))),
+        all_dims=not is_known(str(draft.key("general.architecture"))),  # as image models have them
         identity=f"{__version__} {draft.fingerprint} {imatrix_digest}{provider_id}{identity}",
     )
+    notes = (*draft.notes, *coverage, *feedback_notes, *_notes(draft, request, choices, plan), *metadata_notes)
+    plan = replace(plan, notes=(*notes, *plan.notes))
     if draft.feedback is None:
         return plan
     plan = replace(
@@ -146,20 +145,16 @@ def _rules(request: Request) -> str:
     return "ik" if request.ik else "mainline"
 
 
-def _is_known(architecture: str) -> bool:
-    """Return whether a runtime has the architecture; other files, such as image models, keep all dimensions."""
-    return is_known(architecture)
-
-
-def _notes(draft: Draft, request: Request, choices: Sequence[Choice], outputs: Sequence[OutputTensor]) -> list[str]:
+def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan) -> list[str]:
     """Return notes about the chosen types, and about options without effect."""
-    options, changed = draft.options, [(part.source.type, c.type) for c in outputs for part in c.parts]
-    notes = [*requantize_notes(draft.source, outputs)]
+    options, encodings = draft.options, [part.encoding for tensor in plan.tensors for part in tensor.parts]
+    changed = [(encoding.source, encoding.target) for encoding in encodings]
+    notes = [*requantize_notes(plan.source, plan.tensors)]
     notes += request.repack.notes(changed, (c.reason for c in choices)) if request.repack else []
     notes += bf16_r16_notes(changed)
-    if options.encoder is not None and not any(is_unusual_encoder(c.type, c.encoder) for c in outputs):
+    if options.encoder is not None and not any(encoding.is_unusual for encoding in encodings):
         notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
-    if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in outputs):
+    if options.symmetric_q40 and not any(encoding.encoder == SYMMETRIC for encoding in encodings):
         notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
     return notes
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.arguments import Options
+from quantkit.arguments import Options, option
 from quantkit.bench import Setting, Test, bench, cpu_name
 from quantkit.calibration import calibration_warning, sketch_of
 from quantkit.compare import compare
@@ -76,27 +76,40 @@ _CARD_KEYS = (
 Progress = Callable[[str, int, int], None]
 
 
+#: Headings of --help.
+MEASUREMENTS, CONTENT = "Measurements", "Content"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """Measurements of a report.
+    """Measurements of a report; names as on the command line. Each option is declared here alone.
 
-    ``base``: the unquantized model; ``text``: held-out text; ``logits``: base logits, written if missing. ``known``:
-    results of earlier measurements against ``logits``, by file. ``errors``: compare every matrix with the base.
-    ``bench``: tokens of a prompt and of a generation to time, and repetitions; () for none.
+    ``known``: results of earlier measurements against ``logits``, by file. ``bench``: tokens of a prompt and of a
+    generation to time, and repetitions; () for none. ``load``: how models are loaded.
     """
 
-    base: Path | None = None
-    text: Path | None = None
-    logits: Path | None = None
+    base: Path | None = option(
+        None, "Unquantized model (BF16), to measure divergence and errors.", MEASUREMENTS, kind="model"
+    )
+    text: Path | None = option(
+        None, "Held-out text; without --base, for perplexity only.", MEASUREMENTS, kind="text", flags=("-f", "--file")
+    )
+    logits: Path | None = option(
+        None, "Base logits; computed and written if missing.", MEASUREMENTS, kind="file", metavar="FILE"
+    )
     known: Mapping[Path, Quality] = field(default_factory=dict)
-    n_ctx: int = 512
-    chunks: int | None = None
+    n_ctx: int = option(512, "Tokens per chunk.", MEASUREMENTS, least=4, flags=("-c", "--ctx-size"))
+    chunks: int | None = option(None, "Number of chunks; -1 (default): all.", MEASUREMENTS, kind="chunks")
     n_batch: int = 2048
-    imatrix: Path | None = None
-    sensitivity: Path | None = None
-    errors: bool = True
+    errors: bool = option(
+        True, "Compare every matrix with the base's (default).", MEASUREMENTS, flags=("--errors/--no-errors",)
+    )
     bench: tuple[int, int, int] | tuple[()] = ()
-    title: str = ""
+    imatrix: Path | None = option(
+        None, "Show its coverage, and weight errors by it.", CONTENT, kind="local imatrix", metavar="FILE"
+    )
+    sensitivity: Path | None = option(None, "Show the cost of each group in its type.", CONTENT, metavar="S.json")
+    title: str = option("", "Title.  [default: the model's name]", CONTENT, metavar="TEXT")
     load: LoadOptions = field(default_factory=LoadOptions)
 
 

@@ -369,10 +369,6 @@ class Space:
         fields = {field.key: field for field in plan.fields}
         return tuple(f"{r.name} {r}" for r in runtimes(fields, plan.entries))
 
-    def with_options(self, **changes: Any) -> Space:
-        """Return the space with changed options."""
-        return Space(self.sensitivity, self.source, replace(self.options, **changes))
-
 
 def _check_model(sensitivity: Sensitivity, source: Source) -> None:
     """Raise RecipeError if the sensitivities are of another model."""

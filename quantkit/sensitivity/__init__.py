@@ -6,7 +6,6 @@ scores            KL divergence and change of likelihood against base logits in 
 experts           token shares of experts, and the share of the error that falls on rare ones
 proxies           predictions from weight errors, and their rank correlation with measurements
 layer_errors      predictions from activation errors at the end of a layer
-activation_store  activations between layers, in files
 uniform_models    models with all groups in one type
 measure           the run, layer by layer
 journal           measurements of an unfinished run

@@ -41,7 +41,6 @@ from quantkit.pipeline.content import FileRecord
 from quantkit.pipeline.feedback import CovarianceFile
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.run import DEFAULT_MAX_RAM
-from quantkit.sensitivity.activation_store import ActivationStore
 from quantkit.sensitivity.encode import EncodedPair, Encoder, Encoding, Pair, groups_of, measurable_types, pairs_of
 from quantkit.sensitivity.experts import routings
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
@@ -49,7 +48,7 @@ from quantkit.sensitivity.journal import Journal, Key
 from quantkit.sensitivity.layer_errors import relative_error, with_layer_errors
 from quantkit.sensitivity.proxies import probes_of, rank_correlations, select_evenly, with_proxies
 from quantkit.sensitivity.scores import Base, Sums
-from quantkit.sensitivity.uniform_models import UniformModel, groups_by_type, settings_row
+from quantkit.sensitivity.uniform_models import ActivationStore, UniformModel, groups_by_type, settings_row
 from quantkit.sensitivity.variants import (
     Layer,
     OverlaidFile,

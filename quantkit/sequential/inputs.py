@@ -19,8 +19,7 @@ from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import SpilledInput
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cuda.feedback.metric import DeviceMetric
-    from quantkit.kernels.cuda.feedback.metric_kernels import DeviceSums
+    from quantkit.kernels.cuda.feedback.metric import DeviceMetric, DeviceSums
     from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 
 F32 = npt.NDArray[np.float32]
@@ -115,7 +114,7 @@ class StageInputs:
 
     def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
         """Return the same on a GPU, which also accumulates the sums, of rows that the host reads."""
-        from quantkit.kernels.cuda.feedback.metric_kernels import DeviceSums
+        from quantkit.kernels.cuda.feedback.metric import DeviceSums
 
         with carrier.allocations() as allocations:
             sums = DeviceSums(carrier, allocations, self.n, self._columns)

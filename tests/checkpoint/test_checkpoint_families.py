@@ -162,6 +162,22 @@ def test_norms_before_the_gate_are_refused(changes: Json, without: tuple[str, ..
     opened(plain, tmp_path / "b", changes=changes | {"mamba_rms_norm": False}, without=without)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "factor"),
+    [("q", "attn_q", 1.0), ("k", "attn_k", 0.3), ("v", "attn_v", 1.0), ("o", "attn_output", 1.1)],
+)
+def test_multipliers_of_inputs_leave_biases_alone(name: str, tensor: str, factor: float, tmp_path: Path) -> None:
+    """transformers multiplies what a layer reads (0.9), a bias does not see it; the reference multiplies both."""
+    description = checkpoints.describe("falcon-h1")
+    source = f"model.layers.0.self_attn.{name}_proj"
+    size = dict(checkpoints.expand(description.tensors))[f"{source}.weight"][0]
+    biased = replace(description, tensors=description.tensors | {f"{source}.bias": [size]})
+    changes = {"attention_bias": True, "attention_in_multiplier": 0.9, "key_multiplier": 0.3}
+    checkpoint = opened(biased, tmp_path, changes=changes | {"attention_out_multiplier": 1.1})
+    expected = checkpoints.draw(f"falcon-h1/{source}.bias", f"{source}.bias", (size,))
+    np.testing.assert_allclose(values(checkpoint.converted[f"blk.0.{tensor}.bias"]), expected * factor, rtol=1e-2)
+
+
 def test_olmo_with_a_window_of_null_has_none(tmp_path: Path) -> None:
     checkpoint = opened(checkpoints.describe("olmo3"), tmp_path, changes={"sliding_window": None})
     assert checkpoint.get("olmo2.attention.sliding_window") is None

@@ -10,12 +10,14 @@ from click.testing import CliRunner
 
 from quantkit.arguments import declarations
 from quantkit.cli import cli
+from quantkit.evaluate import SaveLogits
 from quantkit.options.convert import ConvertOptions
 from quantkit.options.export import ExportOptions
 from quantkit.options.imatrix import ImatrixOptions
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.options.search import SearchOptions
 from quantkit.options.sensitivity import SensitivityOptions
+from quantkit.report import ReportOptions
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -49,6 +51,8 @@ RECORDS = {
     "search": SearchOptions,
     "sensitivity": SensitivityOptions,
     "imatrix": ImatrixOptions,
+    "report": ReportOptions,
+    "perplexity": SaveLogits,
 }
 
 

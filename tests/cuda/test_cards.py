@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_cupy
@@ -32,6 +31,7 @@ from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.feedback import UniformInputs
 from quantkit.pipeline.gpu import batch, choice
 from quantkit.pipeline.gpu import executor as cards
+from quantkit.pipeline.row_slices import plan_part
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
 from quantkit.types import BY_NAME
 from small_models import llama_fields
@@ -127,6 +127,7 @@ def options(imatrix: Path, weighted: bool) -> QuantizeOptions:
 def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
     """Two cards; jobs of few rows, so that there are several batches, and slots serve more than once."""
     monkeypatch.setattr(jobs_module, "JOB", 4 * N)
+    monkeypatch.setattr("quantkit.pipeline.encoding.PIECE", 2 * N)
     monkeypatch.setattr(jobs_module, "PIECE", 2 * N)
     monkeypatch.setattr(cards, "BATCH", 12 * N)
     with fake_cupy.installed(monkeypatch):
@@ -352,18 +353,18 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
         choice.gpus_for(plan, "cpu", [0])
     with refuses(ResourceError, "QK-E411 --devices CUDA2 2"):
         choice.gpus_for(plan, "auto", [0, 2])
-    tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
-    with_feedback: Any = replace(tensor.parts[0], inputs=UniformInputs(256, 1))
-    assert choice.cpu_reason(tensor, tensor.parts[0]) is None
-    assert choice.cpu_reason(tensor, with_feedback) is None
-    of_another_type = replace(tensor, type=BY_NAME["TQ2_0"])
+    part = next(t for t in plan.tensors if t.type.name == "Q4_K").parts[0]
+    with_feedback = replace(part, inputs=UniformInputs(256, 1))
+    assert choice.cpu_reason(part) is None
+    assert choice.cpu_reason(plan_part(with_feedback, BY_NAME["Q4_K"])) is None
     monkeypatch.setattr(choice, "can_round", lambda t: False)
-    assert choice.cpu_reason(of_another_type, with_feedback) == "no error feedback for TQ2_0 on GPUs"
-    assert choice.cpu_reason(replace(tensor, type=BY_NAME["F16"]), with_feedback) == "no CUDA encoder for F16"
-    assert choice.cpu_reason(replace(tensor, encoder="ik"), tensor.parts[0]) is None
+    reason = choice.cpu_reason(plan_part(with_feedback, BY_NAME["TQ2_0"]))
+    assert reason == "no error feedback for TQ2_0 on GPUs"
+    assert choice.cpu_reason(plan_part(with_feedback, BY_NAME["F16"])) == "no CUDA encoder for F16"
+    assert choice.cpu_reason(plan_part(part, BY_NAME["Q4_K"], "ik")) is None
     for name, encoder, search, interleaved in (("Q4_0", "symmetric", "symmetric", False), ("Q2_K_R4", "", "ik", True),
                                          ("Q2_K_R4", "mainline", "", False), ("IQ1_M_R4", "", "", True)):  # fmt: skip
-        form = choice.conversion_of(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0], 0)
+        form = choice.conversion_of(plan_part(part, BY_NAME[name], encoder), 0)
         assert form is not None
         assert (form.search, form.interleaved) == (search, interleaved)
     monkeypatch.setattr(choice, "can_encode", lambda t, search="": False)
@@ -386,12 +387,13 @@ NOT_ON_CARDS = {"F32", "F16", "BF16", "BF16_R16"}
 def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
     """Every type, by every search, with an importance and without. The list above only shrinks."""
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
-    tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
-    odd: Any = SimpleNamespace(is_copied=lambda t: False, inputs=None, source=tensor.parts[0].source)
+    part = next(t for t in plan.tensors if t.type.name == "Q4_K").parts[0]
+    # Of no type that rows are copied or repacked from.
+    part = replace(part, source=replace(part.source, type=BY_NAME["F64"]))
     refused = set()
     for t in (t for t in BY_NAME.values() if has_encoder(t) and t.trees != "none"):
         for search in (*ENCODERS, SYMMETRIC):
-            if choice.cpu_reason(replace(tensor, type=t, encoder=search), odd):
+            if choice.cpu_reason(plan_part(part, t, search)):
                 refused.add(t.name)
     assert refused == NOT_ON_CARDS, step("Add a type", 7, TYPE=" ".join(refused ^ NOT_ON_CARDS))
 
@@ -439,7 +441,7 @@ def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
     """Every way to a card is taken: as it is, decoded there, decoded here; and by the CPU."""
     with open_gguf(source) as file:
         plan = plan_quantize(source, source.with_name("o.gguf"), "Q8_0", RULES)
-        forms = {t.name: choice.conversion_of(t, t.parts[0], 0) for t in plan.tensors}
+        forms = {t.name: choice.conversion_of(t.parts[0], 0) for t in plan.tensors}
         assert len(file.tensors) == len(forms)
     sources_by_name = {name: form and form.source.name for name, form in forms.items()}
     assert [sources_by_name[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", "F16", None, "BF16"]

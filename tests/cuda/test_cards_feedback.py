@@ -18,7 +18,7 @@ from test_feedback_files import EXPERTS, TOKENS, write_covariances
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
-from quantkit.kernels.cuda.feedback import metric_kernels
+from quantkit.kernels.cuda.feedback import metric as metrics
 from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.feedback_report import FeedbackReport, feedback_report
 from quantkit.pipeline.gpu import batch, choice
@@ -77,8 +77,9 @@ def pieces() -> Iterator[None]:
     """Jobs of few rows, so that there are several batches of a matrix; figures are sums over pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs_module, "JOB", 16 * N)
+        patch.setattr("quantkit.pipeline.encoding.PIECE", 8 * N)
         patch.setattr(jobs_module, "PIECE", 8 * N)
-        patch.setattr(jobs_module, "TILE", 8)
+        patch.setattr("quantkit.pipeline.encoding.TILE", 8)
         patch.setattr(cards, "FEEDBACK_BATCH", 16 * N)
         yield
 
@@ -179,13 +180,13 @@ def test_memory_of_a_card_bounds_what_it_does(
 ) -> None:
     """Metrics that have no room are the CPU's; those that have are made again where not all have at once."""
     sizes = list[int]()
-    make = metric_kernels.metric
+    make = metrics.metric
 
     def noted(*args: Any) -> Any:
         sizes.append(1)
         return make(*args)
 
-    monkeypatch.setattr(metric_kernels, "metric", noted)
+    monkeypatch.setattr(metrics, "metric", noted)
     metric = 32 * N * N
     counts = []
     for times in (20, 4, 1):

@@ -14,9 +14,8 @@ from device_memory import Memory
 
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cuda.attention import cache
-from quantkit.kernels.cuda.attention.attention import TENSOR, TILE, VECTOR, attention, combine_to
-from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.attention.attention import TENSOR, TILE, VECTOR, AttentionLayer, attention, combine_to
+from quantkit.kernels.cuda.core.kernel import Shape, shared_of_block
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.parameters import MASKS
 from quantkit.types import BY_NAME
@@ -108,8 +107,8 @@ class Model:
         case, n, memory = self.case, len(q), self.memory
         sizes = (case.n_head, case.n_head_kv, case.head_k, case.head_v)
         capability = memory.device.capability
-        options: dict[str, Any] = {"mla": case.mla, "selected": case.selected, "capability": capability}
-        plan = attention(case.kind, *sizes, n, self.n_ctx, algorithm=algorithm, splits=splits, **options)
+        layer = AttentionLayer(case.kind, *sizes, self.n_ctx, case.mla, case.selected)
+        plan = attention(layer, n, capability=capability, algorithm=algorithm, splits=splits)
         out = memory.room((n, case.n_head * case.head_v))
         sinks = memory.put(self.sinks) if case.sinks else 0
         scratch = memory.room((plan.scratch,), np.uint8) if plan.scratch else 0
@@ -336,7 +335,7 @@ def test_rows_of_any_size(memory: Memory, algorithm: int, kind: str) -> None:
 
 def test_the_way_follows_from_the_rows() -> None:
     def chosen_algorithm(kind: str, rows: int, group: int = 8, head: int = 128, **options: int) -> int:
-        plan = attention(kind, 4 * group, 4, head, head, rows, 4096, **options)
+        plan = attention(AttentionLayer(kind, 4 * group, 4, head, head, 4096), rows, **options)
         assert (plan.combine is None) == (plan.splits == 1)
         return int(dict(plan.attend.kernel.defines)["WAY"])
 
@@ -350,7 +349,8 @@ def test_the_way_follows_from_the_rows() -> None:
         TENSOR,
         TENSOR,
     ]
-    assert attention("f16", 128, 1, 576, 512, 512, 4096, mla=True, capability=75).attend.shared <= 64 << 10
+    layer = AttentionLayer("f16", 128, 1, 576, 512, 4096, mla=True)
+    assert attention(layer, 512, capability=75).attend.shared <= 64 << 10
 
 
 def test_turing_has_smaller_instructions(device: Any) -> None:

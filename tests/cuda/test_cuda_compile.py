@@ -150,7 +150,7 @@ def test_every_type_compiles_for_turing(kernel: Kernel) -> None:
 
 def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.cuda.core import compile as compiling
-    from quantkit.kernels.cuda.layer.norms import norm
+    from quantkit.kernels.cuda.layer.norms_rope import norm
 
     nvrtc_or_skip()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
@@ -190,7 +190,7 @@ def test_a_card_too_old_for_the_compiler() -> None:
 
 def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.cuda.core import compile as compiling
-    from quantkit.kernels.cuda.layer.norms import norm
+    from quantkit.kernels.cuda.layer.norms_rope import norm
 
     nvrtc_or_skip()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))

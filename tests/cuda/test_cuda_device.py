@@ -27,7 +27,7 @@ from quantkit.kernels.cuda.core import dependent_launch, uploads
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core.device import CUDADevice, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.layer import elementwise, norms
+from quantkit.kernels.cuda.layer import elementwise, norms_rope
 from zoo import expected, write_zoo
 
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
@@ -82,7 +82,7 @@ def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     device.upload(a, x)
     doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
     normed = launch(
-        norms.norm("rms", 1), x=a, out=a, weight=0, bias=0, groups=1, group=64, per_row=1, n_weight=64, eps=0.0
+        norms_rope.norm("rms", 1), x=a, out=a, weight=0, bias=0, groups=1, group=64, per_row=1, n_weight=64, eps=0.0
     )
     device.prepare([doubled.kernel, normed.kernel])
     device.run([doubled])

@@ -15,7 +15,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.cuda.core.kernel import SOURCES
 from quantkit.kernels.cuda.encode import SEARCHES, struct_of, trellis
-from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders, working_bytes
+from quantkit.kernels.cuda.encode.encode import Rows, encode, encode_rows, encoders, working_bytes
 from quantkit.kernels.cuda.encode.interleaved import is_changed
 from quantkit.kernels.formats import FORMATS, INTERLEAVED_ENCODERS
 from quantkit.kernels.interleave import BASES, base_of
@@ -34,7 +34,8 @@ def on_device(
     size = rows * t.row_bytes(n)
     out, work = memory.room((size + 64,), np.uint8), memory.room((working_bytes(t, rows, n),), np.uint8)
     importance = memory.put(weights) if weights.size else 0
-    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work, search=search, interleaved=interleaved)
+    r = Rows(memory.put(x), rows, n, out, importance, work)
+    encode_rows(memory.device, t, r, search=search, interleaved=interleaved)
     actual = memory.get(out, (size + 64,), np.uint8)
     assert (actual[size:] == 255).all()
     return actual[:size].reshape(rows, -1)

@@ -11,9 +11,9 @@ from device_memory import Memory
 from test_feedback import covariance, random_values
 
 from edge_rows import encode
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cpu.feedback.metric import Metric
 from quantkit.kernels.cpu.feedback.metric import metric as metric_of
-from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cpu.feedback.rounding import Rounded
 from quantkit.kernels.cpu.feedback.rounding import round_rows as on_cpu
 from quantkit.kernels.cuda.feedback.metric import upload

@@ -11,7 +11,7 @@ from cuda_products import check, multiply, on, plan_for
 from device_memory import Memory
 from matmul_cases import draw_weights, f32, routed
 
-from quantkit.kernels.cuda.core.limits import shared_of_block, shared_of_multiprocessor
+from quantkit.kernels.cuda.core.kernel import shared_of_block, shared_of_multiprocessor
 from quantkit.kernels.cuda.matmul import mat_mat
 from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.parameters import Activation

@@ -19,7 +19,8 @@ from quantkit.kernels.cpu.feedback.metric import Metric, metric
 from quantkit.kernels.cpu.feedback.products import Products, times_inverse
 from quantkit.kernels.cpu.feedback.products import corrected as corrected_on_cpu
 from quantkit.kernels.cpu.feedback.tiles import pack_columns
-from quantkit.kernels.cuda.feedback import factor, metric_kernels, packing, products
+from quantkit.kernels.cuda.feedback import matrices
+from quantkit.kernels.cuda.feedback import metric as on_device
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 from quantkit.kernels.levels import Grouping, levels_of
@@ -31,7 +32,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
-def run(memory: Memory, *launches: factor.Launch) -> None:
+def run(memory: Memory, *launches: matrices.Launch) -> None:
     memory.device.run(launches)
     memory.device.synchronize()
 
@@ -50,15 +51,15 @@ def test_the_factor_is_the_cpus(memory: Memory, n: int) -> None:
         memory.room((2, n), np.float64),
         memory.put(np.zeros(1, np.int64)),
     )
-    run(memory, factor.permute(memory.put(h), memory.put(raised), memory.put(order), address, n))
-    run(memory, *factor.cholesky(address, pivots, bad, n))
+    run(memory, matrices.permute(memory.put(h), memory.put(raised), memory.put(order), address, n))
+    run(memory, *matrices.cholesky(address, pivots, bad, n))
     assert memory.get(bad, (1,), np.int64)[0] == 0
     assert (np.triu(memory.get(address, (n, n), np.float64)) == expected).all()
     assert (memory.get(pivots, (2, n), np.float64)[1] == 1 / np.diagonal(expected)).all()
     r[70, 70] = 0
     with pytest.raises(np.linalg.LinAlgError, match=f"column 70 of {n}"):
         on_cpu.cholesky(r.copy())
-    run(memory, *factor.cholesky(memory.put(r), pivots, bad, n))
+    run(memory, *matrices.cholesky(memory.put(r), pivots, bad, n))
     assert memory.get(bad, (1,), np.int64)[0] == 71
 
 
@@ -71,25 +72,25 @@ def test_what_is_solved_is_the_cpus(memory: Memory, n: int, m: int) -> None:
         x, z = (rng.standard_normal((rows, width)).astype(np.float32) for width in (n, m))
         sums.add(x, z)
         address = memory.put(x)
-        run(memory, products.products(address, address, square, rows, n, n))
-        run(memory, products.products(address, memory.put(z), cross, rows, n, m))
-    run(memory, products.mirror(square, n))
+        run(memory, matrices.products(address, address, square, rows, n, n))
+        run(memory, matrices.products(address, memory.put(z), cross, rows, n, m))
+    run(memory, matrices.mirror(square, n))
     sums.finish()
     assert (memory.get(square, (n, n), np.float64) == sums.square).all()
     assert (sums.cross == memory.get(cross, (n, m), np.float64).T).all()
     expected = times_inverse(sums.cross, sums.square, 0.05)
     raised = np.diagonal(sums.square) + 0.05 * np.diagonal(sums.square).mean()
     r, pivots, bad = memory.room((n, n), np.float64), memory.room((2, n), np.float64), memory.put(np.zeros(1, np.int64))
-    run(memory, factor.permute(square, memory.put(raised), memory.put(np.arange(n, dtype=np.int32)), r, n))
-    run(memory, *factor.cholesky(r, pivots, bad, n), *factor.solve(cross, r, pivots + 8 * n, m, n))
+    run(memory, matrices.permute(square, memory.put(raised), memory.put(np.arange(n, dtype=np.int32)), r, n))
+    run(memory, *matrices.cholesky(r, pivots, bad, n), *matrices.solve(cross, r, pivots + 8 * n, m, n))
     assert (expected == memory.get(cross, (n, m), np.float64).T).all()
     rows, first = 20, m - 20
     out = memory.room((rows, n))
-    run(memory, packing.to_f32(cross, out, n, rows, first, m))
+    run(memory, matrices.to_f32(cross, out, n, rows, first, m))
     assert (memory.get(out, (rows, n)) == expected[first:].astype(np.float32)).all()
     if m >= n:
         packed_columns = memory.room((n // 4, n, 4))
-        run(memory, packing.pack_columns(cross, packed_columns, n, stride=m, transposed=True))
+        run(memory, matrices.pack_columns(cross, packed_columns, n, stride=m, transposed=True))
         assert (memory.get(packed_columns, (n // 4, n, 4)) == pack_columns(expected[:n])).all()
 
 
@@ -102,19 +103,19 @@ def test_targets_are_the_cpus(memory: Memory) -> None:
         memory.room((rows, n)),
         [memory.put(a) for a in (x, packed_columns)],
     )
-    run(memory, products.correct(*places, 0, out, rows, n))
+    run(memory, matrices.correct(*places, 0, out, rows, n))
     assert (memory.get(out, (rows, n)) == expected).all()
-    run(memory, products.correct(*places, memory.put(offset), out, rows, n))
+    run(memory, matrices.correct(*places, memory.put(offset), out, rows, n))
     assert (memory.get(out, (rows, n)) == expected + offset).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_sums_that_are_not_finite_are_found(memory: Memory, bad: float) -> None:
     sums, flag = np.full(700, 1e300), memory.put(np.zeros(1, np.int32))
-    run(memory, products.not_finite_sum(memory.put(sums), flag, 700))
+    run(memory, matrices.not_finite_sum(memory.put(sums), flag, 700))
     assert memory.get(flag, (1,), np.int32)[0] == 0
     sums[-1] = bad
-    run(memory, products.not_finite_sum(memory.put(sums), flag, 700))
+    run(memory, matrices.not_finite_sum(memory.put(sums), flag, 700))
     assert memory.get(flag, (1,), np.int32)[0] == 1
 
 
@@ -149,11 +150,11 @@ def assert_same(memory: Memory, actual: DeviceMetric, expected: Metric) -> None:
 def test_a_metric_is_the_cpus(memory: Memory, grouping: Grouping | None) -> None:
     h = covariance(5, 256)
     carrier = PinnedTransfer(memory.device.new_stream())
-    assert_same(memory, metric_kernels.metric(carrier, h, 0.02, grouping), metric(h, 0.02, 1, grouping))
+    assert_same(memory, on_device.metric(carrier, h, 0.02, grouping), metric(h, 0.02, 1, grouping))
     h[9] = h[:, 9] = 0
     h[9, 9] = -1e3
     lines = []
-    for make in (partial(metric_kernels.metric, carrier), metric):
+    for make in (partial(on_device.metric, carrier), metric):
         with pytest.raises(np.linalg.LinAlgError, match="not positive definite: column") as e:
             make(h, 0.0, grouping=grouping)
         lines.append(str(e.value))
@@ -184,7 +185,7 @@ def test_a_metric_of_two_streams_is_the_cpus(memory: Memory, residual: int, monk
 
     Of as few columns, rows on their way would take more than all else.
     """
-    monkeypatch.setattr(metric_kernels, "_ROWS", products.ROWS_AT_ONCE)
+    monkeypatch.setattr(on_device, "_ROWS", matrices.ROWS_AT_ONCE)
     rng, n, tokens = np.random.default_rng(6), 128, 600
     mixed = rng.standard_normal((n, n)) * np.exp(rng.standard_normal(n))
     x = (rng.standard_normal((tokens, n)) @ mixed).astype(np.float32)

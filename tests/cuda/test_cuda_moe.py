@@ -12,7 +12,7 @@ from matmul_cases import routed
 from refusals import refuses
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import shared_of_block
 from quantkit.kernels.cuda.matmul import moe
 from quantkit.kernels.parameters import MAX_EXPERTS
 

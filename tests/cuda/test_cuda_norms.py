@@ -7,10 +7,10 @@ import pytest
 from device_memory import Memory
 from layer_cases import normed
 
-from quantkit.kernels.cuda.layer import norms
+from quantkit.kernels.cuda.layer import norms_rope
 
 
-@pytest.mark.parametrize("kind", norms.KINDS)
+@pytest.mark.parametrize("kind", norms_rope.NORM_KINDS)
 @pytest.mark.parametrize(("rows", "width", "group", "n_weight"), [(3, 192, 192, 192), (5, 96, 32, 32), (1, 48, 8, 16)])
 def test_norms_agree_with_numpy(memory: Memory, kind: str, rows: int, width: int, group: int, n_weight: int) -> None:
     rng = np.random.default_rng(7)
@@ -20,7 +20,7 @@ def test_norms_agree_with_numpy(memory: Memory, kind: str, rows: int, width: int
     groups = rows * width // group
     for w, b in ((weight, bias), (weight, None), (None, None)):
         memory.run(
-            norms.norm(kind, groups),
+            norms_rope.norm(kind, groups),
             x=memory.put(x),
             out=out,
             weight=0 if w is None else memory.put(w),

@@ -9,7 +9,7 @@ import pytest
 from device_memory import Memory
 
 from quantkit.kernels.cuda.attention import cache
-from quantkit.kernels.cuda.layer import elementwise, glu, norms, per_head, rope, route
+from quantkit.kernels.cuda.layer import elementwise, glu, norms_rope, per_head, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.parameters import Activation
 
@@ -31,13 +31,13 @@ class OneByOne:
     def norm(self, x: int, width: int, group: int, weight: int, n_weight: int, kind: str) -> int:
         out, groups = self.memory.room((ROWS, width)), ROWS * width // group
         slots = {"groups": groups, "group": group, "per_row": width // group, "n_weight": n_weight, "bias": 0}
-        self.memory.run(norms.norm(kind, groups), x=x, out=out, weight=weight, eps=1e-5, **slots)
+        self.memory.run(norms_rope.norm(kind, groups), x=x, out=out, weight=weight, eps=1e-5, **slots)
         return out
 
     def turn(self, x: int, width: int, head: int, table: int, start: int, n_rot: int, kind: str) -> int:
         out = self.memory.room((ROWS, width))
         slots = {"width": width, "head": head, "table": table, "start": start, "n_rot": n_rot}
-        self.memory.run(rope.rope(kind, ROWS, width, head, n_rot), x=x, out=out, **slots)
+        self.memory.run(norms_rope.rope(kind, ROWS, width, head, n_rot), x=x, out=out, **slots)
         return out
 
     def activate(self, x: int, width: int, kind: str) -> int:
@@ -101,8 +101,15 @@ def test_heads_on_their_way_to_attention(
     memory.run(cache.cache_write(kv, ROWS, *widths[1:]), k_width=widths[1], v_width=widths[2], **slots)
 
     out_q, out_k = memory.room((ROWS, widths[0])), memory.room((ROWS, widths[1]))
-    steps = {"norm": when, "kind": norms.KINDS.index("layer"), "group": head, "eps": 1e-5, "stride": stride}
-    steps |= {"table": table, "head": head, "start": start, "n_rot": n_rot, "neox": rope.KINDS.index(kind), "n": head}
+    steps = {"norm": when, "kind": norms_rope.NORM_KINDS.index("layer"), "group": head, "eps": 1e-5, "stride": stride}
+    steps |= {
+        "table": table,
+        "head": head,
+        "start": start,
+        "n_rot": n_rot,
+        "neox": norms_rope.ROPE_KINDS.index(kind),
+        "n": head,
+    }
     chains = [
         {**steps, "width": widths[0], "x": x, "each": head, "step": 2 * head, "weight": w_q, "n_weight": widths[0]},
         {**steps, "width": widths[1], "x": x + 8 * widths[0], "weight": w_k, "n_weight": head},

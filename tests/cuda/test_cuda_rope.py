@@ -7,7 +7,7 @@ import pytest
 from device_memory import Memory
 from layer_cases import ROPES, TURNS, turn
 
-from quantkit.kernels.cuda.layer import rope
+from quantkit.kernels.cuda.layer import norms_rope
 from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model.backends.reference import rope_angles
 
@@ -23,7 +23,7 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
     period, inverse = (5, 1) if with_factors else (1, 0)
     out = memory.room((len(positions), pairs, 2))
     memory.run(
-        rope.rope_table(len(positions), pairs),
+        norms_rope.rope_table(len(positions), pairs),
         batch=memory.batch(np.zeros(len(positions)), positions),
         out=out,
         rows=len(positions),
@@ -40,7 +40,7 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
     np.testing.assert_allclose(actual[6], want[6], atol=2e-2)  # a step of its angle is 2^-6 itself
 
 
-@pytest.mark.parametrize("kind", rope.KINDS)
+@pytest.mark.parametrize("kind", norms_rope.ROPE_KINDS)
 @pytest.mark.parametrize(("rows", "heads", "head", "start", "n_rot"), TURNS)
 def test_turning(memory: Memory, kind: str, rows: int, heads: int, head: int, start: int, n_rot: int) -> None:
     x, angles, want = turn(kind, rows, heads, head, start, n_rot)
@@ -49,5 +49,5 @@ def test_turning(memory: Memory, kind: str, rows: int, heads: int, head: int, st
         source = memory.put(x)
         out = source if in_place else memory.room(x.shape)
         slots = {"width": heads * head, "head": head, "start": start, "n_rot": n_rot}
-        memory.run(rope.rope(kind, rows, heads * head, head, n_rot), out=out, x=source, table=table, **slots)
+        memory.run(norms_rope.rope(kind, rows, heads * head, head, n_rot), out=out, x=source, table=table, **slots)
         np.testing.assert_allclose(memory.get(out, x.shape), want, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 from device_memory import Memory
 from layer_cases import normed
 
-from quantkit.kernels.cuda.layer import elementwise, glu, norms, route, row_epilogue
+from quantkit.kernels.cuda.layer import elementwise, glu, norms_rope, route, row_epilogue
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.parameters import Activation
 
@@ -72,7 +72,12 @@ def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
     addend, too = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
     w, b, w2 = (memory.put(rng.standard_normal(width).astype(np.float32)) for _ in range(3))
     for kind, post, form in (("rms", -1, "q8_k"), ("layer", 0, "q8_0"), ("l2", -1, "q8_1"), ("rms", 1, "bf16")):
-        of_norm = {"kind": norms.KINDS.index(kind), "weight": w, "bias": b if kind == "layer" else 0, "eps": 1e-5}
+        of_norm = {
+            "kind": norms_rope.NORM_KINDS.index(kind),
+            "weight": w,
+            "bias": b if kind == "layer" else 0,
+            "eps": 1e-5,
+        }
         t = kernels.combine(x, weights, n_used)
         if post >= 0:
             t = kernels.norm(t, kind=post, weight=w2, bias=b, eps=1e-6)
@@ -149,7 +154,12 @@ def test_norms_of_rows_agree_with_numpy(memory: Memory, kind: str, rows: int, wi
     x = rng.standard_normal((rows, width)).astype(np.float32) + 0.5
     weight, bias = rng.standard_normal((2, width)).astype(np.float32)
     kernels = OneByOne(memory, rows, width)
-    slots = {"kind": norms.KINDS.index(kind), "eps": 1e-5, "weight": memory.put(weight), "bias": memory.put(bias)}
+    slots = {
+        "kind": norms_rope.NORM_KINDS.index(kind),
+        "eps": 1e-5,
+        "weight": memory.put(weight),
+        "bias": memory.put(bias),
+    }
     actual = memory.get(kernels.norm(memory.put(x), **slots), (rows, width))
     np.testing.assert_allclose(actual, normed(x, kind, width, weight, bias), rtol=2e-6, atol=2e-6)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf, write_gguf
-from quantkit.kernels.cuda.encode.encode import encode_rows, working_bytes
+from quantkit.kernels.cuda.encode.encode import Rows, encode_rows, working_bytes
 from quantkit.kernels.cuda.unpack import decoders
 from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.reference import decode_rows
@@ -186,18 +186,8 @@ def encode(
 
         def work() -> None:
             weights = addresses[2] if importance is not None else 0
-            encode_rows(
-                device,
-                t,
-                addresses[0],
-                rows,
-                n,
-                addresses[1],
-                weights,
-                addresses[3],
-                search=search,
-                interleaved=interleaved,
-            )
+            r = Rows(addresses[0], rows, n, addresses[1], weights, addresses[3])
+            encode_rows(device, t, r, search=search, interleaved=interleaved)
 
         work()
         if repeat is not None:

@@ -57,7 +57,7 @@ def _metric(n: int, grouping: Grouping | None) -> Any:
 
 def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions: int = 0) -> tuple[Rounded, float]:
     """Return what a card makes of the reference's bytes of rows, and the seconds it takes, if they are measured."""
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cpu.feedback.rounding import Rounded
     from quantkit.kernels.cuda.feedback.metric import upload
     from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
@@ -96,7 +96,7 @@ def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions:
 
 def _prepare(names: Sequence[str]) -> None:
     """Compile what rounds rows of types, several kernels at once."""
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cuda.encode.pipeline import RowConversion
     from quantkit.kernels.cuda.feedback.pipeline import FeedbackConversion
 
@@ -112,7 +112,7 @@ def rounding(run: Run) -> None:
     """Error feedback on the card, beside the CPU's bytes and losses; then how fast it is."""
     if run.lacks_numba("rounding"):
         return
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cpu.feedback.rounding import round_rows
     from quantkit.kernels.cuda.feedback.rounding import can_round
     from quantkit.kernels.levels import all_levels, levels_of
@@ -158,7 +158,7 @@ def metrics(run: Run) -> None:
     if run.lacks_numba("metrics"):
         return
     from quantkit.kernels.cpu.feedback.metric import metric
-    from quantkit.kernels.cuda.feedback import metric_kernels
+    from quantkit.kernels.cuda.feedback.metric import metric as metric_on_device
     from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 
     def of_size(name: str) -> None:
@@ -170,7 +170,7 @@ def metrics(run: Run) -> None:
         began = time.perf_counter()
         expected = metric(h, 0.02, available_cpus())
         on_cpu, began = time.perf_counter() - began, time.perf_counter()
-        actual = metric_kernels.metric(carrier, h, 0.02)
+        actual = metric_on_device(carrier, h, 0.02)
         seconds, wrong = time.perf_counter() - began, 0
         for field in ("columns", "u", "pivots", "h", "per_diagonal"):
             array = getattr(expected, field)

@@ -564,7 +564,8 @@ def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
 
 def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
     sizes = h.n, h.kv, h.k, h.v
-    plan = attention.attention(kind, *sizes, rows, n_ctx, mla=h.latent, capability=the_card().device.capability)
+    layer = attention.AttentionLayer(kind, *sizes, n_ctx, h.latent)
+    plan = attention.attention(layer, rows, capability=the_card().device.capability)
     with Bench() as b:
         positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
         arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]

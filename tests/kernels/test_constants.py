@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from numba.core.errors import NumbaError
 
-from quantkit.kernels.cpu.core.constants import ConstantsType, constants
 from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
+from quantkit.kernels.cpu.core.specialize import ConstantsType, constants
 
 
 @constants

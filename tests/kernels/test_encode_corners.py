@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from edge_rows import NO_WEIGHTS, boundary_bits, encode
-from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
 from quantkit.kernels.cpu.encode.fp4 import MAGNITUDES
 from quantkit.kernels.cpu.encode.i_quants import VALUES
+from quantkit.kernels.cpu.encode.search import MAGIC, bucket_tables
 from quantkit.types import BY_NAME
 
 f32 = np.float32

@@ -218,7 +218,6 @@ def scan_groups(x, w, book, inverse, error, points, extents, survivors, scratch)
                     s,
                     survivors_address,
                     width,
-                    len(pruned.ends) - 1,
                 )
             else:
                 search.scan(
@@ -232,7 +231,6 @@ def scan_groups(x, w, book, inverse, error, points, extents, survivors, scratch)
                     s,
                     survivors_address,
                     width,
-                    len(plain.ends) - 1,
                 )
 
 
@@ -260,7 +258,7 @@ def test_a_scan_that_skips_points_finds_the_same(
 ) -> None:
     """As one that ranks all, for all scales, and whatever the error known: far too small, too large, none."""
     form = trellis.point_format(size, 0 if magnitudes or size == 4 else 126)
-    scan = trellis.scan_steps(count, form, trellis.ENDS[ranges])
+    scan = trellis.scan_steps(count, form, ranges)
     both = specialize(scan_groups, name, kernel, pruned=scan, plain=replace(scan, rank_all=rank_every_line))
 
     rng, tree = np.random.default_rng(size), codebook(count, size, magnitudes, books)

@@ -40,7 +40,7 @@ from quantkit.kernels.interleave import (
     plain_of,
     repacks,
 )
-from quantkit.pipeline import jobs
+from quantkit.pipeline import encoding, jobs
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME, TYPES, TensorType
 from small_models import tensor_bytes, write_model
@@ -426,7 +426,7 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, threads: int, piece: int, job: int
 ) -> None:
     """Jobs and their pieces are whole groups; so are those of copies, of what is repacked, and of merged experts."""
-    monkeypatch.setattr(jobs, "PIECE", piece)
+    monkeypatch.setattr(encoding, "PIECE", piece)
     monkeypatch.setattr(jobs, "JOB", job)
     x = np.random.default_rng(5).standard_normal((3, 64, 256)).astype(np.float32)
     fields, t = [Field.of("general.architecture", "qwen3moe")], BY_NAME[name]

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from quantkit.kernels.cuda.core.compile import preamble
 from quantkit.kernels.cuda.core.device import PADDING, Launch
 from quantkit.kernels.cuda.core.generated import headers
-from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, shared_of_block
 
 SHIM = Path(__file__).parents[1] / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"

@@ -21,7 +21,6 @@ COMPILED = {
         f"kernels/cpu/encode/trellis{n}.py": "tests/kernels/test_kernels.py::test_round_trip_error[IQ2_KT]"
         for n in ("", "_lists", "_search")
     },
-    "kernels/cpu/unpack/binary.py": "tests/kernels/test_dequantize.py::test_golden_bytes[Q1_0]",
 }
 #: Modules that no test calls in its own process, and why.
 ELSEWHERE = {

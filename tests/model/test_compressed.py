@@ -19,7 +19,7 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.layer import compress as cpu
-from quantkit.kernels.cuda.layer import compress as cuda
+from quantkit.kernels.cuda.layer import mixing as cuda
 from quantkit.model.cost import token_cost
 from quantkit.model.engine import load
 from quantkit.model.graph import build_graph

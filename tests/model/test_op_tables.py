@@ -26,7 +26,10 @@ def descendants(kind: type[Op]) -> set[type[Op]]:
     return {kind}.union(*map(descendants, kind.__subclasses__()))
 
 
-OPS = {kind for kind in descendants(Op) if kind.__module__ == ops.__name__ and not kind.__name__.startswith("_")} - {Op}
+OPS = {kind for kind in descendants(Op) if kind.__module__ == ops.__name__ and not kind.__name__.startswith("_")} - {
+    Op,
+    ops.Map,
+}
 FUSED = {kind for kind in descendants(Op) if kind.__module__.startswith(f"{fuse.__name__}.")}
 
 

@@ -67,7 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors have many pieces, and jobs several."""
-    monkeypatch.setattr(jobs_module, "PIECE", 4096)
+    monkeypatch.setattr("quantkit.pipeline.encoding.PIECE", 4096)
     monkeypatch.setattr(jobs_module, "JOB", 3 * 4096)
 
 
@@ -448,7 +448,7 @@ from quantkit.types import BY_NAME
 import numpy as np
 source, target = (BY_NAME[name] for name in sys.argv[1:])
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
-from quantkit.kernels.cpu.encode.error import error_sums
+from quantkit.kernels.cpu.encode.check import error_sums
 [*keys._imported_modules("quantkit.kernels.cpu.encode")]
 digested = []
 digest = keys._files_digests

@@ -12,7 +12,7 @@ from reference_op import matrix, meaning
 from quantkit.kernels.cpu.core.tape import N_TOKENS, Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.layer import streams as cpu
-from quantkit.kernels.cuda.layer import streams as cuda
+from quantkit.kernels.cuda.layer import mixing as cuda
 from quantkit.model.ops import StreamWeights, Value
 
 

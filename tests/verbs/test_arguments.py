@@ -43,6 +43,21 @@ def test_no_verb_swallows_a_name_that_it_does_not_know(verb: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("verb", "name", "parameter", "record"),
+    [
+        ("quantize", "pure", "options", "QuantizeOptions"),
+        ("convert", "pure", "quantize", "QuantizeOptions"),
+        ("convert", "vocab_only", "options", "ConvertOptions"),
+        ("imatrix", "n_ctx", "options", "ImatrixOptions"),
+    ],
+)
+def test_a_field_of_an_option_record_is_said_to_be_one(verb: str, name: str, parameter: str, record: str) -> None:
+    function = getattr(quantkit, verb)
+    with pytest.raises(ArgumentError, match=rf"'{name}'.*{parameter}={record}\({name}="):
+        function(**needs(function), **{name: True})
+
+
+@pytest.mark.parametrize(
     ("verb", "name", "suggestion"),
     [
         ("quantize", "backened", "backend"),

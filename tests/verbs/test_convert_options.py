@@ -17,7 +17,7 @@ from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 import checkpoints
 from quantkit.checkpoint import registry
 from quantkit.checkpoint.expressions import Stored, concatenate, read_values, stack
-from quantkit.checkpoint.row import Copied
+from quantkit.checkpoint.key_rows import Copied
 from quantkit.cli import cli
 from quantkit.cli.convert import command
 from quantkit.convert import ConvertOptions, convert, plan_convert

@@ -26,7 +26,7 @@ from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output, part_path
 from quantkit.kernels.formats import has_encoder
-from quantkit.pipeline import jobs, row_slices
+from quantkit.pipeline import encoding, jobs, row_slices
 from quantkit.pipeline import run as run_module
 from quantkit.pipeline import target as target_module
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
@@ -51,7 +51,7 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
 ) -> None:
     full = tmp_path / "whole.gguf"
     quantize(llama, full, "Q4_K_M", threads=1)
-    monkeypatch.setattr(jobs, "PIECE", piece)
+    monkeypatch.setattr(encoding, "PIECE", piece)
     monkeypatch.setattr(jobs, "JOB", job)
     truncated_path = tmp_path / "cut.gguf"
     quantize(llama, truncated_path, "Q4_K_M", threads=threads)
@@ -381,7 +381,7 @@ def test_every_preset_has_a_plan(preset: Preset, tiny_moe: Path, data: Path, tmp
 def test_a_missing_encoder_stops_the_run_not_the_plan(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.plan.has_encoder", lambda t: t.name != "Q6_K")
+    monkeypatch.setattr("quantkit.pipeline.encoding.has_encoder", lambda t: t.name != "Q6_K")
     plan = plan_quantize(llama, tmp_path / "o.gguf", "Q4_K_M")
     check_values(run_module.refusal(plan) or "", "Q6_K", "Q4_K_M")
     refused(TypeNotSupported, "QK-E302 output.weight Q6_K Q4_K_M", llama, tmp_path / "o.gguf", "Q4_K_M")

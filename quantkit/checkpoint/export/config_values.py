@@ -25,44 +25,6 @@ def shortest_argument(value: float, function: Callable[[float], float]) -> float
     return inverse
 
 
-def set_layer_types(meta: ModelMetadata, config: Json) -> None:
-    """Set which layers have a window, where the file lists them."""
-    slides = meta.flags(".attention.sliding_window_pattern")
-    if slides is not None:
-        config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
-
-
-def set_rotary_part(meta: ModelMetadata, config: Json) -> None:
-    """Set the part of a head that rope rotates."""
-    turned, width = meta.number(".rope.dimension_count"), meta.head_width
-    config["partial_rotary_factor"] = turned / width if width else 1.0
-
-
-def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set the widths of the parts of heads that a latent makes (DeepSeek)."""
-    rope = meta.number(".rope.dimension_count")
-    config |= {
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": meta.number(".attention.key_length_mla") - rope,
-        "v_head_dim": meta.number(".attention.value_length_mla"),
-        "num_key_value_heads": meta.number(".attention.head_count"),
-    }
-    config.pop("head_dim", None)
-    config.setdefault("q_lora_rank", None)
-    log = meta.get(".rope.scaling.yarn_log_multiplier")
-    if log is not None and "rope_scaling" in config:
-        # llama.cpp knows one of the two; released models have the same for both.
-        scale = shortest_argument(log * 10, lambda x: 0.1 * x)
-        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
-
-
-def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
-    types = meta.flags(".attention.indexer.types")
-    if types is not None:
-        config["indexer_types"] = ["full" if item else "shared" for item in types]
-
-
 def set_head_norms(meta: ModelMetadata, config: Json) -> None:
     config["use_qk_norm"] = meta.has("attn_q_norm.weight")
 
@@ -121,11 +83,6 @@ class AddTower:
         config["vision_config"] = tower | ({self.out: meta.number(".embedding_length")} if self.out else {})
 
 
-def subtract_nextn_layers(meta: ModelMetadata, config: Json) -> None:
-    """Subtract the MTP layers from num_hidden_layers."""
-    config["num_hidden_layers"] -= meta.get(".nextn_predict_layers") or 0
-
-
 def set_dense_layers(meta: ModelMetadata, config: Json) -> None:
     """Name the layers without experts (Qwen)."""
     layers = range(config["num_hidden_layers"])
@@ -161,19 +118,3 @@ def set_two_ropes(meta: ModelMetadata, config: Json) -> None:
         if (turned := meta.get(key)) is not None:
             rope["partial_rotary_factor"] = turned / meta.head_width
     config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
-
-
-def set_merged_latent_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set the widths of the parts of heads that a latent makes, which the file has in one matrix (PLM, MiniCPM 3)."""
-    rope = meta.number(".rope.dimension_count")
-    config |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": meta.number(".attention.key_length") - rope}
-    output = meta.model.tensors.get("blk.0.attn_output.weight")
-    if output is not None:
-        config["v_head_dim"] = output.shape[0] // max(1, meta.number(".attention.head_count"))
-    config.pop("head_dim", None)
-    config.setdefault("q_lora_rank", None)
-
-
-def set_mask_token(meta: ModelMetadata, config: Json) -> None:
-    """Set the id of the mask token."""
-    config["mask_token_id"] = meta.model.get("tokenizer.ggml.mask_token_id")

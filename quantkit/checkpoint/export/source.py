@@ -261,9 +261,9 @@ def _tensors(
                 raise context.fail(original, f"{final} would be there twice", "QK-E107")
             tensors[final] = original.x
     tensors |= {extra_tensor.name: extra_tensor.x for extra_tensor in hf_class.synthetic(meta)}
-    waiting = next((joined_name for _, joined_name in inverse.parts), None)
-    if waiting is not None:
-        raise FormatError(f"{context.config.path.parent}: a part of {waiting} is missing", "QK-E105")
+    if inverse.waiting:
+        _, joined_name = next(iter(inverse.waiting))
+        raise FormatError(f"{context.config.path.parent}: a part of {joined_name} is missing", "QK-E105")
     return tensors
 
 

@@ -43,7 +43,6 @@ def set_activations(keys: Keys, config: Config) -> None:
             keys.array(f"xielu.{name}", [values[layer] for layer in sorted(values)])
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "ApertusForCausalLM": Architecture(
         "apertus",
@@ -70,7 +69,6 @@ def make_activations(meta: ModelMetadata) -> Iterable[Tensor]:
             yield Tensor(f"model.layers.{layer}.mlp.act_fn.{name}", x, layer)
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "ApertusForCausalLM": HfClass(
         "apertus",

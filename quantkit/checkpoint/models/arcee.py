@@ -8,24 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.key_rows import Copied
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass
-from quantkit.checkpoint.rules import Rename, StackExperts
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass
+from quantkit.checkpoint.rules import ROUTER_BIAS, STACK_GATE_FIRST
 
-#: A bias of the router is stored without an ending.
-_ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
-#: Of the order in which LlamaModel's children have them.
-_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
 _EXPERT_WIDTH = Copied(".expert_feed_forward_length", "moe_intermediate_size")
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "ArceeForCausalLM": replace(llama.LLAMA, arch="arcee", keys=(*llama.LLAMA_KEYS, set_pooling)),
     "AfmoeForCausalLM": Architecture(
         "afmoe",
-        stored=(_ROUTER_BIAS,),
-        rules=(_STACK_GATE_FIRST,),
+        stored=(ROUTER_BIAS,),
+        rules=(STACK_GATE_FIRST,),
         keys=(
             *llama.LLAMA_KEYS,
             Copied(".expert_shared_count", "num_shared_experts"),
@@ -40,7 +36,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "ArceeForCausalLM": HfClass("arcee"),
     "AfmoeForCausalLM": HfClass(

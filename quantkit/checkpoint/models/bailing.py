@@ -1,4 +1,4 @@
-"""Bailing: Ling and Ring, 1 to 3.
+"""Bailing: Ling and Ring, 1 to 3; Sarvam-M MoE, which is built like Bailing 2.
 
 Facts of llama.cpp b11434, conversion/bailingmoe.py, conversion/bailingmoe3.py.
 """
@@ -6,22 +6,45 @@ Facts of llama.cpp b11434, conversion/bailingmoe.py, conversion/bailingmoe3.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Expression, Mapped, Shaped, size_of
-from quantkit.checkpoint.keys import Keys, layers_in_file
-from quantkit.checkpoint.models import deepseek, glm, kimi, llama
-from quantkit.checkpoint.nextn import NEXTN_KEY, layers_with_nextn, set_nextn_layers
-from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, prefixed
-from quantkit.checkpoint.rules import Drop, Rename, Split, StackExperts, Transform, flatten
+from quantkit.checkpoint.expressions import (
+    Expression,
+    Mapped,
+    Shaped,
+    as_f32,
+    from_f32,
+    read_f32,
+    size_of,
+    value_bytes,
+    values_in,
+)
+from quantkit.checkpoint.key_rows import (
+    VOCAB_SIZE,
+    Always,
+    Computed,
+    Copied,
+    KeyGroup,
+    SetKeys,
+    SwigluLimits,
+    rotary_width,
+)
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.models import deepseek, kimi, llama
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, Split, StackExperts, Transform, flatten
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
-
-V3_STORED = (Rename(r"\.expert_bias$", ".expert_bias.bias"),)
+from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
+from quantkit.types import TensorType
 
 
 @dataclass(frozen=True)
@@ -63,47 +86,44 @@ V3_RULES = (
 )
 
 
-def _refuse_unsupported(keys: Keys, config: Config) -> None:
+def refuse_settings(keys: Keys, config: Config) -> None:
+    """Refuse settings of Bailing V3 that llama.cpp does not run."""
     supported = {"no_kda_lora": True, "kda_safe_gate": True, "gated_attention_proj_granularity_type": "head_wise"}
     for key, value in supported.items():
         if config.get(key) != value:
             raise FormatError(f"{config.path}: {key} is not {value!r}, which is all that llama.cpp runs", "QK-E305")
-    layers = range(layers_in_file(keys))
+
+
+def _set_attention_layers(keys: Keys, config: Config) -> None:
+    layers = range(keys.layers)
     keys.array(".attention.head_count_kv", [int(is_attention_layer(config, layer)) for layer in layers])
 
 
-def _set_shared(keys: Keys, config: Config) -> None:
-    keys.u32(".expert_shared_count", config.get("num_shared_experts", 1))
-
-
-def _set_limits(keys: Keys, config: Config) -> None:
-    n = layers_in_file(keys)
-    for key, name in (
-        (".swiglu_clamp_exp", "expert_swiglu_limit_list"),
-        (".swiglu_clamp_shexp", "share_expert_swiglu_limit_list"),
-    ):
-        if (limits := config.get(name)) is not None:
-            numbers = [0.0 if limit is None else float(limit) for limit in limits[:n]]
-            keys.array(key, numbers + [0.0] * (n - len(numbers)))
+def _set_layer_groups(meta: ModelMetadata, config: Json) -> None:
+    """Set the period of layers with attention."""
+    attends = meta.per_layer(".attention.head_count_kv")
+    config["layer_group_size"] = next((i + 1 for i, is_attention in enumerate(attends) if is_attention), len(attends))
 
 
 V3_KEYS: tuple[SetKeys, ...] = (
-    _refuse_unsupported,
-    Copied(".vocab_size", "vocab_size", required=True),
+    refuse_settings,
+    KeyGroup(_set_attention_layers, _set_layer_groups),
+    VOCAB_SIZE,
     Copied(".ssm.conv_kernel", "short_conv_kernel_size", required=True),
     Copied(".kda.head_dim", "head_dim", required=True),
     Copied(".kda.safe_gate", "kda_safe_gate", "flag", required=True),
     Copied(".kda.gate_lower_bound", "kda_lower_bound", "f32", required=True),
     Copied(".attention.q_lora_rank", "q_lora_rank"),
-    kimi.set_latent,
+    *kimi.LATENT_KEYS,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
     Copied(".expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", required=True),
-    _set_shared,
+    Copied(".expert_shared_count", "num_shared_experts", default=1),
     Copied(".leading_dense_block_count", "first_k_dense_replace", required=True),
     Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
     Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
-    _set_limits,
-    set_nextn_layers,
+    SwigluLimits(".swiglu_clamp_exp", "expert_swiglu_limit_list"),
+    SwigluLimits(".swiglu_clamp_shexp", "share_expert_swiglu_limit_list"),
+    NEXTN_IF_ANY,
 )
 
 
@@ -122,9 +142,9 @@ SPLIT_QKV = Split(
 
 MOE_KEYS: tuple[SetKeys, ...] = (
     Copied(".leading_dense_block_count", "first_k_dense_replace", required=True),
-    Copied(".vocab_size", "vocab_size", required=True),
+    VOCAB_SIZE,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
-    Always(".expert_weights_scale", 1.0, "f32"),
+    Always(".expert_weights_scale", 1.0, "f32", "routed_scaling_factor"),
     Copied(".expert_shared_count", "num_shared_experts", required=True),
     Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
 )
@@ -152,40 +172,85 @@ def set_sections(keys: Keys, config: Config) -> None:
     keys.array(".rope.dimension_sections", [*sections, 0])
 
 
-def _set_bailing_shared(keys: Keys, config: Config) -> None:
-    width = config.get("moe_shared_expert_intermediate_size")
-    if width is None:
-        width = config.number("moe_intermediate_size") * config.number("num_shared_experts")
-    keys.u32(".expert_shared_feed_forward_length", width)
+def _shared_width(config: Config) -> int:
+    width: int | None = config.get("moe_shared_expert_intermediate_size")
+    return config.number("moe_intermediate_size") * config.number("num_shared_experts") if width is None else width
+
+
+def _set_shared_width(meta: ModelMetadata, config: Json) -> None:
+    """Set the width of shared experts, if it differs from that of routed ones."""
+    width, shared = meta.get(".expert_shared_feed_forward_length"), meta.get(".expert_shared_count") or 0
+    if width is not None and width != meta.number(".expert_feed_forward_length") * shared:
+        config["moe_shared_expert_intermediate_size"] = width
 
 
 V2_KEYS: tuple[SetKeys, ...] = (
-    glm.PartialRope(),
+    rotary_width(0.5),
     Copied(".leading_dense_block_count", "first_k_dense_replace", required=True),
-    Copied(".vocab_size", "vocab_size", required=True),
+    VOCAB_SIZE,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
-    _set_bailing_shared,
+    Computed(".expert_shared_feed_forward_length", _shared_width, inverse=_set_shared_width),
     Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
     Copied(".expert_shared_count", "num_shared_experts", required=True),
     Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
     NEXTN_KEY,
 )
 
+
+def subtract_mean(tensor: Tensor, context: Context) -> Expression:
+    return Centered(tensor.x)
+
+
+#: The bias of the router, with its mean subtracted.
+CENTER_ROUTER_BIAS = Transform(r"\.expert_bias$", subtract_mean, None)
+
+
+@dataclass(frozen=True)
+class Centered:
+    """A vector with its mean subtracted, in the type it is stored in, as torch computes it."""
+
+    x: Expression
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def type(self) -> TensorType:
+        return self.x.type
+
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        values = read_f32(self.x, 0, size_of(self.x))
+        mean = np.empty(value_bytes(self.type, 1), np.uint8)
+        from_f32(self.type, np.array([values.mean(dtype=np.float64)], np.float32), mean)
+        n = values_in(self.type, out.size)
+        from_f32(self.type, values[start : start + n] - as_f32(self.type, mean), out)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        return self.x.parts()
+
+
+_SARVAM = Architecture(
+    "bailingmoe2",
+    stored=(CENTER_ROUTER_BIAS, ROUTER_BIAS),
+    rules=(StackExperts(),),
+    keys=(*V2_KEYS, llama.ROPE_WIDTH),
+    layers=layers_with_nextn,
+)
 _BAILING_V3 = Architecture(
     "bailingmoe3",
-    stored=V3_STORED,
+    stored=(ROUTER_BIAS,),
     rules=V3_RULES,
-    base=kimi.set_single_base,
+    base=kimi.SINGLE_BASE,
     keys=V3_KEYS,
     layers=layers_with_nextn,
     nextn=True,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "BailingMoeV2ForCausalLM": Architecture(
         "bailingmoe2",
-        stored=(Rename(r"\.expert_bias$", ".expert_bias.bias"),),
+        stored=(ROUTER_BIAS,),
         rules=(StackExperts(),),
         keys=V2_KEYS,
         layers=layers_with_nextn,
@@ -193,30 +258,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "BailingMoeForCausalLM": Architecture(
         "bailingmoe",
         rules=(SPLIT_QKV, *llama.ROPE_PERMUTED, StackExperts()),
-        keys=(llama.set_rope_width, *MOE_KEYS),
+        keys=(llama.ROPE_WIDTH, *MOE_KEYS),
         patch_config=refuse_normed_head,
     ),
+    "SarvamMoEForCausalLM": _SARVAM,
+    "modeling_sarvam_moe.SarvamMoEForCausalLM": _SARVAM,
     "BailingMoeV3ForCausalLM": _BAILING_V3,
     "BailingMoeV3VLForConditionalGeneration": replace(
         _BAILING_V3,
-        stored=(Drop(r"^linear_proj"), *V3_STORED),
+        stored=(Drop(r"^linear_proj"), ROUTER_BIAS),
         keys=(*V3_KEYS, set_sections),
     ),
 }
-
-
-def set_shared_expert_width(meta: ModelMetadata, config: Json) -> None:
-    """Set the width of shared experts, if it differs from that of routed ones (Bailing)."""
-    width = meta.get(".expert_shared_feed_forward_length")
-    if width is not None and width != config["moe_intermediate_size"] * config["num_shared_experts"]:
-        config["moe_shared_expert_intermediate_size"] = width
-
-
-def _set_layer_groups(meta: ModelMetadata, config: Json) -> None:
-    """Set the period of layers with attention, and the head width of delta attention (Bailing V3)."""
-    attends = meta.per_layer(".attention.head_count_kv")
-    config["layer_group_size"] = next((i + 1 for i, is_attention in enumerate(attends) if is_attention), len(attends))
-    config["head_dim"] = meta.number(".kda.head_dim")
 
 
 def _rename_output(config: Config, name: str) -> str:
@@ -227,49 +280,33 @@ def _rename_output(config: Config, name: str) -> str:
     return f"{match[1]}{'dense' if is_attention_layer(config, int(match[2])) else 'o_proj'}{match[3]}"
 
 
-_BAILING_V3_CLASS = HfClass(
-    "bailing_hybrid",
-    "model.word_embeddings "
-    + prefixed(
-        f"{LAYER}attention.",
-        "q_proj k_proj v_proj dense q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj k_b_proj v_b_proj q_a_layernorm "
-        "kv_a_layernorm q_conv1d k_conv1d v_conv1d o_norm A_log dt_proj b_proj",
-    )
-    + f" {LAYER}self_attn.g_proj {LAYER}mlp.gate.expert_bias {LAYER}final_layernorm",
-    keys={
-        ".expert_count": "num_experts",
-        ".expert_shared_count": "num_shared_experts",
-        ".expert_gating_func": "score_function",
-        ".swiglu_clamp_exp": "expert_swiglu_limit_list",
-        ".swiglu_clamp_shexp": "share_expert_swiglu_limit_list",
-    },
-    # All that llama.cpp runs.
-    defaults={"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
-    config_setters=(config_values.subtract_nextn_layers, config_values.set_latent_widths, _set_layer_groups),
-    rename_last=_rename_output,
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "BailingMoeV2ForCausalLM": HfClass(
         "bailing_moe",
         "model.word_embeddings model.layers.*.attention.query_key_value model.layers.*.attention.dense "
         "model.layers.*.attention.query_layernorm model.layers.*.attention.key_layernorm "
         "model.layers.*.mlp.gate.expert_bias model.layers.*.final_layernorm",
-        keys={".expert_count": "num_experts", ".expert_shared_count": "num_shared_experts"},
+        keys={".expert_count": "num_experts"},
         defaults={"moe_router_enable_expert_bias": True},
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_rotary_part,
-            set_shared_expert_width,
-            config_values.set_head_norms,
-        ),
+        config_setters=(config_values.set_head_norms,),
     ),
     "BailingMoeForCausalLM": HfClass(
         "bailing_moe",
         f"{LAYER}attention.dense model.word_embeddings",
-        keys={".expert_shared_count": "num_shared_experts"},
         defaults={"norm_head": False},
     ),
-    "BailingMoeV3ForCausalLM": _BAILING_V3_CLASS,
+    "BailingMoeV3ForCausalLM": HfClass(
+        "bailing_hybrid",
+        "model.word_embeddings "
+        + prefixed(
+            f"{LAYER}attention.",
+            "q_proj k_proj v_proj dense q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj k_b_proj v_b_proj q_a_layernorm "
+            "kv_a_layernorm q_conv1d k_conv1d v_conv1d o_norm A_log dt_proj b_proj",
+        )
+        + f" {LAYER}self_attn.g_proj {LAYER}mlp.gate.expert_bias {LAYER}final_layernorm",
+        keys={".expert_count": "num_experts", ".expert_gating_func": "score_function"},
+        # All that llama.cpp runs.
+        defaults={"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
+        rename_last=_rename_output,
+    ),
 }

@@ -12,9 +12,9 @@ from typing import Any
 from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, Zeros, concatenate, take
-from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.key_rows import BASE, Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Drop, Rename, Transform, flatten_experts, flatten_transposed_experts
 from quantkit.checkpoint.tensors import Context, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import set_token_types, write_bpe, write_wordpiece
@@ -37,17 +37,16 @@ STORED: tuple[Rule, ...] = (
 HEAD = Rename(r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1", when=lambda config: bool(label_names(config)))
 
 
-def _set_labels(keys: Keys, config: Config) -> None:
-    keys.array(".classifier.output_labels", [text for _, text in sorted(label_names(config).items())])
+def _labels(config: Config) -> list[str]:
+    return [text for _, text in sorted(label_names(config).items())]
 
 
-KEYS: tuple[SetKeys, ...] = (Always(".attention.causal", False, "flag"), set_pooling, _set_labels)
+LABELS = Computed(".classifier.output_labels", _labels, "array")
+KEYS: tuple[SetKeys, ...] = (Always(".attention.causal", False, "flag"), set_pooling, LABELS)
 
 
-def set_distil_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys behind the epsilon of DistilBERT's norms, which it does not store (DistilBertModel)."""
-    keys.f32(".attention.layer_norm_epsilon", 1e-12)
-    set_base_keys(keys, config, layers, file_type)
+#: The epsilon of DistilBERT's norms, which it does not store, comes first (DistilBertModel).
+DISTIL_BASE: tuple[SetKeys, ...] = (Always(".attention.layer_norm_epsilon", 1e-12, "f32"), *BASE)
 
 
 def cut_positions(config: Config) -> None:
@@ -122,13 +121,23 @@ NOMIC_EXPERT_KEYS: tuple[SetKeys, ...] = (
 )
 
 
-def set_neo(keys: Keys, config: Config) -> None:
-    """Set the constants of NeoBERT, and its feed-forward width, 2/3 of intermediate_size (NeoBert)."""
-    keys.u32(".feed_forward_length", int(2 * config.number("intermediate_size") / 3))
-    keys.f32(".rope.freq_base", 10000.0)
-    keys.text(".rope.scaling.type", "none")
-    keys.f32(".attention.layer_norm_rms_epsilon", config.get("norm_eps", 1e-6))
-    keys.u32(".pooling_type", 2)
+def _neo_width(config: Config) -> int:
+    """Return NeoBERT's feed-forward width: 2/3 of intermediate_size."""
+    return int(2 * config.number("intermediate_size") / 3)
+
+
+def _set_neo_width(meta: ModelMetadata, config: Json) -> None:
+    config["intermediate_size"] = -(-3 * meta.number(".feed_forward_length") // 2)
+
+
+NEO_KEYS: tuple[SetKeys, ...] = (
+    *KEYS,
+    Computed(".feed_forward_length", _neo_width, inverse=_set_neo_width),
+    Always(".rope.freq_base", 10000.0, "f32"),
+    Always(".rope.scaling.type", "none", "text"),
+    Copied(".attention.layer_norm_rms_epsilon", "norm_eps", "f32", default=1e-6),
+    Always(".pooling_type", 2),
+)
 
 
 def prepare_xlm(config: Config) -> None:
@@ -196,7 +205,7 @@ BERT = Architecture("bert", stored=STORED, rules=(HEAD,), keys=KEYS, vocab=write
 _DISTIL_BERT = replace(
     BERT,
     stored=(Rename(r"^distilbert\.", ""), Drop(r"^vocab_"), *STORED),
-    base=set_distil_base,
+    base=DISTIL_BASE,
 )
 
 _ROBERTA = replace(
@@ -222,12 +231,11 @@ _NEO_BERT = replace(
     BERT,
     arch="neo-bert",
     stored=(Drop(r"^decoder\."), Rename(r"^model\.", ""), *STORED),
-    keys=(*KEYS, set_neo),
+    keys=NEO_KEYS,
 )
 
 _XLM = replace(_ROBERTA, vocab=write_xlm, patch_config=prepare_xlm)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "BertModel": BERT,
     "CamembertModel": BERT,
@@ -361,16 +369,6 @@ def _set_jina_names(meta: ModelMetadata, config: Json) -> None:
     config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
 
 
-def _set_neo_width(meta: ModelMetadata, config: Json) -> None:
-    """Set the intermediate size, 3/2 of the feed-forward width."""
-    width = meta.number(".feed_forward_length")
-    config["intermediate_size"] = -(-3 * width // 2)
-
-
-_BERT_CLASS = HfClass(
-    "bert", _BERT_NAMES, config_setters=(set_label_names, refuse_classifier), note=_NO_POOLER_NOTE, matches=is_wordpiece
-)
-
 _ROBERTA_CLASS = HfClass(
     "roberta",
     _BERT_NAMES,
@@ -378,8 +376,6 @@ _ROBERTA_CLASS = HfClass(
     note=_NO_POOLER_NOTE,
     matches=is_byte_level,
 )
-
-_XLM_CLASS = replace(_ROBERTA_CLASS, model_type="xlm-roberta", matches=is_unigram)
 
 _ROBERTA_LABELS_CLASS = replace(
     _ROBERTA_CLASS,
@@ -399,61 +395,13 @@ _DISTIL_CLASS = HfClass(
     ),
     keys={
         ".block_count": "n_layers",
-        ".embedding_length": "dim",
         ".feed_forward_length": "hidden_dim",
-        ".attention.head_count": "n_heads",
         ".attention.layer_norm_epsilon": "",
     },
     config_setters=(set_label_names,),
     matches=is_distil,
 )
 
-_NOMIC_CLASS = HfClass(
-    "nomic_bert",
-    "embeddings.word_embeddings embeddings.token_type_embeddings emb_ln "
-    + prefixed(
-        "encoder.layers.*.",
-        "attn.Wqkv attn.out_proj norm1 norm2 mlp.fc11 mlp.fc12 mlp.fc2 mlp.router.layer mlp.experts.mlp.w1 "
-        "mlp.experts.mlp.w2",
-    ),
-    keys={
-        ".block_count": "n_layer",
-        ".embedding_length": "n_embd",
-        ".feed_forward_length": "n_inner",
-        ".attention.head_count": "n_head",
-        ".rope.freq_base": "rotary_emb_base",
-        ".expert_count": "num_experts",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        ".moe_every_n_layers": "moe_every_n_layers",
-        ".expert_used_count": "moe_top_k",
-    },
-    config_setters=(set_label_names, _set_nomic_names),
-    synthetic=_make_unused_biases,
-    rename_last=_rename_ungated,
-    archs=("nomic-bert-moe",),
-)
-
-_JINA_CLASS = HfClass(
-    "bert",
-    "embeddings.word_embeddings embeddings.LayerNorm embeddings.token_type_embeddings "
-    + prefixed(
-        "encoder.layer.*.",
-        "attention.self.query attention.self.key attention.self.value attention.output.dense "
-        "attention.output.LayerNorm mlp.gated_layers mlp.wo mlp.layernorm",
-    ),
-    config_setters=(set_label_names, _set_jina_names),
-    note=_NO_POOLER_NOTE,
-)
-
-_NEO_CLASS = HfClass(
-    "neobert",
-    "encoder layer_norm " + prefixed("transformer_encoder.*.", "qkv wo ffn.w12 ffn.w3 attention_norm ffn_norm"),
-    keys={".attention.layer_norm_rms_epsilon": "norm_eps", ".rope.freq_base": ""},
-    config_setters=(set_label_names, _set_neo_width),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "DistilBertForSequenceClassification": replace(
         _DISTIL_CLASS,
@@ -462,14 +410,57 @@ CLASSES: dict[str, HfClass] = {
         renames=((r"^(?!(pre_)?classifier)", "distilbert."),),
     ),
     "DistilBertModel": _DISTIL_CLASS,
-    "BertModel": _BERT_CLASS,
+    "BertModel": HfClass(
+        "bert",
+        _BERT_NAMES,
+        config_setters=(set_label_names, refuse_classifier),
+        note=_NO_POOLER_NOTE,
+        matches=is_wordpiece,
+    ),
     "RobertaForSequenceClassification": _ROBERTA_LABELS_CLASS,
     "XLMRobertaForSequenceClassification": replace(
         _ROBERTA_LABELS_CLASS, model_type="xlm-roberta", matches=has_labels(is_unigram)
     ),
-    "XLMRobertaModel": _XLM_CLASS,
+    "XLMRobertaModel": replace(_ROBERTA_CLASS, model_type="xlm-roberta", matches=is_unigram),
     "RobertaModel": _ROBERTA_CLASS,
-    "NomicBertModel": _NOMIC_CLASS,
-    "JinaBertModel": _JINA_CLASS,
-    "NeoBERT": _NEO_CLASS,
+    "NomicBertModel": HfClass(
+        "nomic_bert",
+        "embeddings.word_embeddings embeddings.token_type_embeddings emb_ln "
+        + prefixed(
+            "encoder.layers.*.",
+            "attn.Wqkv attn.out_proj norm1 norm2 mlp.fc11 mlp.fc12 mlp.fc2 mlp.router.layer mlp.experts.mlp.w1 "
+            "mlp.experts.mlp.w2",
+        ),
+        keys={
+            ".block_count": "n_layer",
+            ".embedding_length": "n_embd",
+            ".feed_forward_length": "n_inner",
+            ".attention.head_count": "n_head",
+            ".rope.freq_base": "rotary_emb_base",
+            ".expert_count": "num_experts",
+            ".attention.layer_norm_epsilon": "layer_norm_epsilon",
+            ".moe_every_n_layers": "moe_every_n_layers",
+            ".expert_used_count": "moe_top_k",
+        },
+        config_setters=(set_label_names, _set_nomic_names),
+        synthetic=_make_unused_biases,
+        rename_last=_rename_ungated,
+        archs=("nomic-bert-moe",),
+    ),
+    "JinaBertModel": HfClass(
+        "bert",
+        "embeddings.word_embeddings embeddings.LayerNorm embeddings.token_type_embeddings "
+        + prefixed(
+            "encoder.layer.*.",
+            "attention.self.query attention.self.key attention.self.value attention.output.dense "
+            "attention.output.LayerNorm mlp.gated_layers mlp.wo mlp.layernorm",
+        ),
+        config_setters=(set_label_names, _set_jina_names),
+        note=_NO_POOLER_NOTE,
+    ),
+    "NeoBERT": HfClass(
+        "neobert",
+        "encoder layer_norm " + prefixed("transformer_encoder.*.", "qkv wo ffn.w12 ffn.w3 attention_norm ffn_norm"),
+        config_setters=(set_label_names,),
+    ),
 }

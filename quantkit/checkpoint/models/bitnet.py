@@ -10,9 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import F32, PIECE, ByValue, Expression, read_f32, size_of
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import Always, SetKeys
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Rename, Transform, unchanged
 from quantkit.checkpoint.tensors import Context, Tensor
@@ -34,10 +33,11 @@ BITNET_RULES = (
 )
 
 
-def set_linear_rope(keys: Keys, config: Config) -> None:
-    """Rope is scaled by one."""
-    keys.text(".rope.scaling.type", "linear")
-    keys.f32(".rope.scaling.factor", 1.0)
+#: Rope is scaled by one.
+LINEAR_ROPE: tuple[SetKeys, ...] = (
+    Always(".rope.scaling.type", "linear", "text"),
+    Always(".rope.scaling.factor", 1.0, "f32"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,13 @@ class Ternary(ByValue):
         return signs / self._inverse
 
 
-_BITNET = Architecture("bitnet", rules=BITNET_RULES, keys=(set_linear_rope,), vocab=write_sentencepiece_or_bpe)
+_BITNET = Architecture("bitnet", rules=BITNET_RULES, keys=LINEAR_ROPE, vocab=write_sentencepiece_or_bpe)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "BitNetForCausalLM": _BITNET,
     "BitnetForCausalLM": _BITNET,
 }
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "BitNetForCausalLM": HfClass(
         "bitnet",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, take
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import Copied
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Drop, Transform
@@ -49,19 +49,16 @@ CHAMELEON_RULES = (
 CHAMELEON_STORED = (Drop(r"^model\.vqmodel"),)
 
 
-def set_swin_norm(keys: Keys, config: Config) -> None:
-    """Set whether norms follow attention and feed forward (Swin)."""
-    keys.flag(".swin_norm", config.get("swin_norm", False))
-
+#: Whether norms follow attention and feed forward (Swin).
+SWIN_NORM = Copied(".swin_norm", "swin_norm", "flag", default=False)
 
 _CHAMELEON = Architecture(
     "chameleon",
     stored=CHAMELEON_STORED,
     rules=(*llama.ROPE_PERMUTED, *CHAMELEON_RULES),
-    keys=(set_swin_norm,),
+    keys=(SWIN_NORM,),
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "ChameleonForCausalLM": _CHAMELEON,
     "ChameleonForConditionalGeneration": _CHAMELEON,
@@ -75,15 +72,11 @@ def _set_image_tokens(meta: ModelMetadata, config: Json) -> None:
     config["vocabulary_map"] = {text: i for i, text in numbered if text == "<image>" or text.startswith("IMGIMG")}
 
 
-_CHAMELEON_CLASS = HfClass(
-    "chameleon",
-    keys={".swin_norm": "swin_norm"},
-    config_setters=(_set_image_tokens,),
-    note="no file holds what makes tokens of pictures (model.vqmodel): transformers makes one of random numbers; texts "
-    "do not use it. Of the norms of single heads a file has that of the first",
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "ChameleonForConditionalGeneration": _CHAMELEON_CLASS,
+    "ChameleonForConditionalGeneration": HfClass(
+        "chameleon",
+        config_setters=(_set_image_tokens,),
+        note="no file holds what makes tokens of pictures (model.vqmodel): transformers makes one of random numbers; "
+        "texts do not use it. Of the norms of single heads a file has that of the first",
+    ),
 }

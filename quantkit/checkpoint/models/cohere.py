@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.expressions import PIECE, read_f32, size_of
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.nextn import layers_with_nextn, nextn_layers
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.key_rows import (
+    VOCAB_SIZE,
+    WINDOW,
+    WINDOW_PATTERN,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    divided_head_dim,
+)
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import StackExperts
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
@@ -39,63 +48,58 @@ def use_longest_context(config: Config) -> None:
         config.values["max_position_embeddings"] = length
 
 
-def set_no_scaling(keys: Keys, config: Config) -> None:
-    keys.text(".rope.scaling.type", "none")
-
-
-def set_rope_width(keys: Keys, config: Config) -> None:
-    """Set the rotary dimensions of a head.
+def _rope_width(config: Config) -> int:
+    """Return the rotary dimensions of a head.
 
     transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its own model turns whole heads.
     """
-    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
-    keys.u32(".rope.dimension_count", int(config.rotary_part(1.0, "rotary_pct", config.values) * width))
+    return int(config.rotary_part(1.0, "rotary_pct", config.values) * divided_head_dim(config))
 
 
-COHERE_KEYS: tuple[SetKeys, ...] = (Copied(".logit_scale", "logit_scale", "f32", required=True), set_no_scaling)
-
+_LOGIT_SCALE = Copied(".logit_scale", "logit_scale", "f32", required=True)
+_NO_SCALING = Always(".rope.scaling.type", "none", "text")
+COHERE_KEYS: tuple[SetKeys, ...] = (_LOGIT_SCALE, _NO_SCALING)
 COHERE2_KEYS: tuple[SetKeys, ...] = (
-    Copied(".logit_scale", "logit_scale", "f32", required=True),
-    Copied(".attention.sliding_window", "sliding_window", required=True),
-    Copied(".vocab_size", "vocab_size", required=True),
-    set_rope_width,
-    set_no_scaling,
+    _LOGIT_SCALE,
+    WINDOW,
+    VOCAB_SIZE,
+    Computed(".rope.dimension_count", _rope_width),
+    _NO_SCALING,
 )
 
 
-def set_window_pattern(keys: Keys, config: Config) -> None:
-    """Set which layers attend to a window."""
-    keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in config["layer_types"]])
-
-
-def _set_moe(keys: Keys, config: Config) -> None:
-    width, dense = config.number("intermediate_size"), config.get("first_k_dense_replace", 0)
+def _dense_layers(config: Config) -> int:
+    dense: int = config.get("first_k_dense_replace", 0)
     if (kinds := config.get("mlp_layer_types")) is not None:
         dense = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
-    keys.u32(".expert_feed_forward_length", width)
-    keys.u32(".leading_dense_block_count", dense)
-    keys.flag(".expert_weights_norm", config.get("norm_topk_prob", False))
-    if shared := config.get("num_shared_experts", 0):
-        if (strategy := config.get("shared_expert_combination_strategy", "average")) != "average":
-            raise FormatError(
-                f"{config.path}: shared experts are combined by {short(strategy)}; only average is known", "QK-E305"
-            )
-        keys.u32(".expert_shared_count", shared)
-        keys.u32(".expert_shared_feed_forward_length", width * shared)
-    if nextn := nextn_layers(config):
-        keys.u32(".nextn_predict_layers", nextn)
+    return dense
+
+
+def _shared_width(config: Config) -> int | None:
+    """Return the width of shared experts; refuse those that are not averaged."""
+    shared: int = config.get("num_shared_experts", 0)
+    if shared and (strategy := config.get("shared_expert_combination_strategy", "average")) != "average":
+        raise FormatError(
+            f"{config.path}: shared experts are combined by {short(strategy)}; only average is known", "QK-E305"
+        )
+    return config.number("intermediate_size") * shared if shared else None
 
 
 COHERE2_MOE_KEYS: tuple[SetKeys, ...] = (
-    *COHERE2_KEYS[:2],
-    set_window_pattern,
-    Copied(".vocab_size", "vocab_size", required=True),
-    _set_moe,
+    _LOGIT_SCALE,
+    WINDOW,
+    WINDOW_PATTERN,
+    VOCAB_SIZE,
+    Copied(".expert_feed_forward_length", "intermediate_size", required=True),
+    Computed(".leading_dense_block_count", _dense_layers),
+    Copied(".expert_weights_norm", "norm_topk_prob", "flag", default=False),
+    Copied(".expert_shared_count", "num_shared_experts", unless_zero=True),
+    Computed(".expert_shared_feed_forward_length", _shared_width),
+    NEXTN_IF_ANY,
     Copied(".rope.dimension_count", "head_dim", required=True),
-    set_no_scaling,
+    _NO_SCALING,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "CohereForCausalLM": Architecture("command-r", keys=COHERE_KEYS, patch_config=use_longest_context),
     "Cohere2ForCausalLM": Architecture("cohere2", rules=(DropZeroBiases(),), keys=COHERE2_KEYS),
@@ -104,7 +108,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "CohereForCausalLM": HfClass("cohere", config_setters=(config_values.set_head_norms,)),
     "Cohere2ForCausalLM": HfClass("cohere2"),
@@ -113,15 +116,9 @@ CLASSES: dict[str, HfClass] = {
         keys={
             ".feed_forward_length": "prefix_dense_intermediate_size",
             ".expert_count": "num_experts",
-            ".expert_feed_forward_length": "intermediate_size",
-            ".expert_shared_count": "num_shared_experts",
-            ".leading_dense_block_count": "",
             ".expert_gating_func": "expert_selection_fn",
-            ".attention.key_length": "head_dim",
         },
         config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_layer_types,
             config_values.set_mlp_layer_types,
             config_values.set_rope_parameters,
         ),

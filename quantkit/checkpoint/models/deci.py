@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression
-from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.key_rows import (
+    BASE,
+    BLOCK_COUNT,
+    FILE_TYPE,
+    Computed,
+    Copied,
+    SetKeys,
+    Where,
+    divided_head_dim,
+)
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass
 from quantkit.checkpoint.rules import Transform, permute_rows, restore_rows
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_tokenizer_json
@@ -67,26 +76,36 @@ DECI_RULES = (
 )
 
 
-def set_deci_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of DeciLM, per layer where layers differ, in the converter's order."""
-    if "block_configs" not in config:
-        set_base_keys(keys, config, layers, file_type)
-        Copied(".attention.head_count_kv", "num_key_value_heads_per_layer", "array")(keys, config)
-        return
-    if (theta := config.rope.get("rope_theta")) is not None:
-        keys.f32(".rope.freq_base", theta)
-    heads = [_heads(config, i) for i in range(config.layers)]
-    keys.array(".attention.head_count_kv", [n for _, n in heads])
-    keys.array(".attention.head_count", [n for n, _ in heads])
-    keys.array(".feed_forward_length", [_feed_forward_width(config, i) for i in range(config.layers)])
-    keys.u32(".block_count", layers)
-    keys.u32(".context_length", config["max_position_embeddings"])
-    keys.u32(".embedding_length", config["hidden_size"])
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
-    keys.u32(".attention.key_length", width)
-    keys.u32(".attention.value_length", width)
-    keys.u32("general.file_type", file_type)
+def _has_blocks(config: Config) -> bool:
+    return "block_configs" in config
+
+
+def _heads_row(key: str, place: int) -> Computed:
+    return Computed(key, lambda config: [_heads(config, layer)[place] for layer in range(config.layers)], "array")
+
+
+#: Of models whose layers are alike but for their heads of keys.
+_PLAIN_BASE: tuple[SetKeys, ...] = (
+    *BASE,
+    Copied(".attention.head_count_kv", "num_key_value_heads_per_layer", "array", exported="num_key_value_heads"),
+)
+_BLOCKS_BASE: tuple[SetKeys, ...] = (
+    Computed(".rope.freq_base", lambda config: config.rope.get("rope_theta"), "f32", names="rope_theta"),
+    _heads_row(".attention.head_count_kv", 1),
+    _heads_row(".attention.head_count", 0),
+    Computed(
+        ".feed_forward_length",
+        lambda config: [_feed_forward_width(config, layer) for layer in range(config.layers)],
+        "array",
+    ),
+    BLOCK_COUNT,
+    Copied(".context_length", "max_position_embeddings", required=True),
+    Copied(".embedding_length", "hidden_size", required=True),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", required=True),
+    Computed(".attention.key_length", divided_head_dim),
+    Computed(".attention.value_length", divided_head_dim),
+    FILE_TYPE,
+)
 
 
 def write_deci(v: Vocabulary) -> None:
@@ -97,12 +116,15 @@ def write_deci(v: Vocabulary) -> None:
     write_tokenizer_json(v)
 
 
-#: Model class -> how it is converted.
+def _is_plain(config: Config) -> bool:
+    return not _has_blocks(config)
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "DeciLMForCausalLM": Architecture(
         "deci",
         rules=DECI_RULES,
-        base=set_deci_base,
+        base=(Where(_has_blocks, _BLOCKS_BASE), Where(_is_plain, _PLAIN_BASE)),
         keys=llama.LLAMA_KEYS,
         vocab=write_deci,
         synthetic=llama.rope_factors,
@@ -155,7 +177,6 @@ def _rename_linear_output(config: Config, name: str) -> str:
     return name.replace(".o_proj.", ".linear_attn.") if linear else name
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "DeciLMForCausalLM": HfClass(
         "nemotron-nas", f"{LAYER}self_attn.o_proj", config_setters=(_set_blocks,), rename_last=_rename_linear_output

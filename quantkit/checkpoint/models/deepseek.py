@@ -13,10 +13,10 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, Transposed, concatenate, take
-from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.nextn import NEXTN_KEY, layers_with_nextn, nextn_layers
-from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, StackExperts
 from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe, write_sentencepiece_or_bpe
@@ -57,12 +57,10 @@ class SplitLatentHeads(Rule):
         if len(tensor.x.shape) != 3:
             raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not one of heads")
         joined_name = f"{match[1]}kv_b_proj.weight"
-        parts = context.parts.setdefault((id(self), joined_name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, joined_name, match[2], tensor, 2)
+        if parts is None:
             return ()
         key, value = Transposed(parts["k"].x), parts["v"].x
-        del context.parts[id(self), joined_name]
         if (key.shape[0], key.shape[2]) != (value.shape[0], value.shape[2]):
             raise context.fail(tensor, f"keys are made by {list(key.shape)}, values by {list(value.shape)}")
         by_head = concatenate((key, value), 1)
@@ -73,28 +71,49 @@ class SplitLatentHeads(Rule):
 LATENT_RULES = (TIED_OUTPUT, StackExperts(), SplitLatentHeads())
 
 
-def set_latent_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of latent attention: one KV head."""
-    changed = {"num_key_value_heads": 1, "rms_norm_eps": config.get("rms_norm_eps", 1e-6)}
-    set_base_keys(keys, config.with_values(changed), layers, file_type)
+def _with_epsilon(config: Config) -> Config:
+    """Return a configuration with an epsilon, which it may lack."""
+    return config.with_values({"rms_norm_eps": config.get("rms_norm_eps", 1e-6)})
 
 
-def set_latent_keys(keys: Keys, config: Config) -> None:
-    """Set the widths of the latent and of its keys and values, and the keys of experts (DeepseekV2Model)."""
-    _set_leading(keys, config)
-    rank = config.number("kv_lora_rank") if "kv_lora_rank" in config else 512
-    rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
-    keys.u32(".attention.kv_lora_rank", rank)
-    keys.u32(".attention.key_length", rank + rope)
-    keys.u32(".attention.value_length", rank)
-    keys.u32(".attention.key_length_mla", nope + rope)
-    keys.u32(".attention.value_length_mla", config["v_head_dim"])
-    _set_experts(keys, config)
-    keys.u32(".rope.dimension_count", rope)
-    if (scale := config.rope.get("mscale_all_dim")) is not None:
-        if not isinstance(scale, (int, float)):
-            raise FormatError(f"{config.path}: mscale_all_dim of rope is no number", "QK-E112")
-        keys.f32(".rope.scaling.yarn_log_multiplier", 0.1 * scale)
+def with_one_head(config: Config) -> Config:
+    """Return a configuration with one head of keys: the latent."""
+    return _with_epsilon(config).with_values({"num_key_value_heads": 1})
+
+
+LATENT_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, with_one_head),)
+
+
+def _latent_rank(config: Config) -> int:
+    return config.number("kv_lora_rank") if "kv_lora_rank" in config else 512
+
+
+def _rope_width(config: Config) -> int:
+    return config.number("qk_rope_head_dim")
+
+
+def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
+    """Set the widths of the parts of heads that a latent makes (DeepSeek)."""
+    rope = meta.number(".rope.dimension_count")
+    config |= {
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": meta.number(".attention.key_length_mla") - rope,
+        "v_head_dim": meta.number(".attention.value_length_mla"),
+        "num_key_value_heads": meta.number(".attention.head_count"),
+    }
+    config.setdefault("q_lora_rank", None)
+    log = meta.get(".rope.scaling.yarn_log_multiplier")
+    if log is not None and "rope_scaling" in config:
+        # llama.cpp knows one of the two; released models have the same for both.
+        scale = config_values.shortest_argument(log * 10, lambda x: 0.1 * x)
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _yarn_log_multiplier(config: Config) -> float | None:
+    scale = config.rope.get("mscale_all_dim")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise FormatError(f"{config.path}: mscale_all_dim of rope is no number", "QK-E112")
+    return None if scale is None else 0.1 * scale
 
 
 @dataclass(frozen=True)
@@ -113,54 +132,82 @@ class DropNextnLayers(OneWayRule):
         return () if match and int(match[1]) >= context.config.layers else None
 
 
-def set_mha_keys(keys: Keys, config: Config) -> None:
-    """Set the keys of a model with multi-head attention instead of a latent (DeepSeek-OCR)."""
-    _set_leading(keys, config)
-    _set_experts(keys, config)
-    keys.u32(".rope.dimension_count", config.number("qk_rope_head_dim"))
-    if window := config.get("sliding_window_size") or config.get("sliding_window"):
-        keys.u32(".attention.sliding_window", window)
-
-
-def set_ocr_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys, with an epsilon that the configuration may lack."""
-    changed = config.with_values({"rms_norm_eps": config.get("rms_norm_eps", 1e-6)})
-    set_base_keys(keys, changed, layers, file_type)
-
-
 #: Unless the tokenizer has one.
 OCR_TEMPLATE = Always("tokenizer.chat_template", "{% for m in messages %}{{m['content']}}{% endfor %}", "text")
 
 
-def _set_leading(keys: Keys, config: Config) -> None:
-    dense = config.get("first_k_dense_replace")
+def _dense_layers(config: Config) -> int:
+    dense: int | None = config.get("first_k_dense_replace")
     if dense is None:
-        dense = 0 if config.get("n_routed_experts") is not None else config.number("num_hidden_layers")
-    keys.u32(".leading_dense_block_count", dense)
-    keys.u32(".vocab_size", config["vocab_size"])
-    if config.get("q_lora_rank") is not None:
-        keys.u32(".attention.q_lora_rank", config["q_lora_rank"])
+        return 0 if config.get("n_routed_experts") is not None else config.number("num_hidden_layers")
+    return dense
 
 
-def _set_experts(keys: Keys, config: Config) -> None:
-    for set_key in _EXPERTS:
-        set_key(keys, config)
-    if config.get("norm_topk_prob"):
-        keys.flag(".expert_weights_norm", config["norm_topk_prob"])
-
-
-def _set_shared_count(keys: Keys, config: Config) -> None:
-    keys.u32(".expert_shared_count", config.get("n_shared_experts", 0))
-
-
+_LEADING: tuple[SetKeys, ...] = (
+    Computed(".leading_dense_block_count", _dense_layers, names="first_k_dense_replace"),
+    VOCAB_SIZE,
+    Copied(".attention.q_lora_rank", "q_lora_rank"),
+)
 _EXPERTS: tuple[SetKeys, ...] = (
     Copied(".expert_feed_forward_length", "moe_intermediate_size intermediate_size", required=True),
-    Copied(".expert_count", "n_routed_experts"),
-    _set_shared_count,
+    Copied(".expert_count", "n_routed_experts", exported="num_local_experts num_experts n_routed_experts"),
+    Copied(".expert_shared_count", "n_shared_experts", default=0),
     Copied(".expert_weights_scale", "routed_scaling_factor", "f32"),
+    Copied(".expert_weights_norm", "norm_topk_prob", "flag", unless_zero=True),
 )
 
-INDEXER: tuple[SetKeys, ...] = (
+#: The widths of the latent and of its keys and values, and the keys of experts (DeepseekV2Model).
+LATENT_KEYS: tuple[SetKeys, ...] = (
+    *_LEADING,
+    Computed(".attention.kv_lora_rank", _latent_rank, names="kv_lora_rank"),
+    Computed(".attention.key_length", lambda config: _latent_rank(config) + _rope_width(config)),
+    Computed(".attention.value_length", _latent_rank),
+    Computed(
+        ".attention.key_length_mla",
+        lambda config: config.number("qk_nope_head_dim") + _rope_width(config),
+        inverse=set_latent_widths,
+    ),
+    Copied(".attention.value_length_mla", "v_head_dim", required=True),
+    *_EXPERTS,
+    Computed(".rope.dimension_count", _rope_width),
+    Computed(".rope.scaling.yarn_log_multiplier", _yarn_log_multiplier, "f32"),
+)
+
+
+def _set_mha_widths(meta: ModelMetadata, config: Json) -> None:
+    """Set the widths of multi-head attention."""
+    config |= {
+        "use_mla": False,
+        **dict.fromkeys(("kv_lora_rank", "q_lora_rank")),
+        "qk_nope_head_dim": 0,
+        "v_head_dim": 0,
+        "qk_rope_head_dim": meta.number(".rope.dimension_count"),
+        "topk_method": "greedy",
+    }
+    config.pop("head_dim", None)
+
+
+#: Of multi-head attention instead of a latent (DeepSeek-OCR).
+MHA_KEYS: tuple[SetKeys, ...] = (
+    *_LEADING,
+    *_EXPERTS,
+    Computed(".rope.dimension_count", _rope_width, inverse=_set_mha_widths),
+    Computed(
+        ".attention.sliding_window",
+        lambda config: config.get("sliding_window_size") or config.get("sliding_window") or None,
+        names="sliding_window",
+    ),
+)
+
+
+def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
+    types = meta.flags(".attention.indexer.types")
+    if types is not None:
+        config["indexer_types"] = ["full" if item else "shared" for item in types]
+
+
+INDEXER = (
     Copied(".attention.indexer.head_count", "index_n_heads", required=True),
     Copied(".attention.indexer.key_length", "index_head_dim", required=True),
     Copied(".attention.indexer.top_k", "index_topk", required=True),
@@ -168,12 +215,12 @@ INDEXER: tuple[SetKeys, ...] = (
 
 #: Of the first DeepSeek mixture of experts, which is a Llama with experts.
 MOE_KEYS: tuple[SetKeys, ...] = (
-    llama.set_rope_width,
+    llama.ROPE_WIDTH,
     Always(".rope.scaling.type", "none", "text"),
     Copied(".leading_dense_block_count", "first_k_dense_replace", required=True),
-    Copied(".vocab_size", "vocab_size", required=True),
+    VOCAB_SIZE,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
-    Always(".expert_weights_scale", 1.0, "f32"),
+    Always(".expert_weights_scale", 1.0, "f32", "routed_scaling_factor"),
     Copied(".expert_count", "n_routed_experts", required=True),
     Copied(".expert_shared_count", "n_shared_experts", required=True),
 )
@@ -210,8 +257,8 @@ LATENT = Architecture(
     "deepseek2",
     stored=(Drop(r"sam_model|qwen2_model"),),
     rules=(*LATENT_RULES,),
-    base=set_latent_base,
-    keys=(set_latent_keys,),
+    base=LATENT_BASE,
+    keys=LATENT_KEYS,
     vocab=write_deepseek,
 )
 
@@ -219,8 +266,8 @@ _DEEPSEEK_OCR = replace(
     LATENT,
     arch="deepseek2-ocr",
     rules=(DropNextnLayers(), *LATENT.rules),
-    base=set_ocr_base,
-    keys=(set_mha_keys,),
+    base=(WithConfig(BASE, _with_epsilon),),
+    keys=MHA_KEYS,
     head_keys=(OCR_TEMPLATE,),
 )
 
@@ -230,7 +277,6 @@ _DEEPSEEK = replace(
     dispatch=lambda config: _DEEPSEEK_OCR if is_ocr(config) else None,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
@@ -271,51 +317,28 @@ def is_softmax_gated(meta: ModelMetadata) -> bool:
     )
 
 
-def _set_mha_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set the widths of multi-head attention."""
-    config |= {
-        "use_mla": False,
-        **dict.fromkeys(("kv_lora_rank", "q_lora_rank")),
-        "qk_nope_head_dim": 0,
-        "v_head_dim": 0,
-        "qk_rope_head_dim": meta.number(".rope.dimension_count"),
-        "topk_method": "greedy",
-    }
-    config.pop("head_dim", None)
-
-
-_OCR_CLASS = HfClass(
-    "deepseek_v2",
-    keys={".expert_count": "n_routed_experts", ".expert_gating_func": ""},
-    defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    config_setters=(_set_mha_widths,),
-    text_key="language_config",
-    outer={"model_type": "deepseek_vl_v2"},
-    note="DeepSeek-OCR's own code also has towers that see, which are in no file of a text model: only the text model "
-    "is written",
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "DeepseekV2ForCausalLM": HfClass(
         "deepseek_v2",
         defaults=_LATENT_DEFAULTS,
-        config_setters=(config_values.set_latent_widths, set_topk_method),
+        config_setters=(set_topk_method,),
         matches=is_softmax_gated,
     ),
-    "DeepseekV3ForCausalLM": HfClass(
-        "deepseek_v3", defaults=LATENT_V3_DEFAULTS, config_setters=(config_values.set_latent_widths,)
-    ),
+    "DeepseekV3ForCausalLM": HfClass("deepseek_v3", defaults=LATENT_V3_DEFAULTS),
     "DeepseekV32ForCausalLM": HfClass(
         "deepseek_v32",
         keys=_ROUTED_KEYS,
         defaults=LATENT_V3_DEFAULTS,
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_latent_widths,
-            config_values.set_rope_parameters,
-        ),
+        config_setters=(config_values.set_rope_parameters,),
     ),
     "DeepseekForCausalLM": HfClass("deepseek", defaults={"norm_topk_prob": False}),
-    "DeepseekOCRForCausalLM": _OCR_CLASS,
+    "DeepseekOCRForCausalLM": HfClass(
+        "deepseek_v2",
+        keys={".expert_gating_func": ""},
+        defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        text_key="language_config",
+        outer={"model_type": "deepseek_vl_v2"},
+        note="DeepSeek-OCR's own code also has towers that see, which are in no file of a text model: only the text "
+        "model is written",
+    ),
 }

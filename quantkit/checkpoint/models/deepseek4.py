@@ -14,10 +14,11 @@ import numpy as np
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import TYPE_BF16, TYPE_F32, Expression, Stored
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import WINDOW, Always, Computed, Copied, SetKeys
+from quantkit.checkpoint.models import deepseek
 from quantkit.checkpoint.policy import TYPE_Q8_0
 from quantkit.checkpoint.quantized.scheme import DecodedTensors
-from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Drop, StackExperts
 from quantkit.checkpoint.tensor_names import file_name
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor, layer_of
@@ -146,14 +147,18 @@ RULES = (
 )
 
 
-def _set_attention(keys: Keys, config: Config) -> None:
-    layers, limit = config.layers, config["swiglu_limit"]
-    keys.array(".swiglu_clamp_exp", [limit] * layers)
-    keys.array(".swiglu_clamp_shexp", [limit] * layers)
+def _limits(config: Config) -> list[float]:
+    return [config["swiglu_limit"]] * config.layers
 
 
-def _set_width(keys: Keys, config: Config) -> None:
-    keys.u32(".embedding_length_out", config.number("hidden_size") * config.number("hc_mult"))
+def _set_swiglu_limit(meta: ModelMetadata, config: Json) -> None:
+    """Set the clamp of experts."""
+    limits = meta.get(".swiglu_clamp_exp")
+    config["swiglu_limit"] = limits[0] if isinstance(limits, list) else limits
+
+
+def _width(config: Config) -> int:
+    return config.number("hidden_size") * config.number("hc_mult")
 
 
 #: The file type of experts stored in 4 bits (MXFP4).
@@ -162,24 +167,23 @@ _FILE_TYPE = Always("general.file_type", 38)
 KEYS: tuple[SetKeys, ...] = (
     Copied(".rope.dimension_count", "qk_rope_head_dim", required=True),
     Copied(".attention.q_lora_rank", "q_lora_rank", required=True),
-    Copied(".attention.sliding_window", "sliding_window", required=True),
+    WINDOW,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
     Copied(".expert_shared_count", "n_shared_experts", required=True),
     Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
     Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
-    _set_attention,
-    Copied(".attention.indexer.head_count", "index_n_heads", required=True),
-    Copied(".attention.indexer.key_length", "index_head_dim", required=True),
-    Copied(".attention.indexer.top_k", "index_topk", required=True),
+    Computed(".swiglu_clamp_exp", _limits, "array", inverse=_set_swiglu_limit),
+    Computed(".swiglu_clamp_shexp", _limits, "array"),
+    *deepseek.INDEXER,
     Copied(".attention.output_group_count", "o_groups", required=True),
     Copied(".attention.output_lora_rank", "o_lora_rank", required=True),
-    lambda keys, config: keys.array(".attention.compress_ratios", config["compress_ratios"]),
+    Copied(".attention.compress_ratios", "compress_ratios", "array", required=True),
     Copied(".attention.compress_rope_freq_base", "compress_rope_theta", "f32", required=True),
     Copied(".hyper_connection.count", "hc_mult", required=True),
     Copied(".hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters", required=True),
     Copied(".hyper_connection.epsilon", "hc_eps", "f32", required=True),
     Copied(".hash_layer_count", "num_hash_layers", required=True),
-    _set_width,
+    Computed(".embedding_length_out", _width),
     _FILE_TYPE,
 )
 
@@ -194,7 +198,6 @@ def write_deepseek4(v: Vocabulary) -> None:
         v.keys.remove("tokenizer.chat_template")
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV4ForCausalLM": Architecture(
         "deepseek4",
@@ -207,32 +210,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-
-def _set_swiglu_limit(meta: ModelMetadata, config: Json) -> None:
-    """Set the clamp of experts."""
-    limits = meta.get(".swiglu_clamp_exp")
-    config["swiglu_limit"] = limits[0] if isinstance(limits, list) else limits
-
-
-_DEEPSEEK_4_CLASS = HfClass(
-    "deepseek_v4",
-    kinds={
-        **{kind: name for name, kind in MODEL_NAMES.items()},
-        **{f"*{kind}": f"layers.*.{name}" for name, kind in LAYER_NAMES.items()},
-    },
-    keys={
-        ".expert_count": "n_routed_experts",
-        ".attention.indexer.head_count": "index_n_heads",
-        ".attention.indexer.key_length": "index_head_dim",
-        ".attention.indexer.top_k": "index_topk",
-        ".attention.compress_ratios": "compress_ratios",
-        ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
-    },
-    config_setters=(_set_swiglu_limit,),
-    note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "DeepseekV4ForCausalLM": _DEEPSEEK_4_CLASS,
+    "DeepseekV4ForCausalLM": HfClass(
+        "deepseek_v4",
+        kinds={
+            **{kind: name for name, kind in MODEL_NAMES.items()},
+            **{f"*{kind}": f"layers.*.{name}" for name, kind in LAYER_NAMES.items()},
+        },
+        keys={
+            ".expert_count": "n_routed_experts",
+            ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
+        },
+        note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
+    ),
 }

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Multiplied
-from quantkit.checkpoint.keys import Keys, layers_in_file
+from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys, WithConfig
+from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import deepseek, qwen
-from quantkit.checkpoint.nextn import layers_with_nextn, set_nextn_layers
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, StackExperts
 from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -100,32 +100,38 @@ DOTS3_RULES = (
 )
 
 
-def set_dots3_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys with heads per layer; head_dim has no meaning here."""
-    heads = [_latent_widths(config, layer)[0] for layer in range(layers)]
-    deepseek.set_latent_base(
-        keys, config.without("head_dim").with_values({"num_attention_heads": heads}), layers, file_type
-    )
+def _without_head_dim(config: Config) -> Config:
+    """Return a configuration without head_dim, which has no meaning here."""
+    return config.without("head_dim")
 
 
-def _set_windows(keys: Keys, config: Config) -> None:
-    rank, rope = config.number("swa_kv_lora_rank"), config.number("swa_qk_rope_head_dim")
-    slides = [_has_window(config, layer) for layer in range(config.layers)]
-    keys.u32(".attention.sliding_window", config["sliding_window_size"])
-    keys.array(".attention.sliding_window_pattern", slides)
-    keys.u32(".attention.kv_lora_rank_swa", rank)
-    keys.u32(".attention.key_length_swa", rank + rope)
-    keys.u32(".attention.value_length_swa", rank)
-    keys.u32(".attention.key_length_mla_swa", config.number("swa_qk_nope_head_dim") + rope)
-    keys.u32(".attention.value_length_mla_swa", config["swa_v_head_dim"])
-    if layers_in_file(keys) > config.layers:
-        set_nextn_layers(keys, config)
-    for set_key in deepseek.INDEXER:
-        set_key(keys, config)
-    keys.array(".attention.indexer.types", [not slide for slide in slides])
+def _set_heads(keys: Keys, config: Config) -> None:
+    keys.array(".attention.head_count", [_latent_widths(config, layer)[0] for layer in range(keys.layers)])
 
 
-DOTS3_KEYS: tuple[SetKeys, ...] = (deepseek.set_latent_keys, _set_windows)
+def _window_row(key: str, *names: str) -> Computed:
+    """Return the row of a width of layers with a window: a sum."""
+    return Computed(f".attention.{key}_swa", lambda config: sum(config.number(f"swa_{name}") for name in names))
+
+
+def _slides(config: Config) -> list[bool]:
+    return [_has_window(config, layer) for layer in range(config.layers)]
+
+
+DOTS3_BASE: tuple[SetKeys, ...] = (WithConfig(deepseek.LATENT_BASE, _without_head_dim), _set_heads)
+DOTS3_KEYS: tuple[SetKeys, ...] = (
+    *deepseek.LATENT_KEYS,
+    Copied(".attention.sliding_window", "sliding_window_size", required=True),
+    Computed(".attention.sliding_window_pattern", _slides, "array"),
+    _window_row("kv_lora_rank", "kv_lora_rank"),
+    _window_row("key_length", "kv_lora_rank", "qk_rope_head_dim"),
+    _window_row("value_length", "kv_lora_rank"),
+    _window_row("key_length_mla", "qk_nope_head_dim", "qk_rope_head_dim"),
+    _window_row("value_length_mla", "v_head_dim"),
+    NEXTN_IF_ANY,
+    *deepseek.INDEXER,
+    Computed(".attention.indexer.types", lambda config: [not slide for slide in _slides(config)], "array"),
+)
 
 
 def _has_window(config: Config, layer: int | None) -> bool:
@@ -144,7 +150,7 @@ _DOTS_3 = Architecture(
     "dots3note",
     stored=DOTS3_STORED,
     rules=DOTS3_RULES,
-    base=set_dots3_base,
+    base=DOTS3_BASE,
     keys=DOTS3_KEYS,
     vocab=partial(write_bpe, special={"eot": "<|endofassistant|>"}),
     layers=layers_with_nextn,
@@ -152,7 +158,6 @@ _DOTS_3 = Architecture(
     nextn=True,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "Dots1ForCausalLM": Architecture("dots1", rules=qwen.STACK_EXPERTS, keys=(*qwen.EXPERT_WIDTHS, *DOTS_KEYS)),
     "Dots3NoteForCausalLM": _DOTS_3,
@@ -180,25 +185,17 @@ def _set_window_latents(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-_DOTS_3_CLASS = HfClass(
-    "dots3_note",
-    prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
-    keys={
-        ".attention.indexer.head_count": "index_n_heads",
-        ".attention.indexer.key_length": "index_head_dim",
-        ".attention.indexer.top_k": "index_topk",
-        ".attention.sliding_window": "sliding_window_size",
-        ".attention.head_count": "",
-        ".rope.freq_base_swa": "swa_rope_theta",
-        ".expert_count": "n_routed_experts",
-    },
-    # Norms already include the factor of the latents.
-    defaults={"apply_mla_qkv_lora_rescale": False, "topk_method": "noaux_tc"},
-    config_setters=(config_values.subtract_nextn_layers, config_values.set_latent_widths, _set_window_latents),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Dots1ForCausalLM": HfClass("dots1"),
-    "Dots3NoteForCausalLM": _DOTS_3_CLASS,
+    "Dots3NoteForCausalLM": HfClass(
+        "dots3_note",
+        prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
+        keys={
+            ".rope.freq_base_swa": "swa_rope_theta",
+            ".expert_count": "n_routed_experts",
+        },
+        # Norms already include the factor of the latents.
+        defaults={"apply_mla_qkv_lora_rescale": False, "topk_method": "noaux_tc"},
+        config_setters=(_set_window_latents,),
+    ),
 }

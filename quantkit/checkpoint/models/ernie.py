@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.export import config_values
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
-from quantkit.checkpoint.rules import Drop, Rename, Split, StackExperts
+from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass
+from quantkit.checkpoint.rules import STACK_GATE_FIRST, Drop, Rename, Split
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
@@ -31,18 +31,14 @@ SPLIT_FUSED = (
 
 #: What predicts more tokens is not converted.
 DROP_MTP = Drop(r"^model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+")
-EXPERTS = StackExperts(("gate_proj", "up_proj", "down_proj"))
 
 
-def _set_shared_width(keys: Keys, config: Config) -> None:
-    """Set the number of shared experts and their width, intermediate_size / KV heads as in the converter."""
-    shared = config.get("moe_num_shared_experts")
-    if shared is None:
-        return
-    keys.u32(".expert_shared_count", shared)
-    if shared and config.get("intermediate_size") is not None and config.get("num_key_value_heads"):
-        width = config.number("intermediate_size") // config.number("num_key_value_heads")
-        keys.u32(".expert_shared_feed_forward_length", width)
+def _shared_width(config: Config) -> int | None:
+    """Return the width of shared experts, intermediate_size / KV heads as in the converter."""
+    width, heads = config.get("intermediate_size"), config.get("num_key_value_heads")
+    if not config.get("moe_num_shared_experts") or width is None or not heads:
+        return None
+    return config.number("intermediate_size") // config.number("num_key_value_heads")
 
 
 MOE_KEYS: tuple[SetKeys, ...] = (
@@ -51,7 +47,8 @@ MOE_KEYS: tuple[SetKeys, ...] = (
     Copied(".interleave_moe_layer_step", "moe_layer_interval", required=True),
     Copied(".leading_dense_block_count", "moe_layer_start_index", required=True),
     Copied(".expert_feed_forward_length", "moe_intermediate_size"),
-    _set_shared_width,
+    Copied(".expert_shared_count", "moe_num_shared_experts"),
+    Computed(".expert_shared_feed_forward_length", _shared_width),
 )
 
 
@@ -64,7 +61,6 @@ def write_ernie(v: Vocabulary) -> None:
 
 _ERNIE = Architecture("ernie4_5", stored=(RENAME_MODEL,), rules=SPLIT_FUSED, vocab=write_ernie)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "Ernie4_5ForCausalLM": _ERNIE,
     "Ernie4_5_ForCausalLM": _ERNIE,
@@ -72,7 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ERNIE,
         arch="ernie4_5-moe",
         stored=(DROP_MTP, RENAME_MODEL),
-        rules=(EXPERTS,),
+        rules=(STACK_GATE_FIRST,),
         keys=MOE_KEYS,
     ),
     "PaddleOCRVLForConditionalGeneration": Architecture(
@@ -82,18 +78,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 _IMAGE_SIZES = {"image_size": 28, "patch_size": 14}
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Ernie4_5ForCausalLM": HfClass("ernie4_5"),
     "Ernie4_5_MoeForCausalLM": HfClass(
         "ernie4_5_moe",
         "model.layers.*.mlp.moe_statics.e_score_correction",
-        keys={
-            ".expert_count": "moe_num_experts",
-            ".expert_used_count": "moe_k",
-            ".leading_dense_block_count": "moe_layer_start_index",
-            ".expert_shared_count": "moe_num_shared_experts",
-        },
     ),
     "PaddleOCRVLForConditionalGeneration": HfClass(
         "paddleocr_vl",

@@ -13,37 +13,54 @@ from functools import partial
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import (
+    VOCAB_SIZE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    divided_head_dim,
+    number_or,
+    set_layer_types,
+)
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.nextn import MTP_NAMES, MtpRule, layers_with_nextn, nextn_layers, set_nextn_layers
-from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, has_key
+from quantkit.checkpoint.nextn import (
+    MTP_NAMES,
+    NEXTN_IF_ANY,
+    MtpRule,
+    layers_with_nextn,
+    nextn_layers,
+    subtract_nextn_layers,
+)
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import Drop, StackExperts
 from quantkit.checkpoint.tensors import Context, Tensor
 
 
-def set_exaone_rope(keys: Keys, config: Config) -> None:
-    """Set the rotary dimensions of a head (EXAONE 3)."""
-    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
-    keys.u32(".rope.dimension_count", int(config.rotary_part(1.0) * width))
-
-
-def set_exaone_window(keys: Keys, config: Config) -> None:
-    """Set the window of EXAONE 4, and which layers have it: a list of kinds, a word such as LLLG, or a period."""
+def _slides(config: Config) -> list[bool] | None:
+    """Return which layers of EXAONE 4 have a window: a list of kinds, a word such as LLLG, or a period."""
+    kinds, pattern, layers = config.get("layer_types"), config.get("sliding_window_pattern"), config.layers
     if config.get("sliding_window") is None:
-        return
-    keys.u32(".attention.sliding_window", config["sliding_window"])
-    kinds = config.get("layer_types")
-    pattern = config.get("sliding_window_pattern")
-    layers = config.layers
+        return None
     if isinstance(kinds, list):
-        keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
-    elif isinstance(pattern, str) and pattern:
-        keys.array(".attention.sliding_window_pattern", [pattern[i % len(pattern)] == "L" for i in range(layers)])
-    elif isinstance(pattern, int) and pattern > 0:
-        keys.array(".attention.sliding_window_pattern", [(i + 1) % pattern != 0 for i in range(layers)])
+        return [kind == "sliding_attention" for kind in kinds]
+    if isinstance(pattern, str) and pattern:
+        return [pattern[i % len(pattern)] == "L" for i in range(layers)]
+    return [(i + 1) % pattern != 0 for i in range(layers)] if isinstance(pattern, int) and pattern > 0 else None
 
 
-EXAONE4_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", required=True), set_exaone_window)
+def _set_layer_types(meta: ModelMetadata, config: Json) -> None:
+    """Set which layers have a window: none in a file without one."""
+    set_layer_types(meta, config)
+    if meta.get(".attention.sliding_window") is None:
+        config["layer_types"] = ["full_attention"] * meta.number(".block_count")
+
+
+EXAONE4_KEYS: tuple[SetKeys, ...] = (
+    VOCAB_SIZE,
+    Copied(".attention.sliding_window", "sliding_window"),
+    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=_set_layer_types),
+)
 #: The factors of its rope, if the configuration does not say by how much.
 exaone4_rope = partial(llama.rope_factors, factor=16.0)
 
@@ -66,21 +83,26 @@ class RenameMtpLayers(MtpRule):
         return [replace(tensor, name=f"model.layers.{i}.{name}") for i in range(n, n + nextn_layers(config))]
 
 
-def _set_exaone_moe(keys: Keys, config: Config) -> None:
-    width, shared = config.number("moe_intermediate_size"), config.number("num_shared_experts")
-    keys.u32(".expert_feed_forward_length", width)
-    keys.u32(".expert_shared_count", shared)
-    keys.u32(".expert_shared_feed_forward_length", width * shared)
-    keys.f32(".expert_weights_scale", config["routed_scaling_factor"])
-    keys.flag(".expert_weights_norm", config["norm_topk_prob"])
-    dense = config.find("first_k_dense_replace", "first_last_k_dense_replace")
-    keys.u32(".leading_dense_block_count", dense or 0)
-    keys.u32(".nextn_predict_layers", nextn_layers(config))
+def _shared_width(config: Config) -> int:
+    return config.number("moe_intermediate_size") * config.number("num_shared_experts")
 
 
-EXAONE_MOE_KEYS: tuple[SetKeys, ...] = (_set_exaone_moe, Always(".rope.scaling.type", "none", "text"))
-_EXAONE = Architecture("exaone", keys=(set_exaone_rope,), synthetic=llama.rope_factors)
-_EXAONE4 = Architecture("exaone4", keys=EXAONE4_KEYS, synthetic=exaone4_rope)
+def _set_nextn(meta: ModelMetadata, config: Json) -> None:
+    config["num_nextn_predict_layers"] = meta.get(".nextn_predict_layers")
+    subtract_nextn_layers(meta, config)
+
+
+EXAONE_MOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    Copied(".expert_shared_count", "num_shared_experts", required=True),
+    Computed(".expert_shared_feed_forward_length", _shared_width),
+    Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
+    Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
+    number_or(".leading_dense_block_count", "first_k_dense_replace first_last_k_dense_replace", 0),
+    Computed(".nextn_predict_layers", nextn_layers, inverse=_set_nextn),
+    Always(".rope.scaling.type", "none", "text"),
+)
+_EXAONE_ROPE = Computed(".rope.dimension_count", lambda config: int(config.rotary_part(1.0) * divided_head_dim(config)))
 
 _EXAONE_MOE = Architecture(
     "exaone-moe",
@@ -90,26 +112,19 @@ _EXAONE_MOE = Architecture(
     synthetic=exaone4_rope,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "ExaoneForCausalLM": _EXAONE,
-    "Exaone4ForCausalLM": _EXAONE4,
+    "ExaoneForCausalLM": Architecture("exaone", keys=(_EXAONE_ROPE,), synthetic=llama.rope_factors),
+    "Exaone4ForCausalLM": Architecture("exaone4", keys=EXAONE4_KEYS, synthetic=exaone4_rope),
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "ExaoneMoeForCausalLM": _EXAONE_MOE,
     "Exaone4_5_ForConditionalGeneration": Architecture(
         "exaone4",
         rules=(Drop(r"^mtp\.", when=lambda config: not nextn_layers(config)), RenameMtpLayers()),
-        keys=(*EXAONE4_KEYS, set_nextn_layers),
+        keys=(*EXAONE4_KEYS, NEXTN_IF_ANY),
         layers=layers_with_nextn,
         synthetic=exaone4_rope,
     ),
 }
-
-
-def set_full_attention(meta: ModelMetadata, config: Json) -> None:
-    """Set full attention for all layers of a file without a window (EXAONE 4)."""
-    if config["sliding_window"] is None:
-        config["layer_types"] = ["full_attention"] * meta.number(".block_count")
 
 
 _NO_WINDOW: Json = {"sliding_window": None}
@@ -118,7 +133,6 @@ _EXAONE_TOWER = config_values.AddTower(
     {"depth": 1, "num_heads": 2, "num_key_value_heads": 2, "fullatt_block_indexes": [0]}, "out_hidden_size"
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "ExaoneForCausalLM": HfClass(
         "exaone",
@@ -131,16 +145,13 @@ CLASSES: dict[str, HfClass] = {
     "Exaone4ForCausalLM": HfClass(
         "exaone4",
         defaults={**_NO_WINDOW, "sliding_window_pattern": None},
-        config_setters=(config_values.set_layer_types, set_full_attention),
         matches=lambda meta: not meta.get(".nextn_predict_layers"),
     ),
     "ExaoneMoeForCausalLM": HfClass(
         "exaone_moe",
         f"{LAYER}mlp.e_score_correction",
-        keys={".expert_count": "num_experts", ".expert_shared_count": "num_shared_experts"},
+        keys={".expert_count": "num_experts"},
         config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_layer_types,
             config_values.set_mlp_layer_types,
             config_values.set_rope_parameters,
         ),
@@ -148,12 +159,7 @@ CLASSES: dict[str, HfClass] = {
     "Exaone4_5_ForConditionalGeneration": HfClass(
         "exaone4",
         defaults={"sliding_window": None, "sliding_window_pattern": None, "mtp_share_layers": False},
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_layer_types,
-            set_full_attention,
-            _EXAONE_TOWER,
-        ),
+        config_setters=(_EXAONE_TOWER,),
         renames=((r"^model\.", "model.language_model."),),
         text_key="text_config",
         outer={"model_type": "exaone4_5"},

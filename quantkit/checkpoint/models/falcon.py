@@ -12,9 +12,19 @@ from itertools import accumulate
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Multiplied, Shaped, concatenate, size_of, take
+from quantkit.checkpoint.key_rows import (
+    BLOCK_COUNT,
+    FILE_TYPE,
+    VOCAB_SIZE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    number_or,
+)
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import gpt_neox, mamba
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Transform, flatten, log_of_negative, negative_exp, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
@@ -33,18 +43,22 @@ def join_groups(tensor: Tensor, context: Context) -> Expression:
 SPLIT_GROUPS = (Transform(r"query_key_value", split_groups, join_groups),)
 
 
-def set_falcon_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Falcon."""
-    width, groups = config.number("hidden_size"), config.get("num_kv_heads")
-    keys.u32(".context_length", 2048)
-    keys.text(".tensor_data_layout", "jploski")
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", 4 * width)
-    keys.u32(".block_count", layers)
-    keys.u32(".attention.head_count", config.number("num_attention_heads", "n_head"))
-    keys.u32(".attention.head_count_kv", config.get("n_head_kv", 1) if groups is None else groups)
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
-    keys.u32("general.file_type", file_type)
+def _key_heads(config: Config) -> int:
+    groups: int | None = config.get("num_kv_heads")
+    return config.get("n_head_kv", 1) if groups is None else groups
+
+
+FALCON_BASE: tuple[SetKeys, ...] = (
+    Computed(".context_length", lambda config: 2048, names="max_position_embeddings"),
+    Always(".tensor_data_layout", "jploski", "text"),
+    Copied(".embedding_length", "hidden_size", required=True),
+    Computed(".feed_forward_length", lambda config: 4 * config.number("hidden_size")),
+    BLOCK_COUNT,
+    Copied(".attention.head_count", "num_attention_heads n_head", required=True),
+    Computed(".attention.head_count_kv", _key_heads, names="num_kv_heads"),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+    FILE_TYPE,
+)
 
 
 def _group_sizes(config: Config) -> tuple[int, int]:
@@ -72,13 +86,19 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 
 @dataclass(frozen=True)
 class ApplyMultipliers(OneWayRule):
-    """Multiply the model's multipliers into the weights."""
+    """Multiply the model's multipliers into the weights.
+
+    A multiplier of a layer's inputs (``attention_in``, ``ssm_in``) leaves its bias alone. convert_hf_to_gguf.py b11434
+    multiplies the bias, too, which is another model than transformers'.
+    """
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         config = context.config
         part, names = next((row for row in _MULTIPLIERS if row[0] in tensor.name), ("", ()))
         x = tensor.x
         for key, place in names:
+            if key.endswith("_in_multiplier") and tensor.name.endswith(".bias"):
+                continue
             value = config[key] if place is None else config[key][place]
             x = Multiplied(x, factor=float(value))
         if part == "in_proj":
@@ -113,21 +133,28 @@ FALCON_H1_RULES = (
 )
 
 
-def set_falcon_h1_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of Falcon H1, in the converter's order."""
-    inner, head = config.number("mamba_d_ssm"), config.find("mamba_d_head", "head_dim") or 64
-    keys.u32(".context_length", config.get("max_position_embeddings", 0))
-    keys.u32(".embedding_length", config.number("hidden_size", "d_model", "dim"))
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".attention.head_count", config["num_attention_heads"])
-    keys.u32(".block_count", layers)
-    keys.u32(".ssm.conv_kernel", config.find("conv_kernel", "d_conv", "mamba_conv_kernel", "mamba_d_conv") or 4)
-    keys.u32(".ssm.inner_size", inner)
-    keys.u32(".ssm.state_size", config.find("state_size", "d_state", "mamba_state_size", "mamba_d_state") or 128)
-    keys.u32(".ssm.time_step_rank", inner // head)
-    keys.u32(".ssm.group_count", config.number("n_groups", "mamba_n_groups"))
-    keys.f32(".attention.layer_norm_rms_epsilon", config.find("layer_norm_epsilon", "rms_norm_eps") or 1e-5)
-    keys.u32("general.file_type", file_type)
+def _head_width(config: Config) -> int:
+    return config.find("mamba_d_head", "head_dim") or 64
+
+
+FALCON_H1_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "max_position_embeddings", default=0),
+    Copied(".embedding_length", "hidden_size d_model dim", required=True),
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    BLOCK_COUNT,
+    number_or(".ssm.conv_kernel", "conv_kernel d_conv mamba_conv_kernel mamba_d_conv", 4, "mamba_d_conv"),
+    Copied(".ssm.inner_size", "mamba_d_ssm", required=True),
+    number_or(".ssm.state_size", "state_size d_state mamba_state_size mamba_d_state", 128, "mamba_d_state"),
+    Computed(
+        ".ssm.time_step_rank",
+        lambda config: config.number("mamba_d_ssm") // _head_width(config),
+        names="mamba_n_heads",
+    ),
+    Copied(".ssm.group_count", "n_groups mamba_n_groups", required=True, exported="mamba_n_groups"),
+    number_or(".attention.layer_norm_rms_epsilon", "layer_norm_epsilon rms_norm_eps", 1e-5, "rms_norm_eps", kind="f32"),
+    FILE_TYPE,
+)
 
 
 def refuse_norm_before_gate(config: Config) -> None:
@@ -140,27 +167,30 @@ def refuse_norm_before_gate(config: Config) -> None:
         )
 
 
-def _set_heads(keys: Keys, config: Config) -> None:
+def refuse_heads(keys: Keys, config: Config) -> None:
+    """Refuse an activation that llama.cpp does not run, and an inner size that makes no heads."""
     if config.get("hidden_act") not in (None, "silu") or config.number("mamba_d_ssm") % config.number("mamba_d_head"):
         raise FormatError(
             f"{config.path}: hidden_act is not silu, or mamba_d_ssm makes no heads of mamba_d_head", "QK-E112"
         )
-    keys.u32(".attention.head_count_kv", config["num_key_value_heads"])
-    keys.u32(".attention.key_length", config["head_dim"])
-    keys.u32(".attention.value_length", config["head_dim"])
-    keys.f32(".rope.freq_base", config.rope["rope_theta"])
 
 
-FALCON_H1_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", required=True), _set_heads)
-_FALCON = Architecture("falcon", rules=SPLIT_GROUPS, base=set_falcon_base)
+FALCON_H1_KEYS: tuple[SetKeys, ...] = (
+    VOCAB_SIZE,
+    refuse_heads,
+    Copied(".attention.head_count_kv", "num_key_value_heads", required=True),
+    Copied(".attention.key_length", "head_dim", required=True),
+    Copied(".attention.value_length", "head_dim", required=True),
+    Computed(".rope.freq_base", lambda config: config.rope["rope_theta"], "f32", names="rope_theta"),
+)
+_FALCON = Architecture("falcon", rules=SPLIT_GROUPS, base=FALCON_BASE)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "FalconH1ForCausalLM": Architecture(
         "falcon-h1",
         stored=FALCON_H1_STORED,
         rules=FALCON_H1_RULES,
-        base=set_falcon_h1_base,
+        base=FALCON_H1_BASE,
         keys=FALCON_H1_KEYS,
         patch_config=refuse_norm_before_gate,
     ),
@@ -187,50 +217,21 @@ def _set_mamba_heads(meta: ModelMetadata, config: Json) -> None:
         "mamba_d_head": meta.number(".ssm.inner_size") // max(1, heads),
         "mamba_rms_norm": meta.has_in_any_layer(".ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # as llama.cpp computes it
-        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
-        "attention_bias": meta.has_in_any_layer(".attn_q.bias"),
-        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
         "rope_scaling": None,
     }
     config |= {f"{name}_multiplier": 1.0 for name in _MULTIPLIER_NAMES.split()}
     config |= {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
 
 
-MAMBA_SIZE_KEYS = {".ssm.conv_kernel": "mamba_d_conv", ".ssm.state_size": "mamba_d_state"}
 MIXER_NAMES = prefixed(f"{LAYER}mamba.", "in_proj conv1d dt_proj A_log D norm out_proj x_proj")
 FEED_FORWARD_NAMES = "model.final_layernorm " + prefixed(f"{LAYER}feed_forward.", "gate_proj up_proj down_proj router")
 
-_FALCON_H1_CLASS = HfClass(
-    "falcon_h1",
-    f"{FEED_FORWARD_NAMES} {MIXER_NAMES} {LAYER}pre_ff_layernorm.weight",
-    keys={
-        **MAMBA_SIZE_KEYS,
-        ".ssm.inner_size": "mamba_d_ssm",
-        ".ssm.time_step_rank": "mamba_n_heads",
-        ".ssm.group_count": "mamba_n_groups",
-    },
-    config_setters=(_set_mamba_heads,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     # Of those that have norms of their own for attention and feed forward.
     "FalconForCausalLM": HfClass(
         "falcon",
         "transformer.word_embeddings transformer.ln_f transformer.h.*.ln_attn transformer.h.*.ln_mlp "
-        + " ".join(
-            f"transformer.h.*.{name.replace('attention.', 'self_attention.')}" for name in gpt_neox.LAYER_NAMES[:-1]
-        ),
-        keys={
-            ".context_length": "max_position_embeddings",
-            ".feed_forward_length": "",
-            ".attention.head_count_kv": "num_kv_heads",
-            ".block_count": "num_hidden_layers",
-            ".embedding_length": "hidden_size",
-            ".attention.head_count": "num_attention_heads",
-            ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-        },
+        + " ".join(f"transformer.h.*.{name}" for name in gpt_neox.SELF_ATTENTION_NAMES[:-1]),
         defaults={
             "new_decoder_architecture": True,
             "num_ln_in_parallel_attn": 2,
@@ -241,5 +242,9 @@ CLASSES: dict[str, HfClass] = {
         },
         config_setters=(refuse_single_norm,),
     ),
-    "FalconH1ForCausalLM": _FALCON_H1_CLASS,
+    "FalconH1ForCausalLM": HfClass(
+        "falcon_h1",
+        f"{FEED_FORWARD_NAMES} {MIXER_NAMES} {LAYER}pre_ff_layernorm.weight",
+        config_setters=(_set_mamba_heads,),
+    ),
 }

@@ -16,9 +16,22 @@ from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Shaped, Zeros, concatenate, stack, take
-from quantkit.checkpoint.keys import Keys, layers_in_file
+from quantkit.checkpoint.key_rows import (
+    BLOCK_COUNT,
+    FILE_TYPE,
+    WINDOW,
+    WINDOW_PATTERN,
+    Computed,
+    Copied,
+    FromFile,
+    SetKeys,
+    Where,
+    number_or,
+    set_layer_types,
+)
+from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass
 from quantkit.checkpoint.rules import AssignKind, Drop, Rename, StackExperts, Transform, minus_one, plus_one, unchanged
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import llama_hf_tokens, write_bpe
@@ -34,42 +47,60 @@ NORM_PLUS_ONE = Transform(r"norm\.weight$", plus_one, minus_one)
 DROP_HEAD = Drop(r"^lm_head\.weight$")
 
 
-def set_gemma_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Gemma 1 and 2, in the converter's order."""
-    heads = config["num_attention_heads"]
-    keys.u32(".context_length", config["max_position_embeddings"])
-    keys.u32(".embedding_length", config["hidden_size"])
-    keys.u32(".block_count", layers)
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".attention.head_count", heads)
-    keys.u32(".attention.head_count_kv", config.get("num_key_value_heads", heads))
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    keys.u32(".attention.key_length", config["head_dim"])
-    keys.u32(".attention.value_length", config["head_dim"])
-    keys.u32("general.file_type", file_type)
+GEMMA_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "max_position_embeddings", required=True),
+    Copied(".embedding_length", "hidden_size", required=True),
+    BLOCK_COUNT,
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    Copied(
+        ".attention.head_count_kv",
+        "num_key_value_heads num_attention_heads",
+        required=True,
+        exported="num_key_value_heads",
+    ),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", required=True),
+    Copied(".attention.key_length", "head_dim", required=True),
+    Copied(".attention.value_length", "head_dim", required=True),
+    FILE_TYPE,
+)
 
 
 GEMMA2_KEYS: tuple[SetKeys, ...] = (
     Copied(".attn_logit_softcapping", "attn_logit_softcapping", "f32", required=True),
     Copied(".final_logit_softcapping", "final_logit_softcapping", "f32", required=True),
-    Copied(".attention.sliding_window", "sliding_window", required=True),
+    WINDOW,
 )
 
 
-def set_gemma3_keys(keys: Keys, config: Config) -> None:
-    """Set the keys of Gemma 3: some base keys have other defaults."""
-    keys.u32(".context_length", config.get("max_position_embeddings", 131072))
-    keys.u32(".attention.head_count", config.get("num_attention_heads", 8))
-    keys.f32(".attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-6))
-    keys.u32(".attention.key_length", config.get("head_dim", 256))
-    keys.u32(".attention.value_length", config.get("head_dim", 256))
-    keys.f32(".rope.freq_base", config.full_rope.get("rope_theta", 1e6))
+def refuse_softcapping(keys: Keys, config: Config) -> None:
+    """Refuse a cap of attention's logits, which Gemma 3 does not have."""
     if config.get("attn_logit_softcapping") is not None:
         raise FormatError(f"{config.path}: attn_logit_softcapping, which this architecture does not have", "QK-E305")
-    Copied(".final_logit_softcapping", "final_logit_softcapping", "f32", unless_zero=True)(keys, config)
-    if config.get("sliding_window_pattern") != 1:
-        keys.u32(".attention.sliding_window", config["sliding_window"])
-    keys.count(".attention.head_count_kv", config.get("num_key_value_heads", 4))
+
+
+def _has_window(config: Config) -> bool:
+    return bool(config.get("sliding_window_pattern") != 1)
+
+
+def _rope_base(config: Config) -> float:
+    base: float = config.full_rope.get("rope_theta", 1e6)
+    return base
+
+
+#: Some of the base keys have other defaults.
+GEMMA3_KEYS: tuple[SetKeys, ...] = (
+    Copied(".context_length", "max_position_embeddings", default=131072),
+    Copied(".attention.head_count", "num_attention_heads", default=8),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", default=1e-6),
+    Copied(".attention.key_length", "head_dim", default=256),
+    Copied(".attention.value_length", "head_dim", default=256),
+    Computed(".rope.freq_base", _rope_base, "f32", names="rope_theta"),
+    refuse_softcapping,
+    Copied(".final_logit_softcapping", "final_logit_softcapping", "f32", unless_zero=True),
+    Where(_has_window, (WINDOW,)),
+    Copied(".attention.head_count_kv", "num_key_value_heads", "count", default=4),
+)
 
 
 def drop_unknown_tokens(tensor: Tensor, context: Context) -> Expression:
@@ -118,46 +149,60 @@ def gemma4_rope(config: Config) -> Iterable[Tensor]:
     yield Tensor("rope_freqs.weight", Constant(factors), None, "rope_freqs.weight")
 
 
-def set_gemma4_keys(keys: Keys, config: Config) -> None:
-    """Set the widths, heads, rope and feed-forward of both kinds of attention layers."""
-    shared, layers = config.number("num_kv_shared_layers"), config.layers
-    keys.u32(".attention.shared_kv_layers", shared)
-    keys.u32(".embedding_length_per_layer_input", config.get("hidden_size_per_layer_input") or 0)
-    kinds = config["layer_types"]
+def _slides(config: Config) -> list[bool]:
+    kinds, layers = config["layer_types"], config.layers
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise FormatError(f"{config.path}: layer_types is {short(kinds)}, not a list of {layers} kinds", "QK-E112")
-    slides = [kind == "sliding_attention" for kind in kinds]
-    keys.array(".attention.sliding_window_pattern", slides)
-    full, sliding = _full_head(config), config.number("head_dim")
-    keys.u32(".attention.key_length", full)
-    keys.u32(".attention.value_length", full)
-    keys.u32(".attention.key_length_swa", sliding)
-    keys.u32(".attention.value_length_swa", sliding)
-    Copied(".expert_feed_forward_length", "expert_intermediate_size moe_intermediate_size")(keys, config)
-    if config.get("use_double_wide_mlp", False):
-        width = config.number("intermediate_size")
-        keys.array(".feed_forward_length", [width if i < layers - shared else 2 * width for i in range(layers)])
-    heads, full_heads = (
-        config.get("num_key_value_heads"),
-        _of_full_layer(config, "num_global_key_value_heads", "num_key_value_heads"),
-    )
-    if heads is not None and full_heads is not None:
-        keys.array(".attention.head_count_kv", [heads if slide else full_heads for slide in slides])
-    keys.u32(".rope.dimension_count", full)
-    keys.u32(".rope.dimension_count_swa", int(sliding * config.rotary_part(1.0)))
+    return [kind == "sliding_attention" for kind in kinds]
 
 
-GEMMA4_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, set_gemma4_keys)
+def _wide_layers(config: Config) -> list[int] | None:
+    """Return the feed-forward width of each layer, where those that share keys and values have twice the width."""
+    if not config.get("use_double_wide_mlp", False):
+        return None
+    width, layers, shared = config.number("intermediate_size"), config.layers, config.number("num_kv_shared_layers")
+    return [width if i < layers - shared else 2 * width for i in range(layers)]
+
+
+def _kv_heads(config: Config) -> list[int] | None:
+    heads = config.get("num_key_value_heads")
+    full_heads = _of_full_layer(config, "num_global_key_value_heads", "num_key_value_heads")
+    if heads is None or full_heads is None:
+        return None
+    return [heads if slide else full_heads for slide in _slides(config)]
+
+
+def _sliding_width(config: Config) -> int:
+    return config.number("head_dim")
+
+
+#: The widths, heads, rope and feed-forward of both kinds of attention layers.
+GEMMA4_KEYS: tuple[SetKeys, ...] = (
+    *GEMMA3_KEYS,
+    Copied(".attention.shared_kv_layers", "num_kv_shared_layers", required=True),
+    number_or(".embedding_length_per_layer_input", "hidden_size_per_layer_input", 0),
+    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=set_layer_types),
+    Computed(".attention.key_length", lambda config: _full_head(config), names="global_head_dim"),
+    Computed(".attention.value_length", lambda config: _full_head(config), names="global_head_dim"),
+    Computed(".attention.key_length_swa", _sliding_width, names="head_dim"),
+    Computed(".attention.value_length_swa", _sliding_width, names="head_dim"),
+    Copied(
+        ".expert_feed_forward_length",
+        "expert_intermediate_size moe_intermediate_size",
+        exported="moe_intermediate_size",
+    ),
+    Computed(".feed_forward_length", _wide_layers, "array", names="intermediate_size"),
+    Computed(".attention.head_count_kv", _kv_heads, "array", names="num_key_value_heads"),
+    Computed(".rope.dimension_count", lambda config: _full_head(config)),
+    Computed(".rope.dimension_count_swa", lambda config: int(_sliding_width(config) * config.rotary_part(1.0))),
+)
 #: Of drafts, which share keys and values of the model that they draft for.
 ASSISTANT_STORED = (Drop(r"masked_embedding"), *GEMMA4_STORED)
-
-
-def _set_assistant(keys: Keys, config: Config) -> None:
-    keys.u32(".embedding_length_out", config["backbone_hidden_size"])
-    keys.u32(".nextn_predict_layers", layers_in_file(keys))
-
-
-ASSISTANT_KEYS: tuple[SetKeys, ...] = (*GEMMA4_KEYS, _set_assistant)
+ASSISTANT_KEYS: tuple[SetKeys, ...] = (
+    *GEMMA4_KEYS,
+    Copied(".embedding_length_out", "backbone_hidden_size", required=True),
+    FromFile(".nextn_predict_layers", "layers"),
+)
 #: Parameters that are stored without a suffix.
 GEMMA3N_STORED = (Rename(r"_scale$", "_scale.weight"),)
 
@@ -178,11 +223,10 @@ class StackProjections(Rule):
         match = re.search(self.pattern, tensor.name)
         if match is None:
             return None
-        parts = context.waiting.setdefault((id(self), -1 if match[2] else -2), {})
-        parts[match[3]] = tensor
-        if len(parts) < 3:
+        parts = context.gather(self, match[1], match[3], tensor, 3)
+        if parts is None:
             return ()
-        return (replace(tensor, name=f"model.{match[1]}.weight", x=stack([parts.pop(i).x for i in "012"])),)
+        return (replace(tensor, name=f"model.{match[1]}.weight", x=stack([parts[i].x for i in "012"])),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         """Return the single projections."""
@@ -202,22 +246,39 @@ class StackProjections(Rule):
 GEMMA3N_RULES = (Transform(r"embed_tokens(\.weight|_per_layer)", pad_vocabulary, unchanged), StackProjections())
 
 
-def _set_altup(keys: Keys, config: Config) -> None:
+def refuse_inputs(keys: Keys, config: Config) -> None:
+    """Refuse another number of inputs of AltUp than llama.cpp runs."""
     if config["altup_num_inputs"] != 4:
         raise FormatError(
             f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is run", "QK-E305"
         )
-    keys.u32(".altup.active_idx", config["altup_active_idx"])
-    keys.u32(".altup.num_inputs", 4)
-    keys.u32(".embedding_length_per_layer_input", config["hidden_size_per_layer_input"])
-    keys.u32(".attention.shared_kv_layers", config["num_kv_shared_layers"])
-    sparse = [NormalDist().inv_cdf(s) if s else -math.inf for s in config["activation_sparsity_pattern"]]
-    keys.array(".activation_sparsity_scale", sparse)
-    kinds = config["layer_types"]
-    keys.array(".attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds])
 
 
-GEMMA3N_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, _set_altup)
+def _sparsity_scales(config: Config) -> list[float]:
+    return [NormalDist().inv_cdf(part) if part else -math.inf for part in config["activation_sparsity_pattern"]]
+
+
+def _set_sparsity(meta: ModelMetadata, config: Json) -> None:
+    normal = NormalDist()
+
+    def scale(part: float) -> float:
+        return normal.inv_cdf(part) if 0 < part < 1 else -math.inf
+
+    scales = meta.get(".activation_sparsity_scale") or []
+    parts = [0.0 if math.isinf(item) else config_values.shortest_argument(normal.cdf(item), scale) for item in scales]
+    config["activation_sparsity_pattern"] = parts
+
+
+GEMMA3N_KEYS: tuple[SetKeys, ...] = (
+    *GEMMA3_KEYS,
+    refuse_inputs,
+    Copied(".altup.active_idx", "altup_active_idx", required=True),
+    Copied(".altup.num_inputs", "altup_num_inputs", required=True),
+    Copied(".embedding_length_per_layer_input", "hidden_size_per_layer_input", required=True),
+    Copied(".attention.shared_kv_layers", "num_kv_shared_layers", required=True),
+    Computed(".activation_sparsity_scale", _sparsity_scales, "array", inverse=_set_sparsity),
+    WINDOW_PATTERN,
+)
 
 
 def _of_full_layer(config: Config, name: str, key: str) -> Any:
@@ -298,9 +359,9 @@ def write_gemma3n(v: Vocabulary) -> None:
     write_gemma(v)
 
 
-_GEMMA = Architecture("gemma", stored=(DROP_HEAD,), rules=(NORM_PLUS_ONE,), base=set_gemma_keys, vocab=write_gemma1)
-_GEMMA2 = replace(_GEMMA, arch="gemma2", keys=GEMMA2_KEYS, vocab=write_gemma)
-_GEMMA3 = Architecture("gemma3", rules=(DROP_UNKNOWN_TOKENS, NORM_PLUS_ONE), keys=(set_gemma3_keys,), vocab=write_gemma)
+_GEMMA = Architecture("gemma", stored=(DROP_HEAD,), rules=(NORM_PLUS_ONE,), base=GEMMA_BASE, vocab=write_gemma1)
+
+_GEMMA3 = Architecture("gemma3", rules=(DROP_UNKNOWN_TOKENS, NORM_PLUS_ONE), keys=GEMMA3_KEYS, vocab=write_gemma)
 
 _GEMMA4 = Architecture(
     "gemma4",
@@ -321,10 +382,9 @@ _GEMMA_3N = Architecture(
     vocab=write_gemma3n,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": _GEMMA,
-    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma2ForCausalLM": replace(_GEMMA, arch="gemma2", keys=GEMMA2_KEYS, vocab=write_gemma),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,
@@ -353,10 +413,7 @@ class SetQueryScale:
 
 def set_gemma4_layers(meta: ModelMetadata, config: Json) -> None:
     """Set the layers of both kinds of attention (Gemma 4)."""
-    config_values.set_layer_types(meta, config)
     kinds, shared = config["layer_types"], meta.number(".attention.shared_kv_layers")
-    config["head_dim"] = meta.number(".attention.key_length_swa")
-    config["global_head_dim"] = meta.number(".attention.key_length")
     heads, width = meta.get(".attention.head_count_kv"), meta.get(".feed_forward_length")
     if isinstance(heads, list):
         of_kind = dict(zip(kinds, heads, strict=True))
@@ -382,17 +439,8 @@ def set_proportional_rope(meta: ModelMetadata, config: Json) -> None:
     config.pop("rope_scaling", None)
 
 
-def set_altup_config(meta: ModelMetadata, config: Json) -> None:
-    """Set the values that only Gemma 3n has."""
-    config_values.set_layer_types(meta, config)
-    normal = NormalDist()
-
-    def scale(part: float) -> float:
-        return normal.inv_cdf(part) if 0 < part < 1 else -math.inf
-
-    scales = meta.get(".activation_sparsity_scale") or []
-    parts = [0.0 if math.isinf(item) else config_values.shortest_argument(normal.cdf(item), scale) for item in scales]
-    config["activation_sparsity_pattern"] = parts
+def set_table_sizes(meta: ModelMetadata, config: Json) -> None:
+    """Set the sizes that only tensors tell (Gemma 3n)."""
     if (low := meta.model.tensors.get("blk.0.laurel_l.weight")) is not None:
         config["laurel_rank"] = low.shape[1]
     if (table := meta.model.tensors.get("per_layer_token_embd.weight")) is not None:
@@ -411,17 +459,12 @@ def _set_bidirectional(meta: ModelMetadata, config: Json) -> None:
 _GEMMA_4_CLASS = HfClass(
     "gemma4_text",
     "model.layers.*.router.proj model.layers.*.experts.gate_up_proj model.layers.*.experts.down_proj",
-    keys={
-        ".attention.shared_kv_layers": "num_kv_shared_layers",
-        ".expert_count": "num_experts",
-        ".expert_used_count": "top_k_experts",
-    },
+    keys={".expert_count": "num_experts", ".expert_used_count": "top_k_experts"},
     config_setters=(set_gemma4_layers, set_proportional_rope),
     fused=True,
     renames=((r"(\.experts\.\w+)\.weight$", r"\1"),),
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "GemmaForCausalLM": HfClass("gemma"),
     "Gemma2ForCausalLM": HfClass("gemma2", config_setters=(SetQueryScale(46),)),
@@ -429,8 +472,7 @@ CLASSES: dict[str, HfClass] = {
     "Gemma4ForCausalLM": _GEMMA_4_CLASS,
     "Gemma4AssistantForCausalLM": replace(
         _GEMMA_4_CLASS,
-        keys=_GEMMA_4_CLASS.keys
-        | {".nextn_predict_layers": "", ".embedding_length_out": "backbone_hidden_size", ".expert_count": ""},
+        keys=_GEMMA_4_CLASS.keys | {".expert_count": ""},
         defaults={"vocab_size_per_layer_input": 0, "moe_intermediate_size": None},
         text_key="text_config",
         outer={"model_type": "gemma4_assistant"},
@@ -439,9 +481,7 @@ CLASSES: dict[str, HfClass] = {
     "Gemma3nForCausalLM": HfClass(
         "gemma3n_text",
         f"{LAYER}pre_feedforward_layernorm {LAYER}post_attention_layernorm",
-        keys={".attention.shared_kv_layers": "num_kv_shared_layers", ".altup.num_inputs": "altup_num_inputs"}
-        | {".altup.active_idx": "altup_active_idx"},
-        config_setters=(set_altup_config,),
+        config_setters=(set_table_sizes,),
     ),
     "Gemma3TextModel": HfClass(
         "gemma3_text", config_setters=(SetQueryScale(0), _set_bidirectional), renames=(_BARE_NAMES,)

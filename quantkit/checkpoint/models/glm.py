@@ -6,33 +6,31 @@ Facts of llama.cpp b11434, conversion/chatglm.py, conversion/glm.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Gathered
-from quantkit.checkpoint.keys import GATING, Keys
+from quantkit.checkpoint.key_rows import (
+    BLOCK_COUNT,
+    FILE_TYPE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    rotary_width,
+    set_rotary_part,
+)
+from quantkit.checkpoint.keys import GATING
 from quantkit.checkpoint.models import deepseek
-from quantkit.checkpoint.nextn import NEXTN_KEY, layers_with_nextn, set_nextn_layers
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, has_key
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import Rename, StackExperts, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.errors import FormatError
-
-
-@dataclass(frozen=True)
-class PartialRope:
-    """Set the rotated part of each head: the configuration's, or ``default``, of the width under ``width_key``."""
-
-    default: float = 0.5
-    width_key: str | None = None
-
-    def __call__(self, keys: Keys, config: Config) -> None:
-        width = config.head_dim if self.width_key is None else config.number(self.width_key)
-        keys.u32(".rope.dimension_count", int(width * config.rotary_part(self.default)))
 
 
 def to_halves(tensor: Tensor, context: Context) -> Expression:
@@ -48,41 +46,55 @@ def to_pairs(tensor: Tensor, context: Context) -> Expression:
 ROPE_TO_HALVES = (Transform(r"[qk]_proj\.(weight|bias)$", to_halves, to_pairs),)
 
 
-def _set_sigmoid(keys: Keys, config: Config) -> None:
-    keys.u32(".expert_gating_func", GATING["sigmoid"])
-
-
 MOE_KEYS: tuple[SetKeys, ...] = (
-    PartialRope(),
+    rotary_width(0.5),
     Copied(".expert_count", "n_routed_experts"),
     Copied(".expert_feed_forward_length", "moe_intermediate_size"),
     Copied(".expert_shared_count", "n_shared_experts"),
     Copied(".leading_dense_block_count", "first_k_dense_replace"),
-    _set_sigmoid,
+    Always(".expert_gating_func", GATING["sigmoid"]),
     Copied(".expert_weights_scale", "routed_scaling_factor", "f32"),
     Copied(".expert_weights_norm", "norm_topk_prob", "flag"),
     NEXTN_KEY,
 )
 
 
-def set_chat_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of ChatGLM, in the converter's order (ChatGLMModel)."""
-    width = config.number("hidden_size", "n_embd", "n_embed")
+def _chat_width(config: Config) -> int:
+    return config.number("hidden_size", "n_embd", "n_embed")
+
+
+def _chat_rope_width(config: Config) -> int:
     heads = config.number("n_head", "num_attention_heads")
-    keys.u32(".context_length", config.get("seq_length", width))
-    keys.u32(".embedding_length", width)
-    feed = config.find("ffn_hidden_size", "intermediate_size")
-    keys.u32(".feed_forward_length", 4 * width if feed is None else feed)
-    keys.u32(".block_count", layers)
-    keys.u32(".attention.head_count", heads)
-    groups = config.find("multi_query_group_num", "num_key_value_heads")
-    keys.u32(".attention.head_count_kv", heads if groups is None else groups)
-    keys.f32(".attention.layer_norm_rms_epsilon", config.get("layernorm_epsilon", 1e-5))
-    keys.u32("general.file_type", file_type)
-    turned = config["attention_dim"] if "attention_dim" in config else width // max(1, heads)
-    keys.u32(".rope.dimension_count", int(turned * config.rotary_part(0.5)))
-    keys.flag("tokenizer.ggml.add_bos_token", False)
-    keys.f32(".rope.freq_base", 10000 * config.get("rope_ratio", 1))
+    turned = config["attention_dim"] if "attention_dim" in config else _chat_width(config) // max(1, heads)
+    return int(turned * config.rotary_part(0.5))
+
+
+def _chat_kv_heads(config: Config) -> int:
+    groups: int | None = config.find("multi_query_group_num", "num_key_value_heads")
+    return config.number("n_head", "num_attention_heads") if groups is None else groups
+
+
+def _fourfold_width(config: Config) -> int:
+    feed_forward: int | None = config.find("ffn_hidden_size", "intermediate_size")
+    return 4 * _chat_width(config) if feed_forward is None else feed_forward
+
+
+#: ChatGLM's (ChatGLMModel).
+CHAT_BASE: tuple[SetKeys, ...] = (
+    Computed(
+        ".context_length", lambda config: config.get("seq_length", _chat_width(config)), names="max_position_embeddings"
+    ),
+    Copied(".embedding_length", "hidden_size n_embd n_embed", required=True),
+    Computed(".feed_forward_length", _fourfold_width, names="intermediate_size"),
+    BLOCK_COUNT,
+    Copied(".attention.head_count", "n_head num_attention_heads", required=True, exported="num_attention_heads"),
+    Computed(".attention.head_count_kv", _chat_kv_heads, names="num_key_value_heads"),
+    Copied(".attention.layer_norm_rms_epsilon", "layernorm_epsilon", "f32", default=1e-5, exported="rms_norm_eps"),
+    FILE_TYPE,
+    Computed(".rope.dimension_count", _chat_rope_width, inverse=set_rotary_part),
+    Always("tokenizer.ggml.add_bos_token", False, "flag"),
+    Computed(".rope.freq_base", lambda config: 10000 * config.get("rope_ratio", 1), "f32", names="rope_theta"),
+)
 
 
 def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Sequence[range]]) -> Expression:
@@ -99,13 +111,16 @@ def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Seque
     return Gathered(x, 0, tuple(part for head in parts for part in head))
 
 
-def set_indexer_types(keys: Keys, config: Config) -> None:
-    """Set which layers of GLM 5 have an indexer, and which reuse another layer's tokens."""
+def _indexer_types(config: Config) -> list[bool] | None:
+    """Return which layers of GLM 5 have an indexer; others reuse another layer's tokens."""
     types = config.get("indexer_types")
-    if types is not None:
-        if not isinstance(types, list):
-            raise FormatError(f"{config.path}: indexer_types is no list", "QK-E112")
-        keys.array(".attention.indexer.types", [item == "full" for item in types])
+    if types is not None and not isinstance(types, list):
+        raise FormatError(f"{config.path}: indexer_types is no list", "QK-E112")
+    return None if types is None else [item == "full" for item in types]
+
+
+def _latent_rope_width(config: Config) -> int:
+    return int(config.number("qk_rope_head_dim") * config.rotary_part(1.0))
 
 
 _GLM_4_SPECIAL = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"}
@@ -114,7 +129,7 @@ _CHAT_GLM_SPECIAL = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoft
 _SOLAR_SPECIAL = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos": "<|startoftext|>"}
 
 _GLM_4 = Architecture(
-    "glm4", rules=ROPE_TO_HALVES, keys=(PartialRope(),), vocab=partial(write_bpe, special=_GLM_4_SPECIAL)
+    "glm4", rules=ROPE_TO_HALVES, keys=(rotary_width(0.5),), vocab=partial(write_bpe, special=_GLM_4_SPECIAL)
 )
 
 _GLM_4_MOE = Architecture(
@@ -129,21 +144,20 @@ _GLM_4_MOE = Architecture(
 _CHAT_GLM = Architecture(
     "chatglm",
     stored=(Rename(r"^transformer\.", ""),),
-    base=set_chat_base,
+    base=CHAT_BASE,
     vocab=partial(write_bpe, special=_CHAT_GLM_SPECIAL),
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "GlmMoeDsaForCausalLM": replace(
         deepseek.LATENT,
         arch="glm-dsa",
         keys=(
             *deepseek.LATENT.keys,
-            PartialRope(1.0, "qk_rope_head_dim"),
+            Computed(".rope.dimension_count", _latent_rope_width),
             NEXTN_KEY,
             *deepseek.INDEXER,
-            set_indexer_types,
+            Computed(".attention.indexer.types", _indexer_types, "array", inverse=deepseek.set_indexer_types),
         ),
         vocab=partial(write_bpe, special=_GLM_SPECIAL),
         layers=layers_with_nextn,
@@ -152,7 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Glm4MoeLiteForCausalLM": replace(
         deepseek.LATENT,
         rules=(deepseek.DropNextnLayers(unless_named=True), *deepseek.LATENT.rules),
-        keys=(*deepseek.LATENT.keys, set_nextn_layers),
+        keys=(*deepseek.LATENT.keys, NEXTN_IF_ANY),
         vocab=partial(write_bpe, special=_GLM_SPECIAL),
         layers=layers_with_nextn,
         nextn=True,
@@ -175,53 +189,37 @@ def set_chatglm_names(meta: ModelMetadata, config: Json) -> None:
     ratio = config_values.shortest_argument(theta / 10000.0, lambda x: 10000 * x)
     config |= {"layernorm_epsilon": config["rms_norm_eps"], "rope_ratio": ratio, "head_dim": meta.head_width}
     config["seq_length"] = config["max_position_embeddings"]
-    config_values.set_rotary_part(meta, config)
 
 
 _FUSED_NAMES = "model.layers.*.self_attn.qkv_proj model.layers.*.mlp.gate_up_proj"
 _ROUTED_KEYS = {".expert_count": "n_routed_experts"}
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Glm4MoeLiteForCausalLM": HfClass(
         "glm4_moe_lite",
         keys=_ROUTED_KEYS,
         defaults=deepseek.LATENT_V3_DEFAULTS,
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_latent_widths,
-            config_values.set_rope_parameters,
-        ),
+        config_setters=(config_values.set_rope_parameters,),
         matches=has_key("nextn_predict_layers"),
     ),
     "GlmMoeDsaForCausalLM": HfClass(
         "glm_moe_dsa",
         keys=_ROUTED_KEYS,
         defaults=deepseek.LATENT_V3_DEFAULTS,
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_latent_widths,
-            config_values.set_indexer_types,
-            config_values.set_rope_parameters,
-        ),
+        config_setters=(config_values.set_rope_parameters,),
     ),
     "Glm4ForCausalLM": HfClass(
         "glm4",
         f"{_FUSED_NAMES} model.layers.*.post_self_attn_layernorm model.layers.*.post_mlp_layernorm",
-        config_setters=(config_values.set_rotary_part,),
     ),
     "Glm4MoeForCausalLM": HfClass(
         "glm4_moe",
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            config_values.set_rotary_part,
-            config_values.set_head_norms,
-        ),
+        defaults={"scoring_func": "sigmoid"},
+        config_setters=(config_values.set_head_norms,),
     ),
     "GlmForCausalLM": HfClass(
         "glm",
         f"{LAYER}mlp.gate_up_proj",
-        keys={".attention.layer_norm_rms_epsilon": "rms_norm_eps"},
         config_setters=(set_chatglm_names,),
     ),
 }

@@ -5,111 +5,73 @@ Facts of llama.cpp b11434, conversion/gpt2.py.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import concatenate, take
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
-from quantkit.checkpoint.rules import Drop, Transform, transpose, transpose_stored
-from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.checkpoint.rules import Drop, Inverted, Split, Transform, transpose, transpose_stored
 
 GPT2_RULES = (Transform(r"\.(c_attn|c_proj|c_fc)\.weight$", transpose, transpose_stored),)
 
 
-def set_gpt2_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of GPT-2."""
-    width = config.number("n_embd")
-    keys.u32(".block_count", layers)
-    keys.u32(".context_length", config["n_ctx"])
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", 4 * width)
-    keys.u32(".attention.head_count", config["n_head"])
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
-    keys.u32("general.file_type", file_type)
+def _set_table_length(meta: ModelMetadata, config: Json) -> None:
+    """Set the context, and the length of the position table, which may exceed it."""
+    table = meta.model.tensors.get("position_embd.weight")
+    config["n_ctx"] = meta.get(".context_length")
+    config["n_positions"] = config["n_ctx"] if table is None else table.shape[1]
 
 
-@dataclass(frozen=True)
-class JoinQkv(Rule):
-    """Concatenate queries, keys and values to one tensor, at the place of the last of them."""
-
-    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
-        stem, separator, tail = tensor.name.partition(".self_attn.")
-        part, dot, suffix = tail.partition("_proj.")
-        if not separator or not dot or part not in ("q", "k", "v") or tensor.layer is None:
-            return None
-        pending = context.waiting.setdefault((id(self), tensor.layer * 2 + (suffix == "weight")), {})
-        pending[part] = tensor
-        if len(pending) < 3:
-            return ()
-        parts = [pending.pop(item) for item in "qkv"]
-        if len({part.x.shape[1:] for part in parts}) > 1:
-            raise context.fail(tensor, "queries, keys and values are not of one width")
-        return (replace(tensor, name=f"{stem}.self_attn.qkv_proj.{suffix}", x=concatenate([part.x for part in parts])),)
-
-    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Take queries, keys and values apart."""
-        match = re.fullmatch(r"(model\.layers\.\d+\.self_attn\.)qkv_proj(\.\w+)", tensor.name)
-        if match is None:
-            return None
-        n = tensor.x.shape[0] // 3
-        if tensor.x.shape[0] != 3 * n:
-            raise context.fail(tensor, f"{tensor.x.shape[0]} rows are not those of queries, keys and values")
-        parts = ((letter, take(tensor.x, 0, range(i * n, (i + 1) * n))) for i, letter in enumerate("qkv"))
-        return [replace(tensor, name=f"{match[1]}{letter}_proj{match[2]}", x=x) for letter, x in parts]
+GPT2_BASE: tuple[SetKeys, ...] = (
+    BLOCK_COUNT,
+    Computed(".context_length", lambda config: config["n_ctx"], inverse=_set_table_length),
+    Copied(".embedding_length", "n_embd", required=True),
+    Computed(".feed_forward_length", lambda config: 4 * config.number("n_embd")),
+    Copied(".attention.head_count", "n_head", required=True),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+    FILE_TYPE,
+)
 
 
-#: Model class -> how it is converted.
+#: ruGPT-3 XL stores queries, keys and values apart.
+JOIN_QKV = tuple(
+    Inverted(
+        Split(
+            rf"self_attn\.qkv_proj\.{suffix}$",
+            tuple(f"self_attn.{part}_proj.{suffix}" for part in "qkv"),
+            always=True,
+        )
+    )
+    for suffix in ("weight", "bias")
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture(
         "gpt2",
         stored=(Drop(r"\.attn\.(masked_)?bias$"),),
         rules=GPT2_RULES,
-        base=set_gpt2_base,
+        base=GPT2_BASE,
     ),
-    "RuGPT3XLForCausalLM": Architecture("gpt2", rules=(JoinQkv(),)),
+    "RuGPT3XLForCausalLM": Architecture("gpt2", rules=JOIN_QKV),
 }
-
-
-def set_table_length(meta: ModelMetadata, config: Json) -> None:
-    """Set the length of the position table, which may exceed the context (GPT-2)."""
-    table = meta.model.tensors.get("position_embd.weight")
-    config["n_positions"] = config["n_ctx"] if table is None else table.shape[1]
 
 
 GPT_2_NAMES = "transformer.wte transformer.wpe transformer.ln_f " + " ".join(
     f"transformer.h.*.{name}" for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 )
 
-_RUGPT_CLASS = HfClass(
-    "rugpt3xl",
-    "model.embed_tokens model.embed_positions model.norm "
-    + prefixed(
-        LAYER,
-        "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
-    ),
-    keys={
-        ".context_length": "max_position_embeddings",
-        ".block_count": "num_hidden_layers",
-        ".embedding_length": "hidden_size",
-        ".feed_forward_length": "intermediate_size",
-        ".attention.head_count": "num_attention_heads",
-        ".attention.layer_norm_epsilon": "layer_norm_eps",
-    },
-    # Only files of this class say that.
-    matches=has_key("attention.head_count_kv"),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "GPT2LMHeadModel": HfClass(
         "gpt2",
         GPT_2_NAMES,
-        keys={".context_length": "n_ctx", ".feed_forward_length": ""},
-        config_setters=(set_table_length,),
     ),
-    "RuGPT3XLForCausalLM": _RUGPT_CLASS,
+    "RuGPT3XLForCausalLM": HfClass(
+        "rugpt3xl",
+        "model.embed_tokens model.embed_positions model.norm "
+        + prefixed(
+            LAYER,
+            "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
+        ),
+        # Only files of this class say that.
+        matches=has_key("attention.head_count_kv"),
+    ),
 }

@@ -1,6 +1,6 @@
-"""GPT-NeoX.
+"""GPT-NeoX and BLOOM, which store queries, keys and values head by head.
 
-Facts of llama.cpp b11434, conversion/gptneox.py.
+Facts of llama.cpp b11434, conversion/gptneox.py, conversion/bloom.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, take
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys, divided_head_dim
 from quantkit.checkpoint.row import Architecture, HfClass
-from quantkit.checkpoint.rules import Transform
+from quantkit.checkpoint.rules import Rename, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 
 
@@ -51,29 +51,53 @@ def join_qkv_groups(x: Expression, groups: int, group_heads: int) -> Expression:
 SPLIT_HEADS = (Transform(r"attention\.query_key_value\.(weight|bias)$", split_heads, join_heads),)
 
 
-def set_neox_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of GPT-NeoX, without a file type."""
-    width, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    keys.u32(".context_length", config["max_position_embeddings"])
-    keys.u32(".embedding_length", width)
-    keys.u32(".block_count", layers)
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".rope.dimension_count", int(config["rotary_pct"] * (width // max(1, heads))))
-    keys.u32(".attention.head_count", heads)
-    keys.flag(".use_parallel_residual", config.get("use_parallel_residual", True))
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_eps"])
-
-
-#: Model class -> how it is converted.
-ARCHITECTURES: dict[str, Architecture] = {
-    "GPTNeoXForCausalLM": Architecture("gptneox", rules=SPLIT_HEADS, base=set_neox_base),
-}
-
-
-def set_rotary_pct(meta: ModelMetadata, config: Json) -> None:
+def _set_rotary_pct(meta: ModelMetadata, config: Json) -> None:
     """Set the part of a head that rope rotates, as GPT-NeoX names it."""
     config["rotary_pct"] = meta.number(".rope.dimension_count") / meta.head_width
 
+
+#: GPT-NeoX's, without a file type.
+NEOX_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "max_position_embeddings", required=True),
+    Copied(".embedding_length", "hidden_size", required=True),
+    BLOCK_COUNT,
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    Computed(
+        ".rope.dimension_count",
+        lambda config: int(config["rotary_pct"] * divided_head_dim(config)),
+        inverse=_set_rotary_pct,
+    ),
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    Copied(".use_parallel_residual", "use_parallel_residual", "flag", default=True),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_eps", "f32", required=True),
+)
+
+
+def _bloom_width(config: Config) -> int:
+    return config.number("hidden_size", "n_embed")
+
+
+def _bloom_heads(config: Config) -> int:
+    return config.number("n_head", "num_attention_heads")
+
+
+BLOOM_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "seq_length hidden_size n_embed", required=True, exported="seq_length"),
+    Copied(".embedding_length", "hidden_size n_embed", required=True),
+    Computed(".feed_forward_length", lambda config: 4 * _bloom_width(config)),
+    BLOCK_COUNT,
+    Copied(".attention.head_count", "n_head num_attention_heads", required=True),
+    Computed(".attention.head_count_kv", _bloom_heads),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+    FILE_TYPE,
+)
+_BLOOM = Architecture("bloom", rules=(Rename(r"transformer\.", ""), *SPLIT_HEADS), base=BLOOM_BASE)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "GPTNeoXForCausalLM": Architecture("gptneox", rules=SPLIT_HEADS, base=NEOX_BASE),
+    "BloomForCausalLM": _BLOOM,
+    "BloomModel": _BLOOM,
+}
 
 LAYER_NAMES = (
     "attention.query_key_value",
@@ -82,14 +106,19 @@ LAYER_NAMES = (
     "mlp.dense_4h_to_h",
     "input_layernorm",
 )
+#: Those of BLOOM and Falcon.
+SELF_ATTENTION_NAMES = tuple(name.replace("attention.", "self_attention.") for name in LAYER_NAMES)
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "GPTNeoXForCausalLM": HfClass(
         "gpt_neox",
         "embed_out gpt_neox.embed_in gpt_neox.final_layer_norm gpt_neox.layers.*.post_attention_layernorm "
         + " ".join(f"gpt_neox.layers.*.{name}" for name in LAYER_NAMES),
-        keys={".attention.layer_norm_epsilon": "layer_norm_eps"},
-        config_setters=(set_rotary_pct,),
+    ),
+    "BloomForCausalLM": HfClass(
+        "bloom",
+        "word_embeddings word_embeddings_layernorm ln_f h.*.post_attention_layernorm "
+        + " ".join(f"h.*.{name}" for name in SELF_ATTENTION_NAMES),
+        renames=((r"^(?!lm_head)", "transformer."),),
     ),
 }

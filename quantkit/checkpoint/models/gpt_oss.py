@@ -6,9 +6,9 @@ Facts of llama.cpp b11434, conversion/gpt_oss.py.
 from __future__ import annotations
 
 from quantkit.checkpoint.config import Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.key_rows import WINDOW, Copied, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Rename, Split, Transform, transpose, transpose_stored
 
 #: gpt-oss: all experts in one tensor, stored the other way round, gate and up in turns.
@@ -21,11 +21,10 @@ SPLIT_EXPERTS = (
 )
 
 GPT_OSS_KEYS: tuple[SetKeys, ...] = (
-    Copied(".attention.sliding_window", "sliding_window", required=True),
+    WINDOW,
     Copied(".expert_feed_forward_length", "intermediate_size", required=True),
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "GptOssForCausalLM": Architecture(
         "gpt-oss",
@@ -42,12 +41,11 @@ def set_untruncated(meta: ModelMetadata, config: Json) -> None:
         config["rope_scaling"]["truncate"] = False
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "GptOssForCausalLM": HfClass(
         "gpt_oss",
         "model.layers.*.mlp.router",
-        config_setters=(config_values.set_layer_types, set_untruncated),
+        config_setters=(set_untruncated,),
         fused=True,
     ),
 }

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Shaped
+from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys, set_layer_types
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import llama, mamba
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, has_key
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import (
     AssignKind,
     Drop,
@@ -80,13 +80,9 @@ def reshape_groups(tensor: Tensor, context: Context) -> Expression:
     return Shaped(tensor.x, (n, _inner_size(context.config) // n))
 
 
-def as_column(tensor: Tensor, context: Context) -> Expression:
-    return Shaped(tensor.x, (*tensor.x.shape, 1))
-
-
 MAMBA_RULES = (
     Transform(r"\.mamba\.conv1d\.weight$", squeeze, unsqueeze_channels),
-    Transform(r"\.mamba\.(A_log|D)$", as_column, flatten),
+    Transform(r"\.mamba\.(A_log|D)$", mamba.as_column, flatten),
     Transform(r"\.mamba\.norm\.weight$", reshape_groups, flatten),
     Transform(r"\.A_log$", negative_exp, log_of_negative),
 )
@@ -98,31 +94,20 @@ def prepare_hybrid(config: Config) -> None:
     config.values["pad_vocab_size_multiple"] = 8 if _is_hybrid(config) else 1
 
 
-def set_mamba(keys: Keys, config: Config) -> None:
-    """Set the keys of Mamba layers, and which layers they are: those with 0 KV heads."""
-    for key, names in (
-        (".ssm.conv_kernel", "conv_kernel d_conv mamba_conv_kernel mamba_d_conv"),
-        (
-            ".ssm.state_size",
-            "state_size d_state state_dim ssm_state_size mamba_state_size mamba_d_state mamba_state_dim "
-            "mamba_ssm_state_size",
-        ),
-    ):
-        Copied(key, names, required=True)(keys, config)
-    keys.u32(".ssm.group_count", _group_count(config))
-    inner = _inner_size(config)
-    keys.u32(".ssm.inner_size", inner)
-    Copied(".ssm.time_step_rank", "n_heads num_heads mamba_n_heads mamba_num_heads", required=True)(keys, config)
-    attention = attention_layers(config)
+def uses_rope(config: Config) -> bool:
+    """Return whether layers of attention have rope: Bamba's, and those of models without layers of Mamba."""
+    return config.architecture == "BambaForCausalLM" or all(attention_layers(config))
+
+
+def _kv_heads(config: Config) -> list[int]:
+    """Return the heads of keys of each layer: none of layers of Mamba."""
     heads = config.find("num_key_value_heads", "n_head_kv", "mamba_num_key_value_heads", "mamba_n_head_kv")
-    if rope := config.get("attn_rotary_emb"):
-        keys.u32(".rope.dimension_count", rope)
-    keys.array(".attention.head_count_kv", [heads if attends else 0 for attends in attention])
-    uses_rope = config.architecture == "BambaForCausalLM" or all(attention)
-    keys.flag(".rope.scaling.finetuned", uses_rope)
-    if not uses_rope:
-        keys.u32(".context_length", 1 << 20)
-    width = config.find("d_head", "mamba_d_head") or 64
+    return [heads if attends else 0 for attends in attention_layers(config)]
+
+
+def refuse_heads(keys: Keys, config: Config) -> None:
+    """Refuse an activation that llama.cpp does not run, and an inner size that makes no heads."""
+    inner, width = _inner_size(config), config.find("d_head", "mamba_d_head") or 64
     if config.get("hidden_act") not in (None, "silu"):
         raise FormatError(
             f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is run", "QK-E305"
@@ -131,20 +116,52 @@ def set_mamba(keys: Keys, config: Config) -> None:
         raise FormatError(f"{config.path}: an inner size of {short(inner)} makes no heads of {short(width)}", "QK-E112")
 
 
-HYBRID_KEYS: tuple[SetKeys, ...] = (*MOE_KEYS, set_mamba)
+# fmt: off
+#: The keys of Mamba layers, and which layers they are: those with 0 KV heads.
+MAMBA_KEYS: tuple[SetKeys, ...] = (
+    Copied(".ssm.conv_kernel", "conv_kernel d_conv mamba_conv_kernel mamba_d_conv", required=True,
+           exported="mamba_d_conv"),
+    Copied(".ssm.state_size",
+           "state_size d_state state_dim ssm_state_size mamba_state_size mamba_d_state mamba_state_dim "
+           "mamba_ssm_state_size", required=True, exported="mamba_d_state"),
+    Computed(".ssm.group_count", lambda config: _group_count(config), names="mamba_n_groups"),
+    Computed(".ssm.inner_size", lambda config: _inner_size(config)),
+    Copied(".ssm.time_step_rank", "n_heads num_heads mamba_n_heads mamba_num_heads", required=True,
+           exported="mamba_n_heads"),
+    Computed(".rope.dimension_count", lambda config: config.get("attn_rotary_emb") or None),
+    Computed(".attention.head_count_kv", _kv_heads, "array"),
+    Computed(".rope.scaling.finetuned", uses_rope, "flag"),
+    Computed(".context_length", lambda config: None if uses_rope(config) else 1 << 20, names="max_position_embeddings"),
+    refuse_heads,
+)
+# fmt: on
+HYBRID_KEYS: tuple[SetKeys, ...] = (*MOE_KEYS, *MAMBA_KEYS)
 RENAME_SINKS = Rename(r"(sinks)$", r"\1.weight")
 
 
-def _set_windows(keys: Keys, config: Config) -> None:
+def _window_pattern(config: Config) -> list[bool]:
     kinds = config.get("layer_types")
-    slides = [kind == "sliding_attention" for kind in kinds] if kinds else [i % 4 != 0 for i in range(config.layers)]
-    keys.u32(".attention.sliding_window", config.get("sliding_window", 128))
-    keys.array(".attention.sliding_window_pattern", slides)
-    if turned := config.get("no_rope_layers"):
-        keys.array(".attention.rope_pattern", [bool(item) for item in turned])
+    return [kind == "sliding_attention" for kind in kinds] if kinds else [i % 4 != 0 for i in range(config.layers)]
 
 
-WINDOW_KEYS: tuple[SetKeys, ...] = (*GRANITE_KEYS, _set_windows)
+def _rope_layers(config: Config) -> list[bool] | None:
+    turned = config.get("no_rope_layers")
+    return [bool(item) for item in turned] if turned else None
+
+
+def _set_rope_layers(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers with rope, where the file lists them."""
+    turned = meta.flags(".attention.rope_pattern")
+    if turned is not None:
+        config["no_rope_layers"] = [int(item) for item in turned]
+
+
+WINDOW_KEYS: tuple[SetKeys, ...] = (
+    *GRANITE_KEYS,
+    Copied(".attention.sliding_window", "sliding_window", default=128),
+    Computed(".attention.sliding_window_pattern", _window_pattern, "array", inverse=set_layer_types),
+    Computed(".attention.rope_pattern", _rope_layers, "array", inverse=_set_rope_layers),
+)
 
 
 def attention_layers(config: Config) -> list[bool]:
@@ -248,7 +265,6 @@ _GRANITE_SWA = Architecture(
     synthetic=llama.rope_factors,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "GraniteForCausalLM": _GRANITE,
     "GraniteMoeForCausalLM": _GRANITE_MOE,
@@ -276,8 +292,6 @@ def set_mamba_config(meta: ModelMetadata, config: Json) -> None:
         "layer_types": ["attention" if item else "mamba" for item in kv_heads],
         "mamba_d_head": inner // max(1, heads),
         "mamba_expand": inner // max(1, meta.number(".embedding_length")),
-        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
     }
 
 
@@ -294,13 +308,6 @@ def set_attention_indices(meta: ModelMetadata, config: Json) -> None:
     config["attn_layer_indices"] = [i for i, kind in enumerate(kinds) if kind == "attention"]
 
 
-def set_rope_layers(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers with rope, where the file lists them (Granite with windows)."""
-    turned = meta.flags(".attention.rope_pattern")
-    if turned is not None:
-        config["no_rope_layers"] = [int(item) for item in turned]
-
-
 _GRANITE_MOE_NAMES = (
     "model.layers.*.block_sparse_moe.router.layer model.layers.*.block_sparse_moe.output_linear "
     "model.layers.*.mlp.shared_mlp.gate_proj model.layers.*.mlp.shared_mlp.up_proj "
@@ -313,13 +320,6 @@ _MAMBA_NAMES = " ".join(
 
 _FEED_FORWARD_NAMES = " ".join(f"model.layers.*.feed_forward.{w}_proj" for w in ("gate", "up", "down"))
 
-_MAMBA_KEYS = {
-    ".ssm.conv_kernel": "mamba_d_conv",
-    ".ssm.state_size": "mamba_d_state",
-    ".ssm.group_count": "mamba_n_groups",
-    ".ssm.time_step_rank": "mamba_n_heads",
-}
-
 
 def is_granite_hybrid(meta: ModelMetadata) -> bool:
     """Return whether the file is a Granite hybrid, whose attention layers, unlike Bamba's, have no rope."""
@@ -328,15 +328,13 @@ def is_granite_hybrid(meta: ModelMetadata) -> bool:
     )
 
 
-_GRANITE_SWA_CLASS = HfClass("granite_swa", config_setters=(config_values.set_layer_types, set_rope_layers))
+_GRANITE_SWA_CLASS = HfClass("granite_swa")
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "GraniteMoeHybridForCausalLM": HfClass(
         "granitemoehybrid",
         f"{_GRANITE_MOE_NAMES} {_MAMBA_NAMES}",
         defaults={"num_local_experts": 0, "num_experts_per_tok": 0},
-        keys=_MAMBA_KEYS,
         config_setters=(set_mamba_config, set_position_embedding),
         fused=True,
         matches=is_granite_hybrid,
@@ -345,7 +343,7 @@ CLASSES: dict[str, HfClass] = {
     "BambaForCausalLM": HfClass(
         "bamba",
         f"model.final_layernorm model.layers.*.pre_ff_layernorm {_FEED_FORWARD_NAMES} {_MAMBA_NAMES}",
-        keys={**_MAMBA_KEYS, ".rope.dimension_count": "attn_rotary_emb"},
+        keys={".rope.dimension_count": "attn_rotary_emb"},
         config_setters=(set_mamba_config, set_attention_indices),
     ),
     "GraniteForCausalLM": HfClass("granite"),

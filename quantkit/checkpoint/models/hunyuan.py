@@ -5,16 +5,18 @@ Facts of llama.cpp b11434, conversion/hunyuan.py, conversion/hy_v4.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import GATING, Keys, layers_in_file, set_base_keys
+from quantkit.checkpoint.key_rows import BASE, Always, Computed, Copied, KeyGroup, KeyNames, SetKeys, Where, WithConfig
+from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import deepseek, qwen
-from quantkit.checkpoint.nextn import layers_with_nextn, set_nextn_layers
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, KeepF32, Rename, StackExperts
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.special import KINDS
@@ -35,16 +37,23 @@ def _shared_value(config: Config, key: str) -> Any:
     return values[0]
 
 
-def set_dense_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys without num_experts, which dense models may have, too."""
-    set_base_keys(keys, config.without("num_experts"), layers, file_type)
+def _dense_config(config: Config) -> Config:
+    """Return a configuration without num_experts, which dense models may have, too."""
+    return config.without("num_experts")
 
 
-def _set_experts(keys: Keys, config: Config) -> None:
-    keys.u32(".expert_shared_feed_forward_length", config["intermediate_size"])
-    keys.u32(".expert_feed_forward_length", _shared_value(config, "moe_intermediate_size"))
-    keys.u32(".expert_used_count", _shared_value(config, "moe_topk"))
-    keys.u32(".expert_shared_count", _shared_value(config, "num_shared_expert"))
+DENSE_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _dense_config),)
+
+
+@dataclass(frozen=True)
+class Shared(Copied):
+    """A value that config.json repeats for each layer."""
+
+    def __call__(self, keys: Keys, config: Config) -> None:
+        keys.u32(self.key, _shared_value(config, self.names))
+
+    def invert(self, meta: ModelMetadata, config: Json, names: KeyNames) -> None:
+        config[self.names] = [meta.get(self.key)] * config["num_hidden_layers"]
 
 
 def _set_scaled_rope(keys: Keys, config: Config, alpha: float, width: int) -> None:
@@ -87,19 +96,33 @@ def _set_moe_rope(keys: Keys, config: Config) -> None:
 
 
 DENSE_KEYS: tuple[SetKeys, ...] = (_set_dense_rope,)
-MOE_KEYS: tuple[SetKeys, ...] = (_set_experts, _set_moe_rope)
+MOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_shared_feed_forward_length", "intermediate_size", required=True),
+    Shared(".expert_feed_forward_length", "moe_intermediate_size"),
+    Shared(".expert_used_count", "moe_topk"),
+    Shared(".expert_shared_count", "num_shared_expert"),
+    _set_moe_rope,
+)
 
 
-def _set_v3(keys: Keys, config: Config) -> None:
-    width = config.number("moe_intermediate_size")
-    keys.u32(".expert_feed_forward_length", width)
-    keys.u32(".expert_shared_feed_forward_length", width * config.get("num_shared_experts", 1))
-    keys.flag(".expert_weights_norm", config.get("route_norm", True))
-    keys.f32(".expert_weights_scale", float(config.get("router_scaling_factor", 1.0)))
-    keys.u32(".expert_gating_func", GATING["sigmoid"])
+def _shared_width(config: Config) -> int:
+    width: int = config.number("moe_intermediate_size") * config.get("num_shared_experts", 1)
+    return width
 
 
-V3_KEYS: tuple[SetKeys, ...] = (_set_v3,)
+def _set_shared_count(meta: ModelMetadata, config: Json) -> None:
+    """Set the number of shared experts, which follows from their total width."""
+    width = meta.number(".expert_shared_feed_forward_length")
+    config["num_shared_experts"] = width // max(1, meta.number(".expert_feed_forward_length"))
+
+
+V3_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    Computed(".expert_shared_feed_forward_length", _shared_width, inverse=_set_shared_count),
+    Copied(".expert_weights_norm", "route_norm", "flag", default=True),
+    Copied(".expert_weights_scale", "router_scaling_factor", "f32", default=1.0),
+    Always(".expert_gating_func", GATING["sigmoid"]),
+)
 HY4_STORED = (Drop(r"^model\.mtp_layers\."),)
 
 HY4_RULES = (
@@ -129,17 +152,21 @@ def count_dense_layers(config: Config) -> None:
     config.values["first_k_dense_replace"] = first
 
 
-def set_hy4_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys; a single expert group is omitted."""
+def _without_single_group(config: Config) -> Config:
+    """Return a configuration without expert groups where there is only one."""
     single = config.get("n_group") == 1 and config.get("topk_group") == 1
-    deepseek.set_latent_base(keys, config.without("n_group", "topk_group") if single else config, layers, file_type)
+    return config.without("n_group", "topk_group") if single else config
 
 
 def _set_swiglu_limits(keys: Keys, config: Config) -> None:
-    keys.u32(".expert_gating_func", GATING["sigmoid"])
     limit = float(config.get("swiglu_limit", 0.0) or 0.0)
     if limit > 0:
-        keys.array(".swiglu_clamp_exp", [limit] * layers_in_file(keys))
+        keys.array(".swiglu_clamp_exp", [limit] * keys.layers)
+
+
+def _set_swiglu_limit(meta: ModelMetadata, config: Json) -> None:
+    limits = meta.get(".swiglu_clamp_exp")
+    config["swiglu_limit"] = limits[0] if limits else 0.0
 
 
 def _indexer_layers(config: Config) -> list[bool]:
@@ -156,20 +183,25 @@ def _indexer_layers(config: Config) -> list[bool]:
     return [kind == "full" for kind in kinds[:layers]]
 
 
-def _set_indexer(keys: Keys, config: Config) -> None:
-    if indexer_layers := _indexer_layers(config):
-        for set_key in deepseek.INDEXER:
-            set_key(keys, config)
-        keys.array(".attention.indexer.types", indexer_layers)
+def _has_indexer(config: Config) -> bool:
+    return bool(_indexer_layers(config))
 
 
+HY4_BASE: tuple[SetKeys, ...] = (WithConfig(deepseek.LATENT_BASE, _without_single_group),)
 HY4_KEYS: tuple[SetKeys, ...] = (
-    deepseek.set_latent_keys,
-    _set_swiglu_limits,
+    *deepseek.LATENT_KEYS,
+    Always(".expert_gating_func", GATING["sigmoid"]),
+    KeyGroup(_set_swiglu_limits, _set_swiglu_limit),
     Copied(".hyper_connection.count", "hc_mult", required=True),
     Copied(".hyper_connection.epsilon", "hc_eps", "f32", required=True),
     Copied(".hyper_connection.magnitude", "hc_magnitude", "f32", required=True),
-    _set_indexer,
+    Where(_has_indexer, deepseek.INDEXER),
+    Computed(
+        ".attention.indexer.types",
+        lambda config: _indexer_layers(config) or None,
+        "array",
+        inverse=deepseek.set_indexer_types,
+    ),
 )
 
 
@@ -225,7 +257,6 @@ def write_hunyuan(v: Vocabulary) -> None:
         v.keys.u32("tokenizer.ggml.eot_token_id", ends[0])
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "HunYuanMoEV1ForCausalLM": Architecture(
         "hunyuan-moe", rules=(TIED_OUTPUT, StackExperts()), keys=MOE_KEYS, vocab=write_hunyuan_moe
@@ -233,14 +264,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "HunYuanDenseV1ForCausalLM": Architecture(
         "hunyuan-dense",
         rules=(TIED_OUTPUT,),
-        base=set_dense_base,
+        base=DENSE_BASE,
         keys=DENSE_KEYS,
         vocab=write_hunyuan,
     ),
     "HunYuanVLForConditionalGeneration": Architecture(
         "hunyuan_vl",
         rules=(TIED_OUTPUT,),
-        base=set_dense_base,
+        base=DENSE_BASE,
         keys=VL_KEYS,
         vocab=write_hunyuan,
         patch_config=name_xdrope,
@@ -249,7 +280,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "hy_v3",
         stored=(Rename(r"(\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),),
         rules=(StackExperts(),),
-        keys=(*V3_KEYS, set_nextn_layers),
+        keys=(*V3_KEYS, NEXTN_IF_ANY),
         layers=layers_with_nextn,
         nextn=True,
     ),
@@ -257,7 +288,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "hy_v4",
         stored=HY4_STORED,
         rules=HY4_RULES,
-        base=set_hy4_base,
+        base=HY4_BASE,
         keys=HY4_KEYS,
         vocab=deepseek.write_deepseek,
         patch_config=count_dense_layers,
@@ -277,20 +308,7 @@ def set_scaled_base(meta: ModelMetadata, config: Json) -> None:
     config["rope_scaling"]["rope_type"] = "dynamic"
 
 
-def repeat_expert_values(meta: ModelMetadata, config: Json) -> None:
-    """Repeat values of experts for every layer (Hunyuan)."""
-    for name in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
-        config[name] = [config[name]] * config["num_hidden_layers"]
-
-
-def set_shared_expert_count(meta: ModelMetadata, config: Json) -> None:
-    """Set the number of shared experts, which follows from their total width (Hunyuan 3)."""
-    width = meta.number(".expert_shared_feed_forward_length")
-    config["num_shared_experts"] = width // max(1, meta.number(".expert_feed_forward_length"))
-
-
 _NORM_NAMES = "model.layers.*.self_attn.query_layernorm model.layers.*.self_attn.key_layernorm"
-_NO_GATING_KEY = {".expert_gating_func": ""}
 
 
 def _set_hyper_connections(meta: ModelMetadata, config: Json) -> None:
@@ -298,8 +316,6 @@ def _set_hyper_connections(meta: ModelMetadata, config: Json) -> None:
     dense = meta.number(".leading_dense_block_count")
     layers = range(meta.number(".block_count"))
     config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in layers]
-    limits = meta.get(".swiglu_clamp_exp")
-    config["swiglu_limit"] = limits[0] if limits else 0.0
     tensors = meta.model.tensors
     types = [tensors[name].type.name for name in ("output.weight", "token_embd.weight") if name in tensors]
     config["enable_lm_head_fp32"] = types[:1] == ["F32"] and types[1:] != ["F32"]
@@ -318,66 +334,39 @@ def _set_xdrope(meta: ModelMetadata, config: Json) -> None:
         }
 
 
-_HY_V4_CLASS = HfClass(
-    "hy_v4",
-    prefixed(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
-    keys={
-        ".attention.indexer.head_count": "index_n_heads",
-        ".attention.indexer.key_length": "index_head_dim",
-        ".attention.indexer.top_k": "index_topk",
-        ".expert_count": "n_routed_experts",
-        ".expert_gating_func": "",
-    },
-    defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    config_setters=(
-        config_values.set_latent_widths,
-        config_values.set_indexer_types,
-        _set_hyper_connections,
-        config_values.set_rope_parameters,
-    ),
-    fused=True,
-)
-
-_HUNYUAN_CLASS = HfClass(
-    "hunyuan_vl",
-    prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
-    defaults={"pad_token_id": -1},
-    config_setters=(_set_xdrope,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "HunYuanMoEV1ForCausalLM": HfClass(
         "hunyuan_v1_moe",
         f"{_NORM_NAMES} model.layers.*.mlp.gate.wg "
         + " ".join(f"model.layers.*.mlp.shared_mlp.{w}_proj" for w in ("gate", "up", "down")),
-        keys={
-            ".expert_count": "num_experts",
-            ".expert_used_count": "moe_topk",
-            ".expert_shared_count": "num_shared_expert",
-            ".expert_feed_forward_length": "moe_intermediate_size",
-        },
-        config_setters=(set_scaled_base, repeat_expert_values),
+        config_setters=(set_scaled_base,),
     ),
     "HunYuanDenseV1ForCausalLM": HfClass("hunyuan_v1_dense", _NORM_NAMES, config_setters=(set_scaled_base,)),
     "HYV3ForCausalLM": HfClass(
         "hy_v3",
         f"{LAYER}mlp.expert_bias {LAYER}mlp.router.gate "
         + " ".join(f"{LAYER}mlp.shared_mlp.{w}_proj" for w in ("gate", "up", "down")),
-        keys={
-            ".expert_weights_norm": "route_norm",
-            ".expert_weights_scale": "router_scaling_factor",
-            ".expert_count": "num_experts",
-            ".expert_shared_count": "num_shared_experts",
-            **_NO_GATING_KEY,
-        },
+        keys={".expert_count": "num_experts"},
         config_setters=(
-            config_values.subtract_nextn_layers,
             config_values.set_mlp_layer_types,
-            set_shared_expert_count,
             config_values.set_rope_parameters,
         ),
     ),
-    "HYV4ForCausalLM": _HY_V4_CLASS,
-    "HunYuanVLForConditionalGeneration": _HUNYUAN_CLASS,
+    "HYV4ForCausalLM": HfClass(
+        "hy_v4",
+        prefixed(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
+        keys={".expert_count": "n_routed_experts"},
+        defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        config_setters=(
+            _set_hyper_connections,
+            config_values.set_rope_parameters,
+        ),
+        fused=True,
+    ),
+    "HunYuanVLForConditionalGeneration": HfClass(
+        "hunyuan_vl",
+        prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
+        defaults={"pad_token_id": -1},
+        config_setters=(_set_xdrope,),
+    ),
 }

@@ -50,11 +50,9 @@ class SplitGroupedHeads(Rule):
         if match is None:
             return None
         name = f"model.layers.{match[1]}.attention.wqkv.weight"
-        parts = context.parts.setdefault((id(self), name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 3:
+        parts = context.gather(self, name, match[2], tensor, 3)
+        if parts is None:
             return ()
-        del context.parts[id(self), name]
         heads, keys = context.config.number("num_attention_heads"), context.config.number("num_key_value_heads")
         width, heads_per_key = context.config.number("hidden_size") // max(1, heads), heads // max(1, keys)
         rows = [parts[part].x.shape[0] for part in "qkv"]
@@ -127,7 +125,6 @@ def _added(v: Vocabulary) -> Iterator[tuple[int, str, bool]]:
             yield token.number, token.text, token.special
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "InternLM3ForCausalLM": Architecture(
         "llama", rules=llama.ROPE_PERMUTED, keys=llama.LLAMA_KEYS, vocab=write_internlm3
@@ -135,15 +132,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "InternLM2ForCausalLM": Architecture("internlm2", rules=(SplitGroupedHeads(),), vocab=write_internlm2),
 }
 
-_INTERN_2_CLASS = HfClass(
-    "internlm2",
-    "model.tok_embeddings output "
-    + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
-    kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
-    defaults={"bias": False},
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "InternLM2ForCausalLM": _INTERN_2_CLASS,
+    "InternLM2ForCausalLM": HfClass(
+        "internlm2",
+        "model.tok_embeddings output "
+        + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
+        kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
+        defaults={"bias": False},
+    ),
 }

@@ -13,6 +13,7 @@ from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Multiplied, read_f32, size_of
+from quantkit.checkpoint.key_rows import FILE_TYPE, Computed, Copied, SetKeys, block_count
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import Architecture, HfClass, prefixed
@@ -69,34 +70,34 @@ JAIS_RULES = (
 )
 
 
-def set_alibi(keys: Keys, config: Config) -> None:
-    """Set the largest bias of ALiBi."""
-    keys.f32(".attention.max_alibi_bias", float(config.get("_alibi", 8.0)))
-
-
-def set_jais_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of JAIS."""
+def refuse_settings(keys: Keys, config: Config) -> None:
+    """Refuse settings of JAIS that llama.cpp does not run."""
     for key, required in (("activation_function", "swiglu"), ("position_embedding_type", "alibi")):
         if config.get(key) != required:
             raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {required} is known", "QK-E305")
-    keys.u32(".block_count", layers)
-    keys.u32(".context_length", config["n_positions"])
-    keys.u32(".embedding_length", config["n_embd"])
-    keys.u32(".feed_forward_length", config["n_inner"])
-    keys.u32(".attention.head_count", config["n_head"])
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
-    keys.u32("general.file_type", file_type)
 
 
-#: Model class -> how it is converted.
+JAIS_BASE: tuple[SetKeys, ...] = (
+    refuse_settings,
+    block_count("n_layer"),
+    Copied(".context_length", "n_positions", required=True),
+    Copied(".embedding_length", "n_embd", required=True),
+    Copied(".feed_forward_length", "n_inner", required=True),
+    Copied(".attention.head_count", "n_head", required=True),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+    FILE_TYPE,
+)
+#: The largest bias of ALiBi.
+ALIBI = Computed(".attention.max_alibi_bias", lambda config: float(config.get("_alibi", 8.0)), "f32")
+
 ARCHITECTURES: dict[str, Architecture] = {
-    "Jais2ForCausalLM": Architecture("jais2", keys=(llama.set_rope_width,)),
+    "Jais2ForCausalLM": Architecture("jais2", keys=(llama.ROPE_WIDTH,)),
     "JAISLMHeadModel": Architecture(
         "jais",
         stored=JAIS_STORED,
         rules=JAIS_RULES,
-        base=set_jais_base,
-        head_keys=(set_alibi,),
+        base=JAIS_BASE,
+        head_keys=(ALIBI,),
     ),
 }
 
@@ -114,31 +115,20 @@ def _make_alibi_slopes(meta: ModelMetadata) -> Iterable[Tensor]:
     yield Tensor("transformer.relative_pe.slopes", Constant(tuple(slopes)), None)
 
 
-_JAIS_CLASS = HfClass(
-    "jais",
-    "transformer.wte transformer.ln_f "
-    + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
-    keys={
-        ".block_count": "n_layer",
-        ".context_length": "n_positions",
-        ".embedding_length": "n_embd",
-        ".feed_forward_length": "n_inner",
-        ".attention.head_count": "n_head",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-    },
-    # Scales are part of the weights; the others are constants of llama.cpp.
-    defaults={
-        "activation_function": "swiglu",
-        "position_embedding_type": "alibi",
-        **dict.fromkeys(("embeddings_scale", "width_scale", "mup_embeddings_scale"), 1.0),
-        **dict.fromkeys(("mup_output_alpha", "mup_width_scale"), 1.0),
-        **dict.fromkeys(("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d"), True),
-    },
-    synthetic=_make_alibi_slopes,
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Jais2ForCausalLM": HfClass("jais2", config_setters=(config_values.set_rope_parameters,)),
-    "JAISLMHeadModel": _JAIS_CLASS,
+    "JAISLMHeadModel": HfClass(
+        "jais",
+        "transformer.wte transformer.ln_f "
+        + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
+        # Scales are part of the weights; the others are constants of llama.cpp.
+        defaults={
+            "activation_function": "swiglu",
+            "position_embedding_type": "alibi",
+            **dict.fromkeys(("embeddings_scale", "width_scale", "mup_embeddings_scale"), 1.0),
+            **dict.fromkeys(("mup_output_alpha", "mup_width_scale"), 1.0),
+            **dict.fromkeys(("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d"), True),
+        },
+        synthetic=_make_alibi_slopes,
+    ),
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys, number_or
 from quantkit.checkpoint.models import falcon
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import (
@@ -54,25 +54,37 @@ JAMBA_RULES = (
 )
 
 
-def set_jamba_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of Jamba, in the converter's order."""
-    width, heads = config.number("hidden_size", "mamba_d_model"), config["num_key_value_heads"]
+def _width(config: Config) -> int:
+    return config.number("hidden_size", "mamba_d_model")
+
+
+def _kv_heads(config: Config) -> list[int]:
+    """Return the heads of keys of each layer: none of layers of Mamba."""
+    heads: int = config["num_key_value_heads"]
     offset, period = config.number("attn_layer_offset"), max(1, config.number("attn_layer_period"))
-    attends = [i >= offset and (i - offset) % period == 0 for i in range(layers)]
-    keys.u32(".block_count", layers)
-    keys.u32(".context_length", config.number("max_position_embeddings", "n_ctx"))
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".attention.head_count", config["num_attention_heads"])
-    keys.array(".attention.head_count_kv", [heads if attend else 0 for attend in attends])
-    keys.u32(".ssm.conv_kernel", config.get("mamba_d_conv") or 4)
-    keys.u32(".ssm.inner_size", config.number("mamba_expand") * width)
-    keys.u32(".ssm.state_size", config.get("mamba_d_state") or 16)
-    keys.u32(".ssm.time_step_rank", config.get("mamba_dt_rank") or -(width // -16))
-    keys.f32(".attention.layer_norm_rms_epsilon", config.find("layer_norm_epsilon", "rms_norm_eps") or 1e-6)
-    keys.u32(".expert_count", config.number("num_local_experts", "num_experts"))
-    keys.u32(".expert_used_count", config.number("num_experts_per_tok", "num_experts_per_token"))
-    keys.u32("general.file_type", file_type)
+    return [heads if i >= offset and (i - offset) % period == 0 else 0 for i in range(config.layers)]
+
+
+def _dt_rank(config: Config) -> int:
+    return config.get("mamba_dt_rank") or -(_width(config) // -16)
+
+
+JAMBA_BASE: tuple[SetKeys, ...] = (
+    BLOCK_COUNT,
+    Copied(".context_length", "max_position_embeddings n_ctx", required=True),
+    Copied(".embedding_length", "hidden_size mamba_d_model", required=True),
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    Computed(".attention.head_count_kv", _kv_heads, "array"),
+    number_or(".ssm.conv_kernel", "mamba_d_conv", 4),
+    Computed(".ssm.inner_size", lambda config: config.number("mamba_expand") * _width(config)),
+    number_or(".ssm.state_size", "mamba_d_state", 16),
+    Computed(".ssm.time_step_rank", _dt_rank, names="mamba_dt_rank"),
+    number_or(".attention.layer_norm_rms_epsilon", "layer_norm_epsilon rms_norm_eps", 1e-6, "rms_norm_eps", kind="f32"),
+    Copied(".expert_count", "num_local_experts num_experts", required=True, exported="num_experts"),
+    Copied(".expert_used_count", "num_experts_per_tok num_experts_per_token", required=True),
+    FILE_TYPE,
+)
 
 
 def write_jamba(v: Vocabulary) -> None:
@@ -85,9 +97,8 @@ def write_jamba(v: Vocabulary) -> None:
         v.keys.flag("tokenizer.ggml.add_space_prefix", False)
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "JambaForCausalLM": Architecture("jamba", rules=JAMBA_RULES, base=set_jamba_base, vocab=write_jamba),
+    "JambaForCausalLM": Architecture("jamba", rules=JAMBA_RULES, base=JAMBA_BASE, vocab=write_jamba),
 }
 
 
@@ -112,21 +123,15 @@ def _set_periods(meta: ModelMetadata, config: Json) -> None:
     config |= {
         "num_key_value_heads": max(heads),
         "mamba_expand": meta.number(".ssm.inner_size") // max(1, meta.number(".embedding_length")),
-        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
     }
 
 
-_JAMBA_CLASS = HfClass(
-    "jamba",
-    f"{falcon.FEED_FORWARD_NAMES} {falcon.MIXER_NAMES} "
-    + prefixed(LAYER, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
-    keys={**falcon.MAMBA_SIZE_KEYS, ".ssm.time_step_rank": "mamba_dt_rank", ".expert_count": "num_experts"},
-    defaults={"sliding_window": None, "use_mamba_kernels": False},
-    config_setters=(_set_periods,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "JambaForCausalLM": _JAMBA_CLASS,
+    "JambaForCausalLM": HfClass(
+        "jamba",
+        f"{falcon.FEED_FORWARD_NAMES} {falcon.MIXER_NAMES} "
+        + prefixed(LAYER, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
+        defaults={"sliding_window": None, "use_mamba_kernels": False},
+        config_setters=(_set_periods,),
+    ),
 }

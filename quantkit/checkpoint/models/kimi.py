@@ -8,15 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
-from quantkit.checkpoint.keys import GATING, Keys, set_base_keys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
+from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import deepseek, minimax
-from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Drop, Rename, Transform, flatten, log_of_negative, negative_exp
 from quantkit.checkpoint.tensor_names import file_name
 from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
@@ -49,38 +48,68 @@ LINEAR_RULES = (
 )
 
 
-def set_single_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys, of a single head of keys and values."""
-    set_base_keys(keys, config.with_values({"num_key_value_heads": 1}), layers, file_type)
+def _one_head(config: Config) -> Config:
+    return config.with_values({"num_key_value_heads": 1})
 
 
-def _set_linear(keys: Keys, config: Config) -> None:
-    linear = _linear_config(config)
-    full = linear["full_attn_layers"]  # counted from one
-    keys.array(".attention.head_count_kv", [int(i + 1 in full) for i in range(config.layers)])
-    if (kernel := linear.get("short_conv_kernel_size")) is not None:
-        keys.u32(".ssm.conv_kernel", kernel)
-    if (width := linear.get("head_dim")) is not None:
-        keys.u32(".kda.head_dim", width)
+#: Of a single head of keys and values.
+SINGLE_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _one_head),)
 
 
-def set_latent(keys: Keys, config: Config, *, values: bool = False) -> None:
-    """Set the sizes of latent attention; ``values``: whether to set the value length of latent rows, too."""
-    rank, rope = config.number("kv_lora_rank", "n_lora_kv"), config.number("qk_rope_head_dim", "n_rot")
-    keys.u32(".attention.kv_lora_rank", rank)
-    keys.u32(".rope.dimension_count", rope)
-    keys.u32(".attention.key_length", rank + rope)
-    if values:
-        keys.u32(".attention.value_length", rank)
-    keys.u32(".attention.key_length_mla", config.number("qk_nope_head_dim") + rope)
-    keys.u32(".attention.value_length_mla", config["v_head_dim"])
+def _set_delta_attention(meta: ModelMetadata, config: Json) -> None:
+    """List the layers of both kinds of attention, counted from 1, and set the heads of delta attention."""
+    attends = [bool(n) for n in meta.per_layer(".attention.head_count_kv")]
+    beta = next((t for name, t in meta.model.tensors.items() if name.endswith(".ssm_beta.weight")), None)
+    config["linear_attn_config"] = config.get("linear_attn_config", {}) | {
+        "full_attn_layers": [i + 1 for i, is_full in enumerate(attends) if is_full],
+        "kda_layers": [i + 1 for i, is_full in enumerate(attends) if not is_full],
+        "num_heads": config["num_attention_heads"] if beta is None else beta.shape[1],
+    }
 
+
+def _delta_keys(*, required: bool) -> tuple[SetKeys, ...]:
+    """Return the rows of delta attention; ``required``: an error without its sizes."""
+    return (
+        Computed(
+            ".attention.head_count_kv",
+            lambda config: [int(_has_latents(config, layer)) for layer in range(config.layers)],
+            "array",
+            inverse=_set_delta_attention,
+        ),
+        Copied(".ssm.conv_kernel", "linear_attn_config.short_conv_kernel_size", required=required),
+        Copied(".kda.head_dim", "linear_attn_config.head_dim", required=required),
+    )
+
+
+def _latent_rank(config: Config) -> int:
+    return config.number("kv_lora_rank", "n_lora_kv")
+
+
+def _rope_width(config: Config) -> int:
+    return config.number("qk_rope_head_dim", "n_rot")
+
+
+_LATENT_KEYS: tuple[SetKeys, ...] = (
+    Computed(".attention.kv_lora_rank", _latent_rank, names="kv_lora_rank"),
+    Computed(".rope.dimension_count", _rope_width),
+    Computed(".attention.key_length", lambda config: _latent_rank(config) + _rope_width(config)),
+)
+_MLA_KEYS: tuple[SetKeys, ...] = (
+    Computed(
+        ".attention.key_length_mla",
+        lambda config: config.number("qk_nope_head_dim") + _rope_width(config),
+        inverse=deepseek.set_latent_widths,
+    ),
+    Copied(".attention.value_length_mla", "v_head_dim", required=True),
+)
+#: The sizes of latent attention.
+LATENT_KEYS: tuple[SetKeys, ...] = (*_LATENT_KEYS, *_MLA_KEYS)
 
 LINEAR_KEYS: tuple[SetKeys, ...] = (
-    Copied(".vocab_size", "vocab_size", required=True),
-    _set_linear,
+    VOCAB_SIZE,
+    *_delta_keys(required=False),
     Copied(".attention.q_lora_rank", "q_lora_rank n_lora_q"),
-    set_latent,
+    *LATENT_KEYS,
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
     Copied(".expert_shared_count", "num_shared_experts", required=True),
     Copied(".leading_dense_block_count", "first_k_dense_replace", required=True),
@@ -88,16 +117,9 @@ LINEAR_KEYS: tuple[SetKeys, ...] = (
 )
 
 
-def _linear_config(config: Config) -> dict[str, Any]:
-    value = config["linear_attn_config"]
-    if not isinstance(value, dict):
-        raise FormatError(f"{config.path}: linear_attn_config is no object", "QK-E112")
-    return value
-
-
 def _has_latents(config: Config, layer: int) -> bool:
     """Return whether a layer has DeepSeek's attention; the configuration counts layers from one."""
-    return layer + 1 in _linear_config(config)["full_attn_layers"]
+    return layer + 1 in config.table("linear_attn_config")["full_attn_layers"]
 
 
 @dataclass(frozen=True)
@@ -112,12 +134,10 @@ class MergeResidualScores(Rule):
             return None
         kinds = {"self_attention_res": "*attn_res_score", "mlp_res": "*ffn_res_score"}
         kind = kinds.get(match[1], "output_res_score")
-        number = -1 if tensor.layer is None else 2 * tensor.layer + (match[1] == "mlp_res")
-        parts = context.waiting.setdefault((id(self), number), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, tensor.name[: match.end(1)], match[2], tensor, 2)
+        if parts is None:
             return ()
-        norm, proj = parts.pop("norm"), parts.pop("proj")
+        norm, proj = parts["norm"], parts["proj"]
         if size_of(norm.x) != size_of(proj.x):
             raise context.fail(tensor, f"{size_of(proj.x)} values beside a norm of {size_of(norm.x)}")
         layer = tensor.layer if kind.startswith("*") else None
@@ -168,26 +188,21 @@ K3_RULES = (
 )
 
 
-def _set_k3_layers(keys: Keys, config: Config) -> None:
-    linear = _linear_config(config)
-    keys.array(".attention.head_count_kv", [int(_has_latents(config, layer)) for layer in range(config.layers)])
-    keys.u32(".ssm.conv_kernel", linear["short_conv_kernel_size"])
-    keys.u32(".kda.head_dim", linear["head_dim"])
-    if (bound := linear.get("gate_lower_bound")) is not None:
-        keys.f32(".kda.gate_lower_bound", bound)
-
-
-def _set_k3_latent(keys: Keys, config: Config) -> None:
+def refuse_rope(keys: Keys, config: Config) -> None:
+    """Refuse rope in latent attention and other gating: llama.cpp runs neither of K3."""
     if not config.get("mla_use_nope") or config["moe_router_activation_func"] != "sigmoid":
         raise FormatError(f"{config.path}: K3 is only run with mla_use_nope and experts chosen by sigmoid", "QK-E305")
-    set_latent(keys, config, values=True)
 
 
 K3_KEYS: tuple[SetKeys, ...] = (
-    Copied(".vocab_size", "vocab_size", required=True),
-    _set_k3_layers,
+    VOCAB_SIZE,
+    *_delta_keys(required=True),
+    Copied(".kda.gate_lower_bound", "linear_attn_config.gate_lower_bound", "f32"),
     Copied(".attention.q_lora_rank", "q_lora_rank"),
-    _set_k3_latent,
+    refuse_rope,
+    *_LATENT_KEYS,
+    Computed(".attention.value_length", _latent_rank),
+    *_MLA_KEYS,
     *LINEAR_KEYS[-4:],
     Copied(".expert_weights_norm", "moe_renormalize", "flag", required=True),
     Always(".expert_gating_func", GATING["sigmoid"]),
@@ -219,10 +234,9 @@ def write_kimi_k3(v: Vocabulary) -> None:
 
 
 _KIMI_LINEAR = Architecture(
-    "kimi-linear", rules=LINEAR_RULES, base=set_single_base, keys=LINEAR_KEYS, vocab=write_kimi_linear
+    "kimi-linear", rules=LINEAR_RULES, base=SINGLE_BASE, keys=LINEAR_KEYS, vocab=write_kimi_linear
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "KimiLinearModel": _KIMI_LINEAR,
@@ -230,32 +244,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "kimi-k3",
         stored=K3_STORED,
         rules=K3_RULES,
-        base=set_single_base,
+        base=SINGLE_BASE,
         keys=K3_KEYS,
         vocab=write_kimi_k3,
     ),
 }
-
-
-def _set_delta_attention(meta: ModelMetadata, config: Json) -> None:
-    """List the layers of both kinds of attention, counted from 1, and set the heads of delta attention."""
-    attends = [bool(n) for n in meta.per_layer(".attention.head_count_kv")]
-    beta = next((t for name, t in meta.model.tensors.items() if name.endswith(".ssm_beta.weight")), None)
-    linear: Json = {
-        "full_attn_layers": [i + 1 for i, is_full in enumerate(attends) if is_full],
-        "kda_layers": [i + 1 for i, is_full in enumerate(attends) if not is_full],
-        "num_heads": config["num_attention_heads"] if beta is None else beta.shape[1],
-    }
-    linear_keys = {"head_dim": ".kda.head_dim", "short_conv_kernel_size": ".ssm.conv_kernel"}
-    linear_keys["gate_lower_bound"] = ".kda.gate_lower_bound"
-    linear |= {name: value for name, key in linear_keys.items() if (value := meta.get(key)) is not None}
-    config["linear_attn_config"] = linear
-
-
-def _set_value_width(meta: ModelMetadata, config: Json) -> None:
-    """Set the width of heads, which files have as the width of values."""
-    if (width := meta.get(".attention.value_length")) is not None:
-        config["head_dim"] = width
 
 
 _MOE_NAMES = prefixed(
@@ -267,10 +260,7 @@ _MOE_NAMES = prefixed(
 _KIMI_KEYS = {
     ".expert_count": "num_experts",
     ".expert_used_count": "num_experts_per_token",
-    ".expert_shared_count": "num_shared_experts",
     ".expert_gating_func": "moe_router_activation_func",
-    ".expert_group_count": "num_expert_group",
-    ".expert_weights_norm": "moe_renormalize",
 }
 
 _KIMI_LINEAR_CLASS = HfClass(
@@ -279,31 +269,26 @@ _KIMI_LINEAR_CLASS = HfClass(
     keys=_KIMI_KEYS,
     # What llama.cpp has in its code.
     defaults={"moe_renormalize": True, "mla_use_nope": True, "moe_layer_freq": 1},
-    config_setters=(config_values.set_latent_widths, _set_value_width, _set_delta_attention),
 )
 
-_KIMI_K3_CLASS = replace(
-    _KIMI_LINEAR_CLASS,
-    names=_MOE_NAMES
-    + prefixed(
-        f" {LAYER}",
-        "self_attn.g_proj block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
-    ),
-    kinds={
-        "*ssm_g": f"{LAYER}self_attn.g_proj",
-        "*attn_res_score": f"{LAYER}self_attention_res_proj",
-        "*ffn_res_score": f"{LAYER}mlp_res_proj",
-        "output_res_score": "model.output_attn_res_proj",
-    },
-    defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
-    config_setters=(config_values.set_latent_widths, _set_delta_attention),
-    renames=((r"^", "language_model."),),
-    text_key="text_config",
-    outer={"model_type": "kimi_k3"},
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "KimiLinearForCausalLM": _KIMI_LINEAR_CLASS,
-    "KimiK3ForConditionalGeneration": _KIMI_K3_CLASS,
+    "KimiK3ForConditionalGeneration": replace(
+        _KIMI_LINEAR_CLASS,
+        names=_MOE_NAMES
+        + prefixed(
+            f" {LAYER}",
+            "self_attn.g_proj block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
+        ),
+        kinds={
+            "*ssm_g": f"{LAYER}self_attn.g_proj",
+            "*attn_res_score": f"{LAYER}self_attention_res_proj",
+            "*ffn_res_score": f"{LAYER}mlp_res_proj",
+            "output_res_score": "model.output_attn_res_proj",
+        },
+        defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
+        renames=((r"^", "language_model."),),
+        text_key="text_config",
+        outer={"model_type": "kimi_k3"},
+    ),
 }

@@ -10,34 +10,28 @@ from itertools import takewhile
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.key_rows import VOCAB_SIZE, Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.keys import GATING, Keys
-from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys
-from quantkit.checkpoint.rules import StackExperts
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass
+from quantkit.checkpoint.rules import STACK_GATE_FIRST
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.special import template_file
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: Of the order in which LlamaModel's children have them.
-_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
 
-
-def _set_heads(keys: Keys, config: Config) -> None:
-    keys.u32(".vocab_size", config["vocab_size"])
+def _heads(config: Config) -> list[int]:
     layers = config.layers
-    heads = config.get("num_attention_heads_per_layer") or [config.number("num_attention_heads")] * layers
+    heads: list[int] = config.get("num_attention_heads_per_layer") or [config.number("num_attention_heads")] * layers
     if len(heads) != layers:
         raise FormatError(
             f"{config.path}: num_attention_heads_per_layer is {short(heads)}, not of {layers} layers", "QK-E112"
         )
-    keys.array(".attention.head_count", heads)
-    _check_gates(config)
-    if window := config.get("sliding_window") or 0:
-        keys.u32(".attention.sliding_window", window)
+    return heads
 
 
-def _check_gates(config: Config) -> None:
+def refuse_gates(keys: Keys, config: Config) -> None:
     """Refuse gates whose kind is ambiguous: per-element gates must be named as such."""
     meta, kinds = config.get("gating"), config.get("gating_types")
     gating = str(meta).replace("_", "-")
@@ -47,24 +41,32 @@ def _check_gates(config: Config) -> None:
         raise FormatError(f"{config.path}: gating_types has gates per element, but gating is {short(meta)}", "QK-E112")
 
 
-def _set_rope(keys: Keys, config: Config) -> None:
-    keys.u32(
-        ".leading_dense_block_count", len(list(takewhile(lambda kind: kind == "dense", config["mlp_layer_types"])))
-    )
-    width = config.number("head_dim")
-    keys.u32(".rope.dimension_count", int(width * config.rotary_part(1.0, rope=config.rope["full_attention"])))
-    if (sliding := config.rope.get("sliding_attention")) is not None:
-        keys.u32(".rope.dimension_count_swa", int(width * config.rotary_part(1.0, rope=sliding)))
+def _dense_layers(config: Config) -> int:
+    return len(list(takewhile(lambda kind: kind == "dense", config["mlp_layer_types"])))
+
+
+def _rotary_width(config: Config) -> int:
+    return int(config.number("head_dim") * config.rotary_part(1.0, rope=config.rope["full_attention"]))
+
+
+def _sliding_rotary_width(config: Config) -> int | None:
+    rope = config.rope.get("sliding_attention")
+    return None if rope is None else int(config.number("head_dim") * config.rotary_part(1.0, rope=rope))
 
 
 KEYS: tuple[SetKeys, ...] = (
-    _set_heads,
+    VOCAB_SIZE,
+    Computed(".attention.head_count", _heads, "array"),
+    refuse_gates,
+    Copied(".attention.sliding_window", "sliding_window", unless_zero=True),
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
     Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size", required=True),
     Always(".expert_weights_norm", True, "flag"),
     Copied(".expert_weights_scale", "moe_routed_scaling_factor", "f32", required=True),
     Always(".expert_gating_func", GATING["sigmoid"]),
-    _set_rope,
+    Computed(".leading_dense_block_count", _dense_layers),
+    Computed(".rope.dimension_count", _rotary_width),
+    Computed(".rope.dimension_count_swa", _sliding_rotary_width),
 )
 
 
@@ -81,9 +83,8 @@ def write_laguna(v: Vocabulary) -> None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end_tokens[0])
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "LagunaForCausalLM": Architecture("laguna", rules=(_STACK_GATE_FIRST,), keys=KEYS, vocab=write_laguna),
+    "LagunaForCausalLM": Architecture("laguna", rules=(STACK_GATE_FIRST,), keys=KEYS, vocab=write_laguna),
 }
 
 
@@ -103,16 +104,12 @@ def set_two_eos(meta: ModelMetadata, config: Json) -> None:
         config["eos_token_id"] = ids
 
 
-_NO_GATING_KEY = {".expert_gating_func": ""}
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "LagunaForCausalLM": HfClass(
         "laguna",
         f"{LAYER}self_attn.g_proj {LAYER}mlp.experts.e_score_correction "
         + " ".join(f"{LAYER}mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down")),
-        keys={".leading_dense_block_count": "", ".expert_weights_norm": "", ".expert_count": "num_experts"}
-        | _NO_GATING_KEY,
+        keys={".expert_count": "num_experts"},
         config_setters=(
             config_values.SetEveryFourthFull(),
             config_values.set_mlp_layer_types,

@@ -11,16 +11,14 @@ from dataclasses import replace
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Stored
-from quantkit.checkpoint.keys import GATING, Keys, set_base_keys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
+from quantkit.checkpoint.keys import GATING
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, has_key
-from quantkit.checkpoint.rules import Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
+from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.safetensors import read_header
-
-#: A bias of the router is stored without an ending.
-_ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 #: Of the models that also hear.
 LFM_STORED = (
@@ -31,28 +29,33 @@ LFM_STORED = (
 SQUEEZE_CONVOLUTIONS = Transform(r"conv\.conv", squeeze, unsqueeze_channels)
 
 
-def set_hybrid_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys; layers of convolutions have no heads of keys."""
+def _with_kv_heads(config: Config) -> Config:
+    """Return a configuration with the heads of keys of each layer: none of convolutions."""
     heads = config.number("num_key_value_heads")
-    kv_heads = [0 if kind == "conv" else heads for kind in config["layer_types"]]
-    set_base_keys(keys, config.with_values({"num_key_value_heads": kv_heads}), layers, file_type)
+    return config.with_values(
+        {"num_key_value_heads": [0 if kind == "conv" else heads for kind in config["layer_types"]]}
+    )
 
 
-def _set_width(keys: Keys, config: Config) -> None:
+HYBRID_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _with_kv_heads),)
+
+
+def _width(config: Config) -> int:
+    """Return the feed-forward width."""
     width = config.number("block_ff_dim", "intermediate_size")
     if config["block_auto_adjust_ff_dim"]:
         width, multiple = int(2 * width / 3), config.number("block_multiple_of")
         if (factor := config["block_ffn_dim_multiplier"]) is not None:
             width = int(factor * width)
         width = multiple * ((width + multiple - 1) // multiple)
-    keys.u32(".feed_forward_length", width)
+    return width
 
 
 LFM_KEYS: tuple[SetKeys, ...] = (
-    Copied(".vocab_size", "vocab_size", required=True),
+    VOCAB_SIZE,
     Copied(".shortconv.l_cache", "conv_L_cache", required=True),
     Copied(".attention.layer_norm_rms_epsilon", "norm_eps", "f32", required=True),
-    _set_width,
+    Computed(".feed_forward_length", _width, names="intermediate_size"),
 )
 
 BARE_NAMES = (Rename(r"^lfm2\.", ""), Rename(r"^(?!dense_2)", "model.", foreign=True))
@@ -66,18 +69,17 @@ def dense_tensors(config: Config) -> Iterable[Tensor]:
         yield Tensor(_DENSE_NAME, x, None, _DENSE_NAME)
 
 
-def set_dense_width(keys: Keys, config: Config) -> None:
-    """Set the width of the embeddings after that layer."""
-    if (x := _stored_dense(config)) is not None:
-        keys.u32(".embedding_length_out", x.shape[0])
+def _dense_width(config: Config) -> int | None:
+    """Return the width of the embeddings after that layer."""
+    x = _stored_dense(config)
+    return None if x is None else x.shape[0]
 
 
-def _set_direction(keys: Keys, config: Config) -> None:
-    if config.architecture != "Lfm2Model":
-        keys.flag(".attention.causal", False)
+def _causal(config: Config) -> bool | None:
+    return None if config.architecture == "Lfm2Model" else False
 
 
-EMBEDDING_KEYS: tuple[SetKeys, ...] = (*LFM_KEYS, _set_direction, set_pooling)
+EMBEDDING_KEYS: tuple[SetKeys, ...] = (*LFM_KEYS, Computed(".attention.causal", _causal, "flag"), set_pooling)
 
 STACK_EXPERTS = StackExperts(
     weights=("w1", "w2", "w3"),
@@ -103,17 +105,16 @@ def _stored_dense(config: Config) -> Stored | None:
     return Stored(weight)
 
 
-_LFM_2 = Architecture("lfm2", stored=LFM_STORED, rules=(SQUEEZE_CONVOLUTIONS,), base=set_hybrid_base, keys=LFM_KEYS)
+_LFM_2 = Architecture("lfm2", stored=LFM_STORED, rules=(SQUEEZE_CONVOLUTIONS,), base=HYBRID_BASE, keys=LFM_KEYS)
 
 _LFM_2_EMBEDDING = replace(
     _LFM_2,
     rules=(*BARE_NAMES, SQUEEZE_CONVOLUTIONS),
     keys=EMBEDDING_KEYS,
     synthetic=dense_tensors,
-    head_keys=(set_dense_width,),
+    head_keys=(Computed(".embedding_length_out", _dense_width),),
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "Lfm2Model": _LFM_2_EMBEDDING,
     "Lfm2BidirectionalModel": _LFM_2_EMBEDDING,
@@ -123,7 +124,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Lfm2MoeForCausalLM": replace(
         _LFM_2,
         arch="lfm2moe",
-        stored=(_ROUTER_BIAS,),
+        stored=(ROUTER_BIAS,),
         rules=(SQUEEZE_CONVOLUTIONS, STACK_EXPERTS),
         keys=MOE_KEYS,
     ),
@@ -153,10 +154,8 @@ _LFM_NAMES = (
     + " ".join(f"layers.*.feed_forward.experts.{name}" for name in ("w1", "w2", "w3"))
 )
 
-_NO_GATING_KEY = {".expert_gating_func": ""}
 _LFM_2_CLASS = HfClass("lfm2", _LFM_NAMES, config_setters=(set_convolution_layers,))
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Lfm2BidirectionalForMaskedLM": replace(
         _LFM_2_CLASS,
@@ -171,7 +170,7 @@ CLASSES: dict[str, HfClass] = {
     "Lfm2MoeForCausalLM": HfClass(
         "lfm2_moe",
         _LFM_NAMES,
-        keys={".expert_count": "num_experts", **_NO_GATING_KEY},
+        keys={".expert_count": "num_experts"},
         defaults={"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
         config_setters=(set_convolution_layers,),
     ),

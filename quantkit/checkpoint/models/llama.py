@@ -14,8 +14,8 @@ import numpy as np
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import (
     Drop,
     Rename,
@@ -69,12 +69,16 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
     yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
 
 
-def set_rope_width(keys: Keys, config: Config) -> None:
-    """Rope turns whole heads (LlamaModel)."""
-    keys.u32(".rope.dimension_count", config.head_dim)
+def _set_head_dim(meta: ModelMetadata, config: Json) -> None:
+    """Set the width of heads, where rope tells that it is not that of the model divided by them."""
+    width = meta.get(".rope.dimension_count")
+    if width is not None and width != meta.head_width:
+        config.setdefault("head_dim", width)
 
 
-LLAMA_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", required=True), set_rope_width)
+#: Rope turns whole heads (LlamaModel).
+ROPE_WIDTH = Computed(".rope.dimension_count", lambda config: config.head_dim, inverse=_set_head_dim)
+LLAMA_KEYS: tuple[SetKeys, ...] = (VOCAB_SIZE, ROPE_WIDTH)
 
 
 def _rope_factors(rope: Json, width: int, factor: float) -> list[float]:
@@ -113,24 +117,27 @@ def swap_widths(config: Config) -> None:
     config.values["intermediate_size"] = config["intermediate_size_mlp"]
 
 
-def _set_llama4_window(keys: Keys, config: Config) -> None:
-    """Set a window of 0 if no layer has chunked attention (MobileLLM)."""
+def _no_window(config: Config) -> int | None:
+    """Return a window of 0 if no layer has chunked attention (MobileLLM)."""
     types = config.get("layer_types")
-    if isinstance(types, list) and all(item == "full_attention" for item in types):
-        keys.u32(".attention.sliding_window", 0)
+    return 0 if isinstance(types, list) and all(item == "full_attention" for item in types) else None
+
+
+def _set_full_attention(meta: ModelMetadata, config: Json) -> None:
+    if meta.get(".attention.sliding_window") == 0:
+        config["layer_types"] = ["full_attention"] * meta.number(".block_count")
 
 
 LLAMA4_KEYS: tuple[SetKeys, ...] = (
     Copied(".interleave_moe_layer_step", "interleave_moe_layer_step", required=True),
-    Copied(".expert_feed_forward_length", "intermediate_size_moe", required=True),
-    _set_llama4_window,
+    Copied(".expert_feed_forward_length", "intermediate_size_moe", required=True, exported="intermediate_size"),
+    Computed(".attention.sliding_window", _no_window, inverse=_set_full_attention),
 )
-
-
-def set_loops(keys: Keys, config: Config) -> None:
-    """Set the number of loops over Nanbeige's layers."""
-    keys.u32(".num_loops", max(1, int(config.get("num_loops", 1) or 1)))
-    keys.flag(".skip_loop_final_norm", config.get("skip_loop_final_norm", False))
+#: Of Nanbeige: the number of loops over its layers.
+LOOPS: tuple[SetKeys, ...] = (
+    Computed(".num_loops", lambda config: max(1, int(config.get("num_loops", 1) or 1)), names="num_loops"),
+    Copied(".skip_loop_final_norm", "skip_loop_final_norm", "flag", default=False),
+)
 
 
 #: Models that are saved without their head have names without the prefix of the others.
@@ -171,7 +178,6 @@ LLAMA = Architecture(
     synthetic=rope_factors,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": LLAMA,
     "LLaMAForCausalLM": LLAMA,
@@ -196,14 +202,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "LlamaModel": replace(LLAMA, rules=(*BARE_NAMES, *LLAMA.rules)),
     "Sarashina2VisionForCausalLM": replace(LLAMA, stored=(Drop(r"^norm\."), Rename(r"^llm\.", ""), *LLAMA.stored)),
-    "NanbeigeForCausalLM": replace(LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, set_loops)),
+    "NanbeigeForCausalLM": replace(LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, *LOOPS)),
 }
-
-
-def set_no_window(meta: ModelMetadata, config: Json) -> None:
-    """Set full attention for all layers if the window is 0 (Llama 4)."""
-    if config.pop("sliding_window", None) == 0:
-        config["layer_types"] = ["full_attention"] * meta.number(".block_count")
 
 
 def set_qk_norm(meta: ModelMetadata, config: Json) -> None:
@@ -220,7 +220,6 @@ def _set_pooling_name(meta: ModelMetadata, config: Json) -> None:
     config["pooling"] = {1: "avg", 2: "cls", 3: "last"}.get(meta.get(".pooling_type") or 1)
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "LlamaForCausalLM": HfClass("llama"),
     "SmolLM3ForCausalLM": HfClass("smollm3", defaults=_NO_WINDOW),
@@ -232,15 +231,10 @@ CLASSES: dict[str, HfClass] = {
             for w in ("gate", "up", "down")
         )
         + " model.layers.*.feed_forward.router",
-        keys={
-            ".feed_forward_length": "intermediate_size_mlp",
-            ".expert_feed_forward_length": "intermediate_size",
-        },
-        config_setters=(set_no_window, set_qk_norm),
+        keys={".feed_forward_length": "intermediate_size_mlp"},
+        config_setters=(set_qk_norm,),
         fused=True,
     ),
-    "NanbeigeForCausalLM": HfClass(
-        "nanbeige", keys={".num_loops": "num_loops", ".skip_loop_final_norm": "skip_loop_final_norm"}
-    ),
+    "NanbeigeForCausalLM": HfClass("nanbeige"),
     "LlamaBidirectionalModel": HfClass("llama_bidirec", config_setters=(_set_pooling_name,), renames=(_BARE_NAMES,)),
 }

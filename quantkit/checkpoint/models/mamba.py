@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import PIECE, Expression, Shaped, read_f32, size_of
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Always, Computed, Copied, SetKeys, number_or
 from quantkit.checkpoint.row import Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import (
     Rename,
@@ -52,24 +52,49 @@ MAMBA_RULES = (
 )
 
 
-def set_mamba_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of Mamba, in the converter's order."""
-    width = config.number("hidden_size", "d_model")
+def _width(config: Config) -> int:
+    return config.number("hidden_size", "d_model")
+
+
+def _inner_size(config: Config) -> int:
+    """Return the inner size of Mamba, which must be twice the width."""
+    width = _width(config)
     inner = config.find("intermediate_size", "d_inner") or 2 * width
     if inner != 2 * width:
         raise FormatError(
             f"{config.path}: an inner size of {short(inner)}; llama.cpp runs twice the width of {width} only", "QK-E305"
         )
-    _set_unused(keys, width)
-    keys.u32(".block_count", layers)
-    keys.u32(".ssm.conv_kernel", config.find("conv_kernel", "d_conv") or 4)
-    keys.u32(".ssm.inner_size", inner)
-    keys.u32(".ssm.state_size", config.find("state_size", "d_state") or 16)
-    keys.u32(".ssm.time_step_rank", config.find("time_step_rank", "dt_rank") or -(width // -16))
-    keys.f32(".attention.layer_norm_rms_epsilon", config.find("layer_norm_epsilon", "rms_norm_eps") or 1e-5)
-    keys.flag(".ssm.dt_b_c_rms", config.get("model_type") == "falcon_mamba")
-    keys.u32("general.file_type", file_type)
+    return 2 * width
 
+
+def _unused_keys(*names: str) -> tuple[SetKeys, ...]:
+    """Return keys that runtimes require though Mamba does not use them, but for the width, of ``names``."""
+    return (
+        Always(".context_length", 1 << 20),
+        Copied(".embedding_length", " ".join(names), required=True),
+        Always(".feed_forward_length", 0),
+        Always(".attention.head_count", 0),
+    )
+
+
+_KERNEL = number_or(".ssm.conv_kernel", "conv_kernel d_conv", 4)
+EPSILON = number_or(".attention.layer_norm_rms_epsilon", "layer_norm_epsilon rms_norm_eps", 1e-5, kind="f32")
+
+MAMBA_BASE: tuple[SetKeys, ...] = (
+    *_unused_keys("hidden_size", "d_model"),
+    BLOCK_COUNT,
+    _KERNEL,
+    Computed(".ssm.inner_size", _inner_size),
+    number_or(".ssm.state_size", "state_size d_state", 16),
+    Computed(
+        ".ssm.time_step_rank",
+        lambda config: config.find("time_step_rank", "dt_rank") or -(_width(config) // -16),
+        names="time_step_rank",
+    ),
+    EPSILON,
+    Computed(".ssm.dt_b_c_rms", lambda config: config.get("model_type") == "falcon_mamba", "flag"),
+    FILE_TYPE,
+)
 
 DT_BIAS = Rename(r"\.dt_bias$", ".dt_proj.bias")
 
@@ -78,14 +103,6 @@ def _is_equal(a: Expression, b: Expression) -> bool:
     n = size_of(a)
     pieces = ((start, min(PIECE, n - start)) for start in range(0, n, PIECE))
     return a.shape == b.shape and all((read_f32(a, *piece) == read_f32(b, *piece)).all() for piece in pieces)
-
-
-def _set_unused(keys: Keys, width: int) -> None:
-    """Set keys that runtimes require though Mamba does not use them."""
-    keys.u32(".context_length", 1 << 20)
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", 0)
-    keys.u32(".attention.head_count", 0)
 
 
 MAMBA2_STORED = (Rename(r"^model\.(backbone|lm_head)", r"\1", foreign=True), DT_BIAS)
@@ -108,25 +125,34 @@ MAMBA2_RULES = (
 )
 
 
-def set_mamba2_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of Mamba 2, in the converter's order."""
+def _inner_size_2(config: Config) -> int:
+    """Return the inner size of Mamba 2, which must be that of the width and of whole heads."""
     width, expand = config.number("hidden_size", "d_model", "dim"), config.find("mamba_expand", "expand") or 2
-    inner = config.find("mamba_d_ssm", "intermediate_size", "d_inner") or expand * width
-    head = config.find("mamba_d_head", "head_dim") or 64
+    inner: int = config.find("mamba_d_ssm", "intermediate_size", "d_inner") or expand * width
+    head = _head_width(config)
     if inner != expand * width or inner % head:
         raise FormatError(
             f"{config.path}: an inner size of {short(inner)} makes no heads of {short(head)}, or is not the width's",
             "QK-E112",
         )
-    _set_unused(keys, width)
-    keys.u32(".block_count", layers)
-    keys.u32(".ssm.conv_kernel", config.find("conv_kernel", "d_conv") or 4)
-    keys.u32(".ssm.inner_size", inner)
-    keys.u32(".ssm.state_size", config.find("state_size", "d_state") or 128)
-    keys.u32(".ssm.time_step_rank", inner // head)
-    keys.u32(".ssm.group_count", config.find("n_groups") or 1)
-    keys.f32(".attention.layer_norm_rms_epsilon", config.find("layer_norm_epsilon", "rms_norm_eps") or 1e-5)
-    keys.u32("general.file_type", file_type)
+    return inner
+
+
+def _head_width(config: Config) -> int:
+    return config.find("mamba_d_head", "head_dim") or 64
+
+
+MAMBA2_BASE: tuple[SetKeys, ...] = (
+    *_unused_keys("hidden_size", "d_model", "dim"),
+    BLOCK_COUNT,
+    _KERNEL,
+    Computed(".ssm.inner_size", _inner_size_2),
+    number_or(".ssm.state_size", "state_size d_state", 128),
+    Computed(".ssm.time_step_rank", lambda config: _inner_size_2(config) // _head_width(config)),
+    number_or(".ssm.group_count", "n_groups", 1),
+    EPSILON,
+    FILE_TYPE,
+)
 
 
 def write_mamba(v: Vocabulary) -> None:
@@ -150,15 +176,14 @@ def write_mamba1(v: Vocabulary) -> None:
         write_sentencepiece(v)
 
 
-_MAMBA = Architecture("mamba", rules=MAMBA_RULES, base=set_mamba_base, vocab=write_mamba1)
+_MAMBA = Architecture("mamba", rules=MAMBA_RULES, base=MAMBA_BASE, vocab=write_mamba1)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "MambaForCausalLM": _MAMBA,
     "MambaLMHeadModel": _MAMBA,
     "FalconMambaForCausalLM": _MAMBA,
     "Mamba2ForCausalLM": Architecture(
-        "mamba2", stored=MAMBA2_STORED, rules=MAMBA2_RULES, base=set_mamba2_base, vocab=write_mamba
+        "mamba2", stored=MAMBA2_STORED, rules=MAMBA2_RULES, base=MAMBA2_BASE, vocab=write_mamba
     ),
 }
 
@@ -171,8 +196,6 @@ def set_mamba_sizes(meta: ModelMetadata, config: Json) -> None:
     if meta.get(".ssm.group_count") is not None:
         config |= {"num_heads": heads, "head_dim": inner // max(1, heads)}
         config.pop("intermediate_size")
-    config["use_conv_bias"] = meta.has("ssm_conv1d.bias")
-    config["use_bias"] = meta.has("ssm_in.bias")
 
 
 _MAMBA_CLASS = HfClass(
@@ -182,25 +205,14 @@ _MAMBA_CLASS = HfClass(
         f"backbone.layers.*.mixer.{name}"
         for name in ("A_log", "D", "conv1d", "dt_proj", "in_proj", "out_proj", "x_proj", "norm")
     ),
-    keys={
-        ".context_length": "",
-        ".feed_forward_length": "",
-        ".attention.head_count": "",
-        ".ssm.conv_kernel": "conv_kernel",
-        ".ssm.state_size": "state_size",
-        ".ssm.time_step_rank": "time_step_rank",
-        ".attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-    },
     config_setters=(set_mamba_sizes,),
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "FalconMambaForCausalLM": replace(_MAMBA_CLASS, model_type="falcon_mamba", matches=has_key("ssm.dt_b_c_rms")),
     "MambaForCausalLM": _MAMBA_CLASS,
     "Mamba2ForCausalLM": replace(
         _MAMBA_CLASS,
         model_type="mamba2",
-        keys={**_MAMBA_CLASS.keys, ".ssm.group_count": "n_groups", ".ssm.time_step_rank": ""},
     ),
 }

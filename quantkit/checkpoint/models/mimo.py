@@ -10,16 +10,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys, layers_in_file
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys
-from quantkit.checkpoint.rules import Rename, StackExperts
+from quantkit.checkpoint.key_rows import WINDOW, Copied, KeyGroup, SetKeys, rotary_width
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.nextn import subtract_nextn_layers
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass
+from quantkit.checkpoint.rules import STACK_GATE_FIRST, Rename
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
 
-#: Of the order in which LlamaModel's children have them.
-_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
 STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
 #: Layers that predict more tokens: of all releases, whose configurations do not say it.
 _MTP = 3
@@ -62,47 +61,50 @@ def refuse_sharded(config: Config, names: Collection[str]) -> None:
         )
 
 
-def _set_layers(keys: Keys, config: Config) -> None:
+def refuse_settings(keys: Keys, config: Config) -> None:
+    """Refuse heads of layers with a window that differ in width or number, and other routers."""
     for name in ("head_dim", "num_attention_heads", "v_head_dim"):
         if config[f"swa_{name}"] != config[name]:
             raise FormatError(f"{config.path}: swa_{name} is not {name}", "QK-E112")
     if config["topk_method"] != "noaux_tc":
         raise FormatError(f"{config.path}: topk_method is not noaux_tc", "QK-E305")
-    slides = [*config["hybrid_layer_pattern"], *[1] * _MTP][: layers_in_file(keys)]
+
+
+def _set_layers(keys: Keys, config: Config) -> None:
+    slides = [*config["hybrid_layer_pattern"], *[1] * _MTP][: keys.layers]
     full, sliding = config["num_key_value_heads"], config["swa_num_key_value_heads"]
     keys.array(".attention.head_count_kv", [sliding if slide == 1 else full for slide in slides])
-    keys.u32(".attention.sliding_window", config["sliding_window"])
+    WINDOW(keys, config)
     keys.array(".attention.sliding_window_pattern", slides)
 
 
-def _set_rope(keys: Keys, config: Config) -> None:
-    keys.u32(".rope.dimension_count", int(config.number("head_dim") * config.rotary_part(None)))
-    keys.f32(".attention.layer_norm_rms_epsilon", config.get("layernorm_epsilon", 1e-5))
-    if (scale := config.get("attention_value_scale")) is not None:
-        keys.f32(".attention.value_scale", float(scale))
-    if layers_in_file(keys) > config.layers:
+def _set_nextn(keys: Keys, config: Config) -> None:
+    if keys.layers > config.layers:
         keys.u32(".nextn_predict_layers", _MTP)
 
 
 KEYS: tuple[SetKeys, ...] = (
+    refuse_settings,
     _set_layers,
     Copied(".attention.value_length", "v_head_dim", required=True),
     Copied(".expert_count", "n_routed_experts", required=True),
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
-    _set_rope,
+    rotary_width(None, lambda config: config.number("head_dim")),
+    Copied(".attention.layer_norm_rms_epsilon", "layernorm_epsilon", "f32", default=1e-5),
+    Copied(".attention.value_scale", "attention_value_scale", "f32"),
+    KeyGroup(_set_nextn, subtract_nextn_layers),
 )
 
 _MIMO_2 = Architecture(
     "mimo2",
     stored=(*STORED, RenameMtpLayers()),
-    rules=(_STACK_GATE_FIRST,),
+    rules=(STACK_GATE_FIRST,),
     keys=KEYS,
     layers=layers_with_mtp,
     inspect_tensors=refuse_sharded,
     nextn=True,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "MiMoV2FlashForCausalLM": _MIMO_2,
     "MiMoV2ForCausalLM": _MIMO_2,
@@ -125,20 +127,16 @@ def set_hybrid_windows(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "MiMoV2FlashForCausalLM": HfClass(
         "mimo_v2_flash",
         f"{LAYER}self_attn.attention_sink_bias",
         keys={
-            ".attention.layer_norm_rms_epsilon": "layernorm_epsilon",
             ".rope.freq_base_swa": "swa_rope_theta",
-            ".attention.value_scale": "attention_value_scale",
-            ".nextn_predict_layers": "",
-            ".expert_count": "n_routed_experts",
+            ".attention.sliding_window": "sliding_window",
         },
         defaults={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
-        config_setters=(config_values.subtract_nextn_layers, set_hybrid_windows, config_values.set_rotary_part),
+        config_setters=(set_hybrid_windows,),
         renames=((r"(\.attention_sink_bias)\.weight$", r"\1"),),
     ),
 }

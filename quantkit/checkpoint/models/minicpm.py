@@ -1,6 +1,6 @@
-"""MiniCPM 1 to 3.
+"""MiniCPM 1 to 3, and PLM, whose heads are made of a latent as MiniCPM 3's.
 
-Facts of llama.cpp b11434, conversion/minicpm.py.
+Facts of llama.cpp b11434, conversion/minicpm.py, conversion/plm.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Computed, Copied, KeyGroup, SetKeys
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import Architecture, HfClass
@@ -19,30 +20,65 @@ from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.errors import FormatError
 
 
-def set_minicpm_scales(keys: Keys, config: Config) -> None:
+def _set_scales(keys: Keys, config: Config) -> None:
     """Set MiniCPM's scales of embeddings, residuals and logits."""
     keys.f32(".embedding_scale", float(config["scale_emb"]))
     keys.f32(".residual_scale", config["scale_depth"] / config.layers**0.5)
     keys.f32(".logit_scale", config["hidden_size"] / config["dim_model_base"])
 
 
-def set_minicpm3_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of MiniCPM 3."""
-    keys.u32("general.file_type", file_type)
-    keys.u32(".context_length", config["max_position_embeddings"])
-    keys.u32(".embedding_length", config["hidden_size"])
-    keys.u32(".block_count", layers)
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".attention.head_count", config["num_attention_heads"])
-    keys.u32(".attention.head_count_kv", config["num_key_value_heads"])
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    keys.u32(".vocab_size", config["vocab_size"])
-    if (rank := config.get("q_lora_rank")) is not None:
-        keys.u32(".attention.q_lora_rank", rank)
-    rope = config.number("qk_rope_head_dim")
-    keys.u32(".attention.kv_lora_rank", config["kv_lora_rank"])
-    keys.u32(".attention.key_length", config.number("qk_nope_head_dim") + rope)
-    keys.u32(".rope.dimension_count", rope)
+def _set_scales_config(meta: ModelMetadata, config: Json) -> None:
+    root = meta.number(".block_count") ** 0.5
+    residual = float(meta.get(".residual_scale") or 1.0)
+    config |= {
+        "scale_emb": meta.get(".embedding_scale"),
+        "scale_depth": config_values.shortest_argument(residual * root, lambda x: x / root),
+        "dim_model_base": config_values.shortest_argument(
+            config["hidden_size"] / float(meta.get(".logit_scale") or 1.0), lambda x: x
+        ),
+    }
+
+
+def _set_head_widths(meta: ModelMetadata, config: Json) -> None:
+    """Set the widths of the parts of heads that a latent makes, which the file has in one matrix."""
+    rope = meta.number(".rope.dimension_count")
+    config |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": meta.number(".attention.key_length") - rope}
+    output = meta.model.tensors.get("blk.0.attn_output.weight")
+    if output is not None:
+        config["v_head_dim"] = output.shape[0] // max(1, meta.number(".attention.head_count"))
+    config.setdefault("q_lora_rank", None)
+
+
+_KV_RANK = Copied(".attention.kv_lora_rank", "kv_lora_rank", required=True)
+_KEY_WIDTH = Computed(
+    ".attention.key_length",
+    lambda config: config.number("qk_nope_head_dim") + config.number("qk_rope_head_dim"),
+    inverse=_set_head_widths,
+)
+_ROPE_WIDTH = Computed(".rope.dimension_count", lambda config: config.number("qk_rope_head_dim"))
+
+MINICPM3_BASE: tuple[SetKeys, ...] = (
+    FILE_TYPE,
+    Copied(".context_length", "max_position_embeddings", required=True),
+    Copied(".embedding_length", "hidden_size", required=True),
+    BLOCK_COUNT,
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    Copied(".attention.head_count_kv", "num_key_value_heads", required=True),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", required=True),
+    VOCAB_SIZE,
+    Copied(".attention.q_lora_rank", "q_lora_rank"),
+    _KV_RANK,
+    _KEY_WIDTH,
+    _ROPE_WIDTH,
+)
+PLM_KEYS: tuple[SetKeys, ...] = (
+    VOCAB_SIZE,
+    _KV_RANK,
+    _KEY_WIDTH,
+    Copied(".attention.value_length", "v_head_dim", required=True),
+    _ROPE_WIDTH,
+)
 
 
 def rope_factors(config: Config) -> Iterable[Tensor]:
@@ -58,49 +94,35 @@ def rope_factors(config: Config) -> Iterable[Tensor]:
         yield Tensor(name, Constant(tuple(float(factor) for factor in factors)), None, name)
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "MiniCPMForCausalLM": Architecture(
         "minicpm",
         rules=llama.ROPE_PERMUTED,
-        keys=(set_minicpm_scales,),
+        keys=(KeyGroup(_set_scales, _set_scales_config),),
         vocab=write_sentencepiece,
         synthetic=rope_factors,
     ),
     "MiniCPM3ForCausalLM": Architecture(
-        "minicpm3", base=set_minicpm3_base, vocab=write_sentencepiece, synthetic=rope_factors
+        "minicpm3", base=MINICPM3_BASE, vocab=write_sentencepiece, synthetic=rope_factors
     ),
+    "PLMForCausalLM": Architecture("plm", keys=PLM_KEYS),
 }
 
 
-def set_unscaled_rope(meta: ModelMetadata, config: Json) -> None:
+def _set_unscaled_rope(meta: ModelMetadata, config: Json) -> None:
     """Set a rope scaling factor of 1: MiniCPM's long factors do not scale attention."""
+    config_values.set_long_rope(meta, config)
     if rope := config["rope_scaling"]:
         rope |= {"factor": 1.0, "original_max_position_embeddings": meta.number(".context_length")}
 
 
-def set_scales(meta: ModelMetadata, config: Json) -> None:
-    """Set the factors of embeddings, layers and logits (MiniCPM)."""
-    root = meta.number(".block_count") ** 0.5
-    residual = float(meta.get(".residual_scale") or 1.0)
-    config |= {
-        "scale_emb": meta.get(".embedding_scale"),
-        "scale_depth": config_values.shortest_argument(residual * root, lambda x: x / root),
-        "dim_model_base": config_values.shortest_argument(
-            config["hidden_size"] / float(meta.get(".logit_scale") or 1.0), lambda x: x
-        ),
-    }
-
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "MiniCPMForCausalLM": HfClass(
-        "minicpm", config_setters=(config_values.set_long_rope, set_unscaled_rope, set_scales)
-    ),
+    "MiniCPMForCausalLM": HfClass("minicpm", config_setters=(_set_unscaled_rope,)),
     "MiniCPM3ForCausalLM": HfClass(
         "minicpm3",
         # What llama.cpp has in its code.
         defaults={"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
-        config_setters=(config_values.set_long_rope, set_unscaled_rope, config_values.set_merged_latent_widths),
+        config_setters=(_set_unscaled_rope,),
     ),
+    "PLMForCausalLM": HfClass("plm"),
 }

@@ -14,8 +14,8 @@ from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import read_f32
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import KeepF32, StackExperts, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -37,19 +37,20 @@ M2_KEYS: tuple[SetKeys, ...] = (
 M3_RULES = (Transform(r"norm\.weight$", plus_one, minus_one), KeepF32(r"\.self_attn\.index(er\.|_)"), STACK_EXPERTS)
 
 
-def _set_sparse(keys: Keys, config: Config) -> None:
-    sparse = config["sparse_attention_config"]
-    for key, name in (
-        ("head_count", "sparse_num_index_heads"),
-        ("key_length", "sparse_index_dim"),
-        ("top_k", "sparse_topk_blocks"),
-        ("block_size", "sparse_block_size"),
-        ("local_blocks", "sparse_local_block"),
-    ):
-        keys.u32(f".attention.indexer.{key}", sparse[name])
-    keys.u32(
-        ".leading_dense_block_count", len(list(takewhile(lambda frequency: frequency == 0, config["moe_layer_freq"])))
-    )
+def _indexer_row(key: str, name: str) -> Copied:
+    return Copied(f".attention.indexer.{key}", f"sparse_attention_config.{name}", required=True)
+
+
+def _dense_layers(config: Config) -> int:
+    return len(list(takewhile(lambda frequency: frequency == 0, config["moe_layer_freq"])))
+
+
+def _set_layer_frequencies(meta: ModelMetadata, config: Json) -> None:
+    """Set which layers have sparse attention, and which experts."""
+    dense, layers = meta.number(".leading_dense_block_count"), range(meta.number(".block_count"))
+    sparse = [int(f"blk.{i}.indexer.q_proj.weight" in meta.model.tensors) for i in layers]
+    config["sparse_attention_config"]["sparse_attention_freq"] = sparse
+    config["moe_layer_freq"] = [int(i >= dense) for i in layers]
 
 
 M3_KEYS: tuple[SetKeys, ...] = (
@@ -57,7 +58,12 @@ M3_KEYS: tuple[SetKeys, ...] = (
     Copied(".expert_shared_count", "n_shared_experts", required=True),
     Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
     Always(".expert_weights_norm", True, "flag"),
-    _set_sparse,
+    _indexer_row("head_count", "sparse_num_index_heads"),
+    _indexer_row("key_length", "sparse_index_dim"),
+    _indexer_row("top_k", "sparse_topk_blocks"),
+    _indexer_row("block_size", "sparse_block_size"),
+    _indexer_row("local_blocks", "sparse_local_block"),
+    Computed(".leading_dense_block_count", _dense_layers, inverse=_set_layer_frequencies),
 )
 
 
@@ -80,19 +86,28 @@ class FindSilentTokens(OneWayRule):
 M1_RULES = (FindSilentTokens(), STACK_EXPERTS)
 
 
-def _set_m1(keys: Keys, config: Config) -> None:
-    keys.array("tokenizer.ggml.suppress_tokens", config.get("_silent") or [])
+def _residual_scale(config: Config) -> float:
+    """Return the number by which layers add to what was before."""
     parts = ("full_attention", "linear_attention", "mlp")
     alphas, betas = ({config[f"layernorm_{part}_{letter}"] for part in parts} for letter in ("alpha", "beta"))
     if len(alphas) > 1 or betas != {1.0}:
         raise FormatError(
             f"{config.path}: layers add to what was before by several numbers; only one is known", "QK-E305"
         )
-    keys.f32(".residual_scale", alphas.pop())
-    keys.u32(".rope.dimension_count", config["rotary_dim"])
+    scale: float = alphas.pop()
+    return scale
 
 
-M1_KEYS: tuple[SetKeys, ...] = (_set_m1,)
+def _set_residual_scales(meta: ModelMetadata, config: Json) -> None:
+    for part in ("full_attention", "linear_attention", "mlp"):
+        config |= {f"layernorm_{part}_alpha": meta.get(".residual_scale"), f"layernorm_{part}_beta": 1.0}
+
+
+M1_KEYS: tuple[SetKeys, ...] = (
+    Computed("tokenizer.ggml.suppress_tokens", lambda config: config.get("_silent") or [], "array"),
+    Computed(".residual_scale", _residual_scale, "f32", inverse=_set_residual_scales),
+    Copied(".rope.dimension_count", "rotary_dim", required=True),
+)
 
 
 def write_minimax_m1(v: Vocabulary) -> None:
@@ -105,13 +120,11 @@ def write_minimax_m1(v: Vocabulary) -> None:
         v.keys.text("tokenizer.chat_template", template_file(v.folder))
 
 
-_MINIMAX_M2 = Architecture("minimax-m2", rules=(STACK_EXPERTS,), keys=M2_KEYS)
 _MINIMAX_M3 = Architecture("minimax-m3", rules=M3_RULES, keys=M3_KEYS)
 _MINIMAX_M1 = Architecture("minimax-01", rules=M1_RULES, keys=M1_KEYS, vocab=write_minimax_m1)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+    "MiniMaxM2ForCausalLM": Architecture("minimax-m2", rules=(STACK_EXPERTS,), keys=M2_KEYS),
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
     "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
     "MiniMaxM1ForCausalLM": _MINIMAX_M1,
@@ -119,20 +132,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def set_sparse_attention(meta: ModelMetadata, config: Json) -> None:
-    """Set the sparse attention, and the layers with experts (MiniMax M3)."""
-    names = {
-        "head_count": "sparse_num_index_heads",
-        "key_length": "sparse_index_dim",
-        "top_k": "sparse_topk_blocks",
-        "block_size": "sparse_block_size",
-        "local_blocks": "sparse_local_block",
-    }
-    config["sparse_attention_config"] = {name: meta.get(f".attention.indexer.{key}") for key, name in names.items()}
-    dense, layers = meta.number(".leading_dense_block_count"), range(meta.number(".block_count"))
-    sparse = [int(f"blk.{i}.indexer.q_proj.weight" in meta.model.tensors) for i in layers]
-    config["sparse_attention_config"]["sparse_attention_freq"] = sparse
-    config["moe_layer_freq"] = [int(i >= dense) for i in layers]
+def _set_shared_width(meta: ModelMetadata, config: Json) -> None:
+    """Set the width of the shared expert (MiniMax M3)."""
     shared = next((t for name, t in meta.model.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
     if shared is not None:
         config["shared_intermediate_size"] = shared.shape[1]
@@ -150,8 +151,6 @@ def _set_lightning_layers(meta: ModelMetadata, config: Json) -> None:
     """Name the layers of lightning attention: they have queries, keys and values in one."""
     linear = set(meta.layers_with("attn_qkv.weight"))
     config["attn_type_list"] = [int(i not in linear) for i in range(meta.number(".block_count"))]
-    for part in ("full_attention", "linear_attention", "mlp"):
-        config |= {f"layernorm_{part}_alpha": meta.get(".residual_scale"), f"layernorm_{part}_beta": 1.0}
 
 
 def _rename_full_output(config: Config, name: str) -> str:
@@ -171,29 +170,11 @@ _MINIMAX_M3_CLASS = HfClass(
             *(f"block_sparse_moe.experts.{w}" for w in ("w1", "w2", "w3")),
         )
     ),
-    keys={
-        ".feed_forward_length": "dense_intermediate_size",
-        ".leading_dense_block_count": "",
-        ".expert_weights_norm": "",
-    },
+    keys={".feed_forward_length": "dense_intermediate_size"},
     defaults={"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_head"},
-    config_setters=(set_sparse_attention,),
+    config_setters=(_set_shared_width,),
 )
 
-_MINIMAX_M1_CLASS = HfClass(
-    "minimax_m1",
-    prefixed(
-        LAYER,
-        "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
-        "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",
-    ),
-    keys={".rope.dimension_count": "rotary_dim"},
-    defaults={"postnorm": True},  # as llama.cpp computes it
-    config_setters=(_set_lightning_layers,),
-    rename_last=_rename_full_output,
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "MiniMaxM2ForCausalLM": HfClass(
         "minimax_m2",
@@ -212,5 +193,15 @@ CLASSES: dict[str, HfClass] = {
         outer={"model_type": "minimax_m3_vl"},
     ),
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3_CLASS,
-    "MiniMaxM1ForCausalLM": _MINIMAX_M1_CLASS,
+    "MiniMaxM1ForCausalLM": HfClass(
+        "minimax_m1",
+        prefixed(
+            LAYER,
+            "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
+            "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",
+        ),
+        defaults={"postnorm": True},  # as llama.cpp computes it
+        config_setters=(_set_lightning_layers,),
+        rename_last=_rename_full_output,
+    ),
 }

@@ -44,7 +44,6 @@ _MISTRAL_3 = replace(
     dispatch=lambda config: _MISTRAL_4 if config.get("model_type") == "mistral4" else None,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": llama.LLAMA,
     "MixtralForCausalLM": llama.LLAMA,
@@ -70,7 +69,6 @@ def has_no_key_length(meta: ModelMetadata) -> bool:
     return meta.get(".attention.key_length") is None and not meta.has("rope_freqs.weight")
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "MixtralForCausalLM": HfClass(
         "mixtral",

@@ -10,9 +10,10 @@ from dataclasses import replace
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.key_rows import VOCAB_SIZE, Always, Copied, SetKeys
 from quantkit.checkpoint.models import bert
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import NORMAL, USER_DEFINED, Vocabulary
@@ -21,7 +22,7 @@ MODERN_KEYS: tuple[SetKeys, ...] = (
     Copied(".attention.sliding_window", "local_attention", required=True),
     Copied(".attention.sliding_window_pattern", "global_attn_every_n_layers"),
     Always(".rope.scaling.type", "none", "text"),
-    Copied(".vocab_size", "vocab_size", required=True),
+    VOCAB_SIZE,
     Copied(".hidden_activation", "hidden_activation", "text"),
 )
 
@@ -67,7 +68,6 @@ _MODERN_BERT = replace(
 
 _EURO_BERT = Architecture("eurobert", stored=(Rename(r"^model\.", ""),), keys=EURO_KEYS, vocab=write_euro_bert)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "ModernBertModel": _MODERN_BERT,
     "ModernBertForMaskedLM": _MODERN_BERT,
@@ -78,11 +78,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_biases(meta: ModelMetadata, config: Json) -> None:
-    """Set which biases there are, and the pooling of a classifier."""
+    """Set whether the classifier has a bias, and its pooling."""
     config |= {
-        "attention_bias": meta.has_in_any_layer(".attn_qkv.bias"),
-        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
-        "norm_bias": meta.has_in_any_layer("_norm.bias"),
         "classifier_bias": meta.has("cls.bias"),
     }
     if (kind := meta.get(".classifier.pooling_type")) in (1, 2):
@@ -96,25 +93,11 @@ _MODERN_CLASS = HfClass(
     keys={
         ".rope.freq_base": "global_rope_theta",
         ".rope.freq_base_swa": "local_rope_theta",
-        ".attention.layer_norm_rms_epsilon": "norm_eps",
-        ".attention.layer_norm_epsilon": "layer_norm_eps",
     },
     defaults={"reference_compile": False},
     config_setters=(bert.set_label_names, _set_biases),
 )
 
-_EURO_CLASS = HfClass(
-    "eurobert",
-    "embed_tokens norm "
-    + prefixed(
-        "layers.*.",
-        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj "
-        "input_layernorm post_attention_layernorm",
-    ),
-    config_setters=(config_values.set_rope_parameters,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "ModernBertForSequenceClassification": replace(
         _MODERN_CLASS,
@@ -122,5 +105,14 @@ CLASSES: dict[str, HfClass] = {
         renames=((r"^(?!classifier|head)", "model."),),
     ),
     "ModernBertModel": _MODERN_CLASS,
-    "EuroBertModel": _EURO_CLASS,
+    "EuroBertModel": HfClass(
+        "eurobert",
+        "embed_tokens norm "
+        + prefixed(
+            "layers.*.",
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+            "mlp.down_proj input_layernorm post_attention_layernorm",
+        ),
+        config_setters=(config_values.set_rope_parameters,),
+    ),
 }

@@ -9,27 +9,42 @@ from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys, block_count
 from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
 
-def set_mpt_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of MPT, without a file type."""
-    attention, width = config["attn_config"], config.number("d_model")
-    keys.u32(".context_length", config["max_seq_len"])
-    keys.u32(".embedding_length", width)
-    keys.u32(".block_count", layers)
-    keys.u32(".feed_forward_length", 4 * width)
-    keys.u32(".attention.head_count", config["n_heads"])
-    if heads := attention.get("kv_n_heads"):
-        keys.u32(".attention.head_count_kv", heads)
-    keys.f32(".attention.layer_norm_epsilon", 1e-5)
-    if (clip := attention.get("clip_qkv")) is not None:
-        keys.f32(".attention.clamp_kqv", clip)
-    keys.f32(".attention.max_alibi_bias", attention.get("alibi_bias_max", 8) if attention.get("alibi", True) else 0.0)
+def _alibi_bias(config: Config) -> float:
+    attention = config.table("attn_config")
+    bias: float = attention.get("alibi_bias_max", 8) if attention.get("alibi", True) else 0.0
+    return bias
+
+
+def _set_alibi(meta: ModelMetadata, config: Json) -> None:
+    bias = float(meta.get(".attention.max_alibi_bias") or 0.0)
+    config.setdefault("attn_config", {}).update(
+        {
+            "alibi": bias > 0,
+            # Later versions of transformers take only a whole number.
+            "alibi_bias_max": (int(bias) if bias.is_integer() else bias) or 8,
+        }
+    )
+
+
+#: MPT's, without a file type.
+MPT_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "max_seq_len", required=True),
+    Copied(".embedding_length", "d_model", required=True),
+    block_count("n_layers"),
+    Computed(".feed_forward_length", lambda config: 4 * config.number("d_model")),
+    Copied(".attention.head_count", "n_heads", required=True),
+    Copied(".attention.head_count_kv", "attn_config.kv_n_heads", unless_zero=True),
+    Always(".attention.layer_norm_epsilon", 1e-5, "f32", "layer_norm_epsilon"),
+    Copied(".attention.clamp_kqv", "attn_config.clip_qkv", "f32"),
+    Computed(".attention.max_alibi_bias", _alibi_bias, "f32", inverse=_set_alibi),
+)
 
 
 def write_mpt(v: Vocabulary) -> None:
@@ -43,9 +58,8 @@ def write_mpt(v: Vocabulary) -> None:
         v.keys.u32(f"tokenizer.ggml.{kind}_token_id", number)
 
 
-_MPT = Architecture("mpt", base=set_mpt_base, vocab=write_mpt)
+_MPT = Architecture("mpt", base=MPT_BASE, vocab=write_mpt)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     # transformers saves the second name, which convert_hf_to_gguf.py does not know.
     "MPTForCausalLM": _MPT,
@@ -53,18 +67,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def _set_attn_config(meta: ModelMetadata, config: Json) -> None:
-    """Set the nested configuration of attention."""
-    bias = float(meta.get(".attention.max_alibi_bias") or 0.0)
-    config["attn_config"] = {
-        "alibi": bias > 0,
-        # Later versions of transformers take only a whole number.
-        "alibi_bias_max": (int(bias) if bias.is_integer() else bias) or 8,
-        "clip_qkv": meta.get(".attention.clamp_kqv"),
-        "qk_ln": meta.has("attn_q_norm.weight"),
-    }
-    if (keys := meta.get(".attention.head_count_kv")) is not None:
-        config["attn_config"] |= {"kv_n_heads": keys, "attn_type": "grouped_query_attention"}
+def _set_attention(meta: ModelMetadata, config: Json) -> None:
+    """Set what tensors tell of attention and the feed forward."""
+    attention = {"clip_qkv": None, **config["attn_config"], "qk_ln": meta.has("attn_q_norm.weight")}
+    if "kv_n_heads" in attention:
+        attention["attn_type"] = "grouped_query_attention"
+    config["attn_config"] = attention
     config["no_bias"] = not meta.has("attn_qkv.bias")
     config["expansion_ratio"] = meta.number(".feed_forward_length") // max(1, meta.number(".embedding_length"))
 
@@ -76,20 +84,9 @@ _MPT_CLASS = HfClass(
         "transformer.blocks.*.",
         "norm_1 norm_2 attn.Wqkv attn.out_proj attn.q_ln attn.k_ln ffn.up_proj ffn.down_proj ffn.act",
     ),
-    keys={
-        ".block_count": "n_layers",
-        ".context_length": "max_seq_len",
-        ".embedding_length": "d_model",
-        ".feed_forward_length": "",
-        ".attention.head_count": "n_heads",
-        ".attention.head_count_kv": "",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-        ".attention.clamp_kqv": "",
-    },
-    config_setters=(_set_attn_config,),
+    config_setters=(_set_attention,),
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "MptForCausalLM": replace(_MPT_CLASS, matches=lambda meta: meta.get(".attention.head_count_kv") is None),
     "MPTForCausalLM": _MPT_CLASS,

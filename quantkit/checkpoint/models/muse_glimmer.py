@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import WINDOW, WINDOW_PATTERN, Copied, SetKeys
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -52,16 +52,11 @@ class AddQueryNorms(Rule):
 MUSE_RULES = (Transform(r"layernorm\.weight$", plus_one, minus_one), AddQueryNorms())
 
 
-def _set_muse_windows(keys: Keys, config: Config) -> None:
-    keys.u32(".attention.sliding_window", config["sliding_window"])
-    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
-    keys.array(".attention.sliding_window_pattern", slides)
-
-
 MUSE_KEYS: tuple[SetKeys, ...] = (
     Copied(".final_logit_softcapping", "final_logit_softcapping", "f32", required=True),
     Copied(".logit_scale", "output_multiplier", "f32", required=True),
-    _set_muse_windows,
+    WINDOW,
+    WINDOW_PATTERN,
 )
 
 
@@ -72,7 +67,6 @@ def write_muse(v: Vocabulary) -> None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end)
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "MuseGlimmerForConditionalGeneration": Architecture(
         "muse-glimmer", rules=(*llama.ROPE_PERMUTED, *MUSE_RULES), keys=MUSE_KEYS, vocab=write_muse
@@ -95,25 +89,20 @@ def _set_query_scale(meta: ModelMetadata, config: Json) -> None:
     config["qk_scale_factor"] = factors["q"].pop()
 
 
-_MUSE_CLASS = HfClass(
-    "muse_glimmer_text",
-    prefixed(
-        LAYER, "self_attn.gate_proj post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
-    ),
-    keys={".logit_scale": "output_multiplier"},
-    config_setters=(
-        config_values.set_layer_types,
-        _set_query_scale,
-        config_values.AddTower(
-            {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
-        ),
-    ),
-    renames=((r"^model\.", "model.language_model."),),
-    text_key="text_config",
-    outer={"model_type": "muse_glimmer"},
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "MuseGlimmerForConditionalGeneration": _MUSE_CLASS,
+    "MuseGlimmerForConditionalGeneration": HfClass(
+        "muse_glimmer_text",
+        prefixed(
+            LAYER, "self_attn.gate_proj post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+        ),
+        config_setters=(
+            _set_query_scale,
+            config_values.AddTower(
+                {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+            ),
+        ),
+        renames=((r"^model\.", "model.language_model."),),
+        text_key="text_config",
+        outer={"model_type": "muse_glimmer"},
+    ),
 }

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys, layers_in_file
+from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys, Where, set_rotary_part, write_rows
+from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import granite, llama, mamba
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY
+from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Drop, Rename, StackExperts, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -96,39 +98,62 @@ def layers_with_mtp(config: Config) -> int:
     return config.layers + int(nextn)
 
 
-def _set_hybrid(keys: Keys, config: Config) -> None:
-    layers, kinds = layers_in_file(keys), _layer_kinds(config)
-    has_nextn = layers > config.layers
-    attends = ["attention" if kind == "*" else "mamba" for kind in kinds] + ["attention"] * has_nextn
+def _set_mamba(keys: Keys, config: Config, kinds: list[str]) -> None:
+    """Set the keys of layers of Mamba and attention as Granite has them."""
     changed = config.without("expand", "mamba_expand").with_values(
-        {"layer_types": attends, "num_hidden_layers": layers}
+        {"layer_types": kinds, "num_hidden_layers": keys.layers}
     )
-    granite.set_mamba(keys, changed)
-    keys.u32(".attention.key_length", config["attention_head_dim"])
-    keys.u32(".attention.value_length", config["attention_head_dim"])
+    write_rows(granite.MAMBA_KEYS, keys, changed)
+
+
+def _set_attention_layers(keys: Keys, config: Config) -> None:
+    kinds, nextn = _layer_kinds(config), keys.layers - config.layers
+    _set_mamba(keys, config, ["attention" if kind == "*" else "mamba" for kind in kinds] + ["attention"] * nextn)
+
+
+def _set_feed_forward_layers(keys: Keys, config: Config) -> None:
     moe = has_experts(config)
     width = (
         config.number("moe_intermediate_size") if moe else config.number("intermediate_size", "n_inner", "hidden_dim")
     )
-    has_ffn = [kind == ("E" if moe else "-") for kind in kinds] + [True] * has_nextn
+    has_ffn = [kind == ("E" if moe else "-") for kind in _layer_kinds(config)]
+    has_ffn += [True] * (keys.layers - config.layers)
     keys.array(".feed_forward_length", [width if item else 0 for item in has_ffn])
-    if not moe:
-        return
-    keys.u32(".expert_used_count", config["num_experts_per_tok"])
-    keys.u32(".expert_feed_forward_length", width)
-    keys.u32(".expert_shared_feed_forward_length", config["moe_shared_expert_intermediate_size"])
-    keys.u32(".expert_count", config["n_routed_experts"])
-    keys.u32(".expert_shared_count", config["n_shared_experts"])
-    keys.flag(".expert_weights_norm", config["norm_topk_prob"])
-    keys.f32(".expert_weights_scale", config["routed_scaling_factor"])
-    keys.u32(".expert_group_count", config["n_group"])
-    if (latent := config.get("moe_latent_size")) is not None:
-        keys.u32(".moe_latent_size", latent)
-    if has_nextn:
-        keys.u32(".nextn_predict_layers", config["num_nextn_predict_layers"])
 
 
-NEMOTRON_KEYS: tuple[SetKeys, ...] = (*granite.MOE_KEYS, _set_hybrid)
+_HEAD_WIDTHS: tuple[SetKeys, ...] = (
+    Copied(".attention.key_length", "attention_head_dim", required=True, exported="head_dim"),
+    Copied(".attention.value_length", "attention_head_dim", required=True, exported="head_dim"),
+)
+_SHARED_EXPERTS = (
+    Copied(".expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", required=True),
+    Copied(".expert_count", "n_routed_experts", required=True),
+    Copied(".expert_shared_count", "n_shared_experts", required=True),
+    Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
+    Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
+    Copied(".expert_group_count", "n_group", required=True),
+)
+_EXPERTS = (
+    Copied(".expert_used_count", "num_experts_per_tok", required=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    *_SHARED_EXPERTS,
+    Copied(".moe_latent_size", "moe_latent_size"),
+    NEXTN_IF_ANY,
+)
+
+
+def has_experts(config: Config) -> bool:
+    """Return whether the model is a mixture of experts."""
+    return "num_experts_per_tok" in config
+
+
+NEMOTRON_KEYS: tuple[SetKeys, ...] = (
+    *granite.MOE_KEYS,
+    _set_attention_layers,
+    *_HEAD_WIDTHS,
+    _set_feed_forward_layers,
+    Where(has_experts, _EXPERTS),
+)
 
 
 def _layer_kinds(config: Config) -> list[str]:
@@ -138,11 +163,6 @@ def _layer_kinds(config: Config) -> list[str]:
         return list(pattern)
     letters = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E"}
     return [letters.get(kind, "") for kind in pattern]
-
-
-def has_experts(config: Config) -> bool:
-    """Return whether the model is a mixture of experts."""
-    return "num_experts_per_tok" in config
 
 
 PUZZLE_STORED = (
@@ -159,45 +179,51 @@ def prepare_puzzle(config: Config) -> None:
     prepare_nemotron(config)
 
 
-_PUZZLE: tuple[SetKeys, ...] = (
-    Copied(".expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", required=True),
-    Copied(".expert_count", "n_routed_experts", required=True),
-    Copied(".expert_shared_count", "n_shared_experts", required=True),
-    Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
-    Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
-    Copied(".expert_group_count", "n_group", required=True),
-    Copied(".moe_latent_size", "moe_latent_size", required=True),
-)
-
-
-def _set_puzzle(keys: Keys, config: Config) -> None:
+def _set_blocks(keys: Keys, config: Config) -> None:
     blocks, attends = config["block_configs"], ("attention", "full_attention")
-    kinds = ["attention" if block["block_type"] in attends else "mamba" for block in blocks]
-    granite.set_mamba(keys, config.without("expand", "mamba_expand").with_values({"layer_types": kinds}))
-    keys.u32(".attention.key_length", config["attention_head_dim"])
-    keys.u32(".attention.value_length", config["attention_head_dim"])
+    _set_mamba(keys, config, ["attention" if block["block_type"] in attends else "mamba" for block in blocks])
+    write_rows(_HEAD_WIDTHS, keys, config)
     widths = [block.get("moe_intermediate_size") or 0 for block in blocks]
     keys.array(".feed_forward_length", widths)
     keys.array(".expert_feed_forward_length", widths)
     keys.array(".expert_used_count", [block.get("num_experts_per_tok") or 0 for block in blocks])
-    for set_key in _PUZZLE:
-        set_key(keys, config)
 
 
-PUZZLE_KEYS: tuple[SetKeys, ...] = (*granite.MOE_KEYS, _set_puzzle)
+PUZZLE_KEYS: tuple[SetKeys, ...] = (
+    *granite.MOE_KEYS,
+    _set_blocks,
+    *_SHARED_EXPERTS,
+    Copied(".moe_latent_size", "moe_latent_size", required=True),
+)
 
 
-def set_nemotron(keys: Keys, config: Config) -> None:
-    """Set the norms and the rope of Nemotron."""
-    keys.u32(".vocab_size", config["vocab_size"])
-    names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-    keys.f32(".attention.layer_norm_epsilon", config.find(*names))
+def _rope_width(config: Config) -> int:
     width, heads = config.number("hidden_size", "n_embd"), config.number("num_attention_heads", "n_head")
-    keys.u32(".rope.dimension_count", int(config.rotary_part(None) * width) // max(1, heads))
-    factor = config.get("factor") or config.rope.get("factor")
-    keys.text(".rope.scaling.type", "none" if factor is None else "linear")
-    if factor is not None:
-        keys.f32(".rope.scaling.factor", factor)
+    return int(config.rotary_part(None) * width) // max(1, heads)
+
+
+def _scaling_factor(config: Config) -> Any:
+    return config.get("factor") or config.rope.get("factor")
+
+
+def _scaling_type(config: Config) -> str:
+    return "none" if _scaling_factor(config) is None else "linear"
+
+
+#: Of Nemotron, the dense one.
+DENSE_KEYS: tuple[SetKeys, ...] = (
+    VOCAB_SIZE,
+    Copied(
+        ".attention.layer_norm_epsilon",
+        "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
+        "f32",
+        required=True,
+        exported="norm_eps",
+    ),
+    Computed(".rope.dimension_count", _rope_width, inverse=set_rotary_part),
+    Computed(".rope.scaling.type", _scaling_type, "text"),
+    Computed(".rope.scaling.factor", _scaling_factor, "f32"),
+)
 
 
 def write_nemotron(v: Vocabulary) -> None:
@@ -224,7 +250,6 @@ _NEMOTRON_H_MOE = Architecture(
     nextn=True,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "NemotronHPuzzleForCausalLM": Architecture(
         "nemotron_h_moe",
@@ -237,7 +262,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "NemotronForCausalLM": Architecture(
         "nemotron",
         rules=(Transform(r"norm\.weight$", plus_one, minus_one),),
-        keys=(set_nemotron,),
+        keys=DENSE_KEYS,
         vocab=write_nemotron,
     ),
     "NemotronHForCausalLM": replace(
@@ -260,9 +285,6 @@ def _set_layer_pattern(meta: ModelMetadata, config: Json) -> None:
         "moe_intermediate_size" if moe else "intermediate_size": max(ffn_widths),
         "mamba_num_heads": heads,
         "mamba_head_dim": meta.number(".ssm.inner_size") // max(1, heads),
-        "use_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "use_bias": meta.has_in_any_layer(".ssm_in.bias"),
-        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
         "attention_bias": meta.has_in_any_layer(".attn_q.bias"),
         "residual_in_fp32": False,
     }
@@ -303,42 +325,31 @@ _NEMOTRON_H_CLASS = HfClass(
     ),
     keys={
         ".feed_forward_length": "",
-        ".attention.head_count_kv": "",
-        ".expert_count": "n_routed_experts",
         ".attention.layer_norm_rms_epsilon": "norm_eps",
         ".attention.layer_norm_epsilon": "layer_norm_epsilon",
         ".ssm.conv_kernel": "conv_kernel",
         ".ssm.state_size": "ssm_state_size",
         ".ssm.group_count": "n_groups",
-        ".expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
-        ".moe_latent_size": "moe_latent_size",
         ".expert_gating_func": "",
     },
-    config_setters=(config_values.subtract_nextn_layers, _set_layer_pattern),
+    config_setters=(_set_layer_pattern,),
     archs=("nemotron_h_moe",),
 )
 
-_PUZZLE_CLASS = replace(
-    _NEMOTRON_H_CLASS,
-    model_type="nemotron_h_puzzle",
-    keys={
-        **_NEMOTRON_H_CLASS.keys,
-        **dict.fromkeys((".expert_used_count", ".expert_feed_forward_length"), ""),
-        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    },
-    defaults={"hidden_act": None},
-    config_setters=(_set_block_configs,),
-    note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
-    matches=lambda meta: isinstance(meta.get(".expert_used_count"), list),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "NemotronForCausalLM": HfClass(
-        "nemotron",
-        keys={".attention.layer_norm_epsilon": "norm_eps", ".attention.layer_norm_rms_epsilon": "norm_eps"},
-        config_setters=(config_values.set_rotary_part,),
+    "NemotronForCausalLM": HfClass("nemotron"),
+    "NemotronHPuzzleForCausalLM": replace(
+        _NEMOTRON_H_CLASS,
+        model_type="nemotron_h_puzzle",
+        keys={
+            **_NEMOTRON_H_CLASS.keys,
+            **dict.fromkeys((".expert_used_count", ".expert_feed_forward_length"), ""),
+            ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        },
+        defaults={"hidden_act": None},
+        config_setters=(_set_block_configs,),
+        note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
+        matches=lambda meta: isinstance(meta.get(".expert_used_count"), list),
     ),
-    "NemotronHPuzzleForCausalLM": _PUZZLE_CLASS,
     "NemotronHForCausalLM": _NEMOTRON_H_CLASS,
 }

@@ -6,57 +6,52 @@ Facts of llama.cpp b11434, conversion/olmo.py.
 from __future__ import annotations
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.export import config_values
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys, set_layer_types
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, has_key
+from quantkit.checkpoint.row import Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import StackExperts
 
 
-def set_olmo_norms(keys: Keys, config: Config) -> None:
-    """The norms of the first OLMo have no weights, but an epsilon."""
-    keys.f32(".attention.layer_norm_epsilon", 1e-5)
-    Copied(".attention.clamp_kqv", "clip_qkv", "f32")(keys, config)
-
-
-def set_window_pattern(keys: Keys, config: Config) -> None:
-    """Set the window of OLMo 3 and its layers: by default all but every fourth.
+def _slides(config: Config) -> list[bool] | None:
+    """Return which layers of OLMo 3 have a window: by default all but every fourth.
 
     A window of null is none, as of OLMo 2; convert_hf_to_gguf.py stops there.
     """
-    if config.get("sliding_window") is None:
-        return
-    keys.u32(".attention.sliding_window", config["sliding_window"])
     kinds = config.get("layer_types")
-    slides = [(i + 1) % 4 != 0 for i in range(config.layers)]
+    if config.get("sliding_window") is None:
+        return None
     if isinstance(kinds, list):
-        slides = [kind == "sliding_attention" for kind in kinds]
-    keys.array(".attention.sliding_window_pattern", slides)
+        return [kind == "sliding_attention" for kind in kinds]
+    return [(i + 1) % 4 != 0 for i in range(config.layers)]
 
 
-def set_epsilon(keys: Keys, config: Config) -> None:
-    """Set OLMoE's constant epsilon: its norms ignore the configuration's."""
-    keys.f32(".attention.layer_norm_rms_epsilon", 1e-5)
+#: The norms of the first OLMo have no weights, but an epsilon; those of OLMoE ignore the configuration's.
+_OLMO_KEYS: tuple[SetKeys, ...] = (
+    Always(".attention.layer_norm_epsilon", 1e-5, "f32", "layer_norm_eps"),
+    Copied(".attention.clamp_kqv", "clip_qkv", "f32"),
+)
+_OLMO2_KEYS: tuple[SetKeys, ...] = (
+    Copied(".attention.sliding_window", "sliding_window"),
+    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=set_layer_types),
+)
+_OLMO = Architecture("olmo", rules=llama.ROPE_PERMUTED, keys=_OLMO_KEYS)
+_OLMO2 = Architecture("olmo2", keys=_OLMO2_KEYS)
 
-
-_OLMO = Architecture("olmo", rules=llama.ROPE_PERMUTED, keys=(set_olmo_norms,))
-_OLMO2 = Architecture("olmo2", keys=(set_window_pattern,))
-
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "OlmoForCausalLM": _OLMO,
     "OLMoForCausalLM": _OLMO,
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": _OLMO2,
-    "OlmoeForCausalLM": Architecture("olmoe", rules=(StackExperts(),), keys=(set_epsilon,)),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe",
+        rules=(StackExperts(),),
+        keys=(Always(".attention.layer_norm_rms_epsilon", 1e-5, "f32", "rms_norm_eps"),),
+    ),
 }
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "OlmoForCausalLM": HfClass("olmo"),
-    "Olmo3ForCausalLM": HfClass(
-        "olmo3", config_setters=(config_values.set_layer_types,), matches=has_key("attention.sliding_window")
-    ),
+    "Olmo3ForCausalLM": HfClass("olmo3", matches=has_key("attention.sliding_window")),
     "Olmo2ForCausalLM": HfClass("olmo2"),
     "OlmoeForCausalLM": HfClass("olmoe", defaults={"norm_topk_prob": False}),
 }

@@ -15,7 +15,15 @@ from typing import Any
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import concatenate, take
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import (
+    FILE_TYPE,
+    HEAD_WIDTHS,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    block_count,
+)
 from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
@@ -63,45 +71,44 @@ class SplitGateUp(Rule):
         if match is None:
             return None
         name = f"transformer.layers.{match[1]}.ffn.proj_1.weight"
-        parts = context.parts.setdefault((id(self), name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, name, match[2], tensor, 2)
+        if parts is None:
             return ()
-        del context.parts[id(self), name]
         return (replace(tensor, name=name, x=concatenate([parts["gate"].x, parts["up"].x])),)
 
 
 ELM_RULES = (SplitGateUp(),)
 
 
-def set_elm_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of OpenELM, per layer."""
-    widths: list[Any] = [_elm_widths(config), config["num_query_heads"], config["num_kv_heads"]]
-    if any(not isinstance(width, list) or len(width) != layers for width in widths):
+def _per_layer(config: Config, values: Any) -> list[int]:
+    """Return values of as many layers as there are."""
+    if not isinstance(values, list) or len(values) != config.layers:
         raise FormatError(
-            f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads are not of {layers} layers", "QK-E112"
+            f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads are not of {config.layers} layers",
+            "QK-E112",
         )
-    head = config["head_dim"]
-    keys.u32(".block_count", layers)
-    keys.u32(".context_length", config["max_context_length"])
-    keys.u32(".embedding_length", config["model_dim"])
-    names = (".feed_forward_length", ".attention.head_count", ".attention.head_count_kv")
-    for key, values in zip(names, widths, strict=True):
-        keys.array(key, values)
-    keys.f32(".rope.freq_base", config["rope_freq_constant"])
-    keys.f32(".attention.layer_norm_rms_epsilon", 1e-6)
-    keys.u32(".rope.dimension_count", head)
-    keys.u32(".attention.key_length", head)
-    keys.u32(".attention.value_length", head)
-    keys.u32("general.file_type", file_type)
+    return values
 
 
-#: Model class -> how it is converted.
+OPENELM_BASE: tuple[SetKeys, ...] = (
+    block_count("num_transformer_layers"),
+    Copied(".context_length", "max_context_length", required=True),
+    Copied(".embedding_length", "model_dim", required=True),
+    Computed(".feed_forward_length", lambda config: _per_layer(config, _elm_widths(config)), "array"),
+    Computed(".attention.head_count", lambda config: _per_layer(config, config["num_query_heads"]), "array"),
+    Computed(".attention.head_count_kv", lambda config: _per_layer(config, config["num_kv_heads"]), "array"),
+    Copied(".rope.freq_base", "rope_freq_constant", "f32", required=True),
+    Always(".attention.layer_norm_rms_epsilon", 1e-6, "f32"),
+    Copied(".rope.dimension_count", "head_dim", required=True),
+    *HEAD_WIDTHS,
+    FILE_TYPE,
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "OpenELMForCausalLM": Architecture(
         "openelm",
         rules=ELM_RULES,
-        base=set_elm_base,
+        base=OPENELM_BASE,
         vocab=write_sentencepiece,
         patch_config=set_layer_count,
     ),
@@ -126,27 +133,14 @@ def _set_layer_multipliers(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-_ELM_CLASS = HfClass(
-    "openelm",
-    "transformer.token_embeddings transformer.norm "
-    + prefixed("transformer.layers.*.", "attn_norm ffn_norm attn.q_norm attn.k_norm attn.qkv_proj attn.out_proj")
-    + " transformer.layers.*.ffn.proj_2",
-    kinds={f"*ffn_{kind}": f"blk.*.ffn_{kind}" for kind in ("gate", "up")},
-    keys={
-        ".block_count": "num_transformer_layers",
-        ".context_length": "max_context_length",
-        ".embedding_length": "model_dim",
-        ".feed_forward_length": "",
-        ".attention.head_count": "",
-        ".attention.head_count_kv": "",
-        ".rope.freq_base": "rope_freq_constant",
-        ".attention.layer_norm_rms_epsilon": "",
-    },
-    defaults={"activation_fn_name": "swish", "ffn_with_glu": True, "normalization_layer_name": "rms_norm"},
-    config_setters=(_set_layer_multipliers,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "OpenELMForCausalLM": _ELM_CLASS,
+    "OpenELMForCausalLM": HfClass(
+        "openelm",
+        "transformer.token_embeddings transformer.norm "
+        + prefixed("transformer.layers.*.", "attn_norm ffn_norm attn.q_norm attn.k_norm attn.qkv_proj attn.out_proj")
+        + " transformer.layers.*.ffn.proj_2",
+        kinds={f"*ffn_{kind}": f"blk.*.ffn_{kind}" for kind in ("gate", "up")},
+        defaults={"activation_fn_name": "swish", "ffn_with_glu": True, "normalization_layer_name": "rms_norm"},
+        config_setters=(_set_layer_multipliers,),
+    ),
 }

@@ -13,34 +13,25 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.key_rows import (
+    BLOCK_COUNT,
+    FILE_TYPE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    number_or,
+    set_rotary_part,
+)
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
-from quantkit.checkpoint.rules import StackExperts
+from quantkit.checkpoint.models import minimax
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-
-
-def set_phi3_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Phi 3 and later, in the converter's order."""
-    length, original = _lengths(config)
-    keys.u32(".context_length", length)
-    keys.u32(".rope.scaling.original_context_length", original)
-    keys.u32(".embedding_length", config.number("hidden_size", "n_embd"))
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".block_count", layers)
-    keys.u32(".attention.head_count", config.number("num_attention_heads", "n_head"))
-    keys.u32(".attention.head_count_kv", config.number("num_key_value_heads", "n_head_kv"))
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    keys.u32(".rope.dimension_count", _rope_width(config))
-    keys.f32(".rope.freq_base", config.full_rope.get("rope_theta", 10000.0))
-    keys.u32("general.file_type", file_type)
-    # 0 tells Phi 4 from others of the architecture.
-    window = config.get("sliding_window")
-    keys.u32(".attention.sliding_window", 0 if window is None else window)
 
 
 def set_rope_attention(keys: Keys, config: Config) -> None:
@@ -64,12 +55,6 @@ def long_rope(config: Config) -> Iterable[Tensor]:
     for name, values in _factors(config).items():
         yield Tensor(f"rope_factors_{name}.weight", Constant(values), None, f"rope_factors_{name}.weight")
 
-
-PHI_EXPERTS = StackExperts(
-    weights=("w1", "w2", "w3"),
-    name="model.layers.{layer}.block_sparse_moe.experts.{expert}.{weight}.weight",
-    merged="model.layers.{layer}.block_sparse_moe.experts.{weight}.weight",
-)
 
 PHIMOE_KEYS: tuple[SetKeys, ...] = (
     Copied(".expert_used_count", "num_experts_per_tok num_experts_per_token", required=True),
@@ -96,21 +81,6 @@ def _lengths(config: Config) -> tuple[int, int]:
     return length, original
 
 
-def set_phi2_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Phi 2."""
-    width, heads = config.number("hidden_size", "n_embd"), config.number("num_attention_heads", "n_head")
-    keys.u32(".context_length", config.number("n_positions", "max_position_embeddings"))
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", 4 * width)
-    keys.u32(".block_count", layers)
-    keys.u32(".attention.head_count", heads)
-    keys.u32(".attention.head_count_kv", heads)
-    keys.f32(".attention.layer_norm_epsilon", config.find("layer_norm_epsilon", "layer_norm_eps"))
-    keys.u32(".rope.dimension_count", _rope_width(config))
-    keys.u32("general.file_type", file_type)
-    keys.flag("tokenizer.ggml.add_bos_token", False)
-
-
 def _factors(config: Config) -> dict[str, tuple[float, ...]]:
     """Return the factors of rope for long and short texts, {} where there are none."""
     if not config.rope.get("long_factor"):
@@ -133,12 +103,51 @@ def write_phi(v: Vocabulary) -> None:
         write_pieces(v, phi_tokens(v))
 
 
-_PHI3 = Architecture("phi3", base=set_phi3_keys, vocab=write_phi, head_keys=(set_rope_attention,), synthetic=long_rope)
-_PHIMOE = replace(_PHI3, arch="phimoe", rules=(PHI_EXPERTS,), keys=PHIMOE_KEYS)
+_ROPE_WIDTH = Computed(".rope.dimension_count", _rope_width)
+_WIDTH = Copied(".embedding_length", "hidden_size n_embd", required=True)
+_HEADS = Copied(".attention.head_count", "num_attention_heads n_head", required=True)
 
-#: Model class -> how it is converted.
+PHI3_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "n_positions max_position_embeddings", required=True, exported="max_position_embeddings"),
+    Computed(
+        ".rope.scaling.original_context_length",
+        lambda config: _lengths(config)[1],
+        names="original_max_position_embeddings",
+    ),
+    _WIDTH,
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    BLOCK_COUNT,
+    _HEADS,
+    Copied(".attention.head_count_kv", "num_key_value_heads n_head_kv", required=True),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", required=True),
+    _ROPE_WIDTH,
+    Computed(".rope.freq_base", lambda config: config.full_rope.get("rope_theta", 10000.0), "f32", names="rope_theta"),
+    FILE_TYPE,
+    # 0 tells Phi 4 from others of the architecture.
+    number_or(".attention.sliding_window", "sliding_window", 0),
+)
+PHI2_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "n_positions max_position_embeddings", required=True, exported="max_position_embeddings"),
+    _WIDTH,
+    Computed(
+        ".feed_forward_length",
+        lambda config: 4 * config.number("hidden_size", "n_embd"),
+        names="intermediate_size",
+    ),
+    BLOCK_COUNT,
+    _HEADS,
+    Copied(".attention.head_count_kv", "num_attention_heads n_head", required=True, exported="num_key_value_heads"),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon layer_norm_eps", "f32", required=True),
+    _ROPE_WIDTH,
+    FILE_TYPE,
+    Always("tokenizer.ggml.add_bos_token", False, "flag"),
+)
+
+_PHI3 = Architecture("phi3", base=PHI3_BASE, vocab=write_phi, head_keys=(set_rope_attention,), synthetic=long_rope)
+_PHIMOE = replace(_PHI3, arch="phimoe", rules=(minimax.STACK_EXPERTS,), keys=PHIMOE_KEYS)
+
 ARCHITECTURES: dict[str, Architecture] = {
-    "PhiForCausalLM": Architecture("phi2", base=set_phi2_keys),
+    "PhiForCausalLM": Architecture("phi2", base=PHI2_BASE),
     "Phi3ForCausalLM": _PHI3,
     "Phi4ForCausalLMV": _PHI3,
     # transformers saves the second name, which convert_hf_to_gguf.py does not know.
@@ -167,17 +176,16 @@ _SPARSE_NAMES = " ".join(
     for name in ("gate", "e_score_correction", "experts.w1", "experts.w2", "experts.w3")
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "PhiForCausalLM": HfClass(
         "phi",
         "model.final_layernorm model.layers.*.self_attn.dense model.layers.*.mlp.fc1 model.layers.*.mlp.fc2",
-        config_setters=(config_values.set_rotary_part,),
+        config_setters=(set_rotary_part,),
     ),
     "Phi3ForCausalLM": HfClass(
         "phi3",
         _FUSED_NAMES,
-        config_setters=(config_values.set_rotary_part, config_values.set_long_rope, set_window_or_none),
+        config_setters=(set_rotary_part, config_values.set_long_rope, set_window_or_none),
     ),
     "PhimoeForCausalLM": HfClass(
         "phimoe",

@@ -6,7 +6,7 @@ Facts of llama.cpp b11434, conversion/plamo.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from quantkit.checkpoint.config import MAX_JSON, Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Added, Expression, Unadded, take
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Always, Computed, Copied, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Transform, log_of_negative, negative_exp, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.sentencepiece import Piece, set_pieces, write_sentencepiece
@@ -62,30 +62,43 @@ PLAMO2_RULES = (
 )
 
 
-def set_plamo2_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of PLaMo 2, in the converter's order."""
-    get, width = config.get, config.get("hidden_size_per_head", 128)
-    keys.u32(".vocab_size", config["vocab_size"])
-    if get("mamba_enabled", True):
-        attends = [not _is_mamba_layer(config, layer, layers) for layer in range(layers)]
-        for key, name, default in (("_kv", "num_key_value_heads", 4), ("", "num_attention_heads", 32)):
-            keys.array(f".attention.head_count{key}", [get(name, default) if attend else 0 for attend in attends])
-    keys.u32(".context_length", get("max_position_embeddings", 2048))
-    keys.u32(".embedding_length", get("hidden_size", 4096))
-    keys.u32(".attention.key_length", width)
-    keys.u32(".attention.value_length", width)
-    keys.u32(".block_count", layers)
-    keys.f32(".attention.layer_norm_rms_epsilon", get("rms_norm_eps", 1e-6))
-    keys.f32(".rope.freq_base", config.rope.get("rope_theta", 10000))
-    keys.u32(".ssm.state_size", get("mamba_d_state", 64))
-    keys.u32(".ssm.conv_kernel", get("mamba_d_conv", 4))
-    heads = get("mamba_num_heads", 64)
-    keys.u32(".ssm.time_step_rank", heads)
-    keys.u32(".ssm.inner_size", heads * width)
-    keys.u32(".ssm.group_count", 0)
-    keys.u32(".feed_forward_length", get("intermediate_size", 13312))
-    keys.u32("general.file_type", file_type)
+def _layer_heads(name: str, default: int) -> Callable[[Config], list[int] | None]:
+    """Return the heads of each layer: none of layers of Mamba."""
 
+    def heads(config: Config) -> list[int] | None:
+        layers = config.layers
+        if not config.get("mamba_enabled", True):
+            return None
+        n: int = config.get(name, default)
+        return [0 if _is_mamba_layer(config, layer, layers) else n for layer in range(layers)]
+
+    return heads
+
+
+def _inner_size(config: Config) -> int:
+    size: int = config.get("mamba_num_heads", 64) * config.get("hidden_size_per_head", 128)
+    return size
+
+
+PLAMO2_BASE: tuple[SetKeys, ...] = (
+    VOCAB_SIZE,
+    Computed(".attention.head_count_kv", _layer_heads("num_key_value_heads", 4), "array"),
+    Computed(".attention.head_count", _layer_heads("num_attention_heads", 32), "array"),
+    Copied(".context_length", "max_position_embeddings", default=2048),
+    Copied(".embedding_length", "hidden_size", default=4096),
+    Copied(".attention.key_length", "hidden_size_per_head", default=128),
+    Copied(".attention.value_length", "hidden_size_per_head", default=128),
+    BLOCK_COUNT,
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", default=1e-6),
+    Computed(".rope.freq_base", lambda config: config.rope.get("rope_theta", 10000), "f32", names="rope_theta"),
+    Copied(".ssm.state_size", "mamba_d_state", default=64),
+    Copied(".ssm.conv_kernel", "mamba_d_conv", default=4),
+    Copied(".ssm.time_step_rank", "mamba_num_heads", default=64),
+    Computed(".ssm.inner_size", _inner_size),
+    Always(".ssm.group_count", 0),
+    Copied(".feed_forward_length", "intermediate_size", default=13312),
+    FILE_TYPE,
+)
 
 PLAMO3_RULES = (
     Transform(
@@ -110,14 +123,15 @@ def set_rope_scaling(config: Config) -> None:
         }
 
 
-def _set_windows(keys: Keys, config: Config) -> None:
-    if (window := config.find("window_size", "sliding_window")) is not None:
-        pattern = config["sliding_window_pattern"]
-        keys.u32(".attention.sliding_window", window)
-        (keys.array if isinstance(pattern, list) else keys.u32)(".attention.sliding_window_pattern", pattern)
+def _window_pattern(config: Config) -> Any:
+    return config["sliding_window_pattern"] if config.find("window_size", "sliding_window") is not None else None
 
 
-PLAMO3_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", required=True), _set_windows)
+PLAMO3_KEYS: tuple[SetKeys, ...] = (
+    VOCAB_SIZE,
+    Copied(".attention.sliding_window", "window_size sliding_window"),
+    Computed(".attention.sliding_window_pattern", _window_pattern, "count", names="sliding_window_pattern"),
+)
 #: Of the one model there is: heads of queries that share a key, keys, the width of heads.
 _SHARING = 8
 _KEYS = 5
@@ -146,16 +160,17 @@ PLAMO_RULES = (
 )
 
 
-def set_plamo_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of PLaMo 1, with its real number of KV heads: config.json's is wrong."""
-    keys.u32(".context_length", 4096)
-    keys.u32(".embedding_length", config["hidden_size"])
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32(".block_count", layers)
-    keys.u32(".attention.head_count", config["num_attention_heads"])
-    keys.u32(".attention.head_count_kv", _KEYS)
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    keys.u32("general.file_type", file_type)
+#: PLaMo 1's, with its real number of KV heads: config.json's is wrong.
+PLAMO_BASE: tuple[SetKeys, ...] = (
+    Computed(".context_length", lambda config: 4096, names="max_position_embeddings"),
+    Copied(".embedding_length", "hidden_size", required=True),
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    BLOCK_COUNT,
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    Computed(".attention.head_count_kv", lambda config: _KEYS, names="num_key_value_heads"),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", required=True),
+    FILE_TYPE,
+)
 
 
 def _is_mamba_layer(config: Config, layer: int, layers: int) -> bool:
@@ -224,14 +239,13 @@ def write_plamo3(v: Vocabulary) -> None:
     v.keys.text("tokenizer.chat_template", template_file(v.folder) if v.has("chat_template.jinja") else template)
 
 
-_PLAMO_2 = Architecture("plamo2", rules=PLAMO2_RULES, base=set_plamo2_base, vocab=write_plamo)
+_PLAMO_2 = Architecture("plamo2", rules=PLAMO2_RULES, base=PLAMO2_BASE, vocab=write_plamo)
 _PLAMO_3 = Architecture(
     "plamo3", rules=PLAMO3_RULES, keys=PLAMO3_KEYS, vocab=write_plamo3, patch_config=set_rope_scaling
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "PlamoForCausalLM": Architecture("plamo", rules=PLAMO_RULES, base=set_plamo_base, vocab=write_sentencepiece),
+    "PlamoForCausalLM": Architecture("plamo", rules=PLAMO_RULES, base=PLAMO_BASE, vocab=write_sentencepiece),
     "Plamo2ForCausalLM": _PLAMO_2,
     "PLaMo2ForCausalLM": _PLAMO_2,
     "Plamo3ForCausalLM": _PLAMO_3,
@@ -266,11 +280,9 @@ def _set_mamba_step(meta: ModelMetadata, config: Json) -> None:
             "QK-E305",
         )
     step = steps[0] if has_mamba else 2
-    heads = meta.number(".ssm.time_step_rank")
     config |= {
         "mamba_enabled": has_mamba,
         "mamba_step": step,
-        "mamba_num_heads": heads,
         "num_attention_heads": max(meta.per_layer(".attention.head_count")),
         "num_key_value_heads": max(meta.per_layer(".attention.head_count_kv")),
         "attention_window_size": meta.number(".context_length"),  # llama.cpp knows of no window
@@ -284,52 +296,34 @@ def _set_rope_scaling_names(meta: ModelMetadata, config: Json) -> None:
     config["initial_context_length"] = rope.get("original_max_position_embeddings", meta.number(".context_length"))
 
 
-_PLAMO_CLASS = HfClass(
-    "plamo",
-    prefixed(
-        _LAYER,
-        "norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
-        "mlp.down_proj",
-    ),
-    defaults={"n_shared_head": 8},
-)
-
-_PLAMO_2_CLASS = HfClass(
-    "plamo2",
-    prefixed(
-        _LAYER,
-        "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
-        "mixer.in_proj mixer.conv1d mixer.bcdt_proj mixer.dt_proj mixer.dt_norm.weight mixer.A_log mixer.D "
-        "mixer.B_norm.weight mixer.C_norm.weight mixer.out_proj mixer.qkv_proj mixer.o_proj mixer.q mixer.k",
-    ),
-    keys={
-        ".attention.head_count": "",
-        ".attention.head_count_kv": "",
-        ".attention.key_length": "hidden_size_per_head",
-        ".ssm.state_size": "mamba_d_state",
-        ".ssm.conv_kernel": "mamba_d_conv",
-    },
-    config_setters=(_set_mamba_step,),
-)
-
-_PLAMO_3_CLASS = HfClass(
-    "plamo3",
-    prefixed(
-        _LAYER,
-        "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
-        "mixer.qkv_proj mixer.o_proj mixer.q_norm mixer.k_norm",
-    ),
-    keys={
-        ".attention.sliding_window": "window_size",
-        ".rope.freq_base_swa": "rope_local_theta",
-        ".attention.sliding_window_pattern": "sliding_window_pattern",
-    },
-    config_setters=(_set_rope_scaling_names,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "PlamoForCausalLM": _PLAMO_CLASS,
-    "Plamo2ForCausalLM": _PLAMO_2_CLASS,
-    "Plamo3ForCausalLM": _PLAMO_3_CLASS,
+    "PlamoForCausalLM": HfClass(
+        "plamo",
+        prefixed(
+            _LAYER,
+            "norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+            "mlp.down_proj",
+        ),
+        defaults={"n_shared_head": 8},
+    ),
+    "Plamo2ForCausalLM": HfClass(
+        "plamo2",
+        prefixed(
+            _LAYER,
+            "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
+            "mixer.in_proj mixer.conv1d mixer.bcdt_proj mixer.dt_proj mixer.dt_norm.weight mixer.A_log mixer.D "
+            "mixer.B_norm.weight mixer.C_norm.weight mixer.out_proj mixer.qkv_proj mixer.o_proj mixer.q mixer.k",
+        ),
+        config_setters=(_set_mamba_step,),
+    ),
+    "Plamo3ForCausalLM": HfClass(
+        "plamo3",
+        prefixed(
+            _LAYER,
+            "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
+            "mixer.qkv_proj mixer.o_proj mixer.q_norm mixer.k_norm",
+        ),
+        keys={".rope.freq_base_swa": "rope_local_theta"},
+        config_setters=(_set_rope_scaling_names,),
+    ),
 }

@@ -10,10 +10,10 @@ from dataclasses import replace
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import Always, Computed, Copied
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Split, StackExperts, Transform, transpose, transpose_stored
 from quantkit.checkpoint.vocab.bpe import write_bpe, write_sentencepiece_or_bpe
 from quantkit.checkpoint.vocab.special import SpecialTokens
@@ -43,16 +43,18 @@ UNWRAP_TEXT = (Rename(r"thinker\.", ""),)
 _DEEPSTACK = (8, 16, 24)
 
 
-def set_deepstack(keys: Keys, config: Config) -> None:
-    """Set the number of vision features that the first layers add."""
+def _deepstack_layers(config: Config) -> int:
+    """Return the number of vision features that the first layers add."""
     vision = config.get("vision_config") or {}
     layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if isinstance(vision, dict) else None
     if not isinstance(layers, (list, tuple)):
         raise FormatError(
             f"{config.path}: vision_config does not list the layers of deepstack_visual_indexes", "QK-E112"
         )
-    keys.u32(".n_deepstack_layers", len(layers))
+    return len(layers)
 
+
+DEEPSTACK = Computed(".n_deepstack_layers", _deepstack_layers)
 
 #: Those of Qwen3-VL are stored the other way round: [expert, in, out].
 VL_EXPERTS = (
@@ -83,14 +85,9 @@ def write_qwen(v: Vocabulary) -> None:
 
 _QWEN2 = Architecture("qwen2", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
 _QWEN3 = Architecture("qwen3", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
-_QWEN3_MOE = Architecture("qwen3moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS)
-_QWEN3_VL = Architecture(
-    "qwen3vl", stored=UNWRAP_TEXT, keys=(set_pooling, set_deepstack), vocab=write_sentencepiece_or_bpe
-)
-_QWEN3_VL_MOE = Architecture("qwen3vlmoe", stored=UNWRAP_TEXT, rules=VL_EXPERTS, keys=(*EXPERT_WIDTHS, set_deepstack))
+
 _QWEN2_VL = Architecture("qwen2vl", stored=UNWRAP_TEXT, vocab=write_sentencepiece_or_bpe)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": _QWEN2,
     "KORMoForCausalLM": _QWEN2,
@@ -102,9 +99,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "StepVLForConditionalGeneration": _QWEN3,
     "Qwen3Model": replace(_QWEN3, rules=llama.BARE_NAMES),
     "Qwen2MoeForCausalLM": Architecture("qwen2moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
-    "Qwen3MoeForCausalLM": _QWEN3_MOE,
-    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+    "Qwen3MoeForCausalLM": Architecture("qwen3moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        "qwen3vl", stored=UNWRAP_TEXT, keys=(set_pooling, DEEPSTACK), vocab=write_sentencepiece_or_bpe
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        "qwen3vlmoe", stored=UNWRAP_TEXT, rules=VL_EXPERTS, keys=(*EXPERT_WIDTHS, DEEPSTACK)
+    ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2VLModel": _QWEN2_VL,
@@ -156,19 +157,6 @@ _VL_CLASS = HfClass(
 
 _QWEN_2_VL_CLASS = HfClass("qwen2_vl", config_setters=(add_qwen2_tower,))
 
-_QWEN_CLASS = HfClass(
-    "qwen",
-    "transformer.wte transformer.ln_f "
-    + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
-    keys={
-        ".rope.freq_base": "rotary_emb_base",
-        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-    },
-    config_setters=(_set_qwen1_names,),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Qwen2ForCausalLM": HfClass("qwen2"),
     "Qwen3ForCausalLM": HfClass("qwen3"),
@@ -196,5 +184,14 @@ CLASSES: dict[str, HfClass] = {
     ),
     "Qwen2VLForConditionalGeneration": _QWEN_2_VL_CLASS,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN_2_VL_CLASS, model_type="qwen2_5_vl"),
-    "QWenLMHeadModel": _QWEN_CLASS,
+    "QWenLMHeadModel": HfClass(
+        "qwen",
+        "transformer.wte transformer.ln_f "
+        + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
+        keys={
+            ".rope.freq_base": "rotary_emb_base",
+            ".attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        config_setters=(_set_qwen1_names,),
+    ),
 }

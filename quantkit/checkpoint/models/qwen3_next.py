@@ -13,10 +13,11 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, concatenate, take
+from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys, rotary_width
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import qwen
-from quantkit.checkpoint.nextn import MTP_NAMES, MtpRule
-from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.nextn import MTP_NAMES, MtpRule, NextnCount
+from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import (
     Drop,
     Rename,
@@ -100,12 +101,10 @@ class SplitQkvzByHead(Rule):
         if match is None:
             return None
         joined_name = f"{match[1]}in_proj_qkvz.weight"
-        parts = context.parts.setdefault((id(self), joined_name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, joined_name, match[2], tensor, 2)
+        if parts is None:
             return ()
         x = concatenate((parts["qkv"].x, parts["z"].x))
-        del context.parts[id(self), joined_name]
         order, start = [], 0
         widths = head_widths(context.config)
         keys = context.config.number("linear_num_key_heads")
@@ -130,28 +129,45 @@ _RULES = (
 NEXT_RULES = (SplitQkvzByHead(), *_RULES)
 
 
-def set_linear_attention(keys: Keys, config: Config) -> None:
-    """Set the keys of linear-attention layers, and which layers they are."""
-    keys.u32(".ssm.conv_kernel", config["linear_conv_kernel_dim"])
-    keys.u32(".ssm.state_size", config["linear_key_head_dim"])
-    keys.u32(".ssm.group_count", config["linear_num_key_heads"])
-    keys.u32(".ssm.time_step_rank", config["linear_num_value_heads"])
-    keys.u32(".ssm.inner_size", config.number("linear_value_head_dim") * config.number("linear_num_value_heads"))
-    if (kinds := config.get("layer_types")) is not None:
-        if not isinstance(kinds, list) or len(kinds) != config.layers:
-            raise FormatError(
-                f"{config.path}: layer_types is {short(kinds)}, not a list of {config.layers} kinds", "QK-E112"
-            )
-        recurrent = [kind == "linear_attention" for kind in kinds]
-        keys.array(".attention.recurrent_layers", recurrent + [False] * config.number(_MTP_COUNT))
-    keys.u32(".full_attention_interval", config.get("full_attention_interval", 4))
-    keys.u32(".rope.dimension_count", int(config.head_dim * config.rotary_part(0.25)))
+def _recurrent_layers(config: Config) -> list[bool] | None:
+    """Return which layers have linear attention."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != config.layers:
+        raise FormatError(
+            f"{config.path}: layer_types is {short(kinds)}, not a list of {config.layers} kinds", "QK-E112"
+        )
+    return [kind == "linear_attention" for kind in kinds] + [False] * config.number(_MTP_COUNT)
+
+
+def _set_layer_types(meta: ModelMetadata, config: Json) -> None:
+    recurrent = meta.flags(".attention.recurrent_layers")
+    if recurrent is not None:
+        kinds = ("full_attention", "linear_attention")
+        config["layer_types"] = [kinds[flag] for flag in recurrent[: config["num_hidden_layers"]]]
+
+
+def _inner_size(config: Config) -> int:
+    return config.number("linear_value_head_dim") * config.number("linear_num_value_heads")
+
+
+def _set_value_width(meta: ModelMetadata, config: Json) -> None:
+    heads = meta.number(".ssm.time_step_rank")
+    config["linear_value_head_dim"] = meta.number(".ssm.inner_size") // max(1, heads)
 
 
 NEXT_KEYS: tuple[SetKeys, ...] = (
     *qwen.EXPERT_WIDTHS,
-    Copied(".nextn_predict_layers", _MTP_COUNT, unless_zero=True),
-    set_linear_attention,
+    NextnCount(names=_MTP_COUNT, unless_zero=True),
+    Copied(".ssm.conv_kernel", "linear_conv_kernel_dim", required=True),
+    Copied(".ssm.state_size", "linear_key_head_dim", required=True),
+    Copied(".ssm.group_count", "linear_num_key_heads", required=True),
+    Copied(".ssm.time_step_rank", "linear_num_value_heads", required=True),
+    Computed(".ssm.inner_size", _inner_size, inverse=_set_value_width),
+    Computed(".attention.recurrent_layers", _recurrent_layers, "array", inverse=_set_layer_types),
+    Copied(".full_attention_interval", "full_attention_interval", default=4),
+    rotary_width(0.25),
 )
 
 
@@ -243,7 +259,6 @@ _QWEN3_NEXT = Architecture(
 _QWEN35 = replace(_QWEN3_NEXT, arch="qwen35", rules=TILED_RULES, keys=(*NEXT_KEYS, set_sections))
 _QWEN35_MOE = replace(_QWEN35, arch="qwen35moe")
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN35,
@@ -258,55 +273,28 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def set_linear_attention_config(meta: ModelMetadata, config: Json) -> None:
-    """Set the sizes of linear attention, and the layers that have it (Qwen3-Next)."""
-    heads = meta.number(".ssm.time_step_rank")
-    config["linear_value_head_dim"] = meta.number(".ssm.inner_size") // max(1, heads)
-    recurrent = meta.flags(".attention.recurrent_layers")
-    if recurrent is not None:
-        kinds = ("full_attention", "linear_attention")
-        config["layer_types"] = [kinds[flag] for flag in recurrent[: config["num_hidden_layers"]]]
-
-
 _LINEAR_NAMES = " ".join(
     f"model.layers.*.linear_attn.{name}"
     for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_proj", "norm", "out_proj")
 )
 
-_LINEAR_KEYS = {
-    ".ssm.conv_kernel": "linear_conv_kernel_dim",
-    ".ssm.state_size": "linear_key_head_dim",
-    ".ssm.group_count": "linear_num_key_heads",
-    ".ssm.time_step_rank": "linear_num_value_heads",
-}
-
 _QWEN35_CLASS = HfClass(
     "qwen3_5_text",
     f"{_LINEAR_NAMES} {qwen.SHARED_EXPERT_NAMES}",
-    keys=_LINEAR_KEYS | {".expert_count": "num_experts"},
+    keys={".expert_count": "num_experts"},
     defaults={"mtp_num_hidden_layers": 0},
     config_setters=(
-        config_values.subtract_nextn_layers,
-        set_linear_attention_config,
-        config_values.set_rotary_part,
         config_values.interleave_sections,
         config_values.set_rope_parameters,
     ),
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Qwen3NextForCausalLM": HfClass(
         "qwen3_next",
         f"{_LINEAR_NAMES} {qwen.SHARED_EXPERT_NAMES} model.layers.*.linear_attn.in_proj_qkvz",
         defaults={"norm_topk_prob": True, "mtp_num_hidden_layers": 0},
-        keys=_LINEAR_KEYS,
-        config_setters=(
-            config_values.subtract_nextn_layers,
-            set_linear_attention_config,
-            config_values.set_rotary_part,
-            config_values.set_dense_layers,
-        ),
+        config_setters=(config_values.set_dense_layers,),
     ),
     "Qwen3_5ForCausalLM": _QWEN35_CLASS,
     "Qwen3_5MoeForConditionalGeneration": replace(

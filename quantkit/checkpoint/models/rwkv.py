@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.config import MAX_JSON, Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Multiplied, Shaped, Transposed, size_of, stack, take
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Always, Computed, Copied, SetKeys, divided_head_dim
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, squeeze
@@ -74,9 +75,8 @@ class ConvertMixing7(Rule):
         if ".attention.x_x" in tensor.name:
             shape = (len(parts), 1, 1, size_of(tensor.x) // len(parts))
             return (replace(tensor, x=Shaped(tensor.x, shape), name_in_file=name),)
-        pending = context.waiting.setdefault((id(self), tensor.layer or 0), {})
-        pending[tensor.name.rpartition("x_")[2]] = tensor
-        return (_fuse_vectors(pending, list(parts), tensor),) if len(pending) == len(parts) else ()
+        vectors = context.gather(self, tensor.layer or 0, tensor.name.rpartition("x_")[2], tensor, len(parts))
+        return () if vectors is None else (_fuse_vectors(vectors, list(parts), tensor),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         """Split the fused mix vectors, and restore the shapes of single parameters."""
@@ -104,22 +104,42 @@ class ConvertMixing7(Rule):
         return (replace(tensor, name=stem + kind, x=x),)
 
 
-def set_7_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of RWKV 7."""
-    inner = config["intermediate_size"]
-    _set_sizes(keys, config, layers)
-    keys.f32(".attention.layer_norm_epsilon", config.find("layer_norm_epsilon", "norm_eps"))
-    keys.u32(".wkv.head_size", config.find("head_size", "head_dim"))
-    for key, names, power, factor in (
-        ("decay", ("lora_rank_decay", "decay_low_rank_dim"), 0.5, 1.8),
-        ("iclr", ("lora_rank_iclr", "a_low_rank_dim"), 0.5, 1.8),
-        ("value_residual_mix", ("lora_rank_value_residual_mix", "v_low_rank_dim"), 0.5, 1.3),
-        ("gate", ("lora_rank_gate", "gate_low_rank_dim"), 0.8, 0.6),
-    ):
-        keys.u32(f".attention.{key}_lora_rank", _rank(config, names, power, factor))
-    keys.u32(".feed_forward_length", 4 * config.number("hidden_size") if inner is None else inner)
-    keys.u32("general.file_type", file_type)
-    keys.u32(".attention.head_count", 0)
+def _sizes(context: str = "") -> tuple[SetKeys, ...]:
+    """Return the rows of sizes that all have; ``context``: what config.json calls a length that no file limits."""
+    return (
+        Computed(".context_length", lambda config: 1 << 20, names=context),
+        Copied(".embedding_length", "hidden_size", required=True),
+        BLOCK_COUNT,
+    )
+
+
+def _width_7(config: Config) -> int:
+    inner: int | None = config["intermediate_size"]
+    return 4 * config.number("hidden_size") if inner is None else inner
+
+
+def _rank_row(key: str, names: tuple[str, str], power: float, factor: float) -> Computed:
+    return Computed(f".attention.{key}_lora_rank", lambda config: _rank(config, names, power, factor), names=names[1])
+
+
+_NO_HEADS = Always(".attention.head_count", 0)
+_HEAD_SIZE = Copied(".wkv.head_size", "head_size", required=True)
+_ONE_SHIFT = Always(".token_shift_count", 1)
+_RMS_EPSILON = Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", required=True)
+_FEED_FORWARD = Copied(".feed_forward_length", "intermediate_size", required=True)
+
+BASE_7: tuple[SetKeys, ...] = (
+    *_sizes(),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon norm_eps", "f32", required=True, exported="norm_eps"),
+    Copied(".wkv.head_size", "head_size head_dim", required=True, exported="head_dim"),
+    _rank_row("decay", ("lora_rank_decay", "decay_low_rank_dim"), 0.5, 1.8),
+    _rank_row("iclr", ("lora_rank_iclr", "a_low_rank_dim"), 0.5, 1.8),
+    _rank_row("value_residual_mix", ("lora_rank_value_residual_mix", "v_low_rank_dim"), 0.5, 1.3),
+    _rank_row("gate", ("lora_rank_gate", "gate_low_rank_dim"), 0.8, 0.6),
+    Computed(".feed_forward_length", _width_7, names="intermediate_size"),
+    FILE_TYPE,
+    _NO_HEADS,
+)
 
 
 def _tensor_name(tensor: Tensor, context: Context) -> str:
@@ -130,7 +150,7 @@ def _tensor_name(tensor: Tensor, context: Context) -> str:
 
 def _fuse_vectors(vectors: dict[str, Tensor], names: list[str], last: Tensor) -> Tensor:
     """Return single vectors as one tensor [n, 1, 1, width]."""
-    xs = [vectors.pop(name).x for name in names]
+    xs = [vectors[name].x for name in names]
     x = stack([Shaped(item, (1, 1, size_of(item))) for item in xs])
     return replace(last, x=x, name_in_file=f"blk.{last.layer}.time_mix_lerp_fused.weight")
 
@@ -150,10 +170,9 @@ class ConvertMixing6(Rule):
         name = _tensor_name(tensor, context)
         kind = name.partition(".time_mix_")[2]
         if kind.startswith("lerp_") and kind != "lerp_x.weight" and tensor.layer is not None:
-            parts = context.waiting.setdefault((id(self), tensor.layer), {})
-            parts[kind] = tensor
             names = [f"lerp_{item}.weight" for item in MIX_ORDER]
-            return (_fuse_vectors(parts, names, tensor),) if len(parts) == len(names) else ()
+            parts = context.gather(self, tensor.layer, kind, tensor, len(names))
+            return () if parts is None else (_fuse_vectors(parts, names, tensor),)
         return (replace(tensor, x=self._changed(tensor, kind, name, context), name_in_file=name),)
 
     def _changed(self, tensor: Tensor, kind: str, name: str, context: Context) -> Expression:
@@ -194,40 +213,51 @@ class ConvertMixing6(Rule):
         return (replace(tensor, name=name, x=x),)
 
 
-def _set_sizes(keys: Keys, config: Config, layers: int) -> None:
-    keys.u32(".context_length", 1 << 20)
-    keys.u32(".embedding_length", config["hidden_size"])
-    keys.u32(".block_count", layers)
+def _width_6(config: Config) -> int:
+    inner: int | None = config["intermediate_size"]
+    return int((config.number("hidden_size") * 3.5) // 32 * 32) if inner is None else inner
 
 
-def set_6_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of RWKV 6."""
-    width = config.number("hidden_size")
-    inner = config["intermediate_size"]
-    _set_sizes(keys, config, layers)
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
-    keys.u32(".rescale_every_n_layers", config["rescale_every"])
-    keys.u32(".wkv.head_size", config["head_size"])
-    keys.u32(".time_mix_extra_dim", 64 if width == 4096 else 32)
-    keys.u32(".time_decay_extra_dim", 128 if width == 4096 else 64)
-    keys.u32(".feed_forward_length", int((width * 3.5) // 32 * 32) if inner is None else inner)
-    keys.u32("general.file_type", file_type)
-    keys.u32(".attention.head_count", 0)
+def _by_width(narrow: int, wide: int) -> Callable[[Config], int]:
+    """Return a rank that depends on the width of the model: 4096, or another."""
+    return lambda config: wide if config.number("hidden_size") == 4096 else narrow
 
 
-def set_6_qwen_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of a Qwen 2 with RWKV 6."""
-    width, wide = config.number("hidden_size"), config.number("hidden_size") >= 4096
-    _set_sizes(keys, config, layers)
-    keys.u32(".wkv.head_size", width // max(1, config.number("num_attention_heads")))
-    keys.u32(".time_mix_extra_dim", config.get("lora_rank_tokenshift", 64 if wide else 32))
-    keys.u32(".time_decay_extra_dim", config.get("lora_rank_decay", 128 if wide else 64))
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32("general.file_type", file_type)
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    keys.u32(".token_shift_count", 1)
-    keys.u32(".attention.head_count_kv", config["num_key_value_heads"])
-    keys.u32(".attention.head_count", 0)
+BASE_6: tuple[SetKeys, ...] = (
+    *_sizes("max_context_length"),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+    Copied(".rescale_every_n_layers", "rescale_every", required=True),
+    _HEAD_SIZE,
+    Computed(".time_mix_extra_dim", _by_width(32, 64)),
+    Computed(".time_decay_extra_dim", _by_width(64, 128)),
+    Computed(".feed_forward_length", _width_6, names="intermediate_size"),
+    FILE_TYPE,
+    _NO_HEADS,
+)
+
+
+def _set_head_count(meta: ModelMetadata, config: Json) -> None:
+    """Set the number of heads, which follows from their width."""
+    config["num_attention_heads"] = meta.number(".embedding_length") // max(1, meta.number(".wkv.head_size"))
+
+
+def _rank_6(name: str, narrow: int, wide: int) -> Callable[[Config], int]:
+    return lambda config: config.get(name, wide if config.number("hidden_size") >= 4096 else narrow)
+
+
+#: Of a Qwen 2 with RWKV 6.
+QWEN_BASE_6: tuple[SetKeys, ...] = (
+    *_sizes("max_context_length"),
+    Computed(".wkv.head_size", divided_head_dim, inverse=_set_head_count),
+    Computed(".time_mix_extra_dim", _rank_6("lora_rank_tokenshift", 32, 64), names="lora_rank_tokenshift"),
+    Computed(".time_decay_extra_dim", _rank_6("lora_rank_decay", 64, 128), names="lora_rank_decay"),
+    _FEED_FORWARD,
+    FILE_TYPE,
+    _RMS_EPSILON,
+    _ONE_SHIFT,
+    Copied(".attention.head_count_kv", "num_key_value_heads", required=True),
+    _NO_HEADS,
+)
 
 
 def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -> int:
@@ -237,21 +267,27 @@ def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -
     return max(1, round(width**power * factor / 32)) * 32 if rank is None else int(rank)
 
 
-def set_7_hybrid_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of a Qwen 2 with RWKV 7; FormatError for another version."""
+def refuse_version(keys: Keys, config: Config) -> None:
+    """Refuse another version of RWKV than 7."""
     if config["wkv_version"] != 7:
         raise FormatError(f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is known", "QK-E305")
-    _set_sizes(keys, config, layers)
-    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    keys.u32(".wkv.head_size", config["head_size"])
-    ranks = {"decay": 64, "iclr": 64, "value_residual_mix": 32, "gate": 128 if config["wkv_has_gate"] else 0}
-    for key, rank in ranks.items():
-        keys.u32(f".attention.{key}_lora_rank", rank)
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    keys.u32("general.file_type", file_type)
-    keys.u32(".token_shift_count", 1)
-    keys.u32(".attention.head_count", 0)
 
+
+#: Of a Qwen 2 with RWKV 7.
+QWEN_BASE_7: tuple[SetKeys, ...] = (
+    refuse_version,
+    *_sizes(),
+    _RMS_EPSILON,
+    _HEAD_SIZE,
+    Always(".attention.decay_lora_rank", 64),
+    Always(".attention.iclr_lora_rank", 64),
+    Always(".attention.value_residual_mix_lora_rank", 32),
+    Computed(".attention.gate_lora_rank", lambda config: 128 if config["wkv_has_gate"] else 0),
+    _FEED_FORWARD,
+    FILE_TYPE,
+    _ONE_SHIFT,
+    _NO_HEADS,
+)
 
 _RWKV = "rwkv_vocab_v20230424.txt"
 
@@ -293,20 +329,19 @@ def write_rwkv(v: Vocabulary) -> None:
     special.write(v.keys)
 
 
-_RWKV_7 = Architecture("rwkv7", stored=STORED_7, rules=(ConvertMixing7(),), base=set_7_base, vocab=write_rwkv)
+_RWKV_7 = Architecture("rwkv7", stored=STORED_7, rules=(ConvertMixing7(),), base=BASE_7, vocab=write_rwkv)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "Rwkv6ForCausalLM": Architecture("rwkv6", rules=(ConvertMixing6(),), base=set_6_base, vocab=write_rwkv),
+    "Rwkv6ForCausalLM": Architecture("rwkv6", rules=(ConvertMixing6(),), base=BASE_6, vocab=write_rwkv),
     "RWKV6Qwen2ForCausalLM": Architecture(
         "rwkv6qwen2",
         rules=(ConvertMixing6(reordered=True),),
-        base=set_6_qwen_base,
+        base=QWEN_BASE_6,
         vocab=write_sentencepiece_or_bpe,
     ),
     "Rwkv7ForCausalLM": _RWKV_7,
     "RWKV7ForCausalLM": _RWKV_7,
-    "RwkvHybridForCausalLM": replace(_RWKV_7, arch="arwkv7", base=set_7_hybrid_base, vocab=write_sentencepiece_or_bpe),
+    "RwkvHybridForCausalLM": replace(_RWKV_7, arch="arwkv7", base=QWEN_BASE_7, vocab=write_sentencepiece_or_bpe),
 }
 
 _RWKV_LAYER = "rwkv.blocks.*."
@@ -325,19 +360,7 @@ def _split_vectors(x: Expression, names: Sequence[str], tensor: Tensor) -> list[
 _TIME_NAMES = "time_maa_x time_maa_w1 time_maa_w2 time_decay time_decay_w1 time_decay_w2 time_faaaa"
 
 
-def _set_heads(meta: ModelMetadata, config: Json) -> None:
-    """Set the number of heads, which follows from their width, and ranks."""
-    config["num_attention_heads"] = meta.number(".embedding_length") // max(1, meta.number(".wkv.head_size"))
-    config |= {
-        "lora_rank_tokenshift": meta.number(".time_mix_extra_dim"),
-        "lora_rank_decay": meta.number(".time_decay_extra_dim"),
-    }
-
-
-def _set_ranks(meta: ModelMetadata, config: Json) -> None:
-    """Set the ranks of low-rank matrices."""
-    for name, key in (("decay", "decay"), ("a", "iclr"), ("v", "value_residual_mix"), ("gate", "gate")):
-        config[f"{name}_low_rank_dim"] = meta.get(f".attention.{key}_lora_rank")
+def _set_norms(meta: ModelMetadata, config: Json) -> None:
     config |= {"norm_first": True, "norm_bias": True, "attn": None}
 
 
@@ -346,82 +369,57 @@ _MIX_NAMES_7 = " ".join(f"{item}{n}" for item in "wav" for n in (0, 1, 2)) + " g
 
 def _set_hybrid(meta: ModelMetadata, config: Json) -> None:
     """Set whether there are gates and head norms, and the number of heads."""
+    _set_head_count(meta, config)
     config |= {
         "wkv_version": 7,
         "wkv_has_gate": meta.has_in_any_layer(".time_mix_g1.weight"),
         "wkv_has_group_norm": meta.has_in_any_layer(".time_mix_ln.weight"),
-        "num_attention_heads": meta.number(".embedding_length") // max(1, meta.number(".wkv.head_size")),
     }
 
 
-_RWKV_6_CLASS = HfClass(
-    "rwkv6",
-    "rwkv.embeddings rwkv.blocks.0.pre_ln rwkv.ln_out head "
-    + prefixed(f"{_RWKV_LAYER}attention.", f"{_TIME_NAMES} receptance key value output gate ln_x")
-    + " "
-    + prefixed(
-        _RWKV_LAYER,
-        "ln1 ln2 feed_forward.time_maa_k feed_forward.time_maa_r feed_forward.key feed_forward.receptance "
-        "feed_forward.value",
-    ),
-    kinds={"*time_mix_lerp_fused": f"{_RWKV_LAYER}attention.time_maa_fused"},
-    keys={
-        ".context_length": "max_context_length",
-        ".attention.head_count": "",
-        ".wkv.head_size": "head_size",
-        ".rescale_every_n_layers": "rescale_every",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-    },
-    defaults={"rescale_every": 0},
-)
-
-_RWKV_6_QWEN_CLASS = HfClass(
-    "rwkv6qwen2",
-    prefixed(f"{LAYER}self_attn.", f"{_TIME_NAMES} q_proj k_proj v_proj o_proj gate"),
-    kinds={"*time_mix_lerp_fused": f"{LAYER}self_attn.time_maa_fused"},
-    keys={".context_length": "max_context_length", ".attention.head_count": ""},
-    config_setters=(_set_heads,),
-)
-
-_RWKV_7_CLASS = HfClass(
-    "rwkv7",
-    "model.embeddings model.norm model.layers.0.pre_norm "
-    + prefixed(
-        LAYER,
-        "attn_norm ln2 feed_forward.key feed_forward.value feed_forward.x_k",
-    )
-    + " "
-    + prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} r_proj k_proj v_proj o_proj ln_x"),
-    kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused", "*attn_norm": f"{LAYER}attn_norm"},
-    keys={
-        ".context_length": "",
-        ".attention.head_count": "",
-        ".wkv.head_size": "head_dim",
-        ".attention.layer_norm_epsilon": "norm_eps",
-    },
-    config_setters=(_set_ranks,),
-    renames=(
-        (r"\.ln2\.", ".ffn_norm."),
-        (r"\.feed_forward\.x_k\.weight$", ".ffn.x_k"),
-        (r"\.feed_forward\.", ".ffn."),
-        (r"\.attention\.ln_x\.", ".attn.g_norm."),
-        (r"\.attn\.ln_x\.", ".attn.g_norm."),
-    ),
-)
-
-_RWKV_7_HYBRID_CLASS = HfClass(
-    "rwkv_hybrid",
-    prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} receptance key value output ln_x"),
-    kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused"},
-    keys={".context_length": "", ".attention.head_count": "", ".wkv.head_size": "head_size"},
-    config_setters=(_set_hybrid,),
-    renames=((r"\.attention\.ln_x\.bias$", ".self_attn.time_mixer.ln_x.bias"),),
-)
-
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
-    "Rwkv6ForCausalLM": _RWKV_6_CLASS,
-    "RWKV6Qwen2ForCausalLM": _RWKV_6_QWEN_CLASS,
-    "RWKV7ForCausalLM": _RWKV_7_CLASS,
-    "RwkvHybridForCausalLM": _RWKV_7_HYBRID_CLASS,
+    "Rwkv6ForCausalLM": HfClass(
+        "rwkv6",
+        "rwkv.embeddings rwkv.blocks.0.pre_ln rwkv.ln_out head "
+        + prefixed(f"{_RWKV_LAYER}attention.", f"{_TIME_NAMES} receptance key value output gate ln_x")
+        + " "
+        + prefixed(
+            _RWKV_LAYER,
+            "ln1 ln2 feed_forward.time_maa_k feed_forward.time_maa_r feed_forward.key feed_forward.receptance "
+            "feed_forward.value",
+        ),
+        kinds={"*time_mix_lerp_fused": f"{_RWKV_LAYER}attention.time_maa_fused"},
+        defaults={"rescale_every": 0},
+    ),
+    "RWKV6Qwen2ForCausalLM": HfClass(
+        "rwkv6qwen2",
+        prefixed(f"{LAYER}self_attn.", f"{_TIME_NAMES} q_proj k_proj v_proj o_proj gate"),
+        kinds={"*time_mix_lerp_fused": f"{LAYER}self_attn.time_maa_fused"},
+    ),
+    "RWKV7ForCausalLM": HfClass(
+        "rwkv7",
+        "model.embeddings model.norm model.layers.0.pre_norm "
+        + prefixed(
+            LAYER,
+            "attn_norm ln2 feed_forward.key feed_forward.value feed_forward.x_k",
+        )
+        + " "
+        + prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} r_proj k_proj v_proj o_proj ln_x"),
+        kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused", "*attn_norm": f"{LAYER}attn_norm"},
+        config_setters=(_set_norms,),
+        renames=(
+            (r"\.ln2\.", ".ffn_norm."),
+            (r"\.feed_forward\.x_k\.weight$", ".ffn.x_k"),
+            (r"\.feed_forward\.", ".ffn."),
+            (r"\.attention\.ln_x\.", ".attn.g_norm."),
+            (r"\.attn\.ln_x\.", ".attn.g_norm."),
+        ),
+    ),
+    "RwkvHybridForCausalLM": HfClass(
+        "rwkv_hybrid",
+        prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} receptance key value output ln_x"),
+        kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused"},
+        config_setters=(_set_hybrid,),
+        renames=((r"\.attention\.ln_x\.bias$", ".self_attn.time_mixer.ln_x.bias"),),
+    ),
 }

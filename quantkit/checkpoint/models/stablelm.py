@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, stack, take
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Copied, SetKeys, divided_head_dim, rotary_width
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 
@@ -34,14 +33,13 @@ class StackHeadNorms(Rule):
         name = tensor.name[: match.end(1)] + ".weight"
         of_keys = match[1].endswith("k_layernorm")
         n = context.config.number("num_key_value_heads" if of_keys else "num_attention_heads")
-        norms_by_head = context.waiting.setdefault((id(self), (tensor.layer or 0) * 2 + of_keys), {})
-        norms_by_head[match[2]] = tensor
-        if len(norms_by_head) < n:
+        norms_by_head = context.gather(self, name, match[2], tensor, n)
+        if norms_by_head is None:
             return ()
         missing = next((i for i in range(n) if str(i) not in norms_by_head), None)
         if missing is not None:
             raise context.fail(tensor, f"there are {n} heads, but the norm of head {missing} is missing")
-        norms = [norms_by_head.pop(str(i)) for i in range(n)]
+        norms = [norms_by_head[str(i)] for i in range(n)]
         if len({norm.x.shape for norm in norms}) > 1:
             raise context.fail(tensor, "the norms of the heads are not of one shape")
         return (replace(tensor, name=name, x=stack([norm.x for norm in norms])),)
@@ -61,25 +59,20 @@ class StackHeadNorms(Rule):
         ]
 
 
-def set_stablelm_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of StableLM, in the converter's order."""
-    heads = config.number("num_attention_heads")
-    keys.u32(".context_length", config["max_position_embeddings"])
-    keys.u32(".embedding_length", config["hidden_size"])
-    keys.u32(".block_count", layers)
-    keys.u32(".feed_forward_length", config["intermediate_size"])
-    part = config.rotary_part(0.25)
-    keys.u32(".rope.dimension_count", int(part * (config.number("hidden_size") // max(1, heads))))
-    keys.u32(".attention.head_count", heads)
-    keys.u32(".attention.head_count_kv", config["num_key_value_heads"])
-    keys.flag(".use_parallel_residual", config.get("use_parallel_residual", True))
-    keys.f32(".attention.layer_norm_epsilon", config.find("layer_norm_eps", "norm_eps"))
-    keys.u32("general.file_type", file_type)
+STABLELM_BASE: tuple[SetKeys, ...] = (
+    Copied(".context_length", "max_position_embeddings", required=True),
+    Copied(".embedding_length", "hidden_size", required=True),
+    BLOCK_COUNT,
+    Copied(".feed_forward_length", "intermediate_size", required=True),
+    rotary_width(0.25, divided_head_dim),
+    Copied(".attention.head_count", "num_attention_heads", required=True),
+    Copied(".attention.head_count_kv", "num_key_value_heads", required=True),
+    Copied(".use_parallel_residual", "use_parallel_residual", "flag", default=True),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_eps norm_eps", "f32", required=True),
+    FILE_TYPE,
+)
+_STABLELM = Architecture("stablelm", rules=(StackHeadNorms(),), base=STABLELM_BASE)
 
-
-_STABLELM = Architecture("stablelm", rules=(StackHeadNorms(),), base=set_stablelm_keys)
-
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "StableLmForCausalLM": _STABLELM,
     "StableLMEpochForCausalLM": _STABLELM,
@@ -87,25 +80,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-@dataclass(frozen=True)
-class SetFlag:
-    """Set ``name`` of config.json to whether the model, or its first layer, has such a tensor."""
-
-    name: str
-    tensor: str
-
-    def __call__(self, meta: ModelMetadata, config: Json) -> None:
-        config[self.name] = meta.has(self.tensor)
+def _set_head_norms(meta: ModelMetadata, config: Json) -> None:
+    """Set whether queries and keys are normed."""
+    config["qk_layernorm"] = meta.has("attn_q_norm.weight")
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "StableLmForCausalLM": HfClass(
         "stablelm",
         "model.layers.*.self_attn.q_layernorm model.layers.*.self_attn.k_layernorm",
-        config_setters=(
-            config_values.set_rotary_part,
-            SetFlag("qk_layernorm", "attn_q_norm.weight"),
-        ),
+        config_setters=(_set_head_norms,),
     ),
 }

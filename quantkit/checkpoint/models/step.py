@@ -16,9 +16,10 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression
-from quantkit.checkpoint.keys import Keys, layers_in_file
-from quantkit.checkpoint.nextn import layers_with_nextn, set_nextn_layers
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.key_rows import WINDOW, Computed, Copied, SetKeys, SwigluLimits
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Transform, minus_one, plus_one, squeeze, unchanged
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.errors import FormatError
@@ -49,8 +50,9 @@ def split_theta(config: Config) -> None:
         config.rope |= {"rope_theta": float(theta[0]), "sliding_attention": {"rope_theta": float(theta[1])}}
 
 
-def _set_layers(keys: Keys, config: Config) -> None:
-    n, sliding_config = layers_in_file(keys), config.get("attention_other_setting") or {}
+def _set_heads(keys: Keys, config: Config) -> None:
+    """Set the heads and windows of layers, the MTP layers included."""
+    n, sliding_config = keys.layers, config.get("attention_other_setting") or {}
     slides = [kind == "sliding_attention" for kind in _pad(config.get("layer_types"), n, "full_attention")]
     turned = _pad(config.get("partial_rotary_factors"), n, 0.5)
     if turned != [1.0 if slide else 0.5 for slide in slides]:
@@ -59,39 +61,31 @@ def _set_layers(keys: Keys, config: Config) -> None:
         full = config.number(f"num_attention_{name}")
         sliding = sliding_config.get(f"num_attention_{name}", full)
         keys.array(key, [sliding if slide else full for slide in slides])
-    keys.u32(".attention.sliding_window", config["sliding_window"])
+    WINDOW(keys, config)
     keys.array(".attention.sliding_window_pattern", slides)
-    keys.u32(".attention.value_length", config["head_dim"])
 
 
-def _set_dense_layers(keys: Keys, config: Config) -> None:
+def _dense_layers(config: Config) -> int:
     layer_list = config.get("moe_layers_enum")
-    layers = (
-        sorted(int(i) for i in layer_list.split(",")) if isinstance(layer_list, str) and layer_list.strip() else [0]
-    )
-    keys.u32(".leading_dense_block_count", max(0, layers[0]))
-    keys.u32(".moe_every_n_layers", int(config.get("moe_every_n_layer", 1)))
-    keys.f32(".attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-5))
-
-
-def _set_swiglu_limits(keys: Keys, config: Config) -> None:
-    for key, name in ((".swiglu_clamp_exp", "swiglu_limits"), (".swiglu_clamp_shexp", "swiglu_limits_shared")):
-        if (limits := config.get(name)) is not None:
-            numbers = [0.0 if limit is None else float(limit) for limit in limits]
-            keys.array(key, _pad(numbers, layers_in_file(keys), 0.0))
+    layers = [int(i) for i in layer_list.split(",")] if isinstance(layer_list, str) and layer_list.strip() else [0]
+    return max(0, min(layers))
 
 
 KEYS: tuple[SetKeys, ...] = (
-    _set_layers,
+    _set_heads,
+    Copied(".attention.value_length", "head_dim", required=True),
     Copied(".expert_count", "moe_num_experts", required=True),
     Copied(".expert_used_count", "moe_top_k", required=True),
     Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
     Copied(".expert_shared_feed_forward_length", "share_expert_dim", required=True),
     Copied(".expert_weights_scale", "moe_router_scaling_factor", "f32"),
     Copied(".expert_weights_norm", "norm_expert_weight", "flag"),
-    _set_dense_layers,
-    _set_swiglu_limits,
-    set_nextn_layers,
+    Computed(".leading_dense_block_count", _dense_layers),
+    Computed(".moe_every_n_layers", lambda config: int(config.get("moe_every_n_layer", 1)), names="moe_every_n_layer"),
+    Copied(".attention.layer_norm_rms_epsilon", "rms_norm_eps", "f32", default=1e-5),
+    SwigluLimits(".swiglu_clamp_exp", "swiglu_limits"),
+    SwigluLimits(".swiglu_clamp_shexp", "swiglu_limits_shared"),
+    NEXTN_IF_ANY,
 )
 
 
@@ -152,7 +146,6 @@ _STEP = Architecture(
     nextn=True,
 )
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "Step3p5ForCausalLM": _STEP,
     "Step3p7ForConditionalGeneration": _STEP,
@@ -187,21 +180,16 @@ _STEP_CLASS = HfClass(
         "share_expert.up_proj share_expert.down_proj",
     ),
     keys={
-        ".attention.head_count": "",
         ".attention.head_count_kv": "",
-        ".leading_dense_block_count": "",
-        ".moe_every_n_layers": "moe_every_n_layer",
         ".expert_gating_func": "moe_router_activation",
-        ".swiglu_clamp_exp": "swiglu_limits",
-        ".swiglu_clamp_shexp": "swiglu_limits_shared",
+        ".attention.sliding_window": "sliding_window",
     },
     # What llama.cpp has in its code.
     defaults={"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "yarn_only_types": ["full_attention"]},
-    config_setters=(config_values.subtract_nextn_layers, _set_step_layers),
+    config_setters=(_set_step_layers,),
     renames=((r"(\.layers\.\d+)\.(shared_head\.)", r"\1.transformer.\2"),),
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "Step3p7ForConditionalGeneration": replace(
         _STEP_CLASS,

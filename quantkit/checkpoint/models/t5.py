@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import FILE_TYPE, Copied, SetKeys, block_count, number_or
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.checkpoint.vocab.unigram import write_t5
@@ -32,37 +32,34 @@ class ShareEmbeddings(OneWayRule):
 RULES = (ShareEmbeddings(),)
 
 
-def set_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the base keys of T5, in the converter's order."""
-    length, epsilon = config.get("n_positions"), config["layer_norm_epsilon"]
-    has_decoder = keys.arch == "t5"
-    keys.u32(".context_length", 512 if length is None else length)
-    keys.u32(".embedding_length", config["d_model"])
-    keys.u32(".feed_forward_length", config["d_ff"])
-    keys.u32(".block_count", layers)
-    if has_decoder and (n := config.get("num_decoder_layers")) is not None:
-        keys.u32(".decoder_block_count", n)
-    keys.u32(".attention.head_count", config["num_heads"])
-    keys.u32(".attention.key_length", config["d_kv"])
-    keys.u32(".attention.value_length", config["d_kv"])
-    keys.f32(".attention.layer_norm_epsilon", epsilon)
-    keys.u32(".attention.relative_buckets_count", config["relative_attention_num_buckets"])
-    keys.f32(".attention.layer_norm_rms_epsilon", epsilon)
-    if has_decoder:
-        keys.u32(".decoder_start_token_id", config["decoder_start_token_id"])
-    keys.u32("general.file_type", file_type)
+def _base_keys(*, decoder: bool) -> tuple[SetKeys, ...]:
+    """Return the rows of T5, with or without a decoder."""
+    return (
+        number_or(".context_length", "n_positions", 512),
+        Copied(".embedding_length", "d_model", required=True),
+        Copied(".feed_forward_length", "d_ff", required=True),
+        block_count("num_layers"),
+        *((Copied(".decoder_block_count", "num_decoder_layers"),) if decoder else ()),
+        Copied(".attention.head_count", "num_heads", required=True),
+        Copied(".attention.key_length", "d_kv", required=True),
+        Copied(".attention.value_length", "d_kv", required=True),
+        Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+        Copied(".attention.relative_buckets_count", "relative_attention_num_buckets", required=True),
+        Copied(".attention.layer_norm_rms_epsilon", "layer_norm_epsilon", "f32", required=True),
+        *((Copied(".decoder_start_token_id", "decoder_start_token_id", required=True),) if decoder else ()),
+        FILE_TYPE,
+    )
 
 
-_T5 = Architecture("t5", rules=RULES, base=set_base, vocab=write_t5)
+_T5 = Architecture("t5", rules=RULES, base=_base_keys(decoder=True), vocab=write_t5)
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "T5ForConditionalGeneration": _T5,
     "T5WithLMHeadModel": _T5,
     "MT5ForConditionalGeneration": _T5,
     "UMT5ForConditionalGeneration": _T5,
     "UMT5Model": _T5,
-    "T5EncoderModel": replace(_T5, arch="t5encoder"),
+    "T5EncoderModel": replace(_T5, arch="t5encoder", base=_base_keys(decoder=False)),
 }
 
 
@@ -89,24 +86,10 @@ def has_bias_in_every_layer(meta: ModelMetadata) -> bool:
 _T5_CLASS = HfClass(
     "t5",
     "shared encoder.final_layer_norm",
-    keys={
-        ".context_length": "n_positions",
-        ".embedding_length": "d_model",
-        ".feed_forward_length": "d_ff",
-        ".block_count": "num_layers",
-        ".decoder_block_count": "num_decoder_layers",
-        ".attention.head_count": "num_heads",
-        ".attention.key_length": "d_kv",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-        ".attention.layer_norm_rms_epsilon": "",
-        ".attention.relative_buckets_count": "relative_attention_num_buckets",
-        ".decoder_start_token_id": "decoder_start_token_id",
-    },
     config_setters=(_set_gated,),
     rename_last=_rename_gated,
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "UMT5ForConditionalGeneration": replace(_T5_CLASS, model_type="umt5", matches=has_bias_in_every_layer),
     "T5ForConditionalGeneration": _T5_CLASS,

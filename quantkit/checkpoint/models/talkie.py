@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Shaped, concatenate, read_f32, size_of, take
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Always, Architecture, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.key_rows import Always, Copied, SetKeys
+from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 
@@ -67,15 +66,11 @@ RULES = (
 KEYS: tuple[SetKeys, ...] = (Always(".attention.layer_norm_rms_epsilon", float(np.finfo(np.float32).eps), "f32"),)
 
 
-def set_gain(keys: Keys, config: Config) -> None:
-    """Set the factor of logits."""
-    if "lm_head_gain" in config.values:
-        keys.f32(".logit_scale", config["lm_head_gain"])
+#: The factor of logits.
+GAIN = Copied(".logit_scale", "lm_head_gain", "f32")
 
-
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    "TalkieForCausalLM": Architecture("talkie", rules=RULES, keys=KEYS, head_keys=(set_gain,)),
+    "TalkieForCausalLM": Architecture("talkie", rules=RULES, keys=KEYS, head_keys=(GAIN,)),
 }
 
 _LAYER = "model.blocks.*."
@@ -86,7 +81,6 @@ def _make_gain(meta: ModelMetadata) -> Iterable[Tensor]:
     yield Tensor("lm_head_gain.w_g", Constant((float(meta.get(".logit_scale") or 1.0),)), None)
 
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "TalkieForCausalLM": HfClass(
         "talkie",
@@ -95,7 +89,6 @@ CLASSES: dict[str, HfClass] = {
         + " "
         + prefixed(_LAYER, "mlp.mlp_gate mlp.mlp_linear mlp.mlp_resid embed_skip.a_g"),
         kinds={"*attn_output.scale": f"{_LAYER}attn_gain.a_g", "*ffn_down.scale": f"{_LAYER}mlp_gain.a_g"},
-        keys={".logit_scale": "", ".attention.layer_norm_rms_epsilon": ""},
         renames=((r"\.(head_g|a_g)\.weight$", r".\1"), (r"^lm_head\.weight$", "lm_head")),
         synthetic=_make_gain,
     ),

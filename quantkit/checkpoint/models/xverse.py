@@ -1,6 +1,6 @@
-"""XVERSE.
+"""XVERSE and Baichuan.
 
-Facts of llama.cpp b11434, conversion/xverse.py.
+Facts of llama.cpp b11434, conversion/xverse.py, conversion/baichuan.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression
-from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import Always, Architecture, HfClass, SetKeys
-from quantkit.checkpoint.rules import Transform, permute_rows, restore_rows
+from quantkit.checkpoint.key_rows import Always, Computed, SetKeys, divided_head_dim
+from quantkit.checkpoint.row import Architecture, HfClass
+from quantkit.checkpoint.rules import Split, Transform, permute_rows, restore_rows
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import is_byte_level, write_bpe
+from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.special import special_tokens
 from quantkit.checkpoint.vocab.tokenizer import BYTE, CONTROL, NORMAL, USER_DEFINED, Vocabulary, checked_size
 from quantkit.errors import FormatError
@@ -37,18 +39,19 @@ class PermuteHeads:
         return (restore_rows if self.inverse else permute_rows)(tensor, n)
 
 
-XVERSE_RULES = (
+PERMUTE_HEADS = (
     Transform(r"q_proj\.weight$", PermuteHeads(), PermuteHeads(inverse=True)),
     Transform(r"k_proj\.weight$", PermuteHeads(keys=True), PermuteHeads(keys=True, inverse=True)),
 )
 
 
-def _set_rope(keys: Keys, config: Config) -> None:
-    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
-    keys.u32(".rope.dimension_count", width)
+#: Baichuan's queries, keys and values are stored in one.
+SPLIT_W_PACK = Split(r"\.W_pack\.weight$", (".q_proj.weight", ".k_proj.weight", ".v_proj.weight"), always=True)
 
-
-XVERSE_KEYS: tuple[SetKeys, ...] = (Always(".tensor_data_layout", "Meta AI original pth", "text"), _set_rope)
+KEYS: tuple[SetKeys, ...] = (
+    Always(".tensor_data_layout", "Meta AI original pth", "text"),
+    Computed(".rope.dimension_count", divided_head_dim),
+)
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -80,12 +83,22 @@ def _type_token(v: Vocabulary, text: str) -> tuple[str, int]:
     return text, NORMAL
 
 
-#: Model class -> how it is converted.
+_BAICHUAN = Architecture("baichuan", rules=(SPLIT_W_PACK, *PERMUTE_HEADS), keys=KEYS, vocab=write_sentencepiece)
+
 ARCHITECTURES: dict[str, Architecture] = {
-    "XverseForCausalLM": Architecture("xverse", rules=XVERSE_RULES, keys=XVERSE_KEYS, vocab=write_xverse),
+    "XverseForCausalLM": Architecture("xverse", rules=PERMUTE_HEADS, keys=KEYS, vocab=write_xverse),
+    # convert_hf_to_gguf.py calls itself until it stops, where it means to name a tensor.
+    "BaichuanForCausalLM": _BAICHUAN,
+    "BaiChuanForCausalLM": _BAICHUAN,
 }
 
-#: Model class -> how transformers has it.
+
+def _set_model_max_length(meta: ModelMetadata, config: Json) -> None:
+    """Set the context length by Baichuan's own name, too."""
+    config["model_max_length"] = meta.number(".context_length")
+
+
 CLASSES: dict[str, HfClass] = {
     "XverseForCausalLM": HfClass("xverse"),
+    "BaichuanForCausalLM": HfClass("baichuan", config_setters=(_set_model_max_length,)),
 }

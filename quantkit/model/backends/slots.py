@@ -14,6 +14,23 @@ from quantkit.model.ops import Matrix, Op, Value
 Slots = dict[str, Slot]
 
 
+#: Numbers of elementwise operations: slot -> field of the operation.
+NUMBERS: dict[type[Op], dict[str, str]] = {
+    ops.Scale: {"by": "factor"},
+    ops.Shift: {"by": "offset"},
+    ops.Softcap: {"by": "cap"},
+    ops.Clamp: {"by": "limit"},
+    ops.Exceed: {"factor": "factor"},
+    ops.ScaleByPosition: {name: name for name in ("floor_scale", "alpha", "offset")},
+    ops.Xielu: {name: name for name in ("alpha_n", "alpha_p", "beta", "eps")},
+}
+
+
+def numbers(op: Op) -> Slots:
+    """Return the slots of an elementwise operation's numbers."""
+    return {slot: float(getattr(op, field)) for slot, field in NUMBERS[type(op)].items()}
+
+
 def buffers(b: Lowering, op: Op, *names: str) -> Slots:
     """Return the buffers of an operation's fields, by their names; 0 for None."""
     values = {name: getattr(op, name) for name in names}

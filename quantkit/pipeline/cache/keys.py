@@ -18,11 +18,10 @@ from pathlib import Path
 from quantkit.formats.cache_entry import Pieces
 from quantkit.formats.files import stamp_of
 from quantkit.formats.remote import URL
-from quantkit.kernels.formats import FORMATS, encoder_for
-from quantkit.kernels.interleave import base_of, repacks
+from quantkit.kernels.formats import FORMATS
+from quantkit.kernels.interleave import base_of
 from quantkit.kernels.tensor_scale import decoded_as
-from quantkit.pipeline.jobs import piece_rows
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedPart
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
@@ -30,37 +29,36 @@ _PACKAGE = Path(__file__).parent.parent.parent
 _IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n]*)|import\s+(quantkit[\w.]*))", re.M)
 
 
-def is_encoded(part: RowSlice, target: TensorType) -> bool:
-    """Return whether a part is cached: its rows are neither copied, nor repacked, nor merely rounded."""
-    source = part.source.type
+def is_cached(part: PlannedPart) -> bool:
+    """Return whether the cache may hold a part's rows."""
     if part.inputs is not None and part.inputs.digest() is None:  # its inputs are only known in the run
         return False
-    return source is not target and target.block > 1 and not repacks(source, target)
+    return part.encoding.is_cached
 
 
-def pieces_of(part: RowSlice, target: TensorType) -> Pieces:
+def pieces_of(part: PlannedPart) -> Pieces:
     """Return the layout of a part's encoded rows in an entry."""
-    return Pieces(part.matrices, part.rows, target.row_bytes(part.values), piece_rows(part, target))
+    encoding = part.encoding
+    return Pieces(part.matrices, part.rows, encoding.target.row_bytes(part.values), encoding.piece)
 
 
-def importance_digest(part: RowSlice) -> str | None:
+def importance_digest(part: PlannedPart) -> str | None:
     """Return the digest of the importance a part is encoded with, or None without."""
     weights = None if part.importance is None else part.importance.weights
     return None if weights is None else hashlib.sha256(weights.tobytes()).hexdigest()
 
 
-def encoding_digest(part: RowSlice, tensor: PlannedTensor, importance: str | None) -> str:
+def encoding_digest(part: PlannedPart, importance: str | None) -> str:
     """Return the digest of everything that decides encoded rows except the source rows."""
-    pieces = pieces_of(part, tensor.type)
-    encoder = encoder_for(tensor.type, tensor.encoder or None)
+    pieces, encoding = pieces_of(part), part.encoding
     settings = {
-        "from": part.source.type.name,
-        "to": tensor.type.name,
-        "encoder": encoder,
-        "code": encoder_digest(part.source.type, tensor.type, part.inputs is not None),
+        "from": encoding.source.name,
+        "to": encoding.target.name,
+        "encoder": encoding.encoder,
+        "code": encoder_digest(encoding.source, encoding.target, part.inputs is not None),
         "values": part.values,
         "shape": [pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece],
-        "importance": None if tensor.type.imatrix == "ignored" else importance,
+        "importance": None if encoding.target.imatrix == "ignored" else importance,
         "feedback": None if part.inputs is None else part.inputs.digest(),
     }
     return _digest(settings)
@@ -75,11 +73,12 @@ def encoder_digest(source: TensorType, target: TensorType, feedback: bool = Fals
     That is all the modules of kernels that the families' code reaches, also to measure the error, and the tables.
     """
     have, want = (FORMATS.get(base_of(t).name) for t in (decoded_as(source), target))
-    roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.error", "cpu.unpack.dequantize", "tensor_scale"]
+    roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.check", "cpu.unpack.dequantize", "tensor_scale"]
     roots += [f"cpu.unpack.{fmt.family}" for fmt in (have, want) if fmt is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
     roots += ["cpu.feedback.rounding"] * feedback
-    paths = {_PACKAGE / "pipeline/jobs.py", _PACKAGE / "pipeline/worker.py", *(_PACKAGE / "kernels").glob("*.npz")}
+    paths = {_PACKAGE / f"pipeline/{name}.py" for name in ("encoding", "jobs", "worker")}
+    paths |= set((_PACKAGE / "kernels").glob("*.npz"))
     paths |= {path for root in roots for path in _imported_modules(f"quantkit.kernels.{root}")}
     return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])
 
@@ -129,7 +128,7 @@ def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
+def identity(source: Source, fingerprint: str, part: PlannedPart) -> str | None:
     """Return a digest that identifies the source rows of a part without reading them; None if impossible.
 
     Files are identified by inode, size and times of change, not by path; objects in stores by their tag.
@@ -148,7 +147,7 @@ def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorTyp
         "files": stamps,
         "made": None if place is not None else package_digest(),
         "tensor": [part.source.name, part.source.type.name, part.source.nbytes, None if place is None else place[1]],
-        "rows": [part.values, part.matrices, part.rows, part.source_rows, part.source_row, piece_rows(part, target)],
+        "rows": [part.values, part.matrices, part.rows, part.source_rows, part.source_row, part.encoding.piece],
     }
     return _digest(facts)
 

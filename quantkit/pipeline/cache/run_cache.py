@@ -30,14 +30,13 @@ from quantkit.formats.cache_entry import (
     digest,
     source_digest,
 )
-from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED
-from quantkit.pipeline.cache.keys import encoding_digest, identity, importance_digest, is_encoded, pieces_of
+from quantkit.kernels.tensor_scale import TAIL
+from quantkit.pipeline.cache.keys import encoding_digest, identity, importance_digest, is_cached, pieces_of
 from quantkit.pipeline.cache.store import Store
 from quantkit.pipeline.jobs import FROM_CACHE, REPAIRED, Cached, Job, JobResult
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.source import Source
-from quantkit.types import TensorType
 from quantkit.units import format_size
 from quantkit.version import __version__
 
@@ -123,12 +122,12 @@ class RunCache:
 
     def _look_up(self, tensor: PlannedTensor) -> dict[int, _Lookup]:
         parts = enumerate(tensor.parts)
-        return {number: self._look_up_part(tensor, part) for number, part in parts if is_encoded(part, tensor.type)}
+        return {number: self._look_up_part(part) for number, part in parts if is_cached(part)}
 
-    def _look_up_part(self, tensor: PlannedTensor, part: RowSlice) -> _Lookup:
+    def _look_up_part(self, part: PlannedPart) -> _Lookup:
         importance = importance_digest(part)
-        encoding = encoding_digest(part, tensor, importance)
-        source_id = identity(self.plan.source, self.fingerprint, part, tensor.type)
+        encoding = encoding_digest(part, importance)
+        source_id = identity(self.plan.source, self.fingerprint, part)
         source = self.memo.get(source_id)
         entries = [name for name in self.store.find(encoding) if source in (None, name.source)]
         lookup = _Lookup(encoding, importance, source_id, source, entries)
@@ -172,13 +171,13 @@ class RunCache:
             if part is None:
                 out.append(job)
                 continue
-            pieces = pieces_of(tensor.parts[job.part], tensor.type)
+            pieces = pieces_of(tensor.parts[job.part])
             if not pieces.is_aligned(job.row, job.rows):
                 self._short_of_memory = True
                 out.append(job)
                 continue
             if job.part not in entries:
-                entries[job.part] = self._entry(tensor.parts[job.part], tensor.type, part, pieces)
+                entries[job.part] = self._entry(tensor.parts[job.part], part, pieces)
             cached = self._cached(job, pieces, part, entries[job.part])
             if file is None and not self._failure:
                 self._try(partial(self._make_temporary, tensor, job.part))
@@ -200,9 +199,7 @@ class RunCache:
         if (tensor.name, number) not in self._temporary:
             self._temporary[tensor.name, number] = self.store.make_temporary().absolute()
 
-    def _entry(
-        self, part: RowSlice, target: TensorType, lookup: _Lookup, pieces: Pieces
-    ) -> tuple[EntryName, bytes] | None:
+    def _entry(self, part: PlannedPart, lookup: _Lookup, pieces: Pieces) -> tuple[EntryName, bytes] | None:
         """Return the entry that has a part, or may have it, and its records."""
         names = lookup.entries
         if names and not lookup.is_known:
@@ -219,13 +216,13 @@ class RunCache:
                 self._remove(name, e)
         return None
 
-    def _first_digest(self, part: RowSlice, pieces: Pieces) -> str:
+    def _first_digest(self, part: PlannedPart, pieces: Pieces) -> str:
         """Return the digest of the first piece of a part, as entries are named by it; "" if it cannot be read."""
         row_bytes = part.source.type.row_bytes(part.values)
         data, tail = np.empty(min(pieces.piece, pieces.rows) * row_bytes, np.uint8), np.empty(0, np.uint8)
         try:
             self.plan.source.read(part.source, data, part.source_row * row_bytes)
-            if part.source.type is TENSOR_SCALED:
+            if part.encoding.has_tensor_scale:
                 tail = np.empty(4, np.uint8)
                 self.plan.source.read(part.source, tail, part.source.nbytes - TAIL)
         except (OSError, FormatError):  # the job will say so
@@ -260,7 +257,7 @@ class RunCache:
     ) -> None:
         part, lookup = tensor.parts[number], self._parts[tensor.name][number]
         data = b"".join(result.records for _, result in results)
-        pieces, records = pieces_of(part, tensor.type), np.frombuffer(data, RECORD)
+        pieces, records = pieces_of(part), np.frombuffer(data, RECORD)
         if len(records) != pieces.count:
             return
         source = source_digest(records)
@@ -370,7 +367,7 @@ class RunCache:
             yield f"{where} was not used for tensors whose rows are too many for --max-ram: give more of it"
 
 
-def _ranges(tensor: PlannedTensor, part: RowSlice, pieces: Pieces) -> list[tuple[int, int]]:
+def _ranges(tensor: PlannedTensor, part: PlannedPart, pieces: Pieces) -> list[tuple[int, int]]:
     """Return the ranges (offset, length) of a part's rows in the output file."""
     if part.rows == part.target_rows:
         return [(tensor.offset, pieces.nbytes)]

@@ -13,19 +13,16 @@ import numpy as np
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.ranges import U8
-from quantkit.kernels.cuda.encode.encode import weighs
 from quantkit.kernels.cuda.encode.pipeline import Conversion, RowConversion, Segment, SlotMemory
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 from quantkit.kernels.cuda.feedback.pipeline import FeedbackConversion, FeedbackSlot, RowRange, losses_of
-from quantkit.kernels.interleave import base_of
-from quantkit.kernels.levels import all_levels
 from quantkit.pipeline.feedback import MetricPool
 from quantkit.pipeline.gpu.choice import segment_of
 from quantkit.pipeline.gpu.queues import JobQueues
-from quantkit.pipeline.jobs import Job, JobResult, piece_rows
+from quantkit.pipeline.jobs import Job, JobResult
 from quantkit.pipeline.ledger import Work
-from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.worker import F32, F64, SourceRows, Worker
 from quantkit.types import TensorType
 
@@ -183,17 +180,16 @@ class BatchRunner:
     def _encode_with_feedback(self, form: FeedbackConversion, jobs: list[Job]) -> Iterator[_Output] | None:
         """Encode jobs of one matrix with feedback; return the output of each, or None if a value is not finite."""
         self._transfer = self._transfer or self._gpu.transfer(self._slot)
-        first, tensor = jobs[0], self._tensor(jobs[0])
-        part = tensor.parts[first.part]
+        first = jobs[0]
+        part = self._part(first)
         assert part.inputs is not None
-        inputs, transfer = part.inputs, self._transfer
+        inputs, grouping = part.inputs, part.encoding.grouping
+        transfer = self._transfer
 
         def make() -> DeviceMetric:
             with self._read_budget.reserve(inputs.metric_bytes // 2):
                 return inputs.metric_on(transfer, first.matrix, grouping)
 
-        levels = all_levels().get(tensor.type.name)
-        grouping = levels.grouping if levels is not None else None
         self._slot.upload(form, sum(job.rows for job in jobs))
         if self._wait(form, jobs) is None:
             return None
@@ -201,10 +197,10 @@ class BatchRunner:
         rows = [RowRange(job.rows * per_row, (part.source_row + job.row) * per_row) for job in jobs]
         with self._gpu.metrics.lease(inputs, first.matrix, grouping, make) as metric:
             importance = self._worker.importance_of(first, part, metric.importance)
-            self._slot.encode(form, rows, metric, importance if weighs(form.target) else importance[:0])
+            self._slot.encode(form, rows, metric, importance if part.encoding.is_weighted else importance[:0])
             outputs = self._wait(form, jobs)
         assert outputs is not None
-        losses = losses_of(outputs) if tensor.type.is_quantized else None
+        losses = losses_of(outputs) if form.target.is_quantized else None
         return self._with_losses(form, jobs, outputs[0], losses)
 
     def _with_losses(
@@ -221,6 +217,9 @@ class BatchRunner:
 
     def _tensor(self, job: Job) -> PlannedTensor:
         return self._ledger.plan.tensors[job.tensor]
+
+    def _part(self, job: Job) -> PlannedPart:
+        return self._tensor(job).parts[job.part]
 
     def _read(self, form: Conversion, jobs: list[Job]) -> list[tuple[Job, SourceRows]]:
         """Read rows into the slot, one job after the other; jobs that the cache serves are finished here."""
@@ -252,11 +251,12 @@ class BatchRunner:
 
     def _is_undecoded(self, form: Conversion, job: Job) -> bool:
         """Return whether rows go to the GPU as they are stored in the file."""
-        return form.source is self._tensor(job).parts[job.part].source.type
+        return form.source is self._part(job).source.type
 
     def _weights(self, job: Job) -> F32:
-        importance = self._worker.importance_of(job, self._tensor(job).parts[job.part])
-        return importance if weighs(base_of(self._tensor(job).type)) else importance[:0]
+        part = self._part(job)
+        importance = self._worker.importance_of(job, part)
+        return importance if part.encoding.is_weighted else importance[:0]
 
     def _values(
         self, form: Conversion, job: Job, tensor: PlannedTensor, rows: SourceRows, offset: int
@@ -266,7 +266,7 @@ class BatchRunner:
             yield from self._worker.decode(job, tensor, rows.source)
             return
         x = self._slot.source[offset : offset + 4 * job.rows * form.n].view(np.float32).reshape(job.rows, form.n)
-        step = piece_rows(tensor.parts[job.part], tensor.type)
+        step = self._part(job).encoding.piece
         yield from ((slice(row, row + step), x[row : row + step]) for row in range(0, job.rows, step))
 
     def _verify(self, job: Job, tensor: PlannedTensor, target: U8) -> None:

@@ -7,87 +7,67 @@ from collections.abc import Sequence
 
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.kernels.cuda.core import device as devices
-from quantkit.kernels.cuda.encode.encode import weighs
 from quantkit.kernels.cuda.encode.interleaved import is_changed
 from quantkit.kernels.cuda.encode.pipeline import Conversion, RowConversion, can_decode, can_encode
 from quantkit.kernels.cuda.feedback.pipeline import FeedbackConversion
 from quantkit.kernels.cuda.feedback.rounding import can_round
-from quantkit.kernels.formats import FORMATS, INTERLEAVED_ENCODERS, SYMMETRIC, encoder_for
-from quantkit.kernels.interleave import base_of, is_interleaved, repacks
-from quantkit.kernels.levels import all_levels
+from quantkit.pipeline.encoding import Action
 from quantkit.pipeline.feedback import rounding_of
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
-from quantkit.types import BY_NAME, TensorType
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
+from quantkit.types import BY_NAME
 
 BACKENDS = ("cpu", "cuda", "auto")
 
 _F32 = BY_NAME["F32"]
 
 
-def cpu_reason(tensor: PlannedTensor, part: RowSlice) -> str | None:
+def cpu_reason(part: PlannedPart) -> str | None:
     """Return the reason why a GPU does not encode a part, "" if it has nothing to encode; None if it does."""
-    if part.is_copied(tensor.type) or repacks(part.source.type, tensor.type):
+    encoding, inputs = part.encoding, part.inputs
+    if encoding.action is not Action.ENCODE:
         return ""
-    if part.inputs is not None and not tensor.type.is_quantized:
-        return None if tensor.type is _F32 and part.inputs.corrects else f"no CUDA encoder for {tensor.type}"
-    if part.inputs is not None and tensor.type.name in all_levels() and not can_round(tensor.type):
-        return f"no error feedback for {tensor.type} on GPUs"
-    base, search = _gpu_type(tensor), _search(tensor)
-    if can_encode(base, search):
+    missing = f"no CUDA encoder for {encoding.target}"
+    if inputs is not None and not encoding.target.is_quantized:
+        return None if encoding.target is _F32 and inputs.corrects else missing
+    if encoding.has_feedback and not can_round(encoding.target):
+        return f"no error feedback for {encoding.target} on GPUs"
+    if can_encode(encoding.encoder_type, encoding.search):
         return None
-    return f"no CUDA encoder for {tensor.type}" + (f" by the search '{search}'" if search and can_encode(base) else "")
+    if encoding.search and can_encode(encoding.encoder_type):
+        missing += f" by the search '{encoding.search}'"
+    return missing
 
 
-def _gpu_type(tensor: PlannedTensor) -> TensorType:
-    """Return the type that GPUs write: single rows, unless the encoder works on whole groups of rows."""
-    return tensor.type if tensor.type.name in INTERLEAVED_ENCODERS else base_of(tensor.type)
-
-
-def _encoder(tensor: PlannedTensor) -> str:
-    return encoder_for(tensor.type, tensor.encoder or None)
-
-
-def _search(tensor: PlannedTensor) -> str:
-    """Return the encoder of a tensor's values, for a type with several; else ""."""
-    encoder, fmt = _encoder(tensor), FORMATS.get(base_of(tensor.type).name)
-    return encoder if encoder == SYMMETRIC or encoder == "ik" and fmt is not None and fmt.ik_encoder else ""
-
-
-def conversions_of(tensor: PlannedTensor, part: RowSlice) -> tuple[Conversion, ...]:
+def conversions_of(part: PlannedPart) -> tuple[Conversion, ...]:
     """Return the forms that a part's rows may have on a GPU; none if the CPU encodes them.
 
     The CPU decodes types that GPUs cannot. Of an interleaved type GPUs encode single rows, which the CPU interleaves.
     """
-    if cpu_reason(tensor, part) is not None:
+    if cpu_reason(part) is not None:
         return ()
-    source = part.source.type if can_decode(part.source.type) else _F32
-    base = _gpu_type(tensor)
-    interleaved = is_interleaved(tensor.type) and _encoder(tensor) == "ik" and is_changed(base)
-    plain = RowConversion(source, base, part.values, _search(tensor), interleaved)
-    if part.inputs is None or not _has_feedback(tensor):
+    encoding = part.encoding
+    source = encoding.source if can_decode(encoding.source) else _F32
+    interleaved = encoding.is_interleaved and encoding.encoder == "ik" and is_changed(encoding.encoder_type)
+    plain = RowConversion(source, encoding.encoder_type, part.values, encoding.search, interleaved)
+    if part.inputs is None or not encoding.has_feedback:
         return (plain,)
     feedback = FeedbackConversion(plain, part.inputs.n, part.inputs.corrects, rounding_of(part.inputs))
-    return (feedback, plain) if tensor.type.is_quantized else (feedback,)
+    return (feedback, plain) if encoding.target.is_quantized else (feedback,)
 
 
-def _has_feedback(tensor: PlannedTensor) -> bool:
-    """Return whether matrices of a tensor with inputs are encoded with feedback, or corrected, given enough tokens."""
-    return tensor.type.name in all_levels() or not tensor.type.is_quantized
-
-
-def conversion_of(tensor: PlannedTensor, part: RowSlice, matrix: int) -> Conversion | None:
+def conversion_of(part: PlannedPart, matrix: int) -> Conversion | None:
     """Return the form of a matrix's rows, a plain one if it has too few tokens; None if the CPU encodes them."""
-    forms = conversions_of(tensor, part)
-    if len(forms) and part.inputs is not None and _has_feedback(tensor) and part.inputs.damping(matrix) is None:
+    forms = conversions_of(part)
+    if len(forms) and part.inputs is not None and part.encoding.has_feedback and part.inputs.damping(matrix) is None:
         forms = forms[1:]
     return forms[0] if forms else None
 
 
-def weightings(tensor: PlannedTensor, part: RowSlice) -> set[bool]:
+def weightings(part: PlannedPart) -> set[bool]:
     """Return whether a part's matrices are encoded with an importance: {True}, {False}, or both."""
-    if not weighs(base_of(tensor.type)):
+    if not part.encoding.is_weighted:
         return {False}
     if part.importance is not None:
         return {True}
@@ -96,7 +76,7 @@ def weightings(tensor: PlannedTensor, part: RowSlice) -> set[bool]:
 
 def segment_of(tensor: PlannedTensor, job: Job, form: Conversion) -> object:
     """Return a key that is equal for jobs of one form whose rows share importance and metric."""
-    separate = isinstance(form, FeedbackConversion) or True in weightings(tensor, tensor.parts[job.part])
+    separate = isinstance(form, FeedbackConversion) or True in weightings(tensor.parts[job.part])
     return (job.tensor, job.part, job.matrix) if separate else None
 
 
@@ -127,10 +107,10 @@ def gpus_for(plan: Plan, backend: str, numbers: Sequence[int] = ()) -> tuple[tup
     reasons: Counter[str] = Counter()
     on_gpus = interleaved = 0
     for tensor in plan.tensors:
-        cpu_reasons = [cpu_reason(tensor, part) for part in tensor.parts]
+        cpu_reasons = [cpu_reason(part) for part in tensor.parts]
         if None in cpu_reasons:
             on_gpus += 1
-            interleaved += _gpu_type(tensor) is not tensor.type
+            interleaved += any(part.encoding.encoder_type is not tensor.type for part in tensor.parts)
         elif reason := max(filter(None, cpu_reasons), default=""):
             reasons[reason] += 1
     summary = ", ".join(f"{text} ({n})" for text, n in reasons.most_common())

@@ -31,7 +31,7 @@ from quantkit.pipeline.gpu.choice import conversion_of, conversions_of, segment_
 from quantkit.pipeline.gpu.queues import JobQueues
 from quantkit.pipeline.jobs import Job, cut_jobs, job_values, worker_ram
 from quantkit.pipeline.ledger import Work
-from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.threads import Threads, run_jobs, run_parallel
 from quantkit.pipeline.warmup import kernel_calls
 from quantkit.pipeline.worker import Worker, metrics_for
@@ -83,15 +83,16 @@ class GpuExecutor(Threads):
 
     def run(self, ledger: Work, *, measure: bool) -> None:
         """Run all jobs of a ledger, or of a part of one; on return none is under way."""
-        gpu_parts = [(t, p, forms) for t in ledger.to_encode() for p in t.parts if (forms := conversions_of(t, p))]
+        tensors = ledger.to_encode()
+        gpu_parts = [(t, p, forms) for t in tensors for p in t.parts if (forms := conversions_of(p))]
         values = job_values(list(ledger.plan.tensors), self.count, ledger.max_ram)
         gpus = self._open_gpus(gpu_parts, values, ledger) if gpu_parts else []
         if not gpus:
             Threads(self._threads).run(ledger, measure=measure)
             return
         gpu_only = {t.name for t, p, (form, *_) in gpu_parts if form.source is p.source.type and form.target is t.type}
-        gpu_only -= {t.name for t in ledger.to_encode() for p in t.parts if not conversions_of(t, p)}
-        compile_in_order(kernel_calls(ledger.to_encode(), measure, frozenset() if self._verify else gpu_only))
+        gpu_only -= {t.name for t in tensors for p in t.parts if not conversions_of(p)}
+        compile_in_order(kernel_calls(tensors, measure, frozenset() if self._verify else gpu_only))
         _GpuRun(self, ledger, measure, gpus, self._draw_verification(ledger, values)).carry_out(self._threads)
 
     def say(self, text: str) -> None:
@@ -120,13 +121,13 @@ class GpuExecutor(Threads):
                 gpu.metrics.close()
 
     def _open_gpus(
-        self, parts: Sequence[tuple[PlannedTensor, RowSlice, tuple[Conversion, ...]]], values: int, ledger: Work
+        self, parts: Sequence[tuple[PlannedTensor, PlannedPart, tuple[Conversion, ...]]], values: int, ledger: Work
     ) -> list[Gpu]:
         """Return the usable GPUs, kernels loaded."""
         forms = dict[Conversion, set[bool]]()
-        for tensor, part, conversions in parts:
+        for _, part, conversions in parts:
             for form in conversions:
-                forms.setdefault(form, set()).update(weightings(tensor, part))
+                forms.setdefault(form, set()).update(weightings(part))
         kernels = [kernel for form, weighted in forms.items() for kernel in form.kernels(weighted)]
         slots = self.slots * len(self._names)
         need = worker_ram(list(ledger.plan.tensors), values)
@@ -180,9 +181,9 @@ class GpuExecutor(Threads):
             return Verification()
         names, count = {t.name for t in ledger.to_encode()}, 0
         for index, tensor in enumerate(ledger.plan.tensors):
-            if tensor.name in names and any(conversions_of(tensor, p) for p in tensor.parts):
+            if tensor.name in names and any(map(conversions_of, tensor.parts)):
                 jobs = cut_jobs(index, tensor, values)
-                count += sum(conversion_of(tensor, tensor.parts[job.part], job.matrix) is not None for job in jobs)
+                count += sum(conversion_of(tensor.parts[job.part], job.matrix) is not None for job in jobs)
         seed = int(ledger.plan.fingerprint[:8], 16)
         sample = random.Random(seed).sample(range(count), min(self._verify, count))
         self.say(f"--verify: the CPU encodes {len(sample)} of {count} jobs of the GPUs, too, drawn with seed {seed}")
@@ -226,12 +227,12 @@ class _GpuRun:
             return None
         key = job.tensor, job.part, job.matrix
         if key not in self._forms:
-            tensor = self.plan.tensors[job.tensor]
-            form = conversion_of(tensor, tensor.parts[job.part], job.matrix)
-            self._forms[key] = None if form is None or self._cpu_reason(tensor.parts[job.part], form) else form
+            part = self.plan.tensors[job.tensor].parts[job.part]
+            form = conversion_of(part, job.matrix)
+            self._forms[key] = None if form is None or self._cpu_reason(part, form) else form
         return self._forms[key]
 
-    def _cpu_reason(self, part: RowSlice, form: Conversion) -> str | None:
+    def _cpu_reason(self, part: PlannedPart, form: Conversion) -> str | None:
         """Return the reason why this run's GPUs do not encode rows of a form; None if they do."""
         if not isinstance(form, FeedbackConversion) or part.inputs is None:
             return None
@@ -246,9 +247,7 @@ class _GpuRun:
         tensors_by_reason: dict[str, set[str]] = {}
         for tensor in self.ledger.to_encode():
             for part in tensor.parts:
-                for reason in {
-                    reason for form in conversions_of(tensor, part) if (reason := self._cpu_reason(part, form))
-                }:
+                for reason in {reason for form in conversions_of(part) if (reason := self._cpu_reason(part, form))}:
                     tensors_by_reason.setdefault(reason, set()).add(tensor.name)
         for reason, all_names in tensors_by_reason.items():
             if new := sorted(all_names - self.executor.cpu_tensors):

@@ -25,7 +25,7 @@ take units from a counter, and no result depends on which thread takes which.
     selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
                 side by side. The keys of a tile, one token then, are counted as they come in this row.
-    ratio       0; or the selected cells are those of a window and of blocks of so many positions (blocks.py)
+    ratio       0; or the selected cells are those of a window and of blocks of so many positions (cache.py)
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 
 Everything is float32. Tiles of one sequence in a batch are independent: cache_write has already stored all its keys.
@@ -46,6 +46,8 @@ from quantkit.kernels.cpu.attention.attention_blocks import (
     TOKEN,
     L,
     M,
+    Scoring,
+    Source,
     few_scores,
     few_values,
     field,
@@ -391,7 +393,7 @@ def _attend_tiles(args, kv_head, b0, b1, rows, me):
         k_source, v_source = k_rows + kv_head * bytes_of(k_type, n), v_rows + kv_head * bytes_of(v_type, nv)
         transpose_keys(k_source, k_bytes, k_type, keys, n, me + SIXTEEN, me + keys_at(k))
         read_rows(v_source, v_bytes, v_type, keys, nv, COLUMNS, me + values_at(k))
-        many_scores(me, rows, k, n, start, scale, softcap, bent)
+        many_scores(me, rows, k, n, Scoring(start, scale, softcap, bent))
         many_values(me, rows, k, v, start)
 
 
@@ -426,7 +428,8 @@ def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
                 stride = 64 * k
                 kind = F32
             fetch = k_head if k_direct else 0
-            few_scores(me, head * rows, rows, k, source, stride, kind, start, scale, softcap, bent, after, fetch)
+            rows_of_keys = Source(source, stride, kind, after, fetch)
+            few_scores(me, head * rows, rows, k, rows_of_keys, Scoring(start, scale, softcap, bent))
             source = v_at + head * v_head
             stride = v_bytes
             kind = v_type
@@ -437,7 +440,7 @@ def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
                 stride = 64 * v
                 kind = F32
             fetch = v_head if v_direct and arg(args, _V_CACHE) != 0 else 0
-            few_values(me, head * rows, rows, k, v, source, stride, kind, start, after, fetch)
+            few_values(me, head * rows, rows, k, v, Source(source, stride, kind, after, fetch), start)
 
 
 @inline

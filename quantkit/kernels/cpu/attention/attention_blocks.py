@@ -7,6 +7,8 @@ place, and the next ones prefetched.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import types
 
@@ -53,6 +55,43 @@ SUMMED = 128
 NONE = np.float32(-3.0e38)  # the largest score of no keys: finite, so that differences are never NaN
 
 lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
+
+
+class Scoring(NamedTuple):
+    """What becomes of the scores of a block; start: its first key; bent: whether they are capped or biased."""
+
+    start: Any
+    scale: Any
+    softcap: Any
+    bent: Any
+
+
+class Source(NamedTuple):
+    """Keys or values of a block that are read in place, ``stride`` bytes apart; kind: their type.
+
+    following: the rows of the next block, n_bytes of each of which are prefetched.
+    """
+
+    address: Any
+    stride: Any
+    kind: Any
+    following: Any
+    n_bytes: Any
+
+
+class Columns(NamedTuple):
+    """Some columns of values: rows ``stride`` bytes apart, of vectors ``vector`` apart; half: in f16.
+
+    following: the rows of the next block, n_bytes of each of which are prefetched.
+    """
+
+    address: Any
+    stride: Any
+    vector: Any
+    half: Any
+    following: Any
+    n_bytes: Any
+
 
 # ---------------------------------------------------------------- scratch
 # Scratch of each thread, in order; k and v are the vectors of a head's key and value:
@@ -153,20 +192,18 @@ def prefetch_row(address, n):
 
 
 @inline
-def _inner_scores(q, keys, stride, kind, k, first, last, scores, after, n_bytes):
-    """Score ROWS rows (not transposed) against keys first..last, ``stride`` bytes apart.
-
-    Meanwhile prefetches n_bytes of each of the same rows at ``after``.
-    """
+def _inner_scores(q, keys, k, first, last, scores, n_bytes):
+    """Score ROWS rows (not transposed) against keys first..last, a ``Source``; prefetch n_bytes of the following."""
+    stride = keys.stride
     for key in range(first, last, KEYS):
-        k0 = keys + stride * key
-        k1 = keys + stride * min(key + 1, last - 1)
-        k2, k3 = keys + stride * min(key + 2, last - 1), keys + stride * min(key + 3, last - 1)
+        k0 = keys.address + stride * key
+        k1 = keys.address + stride * min(key + 1, last - 1)
+        k2, k3 = keys.address + stride * min(key + 2, last - 1), keys.address + stride * min(key + 3, last - 1)
         tile = zero_products()
         if n_bytes > 0:
             for c in range(KEYS):
-                prefetch_row(after + n_bytes * (key + c), n_bytes)
-        if kind == F16:
+                prefetch_row(keys.following + n_bytes * (key + c), n_bytes)
+        if keys.kind == F16:
             for j in range(k):
                 tile = inner_half(tile, k0 + 32 * j, k1 + 32 * j, k2 + 32 * j, k3 + 32 * j, q + 64 * j, 64 * k)
         else:
@@ -195,16 +232,17 @@ def _bend(s, n0, n1, row, start, softcap):
 
 
 @helper
-def _softmax(rows_at, factors, scores, start, n0, n1, scale, softcap, bent):
+def _softmax(rows_at, factors, scores, n0, n1, scoring):
     """Turn the scores of ROWS rows for key vectors n0..n1 of a block into weights; update m, l and the factors."""
+    start = scoring.start
     for r in range(ROWS):
         row, s = rows_at + 64 * r, scores + 4 * BLOCK * r
         first, end = field(row, FIRST) - start, field(row, LAST) - start + 1
-        if bent:
+        if scoring.bent:
             for v in range(n0, n1):
-                store(s, 64 * v, load(f32x16, s, 64 * v) * scale)
-            _bend(s, n0, n1, row, start, softcap)
-        factor = types.float32(1) if bent else scale
+                store(s, 64 * v, load(f32x16, s, 64 * v) * scoring.scale)
+            _bend(s, n0, n1, row, start, scoring.softcap)
+        factor = types.float32(1) if scoring.bent else scoring.scale
         largest = splat(f32x16, load(types.float32, row, M))
         for v in range(n0, n1):
             x = load(f32x16, s, 64 * v) * factor
@@ -242,101 +280,73 @@ def _key_range(rows_at, start):
 
 
 @helper
-def many_scores(me, rows, k, n, start, scale, softcap, bent):
+def many_scores(me, rows, k, n, scoring):
     """Compute the weights of all rows of a tile for a block of transposed keys."""
     for r in range(0, rows, ROWS):
-        first, end = _key_range(me + 64 * r, start)
+        first, end = _key_range(me + 64 * r, scoring.start)
         if first >= end:
             continue
         scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 1024 * k * (r // 16) + 4 * (r % 16)
         n0, n1 = first // 16, (end + 15) // 16
         outer_scores(q, me + keys_at(k), k, n, n0, n1, scores)
-        _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
+        _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, n0, n1, scoring)
 
 
 @helper
-def few_scores(me, begin, rows, k, keys, stride, kind, start, scale, softcap, bent, after, n_bytes):
-    """Compute the weights of rows begin..begin + rows for a block of keys read in place."""
+def few_scores(me, begin, rows, k, keys, scoring):
+    """Compute the weights of rows begin..begin + rows for a block of keys, a ``Source``."""
     for r in range(begin, begin + rows, ROWS):
-        first, end = _key_range(me + 64 * r, start)
+        first, end = _key_range(me + 64 * r, scoring.start)
         if first >= end:
             continue
         scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 64 * k * r
         n0, n1 = first // 16, (end + 15) // 16
-        _inner_scores(q, keys, stride, kind, k, 16 * n0, end, scores, after, n_bytes if r == begin else 0)
-        _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, start, n0, n1, scale, softcap, bent)
+        _inner_scores(q, keys, k, 16 * n0, end, scores, keys.n_bytes if r == begin else 0)
+        _softmax(me + 64 * r, me + FACTORS + 4 * r, scores, n0, n1, scoring)
 
 
 @inline
-def _weigh(tile, o, o_stride, factors, weights, first, end, values, stride, vector, half, next_rows, n_bytes):
-    """o = factor * o + weights * values first..end; values: rows ``stride`` bytes apart, of vectors ``vector`` apart.
+def _weigh(tile, target, o_stride, weights, first, end, values):
+    """Write a tile: factor * o + weights * values first..end, values a ``Columns``; prefetch what follows.
 
-    Meanwhile prefetches n_bytes of each row at ``next_rows``.
+    target: address of o, of the factors.
     """
+    o, factors = target
     tile = load_tile(tile, o, o_stride, factors)
     for i in range(first, end):
-        prefetch_row(next_rows + n_bytes * i, n_bytes)
-        if half:
-            tile = outer_half(tile, values + stride * i, vector, weights + 4 * i, 4 * BLOCK)
+        prefetch_row(values.following + values.n_bytes * i, values.n_bytes)
+        if values.half:
+            tile = outer_half(tile, values.address + values.stride * i, values.vector, weights + 4 * i, 4 * BLOCK)
         else:
-            tile = outer(tile, values + stride * i, vector, weights + 4 * i, 4 * BLOCK)
+            tile = outer(tile, values.address + values.stride * i, values.vector, weights + 4 * i, 4 * BLOCK)
     store_tile(tile, o, o_stride)
 
 
 @helper
-def few_values(me, begin, rows, k, v, values, stride, kind, start, after, n_bytes):
-    """o = factor * o + weights * values, for rows begin..begin + rows; values read in place."""
-    size = 32 if kind == F16 else 64
+def few_values(me, begin, rows, k, v, values, start):
+    """o = factor * o + weights * values, for rows begin..begin + rows; values: a ``Source``."""
+    half = values.kind == F16
+    size, stride = 32 if half else 64, values.stride
     for j in range(0, v, COLUMNS):
-        next_rows = after + size * BLOCK * j
+        following = values.following + size * BLOCK * j
         for r in range(begin, begin + rows, ROWS):
             first, end = _key_range(me + 64 * r, start)
             if first >= end:
                 continue
             first = first // 16 * 16
-            weights = me + SCORES + 4 * BLOCK * r
-            factors = me + FACTORS + 4 * r
-            o = me + o_at(k, v) + 64 * v * r
-            prefetch_bytes = size * COLUMNS if r == begin and n_bytes > 0 else 0
-            x, target = values + size * j, o + 64 * j
+            weights, factors, o = me + SCORES + 4 * BLOCK * r, me + FACTORS + 4 * r, me + o_at(k, v) + 64 * v * r
+            n_bytes = size * COLUMNS if r == begin and values.n_bytes > 0 else 0
+            x, target = values.address + size * j, o + 64 * j
             if j + COLUMNS > v:
                 for c in range(v - j):
-                    x = values + size * (j + c)
-                    target = o + 64 * (j + c)
-                    half = kind == F16
-                    _weigh(zero_strip(), target, 64 * v, factors, weights, first, end, x, stride, size, half, 0, 0)
-            elif kind == F16:
-                _weigh(
-                    zero_tile(),
-                    target,
-                    64 * v,
-                    factors,
-                    weights,
-                    first,
-                    end,
-                    x,
-                    stride,
-                    size,
-                    True,
-                    next_rows,
-                    prefetch_bytes,
-                )
+                    columns = Columns(x + size * c, stride, size, half, 0, 0)
+                    _weigh(zero_strip(), (target + 64 * c, factors), 64 * v, weights, first, end, columns)
+            elif half:
+                columns = Columns(x, stride, size, True, following, n_bytes)
+                _weigh(zero_tile(), (target, factors), 64 * v, weights, first, end, columns)
             else:
-                _weigh(
-                    zero_tile(),
-                    target,
-                    64 * v,
-                    factors,
-                    weights,
-                    first,
-                    end,
-                    x,
-                    stride,
-                    size,
-                    False,
-                    next_rows,
-                    prefetch_bytes,
-                )
+                columns = Columns(x, stride, size, False, following, n_bytes)
+                _weigh(zero_tile(), (target, factors), 64 * v, weights, first, end, columns)
 
 
 @helper
@@ -355,8 +365,9 @@ def many_values(me, rows, k, v, start):
             factors = me + FACTORS + 4 * r
             target = o + 64 * v * r
             if wide:
-                step = 64 * COLUMNS
-                _weigh(zero_tile(), target, 64 * v, factors, weights, first, end, values, step, 64, False, 0, 0)
+                columns = Columns(values, 64 * COLUMNS, 64, False, 0, 0)
+                _weigh(zero_tile(), (target, factors), 64 * v, weights, first, end, columns)
             else:
-                _weigh(zero_strip(), target, 64 * v, factors, weights, first, end, values, 64, 64, False, 0, 0)
+                columns = Columns(values, 64, 64, False, 0, 0)
+                _weigh(zero_strip(), (target, factors), 64 * v, weights, first, end, columns)
         j += COLUMNS if wide else 1

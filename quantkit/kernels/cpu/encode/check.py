@@ -9,6 +9,8 @@ is the exponent. ``TensorType.fields`` lists the fields of a block, or of a row 
     ue4m3            NVFP4: always valid, every byte is a value
 
 They reject what llama.cpp b11434's ggml_validate_row_data rejects, except F64 beyond the range of f32.
+
+And the error of decoded values.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.kernels.cpu.core.jit import inline, kernel
-from quantkit.kernels.cpu.core.simd import any_lane, load, load_line
+from quantkit.kernels.cpu.core.simd import any_lane, convert, f32x8, f64x8, hsum, load, load_line, splat
 from quantkit.kernels.cpu.interleave import deinterleave_rows
 from quantkit.kernels.interleave import base_of, is_interleaved
 from quantkit.types import TensorType
@@ -116,3 +118,50 @@ def _validate_interleaved(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
     plain = np.empty((len(data), base.row_bytes(n)), np.uint8)
     deinterleave_rows(t, np.ascontiguousarray(data), plain)
     return validate_rows(base, plain)
+
+
+@kernel
+def error_sums(
+    x: npt.NDArray[np.float32], y: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]
+) -> tuple[float, float, float, float]:
+    """Return the f64 sums of x^2, (x-y)^2, w x^2 and w (x-y)^2 over rows.
+
+    ``x`` and ``y`` are float32 [rows, n], C-contiguous; ``weights`` float32 [n], or empty for weights of 1. The order
+    of summation is fixed (eight lanes along a row), so the result depends only on the values.
+    """
+    zero = splat(f64x8, 0.0)
+    square = 0.0
+    error = 0.0
+    w_square = 0.0
+    w_error = 0.0
+    n = x.shape[1]
+    vector_end = n // 8 * 8
+    for row in range(x.shape[0]):
+        a = zero
+        b = zero
+        c = zero
+        d = zero
+        offset = row * n * 4
+        for i in range(0, vector_end, 8):
+            v = convert(f64x8, load(f32x8, x, offset + 4 * i))
+            e = v - convert(f64x8, load(f32x8, y, offset + 4 * i))
+            a += v * v
+            b += e * e
+            if weights.size:
+                w = convert(f64x8, load(f32x8, weights, 4 * i))
+                c += w * (v * v)
+                d += w * (e * e)
+        square += hsum(a)
+        error += hsum(b)
+        w_square += hsum(c)
+        w_error += hsum(d)
+        for i in range(vector_end, n):
+            s, t = np.float64(x[row, i]), np.float64(x[row, i]) - np.float64(y[row, i])
+            square += s * s
+            error += t * t
+            if weights.size:
+                w_square += np.float64(weights[i]) * (s * s)
+                w_error += np.float64(weights[i]) * (t * t)
+    if weights.size == 0:
+        return square, error, square, error
+    return square, error, w_square, w_error

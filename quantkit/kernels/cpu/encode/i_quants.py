@@ -14,7 +14,7 @@ The scale of 32 values: 16 candidates for 1 / d map the value of largest magnitu
 sum(w q x) / sum(w q q). Weights are x^2, or importance * sqrt(2 mean x^2 + x^2). Then the levels are rounded again.
 
 Each lane holds a sub-block of 32, which preserves the reference's order of additions; 16 are searched at once.
-Rounding to a level is a table lookup (codebook.py).
+Rounding to a level is a table lookup (search.py: bucket_tables).
 
 Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7.
 """
@@ -50,7 +50,6 @@ from quantkit.kernels.cpu.core.simd import (
 )
 from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
-from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
 from quantkit.kernels.cpu.encode.grid_quants import (
     iq2_s_batch,
     iq2_xs_batch,
@@ -70,7 +69,7 @@ from quantkit.kernels.cpu.encode.grid_rows import (
 )
 from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, iq1_m_batch, iq1_s_batch
 from quantkit.kernels.cpu.encode.neighbours import neighbour_lists
-from quantkit.kernels.cpu.encode.search import LANES
+from quantkit.kernels.cpu.encode.search import LANES, MAGIC, bucket_tables
 from quantkit.kernels.cpu.encode.tiles import (
     first_half,
     importance_weights,

@@ -14,8 +14,8 @@ the two; among shifted ones a middle near zero is a few ulp lower, so there the 
 plain IQ5 values, the reference looks an interval up in a table, so the middle decides even where f32 would round
 otherwise.)
 
-Buckets (codebook.py) find the two values. A search also rounds -v: that is minus the nearest of the mirrored values,
-which lie in the same bucket as v.
+Buckets (search.py: bucket_tables) find the two values. A search also rounds -v: that is minus the nearest of the
+mirrored values, which lie in the same bucket as v.
 
 Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, best_index_iq2nl to best_index_iq6nl.
 """
@@ -30,7 +30,7 @@ import numpy as np
 
 from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import cast, convert, i32x16, make_table, muladd, select, vmax, vmin
-from quantkit.kernels.cpu.encode.codebook import MAGIC, bucket_tables
+from quantkit.kernels.cpu.encode.search import MAGIC, bucket_tables
 from quantkit.kernels.tables import table
 
 F = np.float32

@@ -1,4 +1,4 @@
-"""Q4_0, Q4_1, Q5_0, Q5_1, Q6_0 and Q8_0: 32 values a block, one scale, perhaps one minimum; Q8_KV: one scale per row.
+"""Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0: 32 values a block, one scale, perhaps one minimum; Q1_0; Q8_KV: a scale per row.
 
 Bytes of a block (f16 d, f16 m, u32 qh: bit 4 of value j in bit j, u8 qs: value j in a low, j + 16 in a high nibble)::
 
@@ -7,6 +7,9 @@ Bytes of a block (f16 d, f16 m, u32 qh: bit 4 of value j in bit j, u8 qs: value 
     Q5_0  d    qh qs[16]   x = d * (q - 16)
     Q5_1  d m  qh qs[16]   x = d * q + m
     Q6_0  d    qh qs[16]   x = d * (q - 32); u8 qh[8]: two bits each of values j, j + 16, j + 8, j + 24
+
+Q1_0 has 128 values a block: f16 d = mean of |x|, u8 qs[16]; bit j % 8 of byte j / 8 is set where x[j] >= 0 (both zeros
+count as positive). x = d or -d. The mean is summed in order, so each lane holds a block and 16 are summed at once.
 
 Without an importance matrix a block is scaled by its extreme values: _0 by the value of largest magnitude (the first
 of equals, its sign decides which way the odd level lies), _1 by minimum and maximum. With one, weights
@@ -55,6 +58,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
     vsqrt,
 )
+from quantkit.kernels.cpu.encode.batch import blocks_encoder
 from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, round_as_cvtps2dq, search_levels
 from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined, fit_with_min_refined
 
@@ -508,3 +512,32 @@ encode_q5_1_ik = specialize(encode_q5_1, "ik", kernel, **_AFFINE)
 def encode_q6_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x (ik_llama.cpp 8337e4cd3 quantize_row_q6_0_impl)."""
     _refined_q6_0(x, weights, out, row0, row1, 32)
+
+
+# ---------------------------------------------------------------- Q1_0
+
+
+@inline
+def _mean_magnitudes(x, xt, target):
+    """Write the mean |x| of 16 blocks at address x, each summed in order."""
+    total = splat(f32x16, F(0))
+    for part in range(8):
+        transpose16(x, 64 * part, 512, xt, 0)
+        for j in range(16):
+            total = total + vabs(load(f32x16, xt, 64 * j))
+    store(target, 0, total / F(128))
+
+
+@inline
+def _encode_signs(s, x, weights, out, count):
+    """Encode 16 blocks at address x; store ``count``. Source: llama.cpp b11434 ggml-quants.c quantize_row_q1_0_ref."""
+    d = s[256:]
+    _mean_magnitudes(x, s, d)
+    for b in range(count):
+        store(out, 18 * b, f32_to_f16(d[b]))
+        for part in range(8):
+            signs = mask_bits(load(f32x16, x, 512 * b + 64 * part) >= F(0))
+            store(out, 18 * b + 2 + 2 * part, np.uint16(signs))
+
+
+encode_q1_0 = blocks_encoder("Q1_0", _encode_signs, 16, 4 * 272, gathered=True)

@@ -17,6 +17,7 @@ Source: llama.cpp b11434, ggml/src/ggml-quants.c. Vectors lie in a scratch array
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,38 @@ EPSILON = F(1e-15)
 _signed_3_bits = make_constant(
     f32x16, [float(min(k if k < 8 else k - 16, 3) if k < 8 else max(k - 16, -4)) for k in range(16)], "signed_3_bits"
 )
+
+
+# ---------------------------------------------------------------- uneven levels
+
+
+def bucket_tables(
+    boundaries: Sequence[float], width: float, count: int = 32
+) -> tuple[list[float], list[int], list[int]]:
+    """Return, at n mod ``count`` for each bucket n, its boundary and the levels below and above it.
+
+    Rounding to unevenly spaced levels is a look-up: boundaries between them divide the line, and buckets of equal width
+    each hold at most one. So the bucket of v, v / width rounded, gives a boundary and the levels on either side, and
+    one comparison with v decides. The bucket may be off by one near its edges if no boundary is near, so v / width need
+    not be exact. 32 buckets, numbered -16..15, are two vectors: the low 5 bits of ``v / width + MAGIC`` are the index.
+
+    A level is the number of boundaries <= v. Empty buckets have an infinite boundary. Raises ValueError if a bucket
+    holds two boundaries, or if one is within 1 % of a bucket's edge or beyond the buckets.
+    """
+    boundary = [float("inf")] * count
+    below = [0] * count
+    above = [0] * count
+    for n in range(-count // 2, count // 2):
+        low, high = (n - 0.5) * width, (n + 0.5) * width
+        members = [m for m in boundaries if low <= m < high]
+        if len(members) > 1 or any(min(m - low, high - m) < 0.01 * width for m in members):
+            raise ValueError(f"buckets of {width} do not separate the boundaries {members}")
+        level = sum(m < low for m in boundaries)
+        boundary[n % count] = members[0] if members else float("inf")
+        below[n % count], above[n % count] = level, level + len(members)
+    if max(abs(m) for m in boundaries) > (count / 2 - 1) * width:
+        raise ValueError(f"{count} buckets of {width} do not reach the boundaries")
+    return boundary, below, above
 
 
 # ---------------------------------------------------------------- x ~ scale * l + min

@@ -6,8 +6,8 @@ weights are almost 0. Its bytes depend on its CPU's vectors, and its search leav
 possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
-2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, and the
-   deeper, the larger sum(w x x) is, and where few weights are most of their sum; and from the points the error of 32
+2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, the
+   larger sum(w x x) is; deeper where few weights are most of their sum; and from the points the error of 32
    values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better codebook of a sign once
    more, where the curve is lowest;
 3. in uneven rows, where few values make the error, searches more deeply for those, by these curves, and ranks all
@@ -32,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.constants import constants
 from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
     cast,
@@ -59,13 +58,19 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
     vsqrt,
 )
+from quantkit.kernels.cpu.core.specialize import constants
 from quantkit.kernels.cpu.encode import Encoder, trellis_codebook
 from quantkit.kernels.cpu.encode import trellis_search as points
 from quantkit.kernels.cpu.encode.batch import address, aligned_scratch
 from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LIST_LENGTH
 from quantkit.kernels.cpu.encode.trellis_search import best_lane
-from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS, ListSearch, TreeSearch, TrellisSettings
+from quantkit.kernels.trellis_settings import (
+    TRELLIS_SETTINGS,
+    ListSearch,
+    TreeSearch,
+    TrellisSettings,
+)
 from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
@@ -80,11 +85,10 @@ constants(TrellisSettings)
 @constants
 @dataclass(frozen=True)
 class Search:
-    """A search for points (trellis_search.py) that fills ``scales`` slots of survivors of each of ``codebooks``."""
+    """A search for points (trellis_search.py) that fills a slot of survivors of each of ``codebooks``."""
 
     search: Any
     steps: Any
-    scales: int = 1
     codebooks: int = 1
 
 
@@ -93,7 +97,8 @@ class Search:
 class TrellisType:
     """A type: its settings, and the functions that differ between types.
 
-    survivors: bytes of those of 32 values, for one sign and codebook. levels_near, least_of_levels: of its levels;
+    width: points that are kept of a group of values; survivors: bytes of those of 32 values, both for one sign and
+    codebook. levels_near, least_of_levels: of its levels;
     write_values: writes 32 values. lines_ranked: of families, or of cells, of a codebook, that are ranked first.
     """
 
@@ -102,6 +107,8 @@ class TrellisType:
     codebooks: int
     groups: int
     slots: int
+    width: int
+    heavy_searches: int
     survivors: int
     block_bytes: int
     has_wide_levels: bool
@@ -350,7 +357,7 @@ def _least_of_survivors(t, row, b, side, scales, limit):
         if _least_error(t, row, b, c) <= limit:
             count = row.slot_counts[t.signs * t.codebooks * b + c]
             survivors = _survivors_of(t, row, b, c)
-            least = vmin(points.errors(survivors, t.groups, points.SURVIVORS * t.slots, count, scales), least)
+            least = vmin(points.errors(survivors, t.groups, t.width, count, scales), least)
     return least
 
 
@@ -447,13 +454,17 @@ def put_iq4_kt(block, b, level, codebook, x, q):
 
 # ---------------------------------------------------------------- rows
 
-#: Ranges of scales, over the guess, for which all points are ranked, as many as are kept apart: where they end.
+#: Ranges of scales, over the guess, for which all points are ranked, as many as deep searches: where they end.
 ENDS = {
     3: (trellis_codebook.SCALES[0], 0.85, 1.17, trellis_codebook.SCALES[1]),
     4: (trellis_codebook.SCALES[0], 0.79, 1.0, 1.27, trellis_codebook.SCALES[1]),
 }
 #: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
 DEEP = 1 / 16
+#: How many times the mean sum(w x x) is much.
+HEAVY = 2.0
+#: All points are ranked for signs and codebooks whose error exceeds the least by at most this share.
+SCAN_SLACK = 1.0
 #: How many times the least that it may be the sum of squares of unequal weights is.
 UNEQUAL = 4.0
 
@@ -471,7 +482,7 @@ def search_around(t, search, row, b, center, searches):
             survivors, scale = _survivors_of(t, row, b, side * t.codebooks + codebook), center * ratio
             sign = F(1) if side == 0 else F(-1)
             for k in range(searches):
-                slot = survivors + 4 * points.SURVIVORS * search.scales * k
+                slot = survivors + 4 * points.SURVIVORS * k
                 search.search(
                     search.steps,
                     codebook,
@@ -482,7 +493,7 @@ def search_around(t, search, row, b, center, searches):
                     row.lines,
                     row.scratch,
                     slot,
-                    points.SURVIVORS * t.slots,
+                    t.width,
                 )
                 scale *= F(1.25)
 
@@ -497,7 +508,7 @@ def _find_curve(t, row, b, side, center):
     for codebook in range(t.codebooks):
         c = side * t.codebooks + codebook
         count, survivors = row.slot_counts[t.signs * t.codebooks * b + c], _survivors_of(t, row, b, c)
-        errors = points.errors(survivors, t.groups, points.SURVIVORS * t.slots, count, grid() * center)
+        errors = points.errors(survivors, t.groups, t.width, count, grid() * center)
         least = errors if codebook == 0 else vmin(errors, least)
         store(_curves_of(row, b, side), LEAST_OF + 4 * codebook, hmin(errors))
         if hmin(errors) < lowest:
@@ -526,15 +537,14 @@ def _retry(t, row, b, patience, count):
             continue
         c = side * t.codebooks + best
         sign = F(1) if side == 0 else F(-1)
-        width = points.SURVIVORS * t.slots
         survivors = _survivors_of(t, row, b, c)
         t.retry.search(
             t.retry.steps,
             best, sign, sign / load(types.float32, curve, SCALE_OF), row.x + 128 * b, row.w + 128 * b, row.lines,
-            row.scratch, survivors + 4 * points.SURVIVORS * count, width,
+            row.scratch, survivors + 4 * points.SURVIVORS * count, t.width,
         )  # fmt: skip
-        row.slot_counts[first + c] = count + t.first.scales
-        errors = points.errors(survivors, t.groups, width, count + t.first.scales, grid() * row.guesses[b])
+        row.slot_counts[first + c] = count + 1
+        errors = points.errors(survivors, t.groups, t.width, count + 1, grid() * row.guesses[b])
         store(curve, 0, vmin(errors, load(f32x16, curve, 0)))
         store(curve, LEAST_OF + 4 * best, hmin(errors))
 
@@ -551,9 +561,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
     slot_counts = row.slot_counts
     settings = t.settings
     mean, patient = total * 32 / n, patience > F(1)
-    least_deep = (settings.patient_deep_energy if patient else settings.deep_energy) * mean
-    if uneven:
-        least_deep = min(DEEP * total, least_deep)
+    least_deep = min(DEEP * total, settings.deep_energy * mean) if uneven else settings.deep_energy * mean
     for b in range(n // 32):
         center, first = guesses[b], t.signs * t.codebooks * b
         energy = np.float64(row.energies[b]) if center > F(0) else 0.0
@@ -561,16 +569,16 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
         following = min(b + 1, n // 32 - 1)
         if guesses[following] > F(0):
             t.fetch_lists(t.first.steps, row.x + 128 * following, F(1) / guesses[following], row.lines[3], row.scratch)
-        is_heavy = energy > settings.heavy_energy * mean
-        unequal = weighed and (settings.deep_if_unequal or patient) and _is_unequal(row.w + 128 * b)
-        if energy > least_deep or unequal:
-            count = t.slots - 1 if energy > least_deep else settings.unequal_searches
+        is_heavy = energy > HEAVY * mean
+        count = t.heavy_searches if is_heavy or patient else settings.light_searches
+        if energy > least_deep:
+            count = t.settings.deep_searches
+            search_around(t, t.deep, row, b, guess, count)
+        elif weighed and (settings.deep_if_unequal or patient) and _is_unequal(row.w + 128 * b):
+            count = t.heavy_searches
             search_around(t, t.deep, row, b, guess, count)
         else:
-            heavily = is_heavy or (settings.heavy_if_patient and patient)
-            searches = settings.heavy_searches if heavily else settings.light_searches
-            count = searches * t.first.scales
-            search_around(t, t.first, row, b, guess, searches)
+            search_around(t, t.first, row, b, guess, count)
         for c in range(t.signs * t.codebooks):
             slot_counts[first + c] = count
         # Few values that weigh much can make the error of a long row: all of them count.
@@ -584,7 +592,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
             least, _, scale = _find_curve(t, row, b, side, center)
             store(_curves_of(row, b, side), 0, least)
             store(_curves_of(row, b, side), SCALE_OF, scale)
-        if t.retries and count < t.slots - 1 and center > F(0):
+        if t.retries and count < t.settings.deep_searches and center > F(0):
             _retry(t, row, b, patience, count)
 
 
@@ -601,13 +609,12 @@ def _error_left(t, row, b):
 def _write_errors_of_groups(t, row, b, combination, scale, errors):
     """Write the errors of the groups of 32 values for a scale."""
     survivors = _survivors_of(t, row, b, combination)
-    width = points.SURVIVORS * t.slots
     size = t.settings.size
     count = row.slot_counts[t.signs * t.codebooks * b + combination]
     for group in range(t.groups):
         first = 128 * b + 4 * size * group
         v = load(t.floats, row.x, first)
-        p, q, _ = points.pick(survivors + 12 * width * group, width, count, scale)
+        p, q, _ = points.pick(survivors + 12 * t.width * group, t.width, count, scale)
         errors[group] = hsum(v * v * load(t.floats, row.w, first)) + (scale * q - p) * scale
 
 
@@ -618,17 +625,15 @@ def refine_outliers(t, row, errors):
     errors: scratch, float32 [8].
     """
     total = 0.0
-    width = points.SURVIVORS * t.slots
     combinations = t.signs * t.codebooks
     guesses = row.guesses
     multiplicities = row.multiplicities
     slot_counts = row.slot_counts
-    settings = t.settings
     for b in range(row.n // 32):
         if multiplicities[b] > F(0) and guesses[b] > F(0):
             total += np.float64(multiplicities[b]) * _error_left(t, row, b)
-    part = settings.short_row_factor * total if row.n == 256 else total
-    least_deep, least_scanned = settings.deep_error * part, settings.scan_error * part
+    part = t.settings.short_row_factor * total if row.n == 256 else total
+    least_deep, least_scanned = t.settings.deep_error * part, t.settings.scan_error * part
     for b in range(row.n // 32):
         if not (multiplicities[b] > F(0) and guesses[b] > F(0) and _error_left(t, row, b) > least_deep):
             continue
@@ -640,18 +645,18 @@ def refine_outliers(t, row, errors):
             if hmin(least) < lowest:
                 lowest = hmin(least)
                 _write_errors_of_groups(t, row, b, side * t.codebooks + codebook, scale, errors)
-        limit = _prune_limit(t, row, b, F(settings.scan_slack))
-        if slot_counts[first : first + combinations].min() < t.slots - 1:
-            search_around(t, t.deep, row, b, center, t.slots - 1)
+        limit = _prune_limit(t, row, b, F(SCAN_SLACK))
+        if slot_counts[first : first + combinations].min() < t.settings.deep_searches:
+            search_around(t, t.deep, row, b, center, t.settings.deep_searches)
         for c in range(combinations):
-            slot_counts[first + c] = t.slots - 1
+            slot_counts[first + c] = t.settings.deep_searches
             if _least_error(t, row, b, c) > limit:
                 continue
             inverse = (F(-1) if c >= t.codebooks else F(1)) / center
             for group in range(t.groups):
                 if np.float64(errors[group]) > least_scanned:
-                    survivors = _survivors_of(t, row, b, c) + 12 * width * group
-                    offset = 128 * b + 4 * settings.size * group
+                    survivors = _survivors_of(t, row, b, c) + 12 * t.width * group
+                    offset = 128 * b + 4 * t.settings.size * group
                     points.scan(
                         t.scan,
                         c % t.codebooks,
@@ -662,8 +667,7 @@ def refine_outliers(t, row, errors):
                         row.lines,
                         row.scratch,
                         survivors,
-                        width,
-                        t.slots - 1,
+                        t.width,
                     )
         for side in range(t.signs):
             least, _, _ = _find_curve(t, row, b, side, center)
@@ -690,7 +694,9 @@ def _best_level(t, row, b, d, patience):
     first = t.signs * t.codebooks * b
     combinations = t.signs * t.codebooks
     limit = _prune_limit(t, row, b, patience) if t.has_wide_levels else F(0)
-    reach = 1 if t.has_wide_levels and slot_counts[first : first + combinations].min() == t.slots - 1 else 0
+    reach = (
+        1 if t.has_wide_levels and slot_counts[first : first + combinations].min() == t.settings.deep_searches else 0
+    )
     for side in range(t.signs):
         sign = F(1) if side == 0 else F(-1)
         estimate = guess * extract(grid(), best_lane(load(f32x16, _curves_of(row, b, side), 0)))
@@ -702,7 +708,7 @@ def _best_level(t, row, b, d, patience):
                 levels = t.levels_near(sign * estimate / d + F(16 * k))
                 scales = levels * (d * sign)
                 errors = points.errors(
-                    _survivors_of(t, row, b, c), t.groups, points.SURVIVORS * t.slots, slot_counts[first + c],
+                    _survivors_of(t, row, b, c), t.groups, t.width, slot_counts[first + c],
                     vmax(scales, F(0)),
                 )  # fmt: skip
                 errors = select(scales < F(0), F(3e38), errors)
@@ -731,7 +737,6 @@ def pick_levels(t, row, d, patience, first, last, choice):
     ``first``: of the row: search again where the scale is far from the guess; ``last``: search for the scale chosen.
     """
     sumqx = sumq2 = 0.0
-    width = points.SURVIVORS * t.slots
     guesses = row.guesses
     slot_counts = row.slot_counts
     for b in range(row.n // 32):
@@ -749,11 +754,11 @@ def pick_levels(t, row, d, patience, first, last, choice):
             t.final.search(
                 t.final.steps,
                 combination % t.codebooks, sign, sign / scale, row.x + 128 * b, row.w + 128 * b, row.lines,
-                row.scratch, survivors + 4 * points.SURVIVORS * count, width,
+                row.scratch, survivors + 4 * points.SURVIVORS * count, t.width,
             )  # fmt: skip
             count += 1
         for group in range(t.groups):
-            p, q, place = points.pick(survivors + 12 * width * group, width, count, scale)
+            p, q, place = points.pick(survivors + 12 * t.width * group, t.width, count, scale)
             sumqx += np.float64(abs(level)) * np.float64(p)
             sumq2 += np.float64(level) * np.float64(level) * np.float64(q)
             choice.places[b, group] = place
@@ -790,9 +795,9 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
         guesses[b] = guess_scale(address(xs) + 128 * b) if _top(x[row, 32 * b : 32 * b + 32]) >= F(1e-16) else F(0)
 
 
-#: Of a row's share: how many times that of equal parts makes it uneven; from where on several scales are tried for
-#: uneven rows, and from where on there is more patience with all.
-UNEVEN = 1.5
+#: Of a row's share: from where on, and how many times that of equal parts, it is uneven; from where on several scales
+#: are tried for uneven rows; from where on there is more patience with all.
+UNEVEN_SHARE, UNEVEN = 0.1, 1.5
 FEW_MATTER = 0.035
 PATIENT = 0.04
 
@@ -862,7 +867,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         for b in range(count):
             energies[b] = _energy(r.x + 128 * b, r.w + 128 * b)
         total, share = _share(energies)
-        uneven = share > settings.uneven_share or share * count > UNEVEN
+        uneven = share > UNEVEN_SHARE or share * count > UNEVEN
         tries = settings.row_scales if uneven and share > FEW_MATTER else 1
         step = 1 if tries > 1 else max(count // 16, 1)
         patience = F(MORE_PATIENCE if tries > 1 or share > PATIENT else PATIENCE)
@@ -878,7 +883,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             if costs[cheapest] >= F(0) and attempt > 0:
                 break
             d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
-            for k in range(2 if tries > 1 else settings.fits):
+            for k in range(2 if tries > 1 else 1):
                 choice = Choice(levels[spare], indices_of[spare], places[spare])
                 qx, q2 = pick_levels(t, r, d, patience, attempt + k == 0, False, choice)
                 gain = qx * qx / q2 if q2 > 0 else 0.0
@@ -942,7 +947,7 @@ def point_format(size: int, bias: int, short: bool = False) -> points.PointForma
 
 def _tree_steps(settings: TrellisSettings, search: TreeSearch) -> points.TreeSteps:
     """Return the steps of ``points.search`` in a type's codebooks."""
-    form = point_format(settings.size, _bias(settings), search.short_weights)
+    form = point_format(settings.size, _bias(settings), settings.magnitudes and search.coarse_centers)
     query, score, prepare = form.query, points.fine_score, points.prepare_both
     if search.coarse_points:
         query, score, prepare = points.coarse_query, points.coarse_score, points.prepare_coarse
@@ -958,11 +963,9 @@ def _tree_steps(settings: TrellisSettings, search: TreeSearch) -> points.TreeSte
     return points.TreeSteps(
         points=form,
         prepare=prepare,
-        rank_points=points.rank_around if search.scales == 2 else points.rank,
         of_families=families,
         of_cells=cells,
         of_points=points.Ranking(query, score),
-        spread=search.scales,
         families=settings.points // 4096 if search.families else 0,
         cells=settings.points // 256,
         families_kept=sum(search.families),
@@ -975,7 +978,7 @@ def _list_steps(settings: TrellisSettings, search: ListSearch) -> points.ListSte
     return points.ListSteps(
         points=point_format(4, _bias(settings)),
         rank_points=points.rank_around if search.two_scales else points.rank,
-        of_points=points.Ranking(points.fine_query4, points.fine_score, numbers=types.uint16, number_bytes=2, lanes=8),
+        of_points=points.Ranking(points.fine_query4, points.fine_score, numbers=types.uint16, number_bytes=2),
         lines=search.lines,
         list_bytes=2 * LIST_LENGTH * BUCKETS,
         codebooks=search.codebooks,
@@ -983,9 +986,9 @@ def _list_steps(settings: TrellisSettings, search: ListSearch) -> points.ListSte
     )
 
 
-def scan_steps(count: int, form: points.PointFormat, ends: tuple[float, ...]) -> points.ScanSteps:
-    """Return the steps of ``points.scan`` in codebooks of ``count`` points."""
-    return points.ScanSteps(points=form, rank_all=points.rank_all, lines=count // 16, ends=ends)
+def scan_steps(count: int, form: points.PointFormat, ranges: int) -> points.ScanSteps:
+    """Return the steps of ``points.scan`` in codebooks of ``count`` points, for so many ranges of scales."""
+    return points.ScanSteps(points=form, rank_all=points.rank_all, lines=count // 16, ends=ENDS[ranges])
 
 
 def _bias(settings: TrellisSettings) -> int:
@@ -1000,14 +1003,15 @@ def _survivors(settings: TrellisSettings) -> int:
 
 def _search(settings: TrellisSettings, search: TreeSearch | ListSearch) -> Search:
     if isinstance(search, ListSearch):
-        return Search(points.search_listed, _list_steps(settings, search), search.scales, search.codebooks)
-    return Search(points.search, _tree_steps(settings, search), search.scales)
+        return Search(points.search_listed, _list_steps(settings, search), search.codebooks)
+    return Search(points.search, _tree_steps(settings, search))
 
 
+_WRITERS = {"IQ1_KT": put_iq1_kt, "IQ2_KT": put_iq2_kt, "IQ3_KT": put_iq3_kt, "IQ4_KT": put_iq4_kt}
 _LEVELS = {"codebook": codebook_levels, "unsigned": unsigned_levels, "wide": wide_levels}
 
 
-def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> TrellisType:
+def _trellis_type(name: str, settings: TrellisSettings) -> TrellisType:
     is_wide = settings.levels == "wide"
     form = point_format(settings.size, _bias(settings))
     deep = _search(settings, settings.deep)
@@ -1017,6 +1021,8 @@ def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> Tr
         codebooks=settings.codebooks,
         groups=settings.groups,
         slots=settings.slots,
+        width=points.SURVIVORS * settings.slots,
+        heavy_searches=settings.heavy_searches,
         survivors=_survivors(settings),
         block_bytes=BY_NAME[name].block_bytes,
         has_wide_levels=is_wide,
@@ -1026,23 +1032,20 @@ def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> Tr
         floats=f32x8 if settings.size == 8 else f32x4,
         levels_near=_LEVELS[settings.levels],
         least_of_levels=least_of_wide if is_wide else least_of_16,
-        write_values=write_values,
+        write_values=_WRITERS[name],
         first=_search(settings, settings.first),
         deep=deep,
         retry=deep if settings.retry is None else _search(settings, settings.retry),
         final=deep if settings.final is None else _search(settings, settings.final),
         fetch_lists=points.fetch_lists if isinstance(settings.first, ListSearch) else points.fetch_nothing,
-        scan=scan_steps(settings.points, form, ENDS[settings.slots - 1]),
+        scan=scan_steps(settings.points, form, settings.deep_searches),
         lines_ranked=settings.points // 4096 if settings.deep.families else settings.points // 256,
     )
 
 
-def _encoder(name: str, write_values: Any) -> Encoder:
-    """Return the encoder of a type; write_values: writes 32 values."""
-    settings = TRELLIS_SETTINGS[name]
-    encode_rows: Callable[..., None] = specialize(
-        encode, name.lower(), kernel, this_type=_trellis_type(name, settings, write_values)
-    )
+def encoder_with(name: str, settings: TrellisSettings) -> Encoder:
+    """Return an encoder of a type that searches with these settings."""
+    encode_rows: Callable[..., None] = specialize(encode, name.lower(), kernel, this_type=_trellis_type(name, settings))
 
     def encode_type(
         x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
@@ -1055,7 +1058,7 @@ def _encoder(name: str, write_values: Any) -> Encoder:
     return encode_type
 
 
-encode_iq1_kt = _encoder("IQ1_KT", put_iq1_kt)
-encode_iq2_kt = _encoder("IQ2_KT", put_iq2_kt)
-encode_iq3_kt = _encoder("IQ3_KT", put_iq3_kt)
-encode_iq4_kt = _encoder("IQ4_KT", put_iq4_kt)
+encode_iq1_kt = encoder_with("IQ1_KT", TRELLIS_SETTINGS["IQ1_KT"])
+encode_iq2_kt = encoder_with("IQ2_KT", TRELLIS_SETTINGS["IQ2_KT"])
+encode_iq3_kt = encoder_with("IQ3_KT", TRELLIS_SETTINGS["IQ3_KT"])
+encode_iq4_kt = encoder_with("IQ4_KT", TRELLIS_SETTINGS["IQ4_KT"])

@@ -6,14 +6,14 @@ Q = sum(w v v). A search for one d (*center*):
 1. ranks the centers of all families by that error in integers, of 8 bits (weights of 7) or 16: the best of each of 16
    lanes stays, and of the second best, the third ... of lanes the better one of two, or the best of four: about those
    that are best of all, for a few operations;
-2. ranks the centers of the cells of these families likewise, and the points of these cells (IQ3_KT, IQ4_KT: in 16
-   bits, centers in 8; IQ3_KT: weights in 8): the best of each lane remains, or the best for two scales around d;
+2. ranks the centers of the cells of these families likewise, and the points of these cells (often in 16
+   bits, centers in 8; IQ3_KT: weights in 8): the best of each lane remains;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
 Where a point has 4 values, lines of points are listed for every bucket of queries (trellis_lists.py): most searches
 look the list up instead of 1 and 2, and rank its first lines.
 
-A scan ranks all points, each by its error with the scale of a range that suits it best, for three or four ranges: where
+A scan ranks all points, each by its error with the scale of a range that suits it best, for three ranges: where
 the weights of 8 values differ a lot, as beside outliers, a tree loses the best point. It skips points that cannot be
 the best of their lanes: by how far their cells reach, 16 cells at once, then by the error with the scale that suits
 them best of all. The bounds allow for all rounding: what a scan finds is the same as if it skipped none.
@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from quantkit.kernels.cpu.core.constants import constants
 from quantkit.kernels.cpu.core.jit import helper, inline
 from quantkit.kernels.cpu.core.simd import (
     VecType,
@@ -67,6 +66,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.core.specialize import constants
 from quantkit.kernels.cpu.encode.trellis_lists import LEVELS, LIST_LENGTH, RANGE_OF
 
 F, I32 = np.float32, np.int32
@@ -84,8 +84,8 @@ QUERY = 0
 FAMILIES = 64
 CELLS = 320
 POINTS = 576
-WORDS = 704
-PART = 960
+WORDS = 640
+PART = 768
 COARSE = 32
 LINES = 8 * PART
 ONE = 8 * PART + 256
@@ -134,8 +134,7 @@ class Ranking:
 
     query: returns the words of a query; score: the errors of a line, None for ``rank_around``. shape: of how many lanes
     the best point remains, the second best, and so on: 16, 8, 4 or 0. numbers: how numbers of lines are stored;
-    number_bytes: their bytes. lanes: for each of two scales, of how many lanes the best remain: 16; 8, of each two the
-    better one.
+    number_bytes: their bytes.
     """
 
     query: Any
@@ -143,7 +142,6 @@ class Ranking:
     shape: tuple[int, ...] = (16, 0, 0, 0)
     numbers: Any = types.int32
     number_bytes: int = 4
-    lanes: int = 16
 
 
 @constants
@@ -151,17 +149,15 @@ class Ranking:
 class TreeSteps:
     """The steps of ``search``.
 
-    prepare: stores a query. spread: scales for which points are ranked, by ``rank_points``. families, cells: lines of
-    them in a codebook, no families if all cells are ranked; families_kept, cells_kept: how many remain.
+    prepare: stores a query. families, cells: lines of them in a codebook, no families if all cells are ranked;
+    families_kept, cells_kept: how many remain.
     """
 
     points: PointFormat
     prepare: Any
-    rank_points: Any
     of_families: Ranking
     of_cells: Ranking
     of_points: Ranking
-    spread: int
     families: int
     cells: int
     families_kept: int
@@ -184,7 +180,6 @@ class ListSteps:
     list_bytes: int
     codebooks: int
     codebook_stride: int
-    spread: int = 1
 
 
 @constants
@@ -192,15 +187,14 @@ class ListSteps:
 class ScanSteps:
     """The steps of ``scan``.
 
-    lines: of a codebook. ends: where ranges of scales end, over the scale given: three or four ranges, together from
-    least to most of trellis_codebook.SCALES.
+    lines: of a codebook. ends: where ranges of scales end, over the scale given, together from least to most of
+    trellis_codebook.SCALES.
     """
 
     points: PointFormat
     rank_all: Any
     lines: int
     ends: tuple[float, ...]
-    spread: int = 1
 
 
 @inline
@@ -368,7 +362,7 @@ def rank(points, ranking, lines, source, count, s, target):
 
 @helper
 def rank_around(points, ranking, lines, source, count, s, target):
-    """Rank points as ``rank`` does, for two scales 1/8 above and below: list the best of lanes, for either."""
+    """Rank points as ``rank`` does, for two scales 1/8 above and below: list the better of two lanes, for either."""
     query = ranking.query(points, s)
     a = b = splat(i32x16, MOST)
     for i in range(source, source + ranking.number_bytes * count, ranking.number_bytes):
@@ -377,8 +371,8 @@ def rank_around(points, ranking, lines, source, count, s, target):
         error, difference = (p << points.fine_unit) + q, p << (points.fine_unit - 3)
         a = vmin(a, (((error + difference) >> NUMBER) << NUMBER) | number)
         b = vmin(b, (((error - difference) >> NUMBER) << NUMBER) | number)
-    _list_best(a, ranking.lanes, s, target)
-    _list_best(b, ranking.lanes, s, target + 4 * ranking.lanes)
+    _list_best(a, 8, s, target)
+    _list_best(b, 8, s, target + 32)
 
 
 @inline
@@ -414,9 +408,9 @@ def levels4(c, words, j):
 @helper
 def gather_points(steps, lines, s):
     """Copy the levels of the points listed: long before they are read as vectors, which waits for such small stores."""
-    for i in range(0, 4 * SURVIVORS * steps.spread, 4):
+    for i in range(0, 4 * SURVIVORS, 4):
         place = load(types.int32, s, POINTS + i)
-        offset, target = (place >> 4) * steps.points.line_bytes + 4 * (place & 15), WORDS + i + (i // 64) * 64
+        offset, target = (place >> 4) * steps.points.line_bytes + 4 * (place & 15), WORDS + i
         store(s, target, load(types.uint32, lines, offset))
         store(s, target + 64, load(types.uint32, lines, offset + 64))
 
@@ -425,16 +419,15 @@ def gather_points(steps, lines, s):
 def rate_points(steps, x, w, s, sign, survivors, width):
     """Compute 2 P, of x or -x, and Q of the points gathered, and keep them and where the points are."""
     points = steps.points
-    for half in range(0, 4 * SURVIVORS * steps.spread, 64):
-        p = q = splat(f32x16, F(0))
-        for j in range(points.size):
-            words = load(u32x16, s, WORDS + 2 * half + 64 * (j // (points.size // 2)))
-            v = convert(f32x16, points.levels(points, words, j))
-            wv = v * load(types.float32, w, 4 * j)
-            p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
-        store(survivors, half, p * (sign + sign))
-        store(survivors, 4 * width + half, q)
-        store(survivors, 8 * width + half, load(i32x16, s, POINTS + half))
+    p = q = splat(f32x16, F(0))
+    for j in range(points.size):
+        words = load(u32x16, s, WORDS + 64 * (j // (points.size // 2)))
+        v = convert(f32x16, points.levels(points, words, j))
+        wv = v * load(types.float32, w, 4 * j)
+        p, q = p + wv * load(types.float32, x, 4 * j), q + wv * v
+    store(survivors, 0, p * (sign + sign))
+    store(survivors, 4 * width, q)
+    store(survivors, 8 * width, load(i32x16, s, POINTS))
 
 
 @helper
@@ -462,7 +455,7 @@ def search(steps, codebook, sign, inverse, x, w, lines, s, survivors, width):
         for t in range(s, end, PART):
             rank(points, steps.of_cells, lines[1], first, steps.cells * one, t, CELLS)
     for t in range(s, end, PART):
-        steps.rank_points(points, steps.of_points, lines[0], t + CELLS, steps.cells_kept * one, t, POINTS)
+        rank(points, steps.of_points, lines[0], t + CELLS, steps.cells_kept * one, t, POINTS)
     for t in range(s, end, PART):
         gather_points(steps, lines[0], t)
     for group in range(32 // points.size * one):
@@ -535,7 +528,7 @@ KNOWN_ERROR, WORST = 1 << 15, (1 << 31 - NUMBER) - 1
 
 #: The share of each term that bounds of errors allow for: f32 loses up to 2^-24 in each of less than 32 operations.
 ROUNDED = 2.0**-18
-#: Offsets into a group's part of the scratch, in a scan: the best points for up to four ranges, and the worst score of
+#: Offsets into a group's part of the scratch, in a scan: the best points for each range, and the worst score of
 #: these, of each lane; at which level times scale each value adds least to the error, and its u.
 BEST = FAMILIES
 WORST_OF = CELLS
@@ -643,10 +636,10 @@ def rank_all(steps, lines, first, energy, known_error, s, first_survivors):
 
 
 @helper
-def scan(steps, codebook, inverse, x, w, error, lines, s, survivors, width, count):
-    """Keep, as ``search`` does for one group, the best of all points, of each lane, for ``count`` ranges of scales.
+def scan(steps, codebook, inverse, x, w, error, lines, s, survivors, width):
+    """Keep, as ``search`` does for one group, the best of all points, of each lane, for each range of scales.
 
-    ``error``: about that of the group. So many slots are filled: the nearer their points, the less is left to rank.
+    ``error``: about that of the group. As many slots are filled: the nearer their points, the less is left to rank.
     """
     points = steps.points
     y, weights = load(points.floats, x, 0) * inverse, load(points.floats, w, 0)
@@ -656,7 +649,7 @@ def scan(steps, codebook, inverse, x, w, error, lines, s, survivors, width, coun
     known_error = F(error) * inverse * inverse * factor
     energy = hsum(y * y * weights) * factor
     steps.rank_all(steps, lines, codebook * steps.lines, energy, known_error, s, survivors + 8 * width)
-    for k in range(count):
+    for k in range(len(steps.ends) - 1):
         store(s, POINTS, load(i32x16, s, BEST + 64 * k))
         gather_points(steps, lines[0], s)
         rate_points(steps, x, w, s, sign, survivors + 4 * SURVIVORS * k, width)

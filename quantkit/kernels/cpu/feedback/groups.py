@@ -23,8 +23,8 @@ from quantkit.kernels.levels import (
 )
 
 if TYPE_CHECKING:
+    from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cpu.feedback.metric import Metric
-    from quantkit.kernels.cpu.feedback.options import Rounding
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -1,4 +1,7 @@
-"""The metric that rows are rounded in: a covariance, with its factors, packed for sweeps."""
+"""The metric that rows are rounded in: a covariance, with its factors, packed for sweeps.
+
+Where columns have one index in groups, also the groups' order in error feedback, and the metric within each.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
-from quantkit.kernels.cpu.feedback.group_metric import GroupMetric, column_order, group_metric_of
 from quantkit.kernels.cpu.feedback.products import corrected
 from quantkit.kernels.cpu.feedback.tiles import STRIP, pack_columns, pack_upper
 from quantkit.kernels.levels import Grouping
@@ -16,6 +18,20 @@ from quantkit.kernels.levels import Grouping
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupMetric:
+    """T and B of each group, float32 [groups, 2, columns, columns], as group_sweeps.py says.
+
+    feedback: of groups in the order of error feedback. descent: of groups in their own order, when all other columns
+    stay.
+    """
+
+    grouping: Grouping
+    feedback: F32
+    descent: F32
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,3 +88,41 @@ def target_of(x: F32, metric: Metric, row: int = 0) -> F32 | None:
         return None
     target = corrected(x, metric.correction)
     return target if metric.offset is None else target + metric.offset[row : row + len(x)]
+
+
+def column_order(variances: F64, grouping: Grouping | None) -> I64:
+    """Return the order of columns in error feedback, int64 [n]: by variance, groups by its sum."""
+    if grouping is None:
+        return np.argsort(-variances, kind="stable")
+    groups = grouping.order(len(variances)).reshape(-1, grouping.size)
+    return groups[np.argsort(-variances[groups].sum(1), kind="stable")].ravel()
+
+
+def group_factors(descent: F64, diagonal: F64, upper: F64, grouping: Grouping) -> tuple[F32, F32]:
+    """Return T and B of each group, in the order of error feedback and in their own, f32 [groups, 2, columns, columns].
+
+    descent: blocks of the covariance, float64 [groups, columns, columns], of groups in their own order; diagonal:
+    replaces its diagonal, float64 [n]. upper: blocks of U, of groups in the order of error feedback; only the upper
+    triangles are read.
+    """
+    size, t = grouping.size, np.triu(upper)
+    feedback = np.stack([t, np.diagonal(t, axis1=1, axis2=2)[:, :, None] * np.eye(size)], 1)
+    descent = descent.copy()
+    descent[:, np.arange(size), np.arange(size)] = diagonal[grouping.order(len(diagonal)).reshape(-1, size)]
+    descent_t = np.linalg.cholesky(descent[:, ::-1, ::-1])[:, ::-1, ::-1]
+    return feedback.astype(np.float32), np.stack([descent_t, np.linalg.inv(descent_t)], 1).astype(np.float32)
+
+
+def group_metric_of(covariance: F64, diagonal: F64, upper: F64, grouping: Grouping) -> GroupMetric:
+    """Return the group metric of a covariance with another diagonal: upper upper^T, columns in error feedback's order.
+
+    What is below the diagonal of ``upper`` is not looked at.
+    """
+    size, n = grouping.size, len(covariance)
+    descent = _blocks(covariance, grouping.order(n).reshape(-1, size)).astype(np.float64)
+    upper = _blocks(upper, np.arange(n).reshape(-1, size))
+    return GroupMetric(grouping, *group_factors(descent, diagonal, upper, grouping))
+
+
+def _blocks(matrix: F64, groups: I64) -> F64:
+    return matrix[groups[:, :, None], groups[:, None, :]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cpu.feedback.groups import GroupTile
 from quantkit.kernels.cpu.feedback.metric import Metric
-from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, Tile, Visits, refine
 from quantkit.kernels.cpu.feedback.sweeps import Scaling, codebook, error_feedback, residuals, weighted_squares
 from quantkit.kernels.cpu.feedback.tiles import ROWS, codes_of_levels, to_lanes

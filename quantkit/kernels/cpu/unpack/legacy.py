@@ -1,7 +1,8 @@
-"""Unpackers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q6_0: blocks of 32 values with an f16 scale (and an f16 minimum); Q8_KV.
+"""Unpackers of Q1_0, Q4_0 to Q8_0 and Q6_0, blocks with an f16 scale (and an f16 minimum), and of Q8_KV.
 
 Bytes of a block (llama.cpp b11434 ggml-common.h; Q6_0, Q8_KV: ik_llama.cpp 8337e4cd3); 256 values are 8 blocks::
 
+    Q1_0  d f16 | qs 16      value = d or -d             blocks of 128; bit i set: value i is d (ik: q1_0_g128)
     Q4_0  d f16 | qs 16      value = d * (q - 8)         q: value i in the low, i + 16 in the high half of byte i
     Q4_1  d f16 | m f16 | qs 16           d * q + m
     Q5_0  d f16 | qh 4 | qs 16            d * (q - 16)   bit i of qh is the fifth bit of value i
@@ -22,6 +23,7 @@ from quantkit.kernels.cpu.core.simd import cast, f32x16, i8x32, i8x64, load, sel
 from quantkit.kernels.cpu.unpack.lanes import (
     below,
     block_scales,
+    each_8_times,
     high_eighths,
     high_quarters,
     load_pieces,
@@ -29,6 +31,8 @@ from quantkit.kernels.cpu.unpack.lanes import (
     low_quarters,
     mask_of_bits,
     nibbles16,
+    u16x2,
+    widen_f16,
 )
 
 
@@ -38,6 +42,20 @@ def fifth_bits(data: int, offset: int, stride: int) -> Any:
     low = types.uint64(load(types.uint32, data, offset))
     high = types.uint64(load(types.uint32, data, offset + stride))
     return select(mask_of_bits(low | (high << types.uint64(32))), splat(u8x64, 16), 0)
+
+
+@inline
+def signs64(data: int, offset: int) -> Any:
+    """Expand the bits of 8 bytes: 1 where set, else -1."""
+    return select(mask_of_bits(load(types.uint64, data, offset)), splat(i8x64, 1), -1)
+
+
+@inline
+def unpack_q1_0(data: int, offset: int) -> Any:
+    """2 blocks of 18 bytes."""
+    l0, l1 = signs64(data, offset + 2), signs64(data, offset + 10)
+    l2, l3 = signs64(data, offset + 20), signs64(data, offset + 28)
+    return l0, l1, l2, l3, each_8_times(widen_f16(load_pieces(u16x2, types.uint16, data, offset, 18))), None
 
 
 @inline

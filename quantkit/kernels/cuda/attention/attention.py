@@ -13,12 +13,11 @@ follows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from quantkit.kernels.cuda.attention.cache import TYPES
-from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape, shared_of_block
 
 VECTOR, TILE, TENSOR = range(3)
 
@@ -50,34 +49,45 @@ class _Algorithm:
     shared: int = 0
 
 
+@dataclass(frozen=True)
+class AttentionLayer:
+    """Heads of a layer and its cache, of n_ctx cells a sequence; kind: f32, f16 or q8_0.
+
+    mla: the cache has no values. selected: a token sees so many keys (0: all).
+    """
+
+    kind: str
+    n_head: int
+    n_head_kv: int
+    head_k: int
+    head_v: int
+    n_ctx: int
+    mla: bool = False
+    selected: int = 0
+
+
 @cache
 def attention(
-    kind: str,
-    n_head: int,
-    n_head_kv: int,
-    head_k: int,
-    head_v: int,
+    layer: AttentionLayer,
     rows: int,
-    n_ctx: int,
     *,
-    mla: bool = False,
-    selected: int = 0,
     capability: int = 90,
     algorithm: int | None = None,
     splits: int | None = None,
 ) -> Attention:
-    """Return the kernels by which ``rows`` tokens attend to a cache of n_ctx cells a sequence; kind: f32, f16 or q8_0.
+    """Return the kernels by which ``rows`` tokens attend to a layer's cache.
 
-    mla: the cache has no values. selected: a token sees so many keys (0: all). algorithm and splits are chosen without;
-    tests choose them.
+    algorithm and splits are chosen without; tests choose them.
     """
-    group = n_head // n_head_kv
-    block = _choose(kind, head_k, head_v, rows * group, mla, shared_of_block(capability), algorithm)
-    tiles = -(-rows * group // block.rows) * n_head_kv
+    n_head, head_v = layer.n_head, layer.head_v
+    group = n_head // layer.n_head_kv
+    block = _choose(layer, rows * group, shared_of_block(capability), algorithm)
+    tiles = -(-rows * group // block.rows) * layer.n_head_kv
     if splits is None:
-        splits = max(1, min(SPLITS, MULTIPROCESSORS * block.at_once // tiles, -(-min(n_ctx, selected or n_ctx) // 64)))
-    bound = block.kernel.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
-    bound = bound.bind(SELECTED=1) if selected else bound
+        cells = min(layer.n_ctx, layer.selected or layer.n_ctx)
+        splits = max(1, min(SPLITS, MULTIPROCESSORS * block.at_once // tiles, -(-cells // 64)))
+    bound = block.kernel.bind(CACHE=TYPES.index(layer.kind), HEAD_K=layer.head_k, HEAD_V=head_v)
+    bound = bound.bind(SELECTED=1) if layer.selected else bound
     attend = Shape(bound, (tiles, splits, 1), block.shared)
     if splits == 1:
         return Attention(attend, 1, 0, None)
@@ -86,13 +96,9 @@ def attention(
 
 
 @cache
-def most_scratch(
-    kind: str, *sizes: int, rows: int, n_ctx: int, mla: bool = False, selected: int = 0, capability: int = 90
-) -> int:
+def most_scratch(layer: AttentionLayer, rows: int, capability: int = 90) -> int:
     """Return the bytes of scratch that up to ``rows`` tokens take, as ``attention`` says for each number of them."""
-    options: dict[str, int] = {"mla": mla, "selected": selected, "capability": capability}
-    shapes = (attention(kind, *sizes, n, n_ctx, **options) for n in range(1, rows + 1))
-    return max(shape.scratch for shape in shapes)
+    return max(attention(layer, n, capability=capability).scratch for n in range(1, rows + 1))
 
 
 def combine_to(launches: Attention, head_v: int) -> Shape | None:
@@ -107,8 +113,8 @@ def combine_to(launches: Attention, head_v: int) -> Shape | None:
     return Shape(Kernel(kernel.file, "attention_combine_to", kernel.defines), grid)
 
 
-def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, algorithm: int | None) -> _Algorithm:
-    tensor = _tensor(kind, rows, head_k, head_v, mla, limit) if kind != "f32" and algorithm in (None, TENSOR) else None
+def _choose(layer: AttentionLayer, rows: int, limit: int, algorithm: int | None) -> _Algorithm:
+    tensor = _tensor(layer, rows, limit) if layer.kind != "f32" and algorithm in (None, TENSOR) else None
     if algorithm is None:
         algorithm = TENSOR if tensor else TILE
         if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32):
@@ -116,7 +122,7 @@ def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: in
     if algorithm == TENSOR:
         assert tensor is not None
         return tensor
-    return _vector(rows, head_k, head_v) if algorithm == VECTOR else _tile(head_k, head_v)
+    return _vector(rows, layer.head_k, layer.head_v) if algorithm == VECTOR else _tile(layer.head_k, layer.head_v)
 
 
 def _up_to(size: int, values: dict[int, int], beyond: int) -> int:
@@ -146,33 +152,35 @@ def _tile(head_k: int, head_v: int) -> _Algorithm:
     )
 
 
-def _tensor(kind: str, rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Algorithm | None:
+def _tensor(layer: AttentionLayer, rows: int, limit: int) -> _Algorithm | None:
     """Return the tensor-core kernel; None: heads not of 16 bytes, or too long for the device's shared memory."""
+    head_k, head_v = layer.head_k, layer.head_v
     if head_k % 8 or head_v % 8:
         return None
     warps = _up_to(rows, {16: 1, 32: 2}, 4)  # of 16 rows each
     while warps:
         columns = max(4 // warps, _up_to(head_v, {128: 1, 256: 2}, 4))
         for keys in (64, 32) if warps * columns <= 8 else ():  # more leave too few registers
-            shared = _tensor_shared(kind == "q8_0", head_k, head_v, mla, 16 * warps, columns, keys)
+            shared = _tensor_shared(layer, 16 * warps, columns, keys)
             if shared is not None and shared <= limit - 4096:  # some is declared in the source
                 size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
                 resident = _tensor_resident(warps, columns, max(head_k, head_v))
-                bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(mla), BLOCKS_AT_ONCE=resident, **size)
+                bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(layer.mla), BLOCKS_AT_ONCE=resident, **size)
                 return _Algorithm(bound, 16 * warps, max(1, min(resident, limit // (shared + 2048))), shared)
         warps //= 2
     return None
 
 
-def _tensor_shared(levels: bool, head_k: int, head_v: int, mla: bool, rows: int, columns: int, keys: int) -> int | None:
+def _tensor_shared(layer: AttentionLayer, rows: int, columns: int, keys: int) -> int | None:
     """Return the bytes of shared memory that attention_tensor.cuh lays out. None: values are longer than keys."""
+    head_k, head_v, mla = layer.head_k, layer.head_v, layer.mla
     k_stride = 2 * (-(-head_k // 16) * 16) + 16
     v_columns = -(-head_v // (16 * columns)) * 16 * columns
     v_stride = k_stride if mla else 2 * v_columns + 16
     if mla and 2 * v_columns > k_stride - 16:
         return None
     raw_k, raw_v = (16 * ((head // 32 * 34 + 29) // 16 | 1) for head in (head_k, head_v))
-    if levels:
+    if layer.kind == "q8_0":
         incoming, later = keys * raw_k, keys * (max(k_stride, v_stride) + head_k // 32 * 4)
         later += keys * (head_k // 32 * 4 if mla else raw_v + -(-v_columns // 32) * 4)
     else:
@@ -203,11 +211,11 @@ def kernels() -> Iterator[Kernel]:
     for kind, shapes in sizes.items():
         for n_head, n_head_kv, head, rows in shapes:
             mla = head == 576
-            heads = n_head, n_head_kv, head, 512 if mla else head
-            launches = attention(kind, *heads, rows, 4096, mla=mla)
+            layer = AttentionLayer(kind, n_head, n_head_kv, head, 512 if mla else head, 4096, mla)
+            launches = attention(layer, rows)
             yield launches.attend.kernel
             if mla:
-                yield attention(kind, *heads, rows, 4096, mla=True, selected=2048).attend.kernel
+                yield attention(replace(layer, selected=2048), rows).attend.kernel
             for shape in (launches.combine, combine_to(launches, head)):
                 if shape is not None:
                     yield shape.kernel

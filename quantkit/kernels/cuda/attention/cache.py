@@ -1,4 +1,7 @@
-"""Keys and values as a cache keeps them on the device: cache.cu."""
+"""Keys and values as a cache keeps them on the device: cache.cu.
+
+blocks.cu has the rows of a cache that stand for blocks of positions, and the cells that tokens see.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,21 @@ def cache_write(kind: str, rows: int, k_width: int, v_width: int) -> Shape:
     return Shape(kernel, (rows, -(-parts // 8), 1))
 
 
+def block_write(kind: str, width: int, rows: int) -> Shape:
+    """Return the kernel and grid that store those of ``rows`` tokens that end a block."""
+    return Shape(
+        Kernel("attention/blocks.cu", "block_write").bind(CACHE=TYPES.index(kind)), (rows, -(-width // 256), 1)
+    )
+
+
+def window_and_blocks(n_out: int, rows: int) -> Shape:
+    """Return the kernel and grid that list the ``n_out`` cells that each token sees."""
+    return Shape(Kernel("attention/blocks.cu", "window_and_blocks").bind(CACHE=0), (-(-rows * n_out // 256), 1, 1))
+
+
 def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file."""
+    """Yield every kernel of both files."""
     for kind in TYPES:
         yield cache_write(kind, 1, 32, 32).kernel
+        yield block_write(kind, 1, 1).kernel
+    yield window_and_blocks(1, 1).kernel

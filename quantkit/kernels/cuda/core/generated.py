@@ -80,34 +80,27 @@ def _trellis(name: str, settings: TrellisSettings) -> str:
         "LIGHT_SEARCHES": settings.light_searches,
         "HEAVY_SEARCHES": settings.heavy_searches,
         "DEEP_SEARCHES": settings.deep_searches,
-        "UNEQUAL_SEARCHES": settings.unequal_searches,
         "ROW_SCALES": settings.row_scales,
-        "FITS": settings.fits,
     }
     flags = {
         "RETRIES": settings.retry is not None,
         "FINISHES": settings.final is not None,
         "HAS_WIDE_LEVELS": settings.levels == "wide",
-        "HEAVY_IF_PATIENT": settings.heavy_if_patient,
         "DEEP_IF_UNEQUAL": settings.deep_if_unequal,
     }
     doubles = {
-        "HEAVY_ENERGY": settings.heavy_energy,
         "DEEP_ENERGY": settings.deep_energy,
-        "PATIENT_DEEP_ENERGY": settings.patient_deep_energy,
         "DEEP_ERROR": settings.deep_error,
         "SCAN_ERROR": settings.scan_error,
         "SHORT_ROW_FACTOR": settings.short_row_factor,
-        "UNEVEN_SHARE": settings.uneven_share,
         "ROW_SCALE_GAIN": settings.row_scale_gain,
     }
-    floats = {"LARGEST_LEVEL": float(settings.largest_level), "SCAN_SLACK": settings.scan_slack}
     searches = {"First": settings.first, "Deep": settings.deep, "Retry": settings.retry, "Final": settings.final}
     lines = [
         f"static const int {', '.join(f'{key} = {value}' for key, value in integers.items())};",
         f"static const bool {', '.join(f'{key} = {int(value)}' for key, value in flags.items())};",
         f"static constexpr double {', '.join(f'{key} = {value}' for key, value in doubles.items())};",
-        f"static constexpr float {', '.join(f'{key} = {value}f' for key, value in floats.items())};",
+        f"static constexpr float LARGEST_LEVEL = {float(settings.largest_level)}f;",
         *(f"typedef {_search(search)} {key};" for key, search in searches.items() if search is not None),
     ]
     return f"namespace trellis_settings {{ struct {name} {{ {' '.join(lines)} }}; }}"
@@ -117,7 +110,7 @@ def _search(search: TreeSearch | ListSearch) -> str:
     """Return the type of a search (encode/trellis_search.cuh)."""
     if isinstance(search, ListSearch):
         return f"ListSearch<{search.lines}, {int(search.two_scales)}, {search.codebooks}>"
-    flags = f"{int(search.coarse_centers)}, {int(search.coarse_points)}, {search.scales}, {int(search.short_weights)}"
+    flags = f"{int(search.coarse_centers)}, {int(search.coarse_points)}"
     return f"TreeSearch<{_shape(search.families)}, {_shape(search.cells)}, {flags}>"
 
 

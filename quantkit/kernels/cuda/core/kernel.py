@@ -140,3 +140,22 @@ def _elements(name: str) -> list[str]:
     """Return the names of an array's elements, or the name itself."""
     array = re.fullmatch(r"(.*)\[(\d+)\]", name)
     return [name] if array is None else [f"{array[1]}_{i}" for i in range(int(array[2]))]
+
+
+# ---------------------------------------------------------------- limits of GPUs
+
+#: KiB of shared memory of a multiprocessor, of the largest compute capability not above (CUDA C++ Programming Guide).
+_KIB = {0: 48, 75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 120: 100}
+
+#: Of those, what each block takes besides what it asks for; from 8.0 on.
+BLOCK_TAKES = 1024
+
+
+def shared_of_multiprocessor(capability: int) -> int:
+    """Return the bytes of shared memory of a multiprocessor, which its blocks share."""
+    return _KIB[max(c for c in _KIB if c <= capability)] << 10
+
+
+def shared_of_block(capability: int) -> int:
+    """Return the bytes of shared memory that a block may have."""
+    return shared_of_multiprocessor(capability) - (BLOCK_TAKES if capability >= 80 else 0)

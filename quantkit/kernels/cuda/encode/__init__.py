@@ -8,10 +8,27 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import NamedTuple
 
 from quantkit.kernels.cuda.core.kernel import SOURCES
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.types import TensorType
+
+
+class Rows(NamedTuple):
+    """Rows of float32 to encode, by addresses: x f32 [rows, n], out uint8 [rows, row bytes].
+
+    importance: f32 [n], or 0 for none, which is ignored for a type that does not use one. work: room for
+    ``working_bytes``, 16-byte aligned.
+    """
+
+    x: int
+    rows: int
+    n: int
+    out: int
+    importance: int = 0
+    work: int = 0
+
 
 #: Whose search: that of the type's own tree, or another.
 SEARCHES = ("", "ik", SYMMETRIC)

@@ -1,6 +1,5 @@
 // Every encoder.
 #pragma once
-#include "encode/binary.cuh"
 #include "encode/bitnet.cuh"
 #include "encode/fp4.cuh"
 #include "encode/i_quants.cuh"

@@ -1,7 +1,7 @@
 """Encodes rows of float32 as blocks of a type on the device: encode.cu, byte for byte as quantkit.kernels.quantize.
 
     encode         x importance squares out blocks per_row      importance f32 [n] (0: none)
-                   points entries lists words                   of a type with a grid (core/neighbours.py), else 0
+                   points entries lists words                   of a type with a grid (core/lookups.py), else 0
     mean_squares   x squares rows n                             squares f32 [rows]
 
 x: f32 [rows, n]; out: the rows' bytes, 16-byte aligned. Rows must be finite; whether scales are is for the caller to
@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit.errors import TypeNotSupported
-from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.neighbours import grid_on
+from quantkit.kernels.cuda.core.lookups import codebook_on, grid_on
 from quantkit.kernels.cuda.encode import SEARCHES as SEARCHES
+from quantkit.kernels.cuda.encode import Rows as Rows
 from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import struct_of
 from quantkit.kernels.cuda.encode import weighs as weighs
-from quantkit.kernels.cuda.encode.grid_rows import grid_row_bytes, grid_row_kernels, grid_row_launches, is_grid_row
 from quantkit.kernels.cuda.encode.interleaved import (
     GUARDED,
     changing_kernels,
@@ -31,7 +30,17 @@ from quantkit.kernels.cuda.encode.interleaved import (
     q8_k_kernel,
     q8_k_launch,
 )
-from quantkit.kernels.cuda.encode.rows import has_one_scale, max_rows_kernel, max_rows_launch, row_kernels, row_launches
+from quantkit.kernels.cuda.encode.rows import (
+    grid_row_bytes,
+    grid_row_kernels,
+    grid_row_launches,
+    has_one_scale,
+    is_grid_row,
+    max_rows_kernel,
+    max_rows_launch,
+    row_kernels,
+    row_launches,
+)
 from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_working_bytes
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
@@ -89,80 +98,48 @@ def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> in
     return 4 * rows if weighted and weighs(t) and _by_row(t) else 0
 
 
-def encode_rows(
-    device: Device,
-    t: TensorType,
-    x: int,
-    rows: int,
-    n: int,
-    out: int,
-    importance: int = 0,
-    work: int = 0,
-    *,
-    search: str = "",
-    interleaved: bool = False,
-) -> None:
+def encode_rows(device: Device, t: TensorType, r: Rows, *, search: str = "", interleaved: bool = False) -> None:
     """Launch the kernels that encode rows of float32.
 
     ``search``: another than that of the type's own tree, one of ``SEARCHES``. ``interleaved``: as ik_llama.cpp encodes
     rows that it interleaves, whole groups of them.
-
-    All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none, which is ignored
-    for a type that does not use one; work: room for ``working_bytes``, 16-byte aligned.
     """
-    weighted = bool(importance) and weighs(t)
+    weighted = bool(r.importance) and weighs(t)
     if is_q8_k(t):
-        if n % t.block or rows % t.interleave:
-            raise TypeNotSupported(_REFUSED.format(n, t.name), "QK-E302")
-        device.run([q8_k_launch(t, x, rows, n, out)])
+        if r.n % t.block or r.rows % t.interleave:
+            raise TypeNotSupported(_REFUSED.format(r.n, t.name), "QK-E302")
+        device.run([q8_k_launch(t, r)])
         return
-    make = (
-        _row_launches(device, t, x, rows, n, out, importance, work)
-        if t.row_header
-        else _block_launches(device, t, x, rows, n, out, importance, work, search, interleaved)
-    )
-    device.run([*make, *(changing_launches(t, x, rows, n, out, weighted) if interleaved else [])])
+    launches = _row_launches(device, t, r) if t.row_header else _block_launches(device, t, r, search, interleaved)
+    device.run([*launches, *(changing_launches(t, r, weighted) if interleaved else [])])
 
 
-def _block_launches(
-    device: Device,
-    t: TensorType,
-    x: int,
-    rows: int,
-    n: int,
-    out: int,
-    importance: int,
-    work: int,
-    search: str,
-    interleaved: bool,
-) -> list[Launch]:
-    weighted = bool(importance) and weighs(t)
-    shape = encode(t, rows, n, weighted, search, interleaved)
+def _block_launches(device: Device, t: TensorType, r: Rows, search: str, interleaved: bool) -> list[Launch]:
+    weighted = bool(r.importance) and weighs(t)
+    shape = encode(t, r.rows, r.n, weighted, search, interleaved)
     launches = []
     if weighted and _by_row(t):
-        before = mean_squares(t, rows)
-        launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=work, rows=rows, n=n)))
-    per_row = n // t.block
-    by_row = work if _by_row(t) else 0
+        before = mean_squares(t, r.rows)
+        block = before.kernel.block(x=r.x, squares=r.work, rows=r.rows, n=r.n)
+        launches.append(Launch(before.kernel, before.grid, block))
+    per_row = r.n // t.block
     block = shape.kernel.block(
-        x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row,
-        **grid_on(device, t)._asdict(),
+        x=r.x, importance=r.importance, squares=r.work if _by_row(t) else 0, out=r.out, blocks=r.rows * per_row,
+        per_row=per_row, **grid_on(device, t)._asdict(),
     )  # fmt: skip
     return [*launches, Launch(shape.kernel, shape.grid, block)]
 
 
-def _row_launches(
-    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
-) -> list[Launch]:
-    if t.name not in encoders() or n % t.block:
-        raise TypeNotSupported(_REFUSED.format(n, t.name), "QK-E302")
+def _row_launches(device: Device, t: TensorType, r: Rows) -> list[Launch]:
+    if t.name not in encoders() or r.n % t.block:
+        raise TypeNotSupported(_REFUSED.format(r.n, t.name), "QK-E302")
     if is_trellis(t):
-        return [trellis_launch(device, t, x, rows, n, out, importance, work)]
+        return [trellis_launch(device, t, r)]
     if has_one_scale(t):
-        return [max_rows_launch(t, x, rows, n, out)]
+        return [max_rows_launch(t, r)]
     if is_grid_row(t):
-        return grid_row_launches(device, t, x, rows, n, out, importance, work)
-    return row_launches(t, x, rows, n, out, importance)
+        return grid_row_launches(device, t, r)
+    return row_launches(t, r)
 
 
 def put_tables(device: Device, t: TensorType) -> None:

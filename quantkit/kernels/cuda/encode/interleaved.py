@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.kernels.cuda.encode import Rows
 from quantkit.kernels.formats import INTERLEAVED_ENCODERS
 from quantkit.types import BY_NAME, TensorType
 
@@ -39,10 +40,14 @@ def changing_kernels(t: TensorType, weighted: bool) -> list[Kernel]:
     return [Kernel("encode/interleaved.cu", name)] if name and (always or not weighted) else []
 
 
-def changing_launches(t: TensorType, x: int, rows: int, n: int, out: int, weighted: bool) -> list[Launch]:
-    """Return the launches that change encoded rows; x and out are addresses."""
+def changing_launches(t: TensorType, r: Rows, weighted: bool) -> list[Launch]:
+    """Return the launches that change encoded rows."""
     return [
-        Launch(kernel, (max(1, -(-rows // _CHANGED[t.name][1])), 1, 1), kernel.block(x=x, out=out, rows=rows, n=n))
+        Launch(
+            kernel,
+            (max(1, -(-r.rows // _CHANGED[t.name][1])), 1, 1),
+            kernel.block(x=r.x, out=r.out, rows=r.rows, n=r.n),
+        )
         for kernel in changing_kernels(t, weighted)
     ]
 
@@ -57,10 +62,10 @@ def q8_k_kernel(t: TensorType) -> Kernel:
     return Kernel("encode/q8_k.cu", "q8_k").bind(ROWS=t.interleave)
 
 
-def q8_k_launch(t: TensorType, x: int, rows: int, n: int, out: int) -> Launch:
-    """Return the launch that encodes rows; x and out are addresses."""
+def q8_k_launch(t: TensorType, r: Rows) -> Launch:
+    """Return the launch that encodes rows."""
     kernel = q8_k_kernel(t)
-    return Launch(kernel, (rows // t.interleave * (n // t.block), 1, 1), kernel.block(x=x, out=out, n=n))
+    return Launch(kernel, (r.rows // t.interleave * (r.n // t.block), 1, 1), kernel.block(x=r.x, out=r.out, n=r.n))
 
 
 def kernels() -> Iterator[Kernel]:

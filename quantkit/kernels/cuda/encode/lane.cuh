@@ -17,7 +17,7 @@
 
 #define STATIC_INLINE static __device__ __forceinline__
 
-// What types with a grid look up (core/neighbours.py): of each slot ~index if the point is on the grid, else where its list of
+// What types with a grid look up (core/lookups.py): of each slot ~index if the point is on the grid, else where its list of
 // neighbours begins and how long it is, place << 8 | length, both in fours; lists of indices, and of words; the values of
 // each point.
 struct GridTables {

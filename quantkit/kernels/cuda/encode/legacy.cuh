@@ -1,5 +1,5 @@
-// Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0: 32 values a block, and Q8_KV; the twin of quantkit/kernels/cpu/encode/legacy.py, which
-// has the layouts.
+// Q1_0, Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0, blocks with a scale, and Q8_KV; the twin of quantkit/kernels/cpu/encode/legacy.py,
+// which has the layouts.
 //
 // Source: llama.cpp b11434 ggml-quants.c, quantize_row_q*_ref and quantize_row_q*_impl; ik_llama.cpp 8337e4cd3,
 // quantize_row_q6_0_impl and iqk_quantize_row_q8_KV.
@@ -207,5 +207,21 @@ struct EncodeQ8_KV {
             *(float*)out = d;
             *(uint32_t*)(out + 4) = total;
         }
+    }
+};
+
+// Signs, times the mean magnitude of the block.
+struct EncodeQ1_0 {
+    static const int VALUES = 32, BLOCK = 128, BYTES = 18, ROOM = 0;
+    static const bool WEIGHS = false;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        uint32_t signs = 0;
+        for (int i = 0; i < 32; i++) signs |= (uint32_t)(lane.x[i] >= 0) << i;
+        for (int k = 0; k < 2; k++) *(uint16_t*)(lane.out + 2 + 4 * lane.part + 2 * k) = (uint16_t)(signs >> 16 * k);
+        if (lane.part) return;
+        float sum = 0;  // of the values of four lanes
+        for (int i = 0; i < 128; i++) sum = sum + fabsf(lane.x[i / 32 * 33 + i % 32]);
+        store_half(lane.out, sum / 128.0f);
     }
 };

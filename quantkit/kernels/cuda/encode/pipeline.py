@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon, pinned_bytes
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
+from quantkit.kernels.cuda.encode.encode import (
+    Rows,
+    encode_rows,
+    encoders,
+    kernels_of,
+    put_tables,
+    weighs,
+    working_bytes,
+)
 from quantkit.kernels.cuda.encode.interleaved import is_q8_k
 from quantkit.kernels.cuda.unpack import decoders
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
@@ -206,10 +214,8 @@ class Slot:
         offset = HEAD
         row_bytes = form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
-            encode_rows(
-                d, form.target, x, segment.rows, n, self._out + offset, importance, self._work,
-                search=form.search, interleaved=form.interleaved,
-            )  # fmt: skip
+            rows = Rows(x, segment.rows, n, self._out + offset, importance, self._work)
+            encode_rows(d, form.target, rows, search=form.search, interleaved=form.interleaved)
             self._parts.append((offset, segment.rows * row_bytes))
             x += 4 * n * segment.rows
             offset = round_up(offset + segment.rows * row_bytes, ALIGNED)

@@ -156,7 +156,7 @@ INLINE void write_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
 
 // Choose the scale of a row and levels and points for it; return the scale, 0 if there is none, and which choice it is.
 INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s, int& chosen) {
-    const int warp = (int)threadIdx.x / 32, tries = s.effort.tries, fits = tries > 1 ? 2 : ENCODER::FITS;
+    const int warp = (int)threadIdx.x / 32, tries = s.effort.tries, fits = tries > 1 ? 2 : 1;
     double best = -1, scale = 0, before = -1;
     int at = 0, attempt = 0, fit = 0;
     float d = 0;

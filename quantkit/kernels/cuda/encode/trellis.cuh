@@ -47,11 +47,11 @@ template <class T> struct TrellisRow {
     }
 };
 
-// How a row is searched for. mean: of the energies; deep: from which on 32 values are searched for more deeply; step: one in
+// How a row is searched for. heavy: what energy is much; deep: from which on 32 values are searched for more deeply; step: one in
 // so many counts that weighs little; tries: scales of the row that are tried; uneven: whether few values are most of it;
 // careful: whether it matters that weights are unequal.
 struct Effort {
-    double mean, deep;
+    double heavy, deep;
     float patience;
     int step, tries;
     bool uneven, careful;
@@ -204,7 +204,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
 #pragma unroll 1
             for (int k = 0; k < searches; k++) {
                 search<Depth>(codebook, c % CODEBOOKS, c < CODEBOOKS ? 1.0f : -1.0f, at, row.x(b), row.w(b), row.survivors_of(b, c),
-                              Depth::spread * k);
+                              k);
                 at = at * 1.25f;
             }
         }
@@ -246,13 +246,13 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
     // Decide how a row is searched for. total, squares: of the energies and of their squares; weighed: by an importance.
     STATIC_INLINE void weigh_row(int count, double total, double squares, bool weighed, Effort& effort) {
         const double share = total > 0 ? squares / (total * total) : 0.0, mean = total * 32 / (double)(32 * count);
-        effort.mean = mean;
-        effort.uneven = share > TYPE::UNEVEN_SHARE || share * count > 1.5;
+        effort.heavy = 2.0 * mean;
+        effort.uneven = share > 0.1 || share * count > 1.5;
         effort.tries = effort.uneven && share > 0.035 ? TYPE::ROW_SCALES : 1;
         effort.step = effort.tries > 1 ? 1 : max(count / 16, 1);
         effort.patience = effort.tries > 1 || share > 0.04 ? 1e30f : 0.25f;
         effort.careful = weighed && (TYPE::DEEP_IF_UNEQUAL || effort.patient());
-        effort.deep = (effort.patient() ? TYPE::PATIENT_DEEP_ENERGY : TYPE::DEEP_ENERGY) * mean;
+        effort.deep = TYPE::DEEP_ENERGY * mean;
         if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
     }
 
@@ -260,17 +260,15 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
     STATIC_INLINE void search_block(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, const Effort& effort) {
         const float center = row.guess(b), around = center > 0 ? center : 1.0f;
         const double energy = center > 0 ? row.energy(b) : 0.0;
-        int slots = SLOTS - 1;
+        const bool heavy = energy > effort.heavy;
+        int slots = heavy || effort.patient() ? TYPE::HEAVY_SEARCHES : TYPE::LIGHT_SEARCHES;
         if (energy > effort.deep || (unequal(row.w(b)) && effort.careful)) {
-            if (!(energy > effort.deep)) slots = TYPE::UNEQUAL_SEARCHES;
+            slots = energy > effort.deep ? SLOTS - 1 : TYPE::HEAVY_SEARCHES;
             search_around<typename TYPE::Deep>(row, codebook, b, around, slots);
         } else {
-            const bool more = energy > TYPE::HEAVY_ENERGY * effort.mean || (TYPE::HEAVY_IF_PATIENT && effort.patient());
-            const int searches = more ? TYPE::HEAVY_SEARCHES : TYPE::LIGHT_SEARCHES;
-            slots = searches * TYPE::First::spread;
-            search_around<typename TYPE::First>(row, codebook, b, around, searches);
+            search_around<typename TYPE::First>(row, codebook, b, around, slots);
         }
-        const float counted = energy > TYPE::HEAVY_ENERGY * effort.mean ? 1.0f : b % effort.step == 0 ? (float)effort.step : 0.0f;
+        const float counted = heavy ? 1.0f : b % effort.step == 0 ? (float)effort.step : 0.0f;
         if (me() < SIDES) row.filled(b)[me()] = slots;
         if (me() == 0) row.counted(b) = counted;
         if (counted == 0 && !TYPE::HAS_WIDE_LEVELS) return;
@@ -296,7 +294,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
                 float* survivors = row.survivors_of(b, c);
                 search<typename TYPE::Retry>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), survivors,
                                              slots);
-                const int filled = slots + TYPE::Retry::spread;
+                const int filled = slots + 1;
                 const float error = errors(survivors, filled, of_grid), lowest = least_of_16(error);
                 if (me() == 0) {
                     row.filled(b)[c] = filled;
@@ -365,7 +363,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
             __syncwarp();
         }
         __syncwarp();
-        const float limit = prune_limit(row, b, TYPE::SCAN_SLACK);
+        const float limit = prune_limit(row, b, 1.0f);
         int filled = SLOTS;
         for (int c = 0; c < SIDES; c++) filled = min(filled, row.filled(b)[c]);
         __syncwarp();

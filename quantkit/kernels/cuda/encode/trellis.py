@@ -1,7 +1,7 @@
 """Encodes rows of float32 as trellis types, IQ1_KT to IQ4_KT: trellis.cu.
 
     trellis    x importance out work rows n room      importance f32 [n] (0: none)
-               points cells families indices grid lists    of the type's codebook (core/codebooks.py)
+               points cells families indices grid lists    of the type's codebook (core/lookups.py)
 
 x: f32 [rows, n], out: the rows' bytes, both 16-byte aligned; work: ``room`` bytes for each of the launch's blocks of
 threads, 16-byte aligned, which take a row at a time. Rows must be finite.
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.kernels.cuda.core.lookups import codebook_on
+from quantkit.kernels.cuda.encode import Rows
 from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up
@@ -56,16 +57,11 @@ def trellis_kernel(t: TensorType) -> Kernel:
     return Kernel("encode/trellis.cu", "trellis").bind(ENCODER=f"Encode{t.name}", SURVIVOR_WORDS=_survivor_words(t))
 
 
-def trellis_launch(
-    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
-) -> Launch:
-    """Return the launch that encodes rows; x, out, importance and work are addresses."""
+def trellis_launch(device: Device, t: TensorType, r: Rows) -> Launch:
+    """Return the launch that encodes rows."""
     kernel = trellis_kernel(t)
-    block = kernel.block(
-        x=x, importance=importance, out=out, work=work, rows=rows, n=n, room=_row_bytes(t, n),
-        **codebook_on(device, t)._asdict(),
-    )  # fmt: skip
-    return Launch(kernel, (_at_once(t, rows, n), 1, 1), block)
+    block = kernel.block(**r._asdict(), room=_row_bytes(t, r.n), **codebook_on(device, t)._asdict())
+    return Launch(kernel, (_at_once(t, r.rows, r.n), 1, 1), block)
 
 
 def kernels() -> Iterator[Kernel]:

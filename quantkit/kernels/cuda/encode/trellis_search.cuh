@@ -6,7 +6,7 @@
 #pragma once
 #include "encode/lane.cuh"
 
-// The codebook of a type (core/codebooks.py): points, centers of cells and of families; the index of each point; what a
+// The codebook of a type (core/lookups.py): points, centers of cells and of families; the index of each point; what a
 // curve's scales are over its guess; of points of 4 values the lines near queries of each bucket (trellis_lists.py).
 struct Codebook {
     const uint8_t *points, *cells, *families;
@@ -294,26 +294,14 @@ struct ShortQuery {
         gather<8, 2>(of.a, a);
         gather<8, 4>(of.u, (int*)u);
     }
-    template <class Point> __device__ __forceinline__ int p(const Point& point) const {
-        int sum = __dp2a_hi(a[1], point.levels[0], __dp2a_lo(a[0], point.levels[0], 0));
-        return __dp2a_hi(a[3], point.levels[1], __dp2a_lo(a[2], point.levels[1], sum));
-    }
-    // u v v, summed, and `sum`.
-    template <class Point> __device__ __forceinline__ uint32_t with_q(const Point& point, uint32_t sum) const {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            sum = __dp2a_hi(point.squares(k, true), u[k], __dp2a_lo(point.squares(k, false), u[k], sum));
-        }
-        return sum;
-    }
     template <class Point> __device__ __forceinline__ int ranked(const Point& point, int line) const {
-        return ranked_line(with_q(point, (uint32_t)p(point)) << 6, line);
-    }
-    template <class Point>
-    __device__ __forceinline__ void ranked_around(const Point& point, int line, int& above, int& below) const {
-        const int of_levels = p(point), q = (int)(with_q(point, 0) << 6);
-        above = ranked_line((uint32_t)times_plus(of_levels, 72, q), line);
-        below = ranked_line((uint32_t)times_plus(of_levels, 56, q), line);
+        int sum = __dp2a_hi(a[1], point.levels[0], __dp2a_lo(a[0], point.levels[0], 0));
+        sum = __dp2a_hi(a[3], point.levels[1], __dp2a_lo(a[2], point.levels[1], sum));
+        uint32_t score = (uint32_t)sum;
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            score = __dp2a_hi(point.squares(k, true), u[k], __dp2a_lo(point.squares(k, false), u[k], score));
+        return ranked_line(score << 6, line);
     }
 };
 
@@ -474,22 +462,6 @@ INLINE const uint16_t* list_of(const Codebook& codebook, int codebook_index, flo
     return codebook.lists + LISTED * (BUCKETS * codebook_index + __shfl_sync(FULL, at, 0, 16));
 }
 
-// Rank points for two scales, 1/8 above and below: the best of each lane, for either.
-template <class Point, class KEPT, class Query>
-INLINE void rank_around(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<1>& above, Best<1>& below) {
-    const uint8_t* of_lane = Point::first(table);
-    each_four<KEPT>(lines, [&](int4 four) {
-        const int of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int more, less;
-            query.ranked_around(Point(of_lane, of[i]), of[i], more, less);
-            above.take(more);
-            below.take(less);
-        }
-    });
-}
-
 // Of each group of values the points that are kept: 2 P, Q and their numbers, WIDTH of each.
 template <int WIDTH> struct Survivors {
     static const int WORDS = 3 * WIDTH;
@@ -519,18 +491,18 @@ template <int WIDTH> struct Survivors {
 };
 
 // How deep a search goes: the Shape of families (void: all cells are ranked) and of cells that stay; whether centers, and
-// points, are ranked in 8 bits; for how many scales points are; whether weights have 8 bits for points, too.
-template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD, bool SHORT> struct TreeSearch {
+// points, are ranked in 8 bits.
+template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE> struct TreeSearch {
     typedef FAMILIES Families;
     typedef CELLS Cells;
-    static const int spread = SPREAD, listed = 0, codebooks = 1;
-    static const bool coarse_tree = COARSE_TREE, coarse = COARSE, few_bits = SHORT;
+    static const int listed = 0, codebooks = 1;
+    static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
 };
 
 // That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each;
 // of one codebook or both.
 template <int COUNT, bool AROUND, int CODEBOOKS> struct ListSearch {
-    static const int spread = 1, listed = COUNT, codebooks = CODEBOOKS;
+    static const int listed = COUNT, codebooks = CODEBOOKS;
     static const bool around = AROUND;
 };
 
@@ -572,7 +544,7 @@ template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS
 template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, class Depth>
 INLINE void search_points(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
                           float* survivors, int at) {
-    typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse, Depth::few_bits>::Type Query;
+    typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse, MAGNITUDES && Depth::coarse_tree && !Depth::coarse>::Type Query;
     typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse_tree>::Type TreeQuery;
     typedef typename Depth::Cells Cells;
     typedef Tree<SIZE, POINTS, typename Depth::Families, Cells::DEPTH, TreeQuery> Centers;
@@ -590,13 +562,7 @@ INLINE void search_points(const Codebook& codebook, int codebook_index, float si
         load_values<SIZE>(x + SIZE * group, v);
         load_values<SIZE>(w + SIZE * group, weight);
         Best<1> score;
-        if constexpr (Depth::spread == 2) {
-            Best<1> below;
-            rank_around<Point, Cells>(codebook.points, cells, query, score, below);
-            group_survivors.template keep<Point>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
-        } else {
-            rank<Point, Cells>(codebook.points, cells, query, score);
-        }
+        rank<Point, Cells>(codebook.points, cells, query, score);
         group_survivors.template keep<Point>(at + lane_of_16(), codebook.points, score.place(0), v, weight, sign);
     }
     __syncwarp();

@@ -13,7 +13,7 @@ INLINE uint32_t field_of(const uint8_t* bytes, const int32_t* where, int bits) {
 INLINE float float_of(uint32_t bits, int width) { return width == 16 ? half_to_float((uint16_t)bits) : __uint_as_float(bits); }
 INLINE uint32_t bits_of(float f, int width) { return width == 16 ? float_to_half(f) : __float_as_uint(f); }
 
-// What a bit is of, and which: kind << 24 | item << 8 | bit (fields.py). Items are those of a block.
+// What a bit is of, and which: kind << 24 | item << 8 | bit (tables.py). Items are those of a block.
 enum { NOTHING, LEVEL, FACTOR, MINIMUM, SHIFT, D, DMIN };
 struct Source {
     int kind, item, bit;

@@ -22,10 +22,9 @@ from typing import Any
 from quantkit.kernels.cpu.feedback.codebook_tree import tree_of
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.feedback.codebook_tree import TreeTables, points_offset
-from quantkit.kernels.cuda.feedback.fields import Tables, tables
 from quantkit.kernels.cuda.feedback.rows import launch, sub_blocks_of_d
 from quantkit.kernels.cuda.feedback.sweeps import tiles
+from quantkit.kernels.cuda.feedback.tables import Tables, TreeTables, points_offset, tables
 from quantkit.kernels.levels import Levels
 
 Addresses = dict[str, int]

@@ -14,15 +14,12 @@ from functools import cache, partial
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cpu.feedback.codebook_tree import tree_of
-from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.core.device import Device, Launch
-from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape, shared_of_block
 from quantkit.kernels.cuda.core.lookups import upload_once
 from quantkit.kernels.cuda.feedback import group_rows
-from quantkit.kernels.cuda.feedback.codebook_tree import tree_macros, tree_on
-from quantkit.kernels.cuda.feedback.fields import tables_on
 from quantkit.kernels.cuda.feedback.group_rows import Addresses
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.rows import (
@@ -35,6 +32,7 @@ from quantkit.kernels.cuda.feedback.rows import (
     write,
 )
 from quantkit.kernels.cuda.feedback.sweeps import ROWS, tiles
+from quantkit.kernels.cuda.feedback.tables import tables_on, tree_macros, tree_on
 from quantkit.kernels.levels import Grouping, Levels, all_levels
 from quantkit.types import TensorType
 

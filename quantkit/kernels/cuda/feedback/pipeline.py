@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.encode import encode
 from quantkit.kernels.cuda.encode.pipeline import ALIGNED, HEAD, RowConversion, Slot, SlotMemory, not_finite
-from quantkit.kernels.cuda.feedback import factor, packing, products, rounding
+from quantkit.kernels.cuda.feedback import matrices, rounding
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.rows import RowAddresses
 from quantkit.kernels.cuda.unpack.dequantize import dequantize
@@ -66,7 +66,7 @@ class FeedbackConversion(NamedTuple):
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need, and their metrics; weighted: as for a plain form."""
-        required = [*factor.kernels(), *packing.kernels(), *(products.kernels() if self.corrected else ())]
+        required = matrices.metric_kernels(self.corrected)
         if self.target.is_quantized:
             return [*required, *self.conversion.kernels(weighted), *_kernels_of(self)]
         required.append(not_finite(1).kernel)
@@ -160,10 +160,10 @@ class FeedbackSlot(Slot):
                 target, start = work, work + round_up(4 * of_metric * n, 256)
                 work = start + round_up(nbytes, 256)
                 self._correct(x, rows, metric, target)
-                encode.encode_rows(
-                    d, form.target, target, count, form.n, start, weights, work, search=form.conversion.search
-                )
-            encode.encode_rows(d, form.target, x, count, form.n, blocks, weights, work, search=form.conversion.search)
+                to_start = encode.Rows(target, count, form.n, start, weights, work)
+                encode.encode_rows(d, form.target, to_start, search=form.conversion.search)
+            to_blocks = encode.Rows(x, count, form.n, blocks, weights, work)
+            encode.encode_rows(d, form.target, to_blocks, search=form.conversion.search)
             before = self._out + losses
             addresses = RowAddresses(of_metric, target or x, blocks, start or blocks, before, before + 8 * of_metric)
             rounding.round_rows(d, form.target, addresses, metric, form.rounding, work)
@@ -174,7 +174,7 @@ class FeedbackSlot(Slot):
         row_bytes, launches = 4 * metric.n, []
         for run in rows:
             offset = metric.offset + row_bytes * run.first if metric.offset else 0
-            launches.append(products.correct(x, metric.correction, offset, out, run.rows, metric.n))
+            launches.append(matrices.correct(x, metric.correction, offset, out, run.rows, metric.n))
             x, out = x + row_bytes * run.rows, out + row_bytes * run.rows
         self.device.run(launches)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from functools import partial
 
 from quantkit.errors import TypeNotSupported
-from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER
 from quantkit.kernels.cpu.feedback.rounding import MARGIN
 from quantkit.kernels.cuda.core.device import Device, Launch
-from quantkit.kernels.cuda.feedback.fields import Tables, tables, tables_on
 from quantkit.kernels.cuda.feedback.groups import group_launches, group_lines, has_room
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
-from quantkit.kernels.cuda.feedback.refine import refine, scratch_lines
 from quantkit.kernels.cuda.feedback.rows import (
     RowAddresses,
     keep,
@@ -25,7 +23,8 @@ from quantkit.kernels.cuda.feedback.rows import (
     to_lanes,
     write,
 )
-from quantkit.kernels.cuda.feedback.sweeps import ROWS, error_feedback, is_even, residuals, tiles
+from quantkit.kernels.cuda.feedback.sweeps import ROWS, error_feedback, is_even, refine, residuals, scratch_lines, tiles
+from quantkit.kernels.cuda.feedback.tables import Tables, tables, tables_on
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
 from quantkit.kernels.levels import Levels, all_levels, levels_of
 from quantkit.types import TensorType

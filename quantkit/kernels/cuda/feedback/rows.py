@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.feedback.fields import Tables
 from quantkit.kernels.cuda.feedback.sweeps import tiles
+from quantkit.kernels.cuda.feedback.tables import Tables
 from quantkit.kernels.levels import Bits, Levels
 
 _FILE = "feedback/rows.cu"

@@ -1,9 +1,10 @@
-"""Tiles of rows on a device (tiles.cuh), and sweeps over their columns in order: sweeps.cu.
+"""Tiles of rows on a device (tiles.cuh), and sweeps over their columns: sweeps.cu, in order; refine.cu, scales jointly.
 
     error_feedback         chooses all levels with error feedback; sets levels, v, e and loss
     residuals    before best    sets e, and the loss of v, f64 [rows], in both
+    refine       passes repeats fits neighbour_scales    optimizes levels and scales of windows of columns
 
-Besides, both take the arguments of all tiles (sweeps.cuh).
+Besides, all take the arguments of all tiles (sweeps.cuh).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.cpu.feedback import Rounding
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.levels import all_levels
+from quantkit.kernels.levels import Levels, all_levels
 
 F32 = npt.NDArray[np.float32]
 #: Rows of a tile; columns that a block of threads multiplies at once, and those of them that a warp does.
@@ -61,8 +63,28 @@ def residuals(rows: int, even: bool) -> Shape:
     return Shape(Kernel(_FILE, "residuals").bind(EVEN=int(even)), (tiles(rows), 1, 1))
 
 
+def _width(layout: Levels, rounding: Rounding) -> int:
+    return max(rounding.width, layout.span)
+
+
+def scratch_lines(layout: Levels, rounding: Rounding) -> int:
+    """Return the lines of a tile's scratch: LINES of refine.cu."""
+    width, span = _width(layout, rounding), layout.span
+    small = width <= WIDE and span <= 32
+    return width + 2 * span + (0 if small else width + 4 * span)
+
+
+def refine(rows: int, layout: Levels, rounding: Rounding) -> Shape:
+    """Return the kernel and grid that refine rows."""
+    kernel = Kernel("feedback/refine.cu", "refine")
+    bound = kernel.bind(EVEN=int(is_even(layout.codebook)), SPAN=layout.span, WIDTH=_width(layout, rounding))
+    return Shape(bound, (tiles(rows), 1, 1))
+
+
 def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file."""
-    for even in sorted({is_even(layout.codebook) for layout in all_levels().values() if layout.grid is None}):
+    """Yield every kernel of both files."""
+    layouts = [layout for layout in all_levels().values() if layout.grid is None]
+    for even in sorted({is_even(layout.codebook) for layout in layouts}):
         yield error_feedback(1, even).kernel
         yield residuals(1, even).kernel
+    yield from dict.fromkeys(refine(1, layout, Rounding()).kernel for layout in layouts)

@@ -1,4 +1,6 @@
-"""Rows by their own statistics, and groups of columns mixed (Gemma 3n, RWKV): mixing.cu.
+"""Rows by their own statistics, and groups of columns, streams and blocks of rows mixed.
+
+mixing.cu, of Gemma 3n and RWKV:
 
     exceed       x out width rows factor         max(x - mean - factor * deviation, 0) of each row
     to_length    x like out width rows group     every group of columns made as long as like's row
@@ -10,6 +12,13 @@
                  out = x + v times the sum over each head's columns of r k vector
 
 Values begin at multiples of 16 bytes; out of exceed, to_length and bonus may be x.
+
+streams.cu, the weights of the four residual streams in a layer's input and output, and compress.cu, one row for every
+block of positions:
+
+    stream_weights  before after across x scale base rows rounds eps
+                    ops.StreamWeights: before and after [4], across [16] of x [24] a row; scale: [3], base: [24]
+    compress        ops.Compress
 """
 
 from __future__ import annotations
@@ -47,10 +56,17 @@ def bonus(heads: int) -> Shape:
     return Shape(Kernel(FILE, "bonus"), (max(1, -(-heads // 8)), 1, 1))
 
 
+def stream_weights(rows: int) -> Shape:
+    """Return the kernel and grid that compute the weights of streams: sixteen threads a row."""
+    return Shape(Kernel("layer/streams.cu", "stream_weights"), (max(1, -(-rows // 8)), 1, 1))
+
+
+def compress(width: int) -> Shape:
+    """Return the kernel and grid that make rows of ``width`` columns, for any number of tokens."""
+    return Shape(Kernel("layer/compress.cu", "compress"), (-(-width // 64), 1, 1))
+
+
 def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file."""
-    yield exceed(1).kernel
-    yield to_length(1, 1).kernel
-    yield mix(1, 1).kernel
-    yield lerp(1, 1).kernel
-    yield bonus(1).kernel
+    """Yield every kernel of these files."""
+    for shape in (exceed(1), to_length(1, 1), mix(1, 1), lerp(1, 1), bonus(1), stream_weights(1), compress(1)):
+        yield shape.kernel

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.limits import BLOCK_TAKES, shared_of_multiprocessor
+from quantkit.kernels.cuda.core.kernel import BLOCK_TAKES, Kernel, Shape, shared_of_multiprocessor
 from quantkit.kernels.cuda.layer.glu import ACTIVATIONS, GATES
 from quantkit.kernels.cuda.matmul.moe import most_tiles
 from quantkit.kernels.formats import FOLDED_TO_F16, format_of

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape, shared_of_block
 
 #: Tokens per tile of a product.
 TILES = (32, 128)

@@ -1,7 +1,6 @@
 // All types by name: a module is compiled with, for example, TYPE defined as Q4_K, and uses TYPE::unpack (for F32, F16
 // and BF16, whose BLOCK is 1: TYPE::value). Tables are static and vanish where unused.
 #pragma once
-#include "unpack/binary.cuh"
 #include "unpack/bitnet.cuh"
 #include "unpack/floats.cuh"
 #include "unpack/fp4.cuh"

@@ -1,6 +1,7 @@
-// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q6_0, Q8_KV of ik_llama.cpp: blocks of 32 values; the twin of
+// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q6_0, Q8_KV of ik_llama.cpp: blocks of 32 values; Q1_0: of 128. The twin of
 // quantkit/kernels/cpu/unpack/legacy.py.
 //
+//     Q1_0  d f16 | qs 16                 d where bit i is set, else -d
 //     Q4_0  d f16 | qs 16                 d * (q - 8)
 //     Q4_1  d f16 | m f16 | qs 16         d * q + m
 //     Q5_0  d f16 | qh 4 | qs 16          d * (q - 16)
@@ -90,5 +91,14 @@ struct Q8_KV : traits::Q8_KV {
         load_words_by8(p, x);
         for (int i = 0; i < 8; i++) l.q[i] = (int)x[i];
         set_scales(l, 1);
+    }
+};
+
+struct Q1_0 : traits::Q1_0 {
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
+        uint32_t x[1];
+        load_words(p + 2 + 4 * part, x);
+        for (int i = 0; i < 8; i++) l.q[i] = (int)(sign_masks(spread_bits(~x[0] >> 4 * i & 15, 7)) | ONES);
+        set_scales(l, load_half(p));
     }
 };

@@ -5,12 +5,12 @@ A function fills the slots of a compiled operation, which kernels/cpu/*.py docum
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from quantkit.kernels.cpu.attention import attention, blocks, cache, lightning_indexer
+from quantkit.kernels.cpu.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
 from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cpu.matmul import matmul, moe
@@ -25,6 +25,41 @@ from quantkit.model.ops import Matrix, Op, OpTable, Value
 from quantkit.units import round_up
 
 LOWER = OpTable("the cpu backend")
+
+#: Elementwise operations of one input and numbers (``slots.numbers``).
+_MAPS = {
+    ops.Scale: elementwise.scale,
+    ops.Shift: elementwise.shift,
+    ops.ScaleByPosition: elementwise.scale_by_position,
+    ops.Softcap: elementwise.softcap,
+    ops.Clamp: elementwise.clamp,
+    ops.Xielu: elementwise.xielu,
+    ops.Exceed: mixing.exceed,
+}
+#: Operations whose entry has the slots of all devices, and the rows of a value, if a field is named.
+_ENTRIES: dict[type[Op], tuple[TapeOp, Callable[..., slots.Slots], str]] = {
+    ops.Lookup: (elementwise.lookup, slots.lookup, ""),
+    ops.Mix: (mixing.mix, slots.mix, "out"),
+    ops.StreamWeights: (streams.stream_weights, slots.stream_weights, "x"),
+    ops.Lerp: (mixing.lerp, slots.lerp, "out"),
+    ops.Take: (elementwise.take, slots.take, "out"),
+    ops.Join: (elementwise.join, slots.join, "out"),
+    ops.RopeTable: (rope.rope_table, slots.rope_table, ""),
+    ops.WindowAndBlocks: (cache.window_and_blocks, slots.window_and_blocks, ""),
+    ops.Convolve: (recurrent.convolve, slots.convolve, ""),
+    ops.Previous: (recurrent.convolve, slots.previous, ""),
+    ops.Compress: (compress.compress, slots.compress, ""),
+    ops.SsmScan: (recurrent.ssm_scan, slots.ssm_scan, ""),
+    ops.ColumnScan: (recurrent.column_scan, slots.column_scan, ""),
+    ops.Wkv: (recurrent.wkv, slots.wkv, ""),
+}
+
+
+@LOWER.register(*_ENTRIES)
+def _entry(b: CPULowering, op: Op) -> None:
+    operation, fill, field = _ENTRIES[type(op)]
+    b.emit(operation, **fill(b, op), **(rows(getattr(op, field)) if field else {}))
+
 
 # ---------------------------------------------------------------- element by element
 
@@ -47,11 +82,6 @@ def _embed(b: CPULowering, op: ops.Embed) -> None:
     )
 
 
-@LOWER.register(ops.Lookup)
-def _lookup(b: CPULowering, op: ops.Lookup) -> None:
-    b.emit(elementwise.lookup, **slots.lookup(b, op))
-
-
 @LOWER.register(ops.SelectOutputs)
 def _select_outputs(b: CPULowering, op: ops.SelectOutputs) -> None:
     b.emit(elementwise.select_outputs, out=b.buffer(op.out), x=b.buffer(op.x), width=op.x.width * op.x.per)
@@ -70,36 +100,15 @@ def _map(b: CPULowering, operation: TapeOp, out: Value, x: Value, **extra: Slot)
     b.may_overwrite(entry, out, x)
 
 
-@LOWER.register(ops.Scale)
-def _scale(b: CPULowering, op: ops.Scale) -> None:
-    _map(b, elementwise.scale, op.out, op.x, by=op.factor)
-
-
-@LOWER.register(ops.Shift)
-def _shift(b: CPULowering, op: ops.Shift) -> None:
-    _map(b, elementwise.shift, op.out, op.x, by=op.offset)
-
-
-@LOWER.register(ops.ScaleByPosition)
-def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
-    numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
-    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers)
+@LOWER.register(*_MAPS)
+def _elementwise(b: CPULowering, op: ops.Map) -> None:
+    _map(b, _MAPS[type(op)], op.out, op.x, **slots.numbers(op))
 
 
 @LOWER.register(ops.MultiplyBy)
 def _multiply_by(b: CPULowering, op: ops.MultiplyBy) -> None:
     operation = elementwise.plus_vector if op.kind == "plus" else elementwise.multiply_by
     _map(b, operation, op.out, op.x, **slots.vector_slots(b, op))
-
-
-@LOWER.register(ops.Softcap)
-def _softcap(b: CPULowering, op: ops.Softcap) -> None:
-    _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
-
-
-@LOWER.register(ops.Clamp)
-def _clamp(b: CPULowering, op: ops.Clamp) -> None:
-    _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
 
 
 @LOWER.register(ops.Norm)
@@ -134,51 +143,15 @@ def _activate(b: CPULowering, op: ops.Activate) -> None:
     _map(b, operation, op.out, op.x, **limits)
 
 
-@LOWER.register(ops.Xielu)
-def _xielu(b: CPULowering, op: ops.Xielu) -> None:
-    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
-    _map(b, elementwise.xielu, op.out, op.x, **numbers)
-
-
-@LOWER.register(ops.Exceed)
-def _exceed(b: CPULowering, op: ops.Exceed) -> None:
-    _map(b, mixing.exceed, op.out, op.x, factor=op.factor)
-
-
 @LOWER.register(ops.ToLength)
 def _to_length(b: CPULowering, op: ops.ToLength) -> None:
     _map(b, mixing.to_length, op.out, op.x, like=b.buffer(op.like), group=op.group)
-
-
-@LOWER.register(ops.Mix)
-def _mix(b: CPULowering, op: ops.Mix) -> None:
-    b.emit(mixing.mix, **slots.mix(b, op), **rows(op.out))
-
-
-@LOWER.register(ops.StreamWeights)
-def _stream_weights(b: CPULowering, op: ops.StreamWeights) -> None:
-    b.emit(streams.stream_weights, **slots.stream_weights(b, op), **rows(op.x))
-
-
-@LOWER.register(ops.Lerp)
-def _lerp(b: CPULowering, op: ops.Lerp) -> None:
-    b.emit(mixing.lerp, **slots.lerp(b, op), **rows(op.out))
 
 
 @LOWER.register(ops.Bonus)
 def _bonus(b: CPULowering, op: ops.Bonus) -> None:
     entry = b.emit(mixing.bonus, **slots.bonus(b, op), **rows(op.out))
     b.may_overwrite(entry, op.out, op.x)
-
-
-@LOWER.register(ops.Take)
-def _take(b: CPULowering, op: ops.Take) -> None:
-    b.emit(elementwise.take, **slots.take(b, op), **rows(op.out))
-
-
-@LOWER.register(ops.Join)
-def _join(b: CPULowering, op: ops.Join) -> None:
-    b.emit(elementwise.join, **slots.join(b, op), **rows(op.out))
 
 
 # ---------------------------------------------------------------- matrices
@@ -350,11 +323,6 @@ def _combine(b: CPULowering, op: ops.Combine) -> None:
 # ---------------------------------------------------------------- attention
 
 
-@LOWER.register(ops.RopeTable)
-def _rope_table(b: CPULowering, op: ops.RopeTable) -> None:
-    b.emit(rope.rope_table, **slots.rope_table(b, op))
-
-
 @LOWER.register(ops.Rope)
 def _rope(b: CPULowering, op: ops.Rope) -> None:
     part = {"head": op.head, "start": op.start, "n_rot": op.config.n_rot}
@@ -380,12 +348,7 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CPULowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
-    b.emit(blocks.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
-
-
-@LOWER.register(ops.WindowAndBlocks)
-def _window_and_blocks(b: CPULowering, op: ops.WindowAndBlocks) -> None:
-    b.emit(blocks.window_and_blocks, **slots.window_and_blocks(b, op))
+    b.emit(cache.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)
@@ -431,39 +394,9 @@ def _attention(b: CPULowering, op: ops.Attention) -> None:
 # ---------------------------------------------------------------- recurrent layers
 
 
-@LOWER.register(ops.Convolve)
-def _convolve(b: CPULowering, op: ops.Convolve) -> None:
-    b.emit(recurrent.convolve, **slots.convolve(b, op))
-
-
-@LOWER.register(ops.Compress)
-def _compress(b: CPULowering, op: ops.Compress) -> None:
-    b.emit(compress.compress, **slots.compress(b, op))
-
-
 @LOWER.register(ops.DeltaNet)
 def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
     b.emit(recurrent.delta_net_by_row if op.by_row else recurrent.delta_net, **slots.delta_net(b, op))
-
-
-@LOWER.register(ops.SsmScan)
-def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
-    b.emit(recurrent.ssm_scan, **slots.ssm_scan(b, op))
-
-
-@LOWER.register(ops.ColumnScan)
-def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
-    b.emit(recurrent.column_scan, **slots.column_scan(b, op))
-
-
-@LOWER.register(ops.Previous)
-def _previous(b: CPULowering, op: ops.Previous) -> None:
-    b.emit(recurrent.convolve, **slots.previous(b, op))
-
-
-@LOWER.register(ops.Wkv)
-def _wkv(b: CPULowering, op: ops.Wkv) -> None:
-    b.emit(recurrent.wkv, **slots.wkv(b, op))
 
 
 LOWER |= observe.LOWER

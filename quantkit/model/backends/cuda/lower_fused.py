@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantkit.kernels.cuda.layer import glu, norms, per_head, rope, row_epilogue
+from quantkit.kernels.cuda.layer import glu, norms_rope, per_head, row_epilogue
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.model.backends.arena import BufferOffset, Slot
 from quantkit.model.backends.cuda.fuse.column_trace import ColumnChain, Columns
@@ -21,7 +21,7 @@ def _norm(b: CUDALowering, op: Norm | None, prefix: str) -> dict[str, Slot]:
     if op is None:
         return {}
     vectors = b.norm_vectors(op)
-    slots: dict[str, Slot] = {"kind": norms.KINDS.index(op.kind), "eps": op.eps}
+    slots: dict[str, Slot] = {"kind": norms_rope.NORM_KINDS.index(op.kind), "eps": op.eps}
     slots |= {name: vectors[name] for name in ("weight", "bias")}
     return {f"{prefix}{name}": slot for name, slot in slots.items()}
 
@@ -75,12 +75,16 @@ def _step_slots(b: CUDALowering, chain: ColumnChain) -> dict[str, Slot]:
     if chain.activation is not None:
         slots["activation"] = glu.ACTIVATIONS[chain.activation.kind]
     if chain.norm is not None:
-        slots |= {"norm": chain.norm_step, "kind": norms.KINDS.index(chain.norm.kind), "group": chain.norm.group}
+        slots |= {
+            "norm": chain.norm_step,
+            "kind": norms_rope.NORM_KINDS.index(chain.norm.kind),
+            "group": chain.norm.group,
+        }
         slots |= {"eps": chain.norm.eps, **b.norm_vectors(chain.norm)}
     if chain.rope is not None:
         config = chain.rope.config
         slots |= {"table": b.buffer(chain.rope.table), "head": chain.head, "start": chain.rope_start}
-        slots |= {"n_rot": config.n_rot, "neox": rope.KINDS.index(config.kind)}
+        slots |= {"n_rot": config.n_rot, "neox": norms_rope.ROPE_KINDS.index(config.kind)}
     if chain.by_position is not None:
         slots |= {name: float(getattr(chain.by_position, name)) for name in ("floor_scale", "alpha", "offset")}
     if chain.gate is not None and chain.gating is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quantkit.kernels.cuda.attention import attention, blocks, cache, lightning_indexer
+from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
+from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms_rope, recurrent, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -23,6 +23,30 @@ from quantkit.model.ops import Op, OpTable, Value
 
 LOWER = OpTable("the cuda backend")
 
+#: Elementwise operations of one input and numbers (``slots.numbers``).
+_MAPS = {
+    ops.Scale: elementwise.scale,
+    ops.Shift: elementwise.shift,
+    ops.Softcap: elementwise.softcap,
+    ops.Clamp: elementwise.clamp,
+    ops.Xielu: elementwise.xielu,
+}
+#: Operations whose launch has the slots of all devices, and the width of their result.
+_LAUNCHES: dict[type[Op], tuple[Callable[[int, int], Shape], Callable[..., slots.Slots]]] = {
+    ops.Lookup: (elementwise.lookup, slots.lookup),
+    ops.Mix: (mixing.mix, slots.mix),
+    ops.Lerp: (mixing.lerp, slots.lerp),
+    ops.Take: (elementwise.take, slots.take),
+    ops.Join: (elementwise.join, slots.join),
+}
+
+
+@LOWER.register(*_LAUNCHES)
+def _launch(b: CUDALowering, op: ops.Map) -> None:
+    choose, fill = _LAUNCHES[type(op)]
+    b.emit(partial(choose, op.out.width), op.out, **fill(b, op))
+
+
 # ---------------------------------------------------------------- element by element
 
 
@@ -34,11 +58,6 @@ def _embed(b: CUDALowering, op: ops.Embed) -> None:
     slots["by_position"] = int(op.by_position)
     out = b.buffer(op.out)
     b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
-
-
-@LOWER.register(ops.Lookup)
-def _lookup(b: CUDALowering, op: ops.Lookup) -> None:
-    b.emit(partial(elementwise.lookup, op.out.width), op.out, **slots.lookup(b, op))
 
 
 @LOWER.register(ops.SelectOutputs)
@@ -55,6 +74,11 @@ def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Va
     b.may_overwrite(entry, out, x)
 
 
+@LOWER.register(*_MAPS)
+def _elementwise(b: CUDALowering, op: ops.Map) -> None:
+    _map(b, _MAPS[type(op)], op.out, op.x, **slots.numbers(op))
+
+
 @LOWER.register(ops.Add)
 def _add(b: CUDALowering, op: ops.Add) -> None:
     width = op.out.width
@@ -63,21 +87,10 @@ def _add(b: CUDALowering, op: ops.Add) -> None:
     b.may_overwrite(entry, op.out, op.a)
 
 
-@LOWER.register(ops.Scale)
-def _scale(b: CUDALowering, op: ops.Scale) -> None:
-    _map(b, elementwise.scale, op.out, op.x, by=op.factor)
-
-
-@LOWER.register(ops.Shift)
-def _shift(b: CUDALowering, op: ops.Shift) -> None:
-    _map(b, elementwise.shift, op.out, op.x, by=op.offset)
-
-
 @LOWER.register(ops.ScaleByPosition)
 def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
-    numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
     row_slots = {"rows_of": int(op.out.outputs), "per": op.out.per}
-    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers, **row_slots)
+    _map(b, elementwise.scale_by_position, op.out, op.x, **slots.numbers(op), **row_slots)
 
 
 @LOWER.register(ops.MultiplyBy)
@@ -86,21 +99,11 @@ def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
     _map(b, choose, op.out, op.x, **slots.vector_slots(b, op))
 
 
-@LOWER.register(ops.Softcap)
-def _softcap(b: CUDALowering, op: ops.Softcap) -> None:
-    _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
-
-
-@LOWER.register(ops.Clamp)
-def _clamp(b: CUDALowering, op: ops.Clamp) -> None:
-    _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
-
-
 @LOWER.register(ops.Norm)
 def _norm(b: CUDALowering, op: ops.Norm) -> None:
     per_row, kind = op.out.width // op.group, op.kind
     entry = b.emit(
-        lambda rows: norms.norm(kind, rows * per_row),
+        lambda rows: norms_rope.norm(kind, rows * per_row),
         op.out,
         x=b.buffer(op.x),
         out=b.buffer(op.out),
@@ -129,15 +132,9 @@ def _activate(b: CUDALowering, op: ops.Activate) -> None:
     _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
 
 
-@LOWER.register(ops.Xielu)
-def _xielu(b: CUDALowering, op: ops.Xielu) -> None:
-    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
-    _map(b, elementwise.xielu, op.out, op.x, **numbers)
-
-
 @LOWER.register(ops.Exceed)
 def _exceed(b: CUDALowering, op: ops.Exceed) -> None:
-    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, factor=op.factor)
+    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, **slots.numbers(op))
 
 
 @LOWER.register(ops.ToLength)
@@ -146,19 +143,9 @@ def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
     _map(b, lambda width, rows: mixing.to_length(n, rows), op.out, op.x, like=b.buffer(op.like), group=op.group)
 
 
-@LOWER.register(ops.Mix)
-def _mix(b: CUDALowering, op: ops.Mix) -> None:
-    b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
-
-
 @LOWER.register(ops.StreamWeights)
 def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
-    b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
-
-
-@LOWER.register(ops.Lerp)
-def _lerp(b: CUDALowering, op: ops.Lerp) -> None:
-    b.emit(partial(mixing.lerp, op.out.width), op.out, **slots.lerp(b, op))
+    b.emit(mixing.stream_weights, op.x, **slots.stream_weights(b, op))
 
 
 @LOWER.register(ops.Bonus)
@@ -166,16 +153,6 @@ def _bonus(b: CUDALowering, op: ops.Bonus) -> None:
     n = op.x.width // op.head
     entry = b.emit(lambda rows: mixing.bonus(rows * n), op.out, **slots.bonus(b, op))
     b.may_overwrite(entry, op.out, op.x)
-
-
-@LOWER.register(ops.Take)
-def _take(b: CUDALowering, op: ops.Take) -> None:
-    b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
-
-
-@LOWER.register(ops.Join)
-def _join(b: CUDALowering, op: ops.Join) -> None:
-    b.emit(partial(elementwise.join, op.out.width), op.out, **slots.join(b, op))
 
 
 # ---------------------------------------------------------------- experts
@@ -199,7 +176,7 @@ def _combine(b: CUDALowering, op: ops.Combine) -> None:
 
 @LOWER.register(ops.RopeTable)
 def _rope_table(b: CUDALowering, op: ops.RopeTable) -> None:
-    b.emit(lambda rows: rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
+    b.emit(lambda rows: norms_rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
 
 
 @LOWER.register(ops.Rope)
@@ -210,7 +187,7 @@ def _rope(b: CUDALowering, op: ops.Rope) -> None:
     n_rot = op.config.n_rot
     _map(
         b,
-        lambda width, rows: rope.rope(kind, rows, width, head, n_rot),
+        lambda width, rows: norms_rope.rope(kind, rows, width, head, n_rot),
         op.out,
         op.x,
         table=b.buffer(op.table),
@@ -239,12 +216,12 @@ def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CUDALowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
-    b.emit(partial(blocks.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
+    b.emit(partial(cache.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
 
 
 @LOWER.register(ops.WindowAndBlocks)
 def _window_and_blocks(b: CUDALowering, op: ops.WindowAndBlocks) -> None:
-    b.emit(partial(blocks.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
+    b.emit(partial(cache.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)
@@ -280,21 +257,12 @@ def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
 def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int = 0) -> None:
     """Emit attention; form: an activation format that the result is also written in, in rows of q_width."""
     keys, values, kind = b.cache(op.cache)
-    n_ctx = b.limits.n_ctx
-    mla = not op.cache.v_width
-    capability = b.device.capability
-    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-
     selected = 0 if op.selected is None else op.selected.width
-
-    def choose_kernel(rows: int) -> attention.Attention:
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, selected=selected, capability=capability)
-
+    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
+    layer = attention.AttentionLayer(kind, *sizes, b.limits.n_ctx, not op.cache.v_width, selected)
+    choose_kernel = partial(attention.attention, layer, capability=b.device.capability)
     n_ubatch = b.limits.n_ubatch
-    most = attention.most_scratch(
-        kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, selected=selected, capability=capability
-    )
-    scratch = b.scratch(most)
+    scratch = b.scratch(attention.most_scratch(layer, n_ubatch, b.device.capability))
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
     common |= {"n_head": op.n_head}
     entry = b.emit(
@@ -350,7 +318,7 @@ def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
 
 @LOWER.register(ops.Compress)
 def _compress(b: CUDALowering, op: ops.Compress) -> None:
-    shape = compress.compress(op.out.width)
+    shape = mixing.compress(op.out.width)
     b.emit(lambda rows: shape, op.out, **slots.compress(b, op))
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions on the device: rope.cu."""
+"""Norms and rotary positions on the device: norms.cu, rope.cu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
-KINDS = ("normal", "neox")
+NORM_KINDS = ("rms", "layer", "l2")
+ROPE_KINDS = ("normal", "neox")
+
+#: Groups that a block of threads takes: a warp to each.
+_GROUPS = 8
+
+
+def norm(kind: str, groups: int = 1) -> Shape:
+    """Return the kernel and grid that normalize ``groups`` of columns in all rows; kind: rms, layer or l2."""
+    return Shape(Kernel("layer/norms.cu", "norm").bind(KIND=NORM_KINDS.index(kind)), (-(-groups // _GROUPS), 1, 1))
 
 
 def rope_table(rows: int, pairs: int) -> Shape:
@@ -17,11 +26,13 @@ def rope_table(rows: int, pairs: int) -> Shape:
 def rope(kind: str, rows: int, width: int, head: int, n_rot: int) -> Shape:
     """Return the kernel and grid that rotate pairs of ``rows`` tokens; kind: normal, neox; width: values of a token."""
     items = width // head * (head - n_rot // 2)
-    return Shape(Kernel("layer/rope.cu", "rope").bind(NEOX=KINDS.index(kind)), (rows, -(-items // 256), 1))
+    return Shape(Kernel("layer/rope.cu", "rope").bind(NEOX=ROPE_KINDS.index(kind)), (rows, -(-items // 256), 1))
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file."""
+    """Yield every kernel of both files."""
+    for kind in NORM_KINDS:
+        yield norm(kind).kernel
     yield rope_table(1, 1).kernel
-    for kind in KINDS:
+    for kind in ROPE_KINDS:
         yield rope(kind, 1, 2, 2, 2).kernel
