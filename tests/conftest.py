@@ -150,6 +150,16 @@ def unsynced() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def services_in_process() -> Iterator[None]:
+    """Let a module's tests read tokenizers and templates without a process for each file (tests/lib/in_process.py)."""
+    from in_process import run_services_here
+
+    with pytest.MonkeyPatch.context() as patch:
+        run_services_here(patch)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Let models run on one thread where workers share the cores: teams would wait for threads that have none.

@@ -30,6 +30,8 @@ from quantkit.model.engine import load
 from quantkit.model.ops import RopeConfig, Value
 from quantkit.model.placement import Placement
 
+pytestmark = pytest.mark.usefixtures("services_in_process")
+
 DATA = Path(__file__).parents[1] / "data"
 EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
 LOGITS = np.load(DATA / "convert-logits.npz")

@@ -34,6 +34,8 @@ from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
 from quantkit.options.export import ExportOptions
 
+pytestmark = pytest.mark.usefixtures("services_in_process")
+
 #: Checkpoints of which no file holds all, and how what they become is refused.
 REFUSED = {"bert-classifier": "QK-E305 pooler.dense"}
 NAMES = [name for name in checkpoints.NAMES if name not in REFUSED]

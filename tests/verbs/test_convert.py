@@ -162,6 +162,11 @@ def write_broken(tmp_path: Path, config: dict[str, Any] | None = None, **arrays:
     return write_checkpoint(tmp_path / "broken", config, changed)
 
 
+def test_a_type_that_no_file_has_is_refused(moe: Path, tmp_path: Path) -> None:
+    with refuses(RecipeError, "QK-E203 --outtype q4_0 bf16"):
+        plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, outtype="q4_0"))
+
+
 _EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 

@@ -34,6 +34,8 @@ from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.quantize import QuantizeOptions, quantize, size_of
 from quantkit.types import BY_NAME
 
+pytestmark = pytest.mark.usefixtures("services_in_process")
+
 PRE = ConvertOptions(pre="gpt-2")
 
 

@@ -342,44 +342,44 @@ def refusals(source: Path, llama: Path, refusal: str) -> None:
 
 @pytest.mark.usefixtures("pattern_limit")
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "refusal"),
     [
-        ({"peft_type": "IA3"}, "only LORA is converted"),
-        ({"peft_type": None}, "only LORA is converted"),
-        ({"lora_alpha": 0}, "0 for no scale at all"),
-        ({"lora_alpha": float("nan")}, "no alpha"),
-        ({"lora_alpha": "16"}, "no alpha"),
-        ({"lora_alpha": 10**400}, "no alpha"),
-        ({"alpha_pattern": {"q_proj": 0}}, "0 for no scale at all"),
-        ({"alpha_pattern": ["q_proj"]}, "not a table by module"),
-        ({"rank_pattern": {"q_proj": "8"}}, "no rank"),
-        ({"rank_pattern": {"q_proj": 16}}, r"has the rank 32, adapter_config\.json says 16"),
-        ({"rank_pattern": {"(": 16}}, "not a regular expression"),
-        ({"rank_pattern": {ENDLESS: 16}}, "takes too long"),
-        ({"rank_pattern": {"a{999999999}": 16}}, "a pattern: .*MiB"),
-        ({"rank_pattern": {"x" * 10**6: 16}}, "characters; at most"),
-        ({"rank_pattern": {f"m{i}": 16 for i in range(5000)}}, "5000 patterns"),
-        ({"r": 0}, "no rank"),
-        ({"r": True}, "no rank"),
-        ({"r": 16}, r"has the rank 32, adapter_config\.json says 16"),
-        ({"use_dora": True}, "DoRA.* with PEFT"),
-        ({"use_qalora": True}, "QALoRA"),
-        ({"use_rslora": "yes"}, "not true or false"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"bias": "lora_only"}, "biases"),
-        ({"lora_bias": True}, "biases of B"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save.* with PEFT"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
-        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
-        ({"invocation_string": "<|start|>"}, "alora_invocation_tokens"),
+        ({"peft_type": "IA3"}, "QK-E117 LORA"),
+        ({"peft_type": None}, "QK-E117 LORA"),
+        ({"lora_alpha": 0}, "QK-E117 0"),
+        ({"lora_alpha": float("nan")}, "QK-E117 lora_alpha"),
+        ({"lora_alpha": "16"}, "QK-E117 lora_alpha"),
+        ({"lora_alpha": 10**400}, "QK-E117 lora_alpha"),
+        ({"alpha_pattern": {"q_proj": 0}}, "QK-E117 0"),
+        ({"alpha_pattern": ["q_proj"]}, "QK-E117 alpha_pattern ['q_proj']"),
+        ({"rank_pattern": {"q_proj": "8"}}, "QK-E117 adapter_config.json"),
+        ({"rank_pattern": {"q_proj": 16}}, "QK-E117 32 16"),
+        ({"rank_pattern": {"(": 16}}, "QK-E205 13"),
+        ({"rank_pattern": {ENDLESS: 16}}, "QK-E205"),
+        ({"rank_pattern": {"a{999999999}": 16}}, "QK-E205 256"),
+        ({"rank_pattern": {"x" * 10**6: 16}}, "QK-E205 65536"),
+        ({"rank_pattern": {f"m{i}": 16 for i in range(5000)}}, "QK-E117 5000"),
+        ({"r": 0}, "QK-E117 adapter_config.json"),
+        ({"r": True}, "QK-E117 adapter_config.json"),
+        ({"r": 16}, "QK-E117 32 16"),
+        ({"use_dora": True}, "QK-E117 DoRA"),
+        ({"use_qalora": True}, "QK-E117 QALoRA"),
+        ({"use_rslora": "yes"}, "QK-E117 use_rslora yes"),
+        ({"fan_in_fan_out": True}, "QK-E117 fan_in_fan_out"),
+        ({"bias": "lora_only"}, "QK-E117 lora_only merge_and_unload"),
+        ({"lora_bias": True}, "QK-E117 lora_bias merge_and_unload"),
+        ({"modules_to_save": ["lm_head"]}, "QK-E117 modules_to_save"),
+        ({"trainable_token_indices": [1]}, "QK-E117 trainable_token_indices"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "QK-E117 target_parameters"),
+        ({"layer_replication": [[0, 2]]}, "QK-E117 layer_replication"),
+        ({"init_lora_weights": "pissa"}, "QK-E117 path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "QK-E117 path_initial_model_for_weight_conversion"),
+        ({"invocation_string": "<|start|>"}, "QK-E117 alora_invocation_tokens"),
     ],
     ids=str,
 )
-def test_what_is_more_than_factors(llama: Path, tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    refusals(edited(LLAMA, tmp_path, **config), llama, message)
+def test_what_is_more_than_factors(llama: Path, tmp_path: Path, config: dict[str, Any], refusal: str) -> None:
+    refusals(edited(LLAMA, tmp_path, **config), llama, refusal)
 
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -404,31 +404,55 @@ def renamed(prefix: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "refusal"),
     [
-        (without(f"{Q}.lora_B.weight"), "B is missing beside it"),
-        (without(f"{Q}.lora_A.weight"), "A is missing beside it"),
-        (with_tensor(f"{Q}.lora_A.weight", (32, 128)), "an adapter of another|adapter of another model"),
-        (with_tensor(f"{Q}.lora_B.weight", (256, 16)), "no rank in common"),
-        (with_tensor(f"{Q}.lora_B.weight", (256, 32, 1)), "no matrix of floats"),
-        (with_tensor(f"{Q}.lora_B.weight", (256, 0)), "no matrix of floats"),
-        (with_tensor(f"{Q}.lora_B.weight", (256, 32), "I8"), "no matrix of floats"),
-        (with_tensor(f"{Q}.lora_magnitude_vector", (256,)), "DoRA.* with PEFT"),
-        (with_tensor(f"{Q}.lora_magnitude_vector.weight", (256,)), "DoRA.* with PEFT"),
-        (with_tensor(f"{Q}.lora_B.bias", (256,)), "a bias"),
-        (with_tensor(f"{Q}.lora_B.default.weight", (256, 32)), "under a name of its own"),
-        (with_tensor("model.embed_tokens.weight", (640, 256)), "tokens that were added"),
-        (with_tensor("model.norm.weight", (256,)), "no factor of LoRA"),
-        (with_tensor("model.layers.0.self_attn.q_proj.bias", (256,)), "no factor of LoRA"),
-        (with_tensor("model.embed_tokens.base_layer.weight", (700, 256)), "its vocabulary was another one"),
-        (renamed("model.layers.9.self_attn.q_proj"), "no such weight"),
-        (renamed("model.layers.1.self_attn.other_proj"), "no such weight"),
-        (renamed("visual.blocks.1.attn.q_proj"), "no part of the text model"),
-        (lambda tensors: {}, "no factors"),
+        (without(f"{Q}.lora_B.weight"), "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"),
+        (without(f"{Q}.lora_A.weight"), "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"),
+        (with_tensor(f"{Q}.lora_A.weight", (32, 128)), "QK-E117 model.layers.1.self_attn.q_proj.weight"),
+        (
+            with_tensor(f"{Q}.lora_B.weight", (256, 16)),
+            "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight",
+        ),
+        (
+            with_tensor(f"{Q}.lora_B.weight", (256, 32, 1)),
+            "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight",
+        ),
+        (
+            with_tensor(f"{Q}.lora_B.weight", (256, 0)),
+            "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight",
+        ),
+        (
+            with_tensor(f"{Q}.lora_B.weight", (256, 32), "I8"),
+            "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight",
+        ),
+        (with_tensor(f"{Q}.lora_magnitude_vector", (256,)), "QK-E117 DoRA"),
+        (with_tensor(f"{Q}.lora_magnitude_vector.weight", (256,)), "QK-E117 DoRA"),
+        (
+            with_tensor(f"{Q}.lora_B.bias", (256,)),
+            "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_B.bias",
+        ),
+        (
+            with_tensor(f"{Q}.lora_B.default.weight", (256, 32)),
+            "QK-E117 base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight",
+        ),
+        (
+            with_tensor("model.embed_tokens.weight", (640, 256)),
+            "QK-E117 base_model.model.model.embed_tokens.weight modules_to_save",
+        ),
+        (with_tensor("model.norm.weight", (256,)), "QK-E117 LoRA"),
+        (with_tensor("model.layers.0.self_attn.q_proj.bias", (256,)), "QK-E117 LoRA"),
+        (
+            with_tensor("model.embed_tokens.base_layer.weight", (700, 256)),
+            "QK-E117 base_model.model.model.embed_tokens.base_layer.weight",
+        ),
+        (renamed("model.layers.9.self_attn.q_proj"), "QK-E117 adapter_model.safetensors"),
+        (renamed("model.layers.1.self_attn.other_proj"), "QK-E117 adapter_model.safetensors"),
+        (renamed("visual.blocks.1.attn.q_proj"), "QK-E117 visual.blocks.1.attn.q_proj.weight"),
+        (lambda tensors: {}, "QK-E117 lora_A lora_B"),
     ],
 )
-def test_tensors_that_do_not_fit(llama: Path, tmp_path: Path, change: Any, message: str) -> None:
-    refusals(rewritten(LLAMA, tmp_path, change), llama, message)
+def test_tensors_that_do_not_fit(llama: Path, tmp_path: Path, change: Any, refusal: str) -> None:
+    refusals(rewritten(LLAMA, tmp_path, change), llama, refusal)
 
 
 @pytest.mark.parametrize(
