@@ -19,7 +19,6 @@ import pytest
 import checkpoints
 from gguf_digests import differences, digests
 from libllama import Libllama, LibllamaError, nmse
-from quantkit.checkpoint import registry
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import open_gguf
@@ -108,23 +107,9 @@ def of_each(names: Collection[str]) -> pytest.MarkDecorator:
     )
 
 
-def first_of_families() -> set[str]:
-    """Return a checkpoint of each module of checkpoint/models."""
-    family_of = {name: module for module in registry._MODULES for name in module.ARCHITECTURES}
-    first = {family_of[checkpoints.describe(name).config["architectures"][0]]: name for name in reversed(FLOATS)}
-    return set(first.values())
-
-
-#: Of these, files of every type and in parts are compared. Of the others, a type of floats, in which every value shows,
-#: and Q8_0, from which tensors differ that do not take the type of the file.
-ONE_OF_EACH_FAMILY = first_of_families()
-
-
 def expected_files(name: str) -> dict[str, Any]:
-    """Return what the reference made of a checkpoint, by the type that is compared."""
-    expected = {outtype: files for outtype, files in EXPECTED[name].items() if not isinstance(files, str)}
-    compared = expected.keys() if name in ONE_OF_EACH_FAMILY else {next(iter(expected)), "q8_0"}
-    return {outtype: files for outtype, files in expected.items() if outtype in compared}
+    """Return what the reference made of a checkpoint, by its type."""
+    return {outtype: files for outtype, files in EXPECTED[name].items() if not isinstance(files, str)}
 
 
 @of_each(FLOATS)
