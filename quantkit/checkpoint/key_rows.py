@@ -17,7 +17,7 @@ from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: Sets keys of one architecture: a row, or a function of one without an inverse.
+#: Sets keys of an architecture: a row, or a function without an inverse.
 SetKeys = Callable[[Keys, Config], None]
 #: Sets values of config.json by a file's metadata.
 SetConfig = Callable[[ModelMetadata, Json], None]
@@ -50,7 +50,7 @@ class KeyNames:
 
 
 class KeyRow(ABC):
-    """A row: see the module."""
+    """A row of keys; the module's docstring describes rows."""
 
     #: The key that the row writes, "" for several.
     key: str
@@ -67,7 +67,7 @@ class KeyRow(ABC):
         """Write the keys."""
 
     def invert(self, meta: ModelMetadata, config: Json, names: KeyNames) -> None:
-        """Set the values of config.json that the keys of a file stand for: by default that of the key's name."""
+        """Set the values of config.json that the keys of a file imply; by default, copy the key's value."""
         if self.key:
             names.copy(self.key, meta, config)
 
@@ -104,7 +104,7 @@ class Copied(KeyRow):
 
 
 def _has(config: Config, name: str) -> bool:
-    """Return whether config.json has a name, which may be that of an object's value."""
+    """Return whether config.json has a name, which may be nested."""
     outer, _, inner = name.rpartition(".")
     return inner in config.table(outer) if outer else name in config
 
@@ -116,7 +116,7 @@ def _value(config: Config, name: str) -> Any:
 
 @dataclass(frozen=True)
 class SwigluLimits(Copied):
-    """The largest activation of each layer; null, and layers that the list lacks, have none."""
+    """The activation limit of each layer, 0 for none: null, or a layer beyond the list."""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         if (limits := config.get(self.names)) is not None:
@@ -179,7 +179,7 @@ class KeyGroup(KeyRow):
 
 @dataclass(frozen=True)
 class WithConfig:
-    """Rows that read another configuration: what ``change`` makes of it."""
+    """Rows that read the configuration that ``change`` returns."""
 
     rows: tuple[SetKeys, ...]
     change: Callable[[Config], Config]
@@ -190,7 +190,7 @@ class WithConfig:
 
 @dataclass(frozen=True)
 class Where:
-    """Rows that configurations of one kind have."""
+    """Rows that apply only where ``condition`` is true."""
 
     condition: Callable[[Config], bool]
     rows: tuple[SetKeys, ...]
@@ -202,7 +202,7 @@ class Where:
 
 @dataclass(frozen=True)
 class FromFile(KeyRow):
-    """A key that follows from the tensors: an attribute of ``Keys``. ``names`` are those in config.json."""
+    """A key derived from the tensors: an attribute of ``Keys``. ``names``: its names in config.json."""
 
     key: str
     attribute: str
@@ -279,7 +279,7 @@ def _rope_sections(config: Config) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class _RopeBase(KeyRow):
-    """The base of rope, among its parameters in config.json: of full attention, or of layers with a window."""
+    """The rope base of full attention or of sliding-window layers."""
 
     key: str
     sliding: bool
@@ -293,7 +293,7 @@ class _RopeBase(KeyRow):
 
 @dataclass(frozen=True)
 class _Gating(KeyRow):
-    """The function by which experts are chosen: its name in config.json, a number in files."""
+    """The gating function of experts: a name in config.json, a number in GGUF."""
 
     key: str = ".expert_gating_func"
     names: str = (
@@ -326,7 +326,7 @@ def block_count(names: str) -> FromFile:
 
 BLOCK_COUNT = block_count("num_hidden_layers n_layer")
 FILE_TYPE = FromFile("general.file_type", "file_type")
-#: Heads are as wide for keys as for values.
+#: Keys and values have the same head width.
 HEAD_WIDTHS = (Copied(".attention.key_length", "head_dim"), Copied(".attention.value_length", "head_dim"))
 
 # fmt: off
@@ -380,13 +380,13 @@ WINDOW_PATTERN = Computed(".attention.sliding_window_pattern", _window_pattern, 
 
 
 def set_rotary_part(meta: ModelMetadata, config: Json) -> None:
-    """Set the part of a head that rope rotates."""
+    """Set the number of rotary dimensions."""
     turned, width = meta.number(".rope.dimension_count"), meta.head_width
     config["partial_rotary_factor"] = turned / width if width else 1.0
 
 
 def rotary_width(default: float | None, width: Callable[[Config], int] = lambda config: config.head_dim) -> Computed:
-    """Return the row of the values of a head that rope rotates: a part of ``width``, ``default`` by default."""
+    """Return the row of rotary dimensions: the share of ``width`` in config.json, ``default`` if it has none."""
     return Computed(
         ".rope.dimension_count",
         lambda config: int(width(config) * config.rotary_part(default)),
@@ -395,10 +395,10 @@ def rotary_width(default: float | None, width: Callable[[Config], int] = lambda 
 
 
 def divided_head_dim(config: Config) -> int:
-    """Return the width of a head: that of the model divided by the heads, whatever head_dim is."""
+    """Return the head width, hidden size / heads; head_dim is ignored."""
     return config.number("hidden_size") // max(1, config.number("num_attention_heads"))
 
 
 def number_or(key: str, names: str, default: float, exported: str = "", kind: str = "u32") -> Computed:
-    """Return the row of a number that is ``default`` where config.json says 0 or null, too."""
+    """Return the row of a number that is ``default`` if it is 0, null or missing in config.json."""
     return Computed(key, lambda config: config.find(*names.split()) or default, kind, names=exported or names)

@@ -305,7 +305,7 @@ CLASSES: dict[str, HfClass] = {
         )
         + f" {LAYER}self_attn.g_proj {LAYER}mlp.gate.expert_bias {LAYER}final_layernorm",
         keys={".expert_count": "num_experts", ".expert_gating_func": "score_function"},
-        # All that llama.cpp runs.
+        # The only values that llama.cpp runs.
         defaults={"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
         rename_last=_rename_output,
     ),

@@ -84,7 +84,7 @@ def _heads_row(key: str, place: int) -> Computed:
     return Computed(key, lambda config: [_heads(config, layer)[place] for layer in range(config.layers)], "array")
 
 
-#: Of models whose layers are alike but for their heads of keys.
+#: Keys of models whose layers differ only in their KV heads.
 _PLAIN_BASE: tuple[SetKeys, ...] = (
     *BASE,
     Copied(".attention.head_count_kv", "num_key_value_heads_per_layer", "array", exported="num_key_value_heads"),
@@ -133,7 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_blocks(meta: ModelMetadata, config: Json) -> None:
-    """Set the configuration of each block, if blocks differ in more than heads of keys."""
+    """Set the configuration of each block, if blocks differ in more than KV heads."""
     heads, keys = meta.get(".attention.head_count"), meta.get(".attention.head_count_kv")
     if not isinstance(heads, list):
         config |= {"model_type": "deci", "num_key_value_heads_per_layer": meta.per_layer(".attention.head_count_kv")}

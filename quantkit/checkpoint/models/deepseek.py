@@ -77,7 +77,7 @@ def _with_epsilon(config: Config) -> Config:
 
 
 def with_one_head(config: Config) -> Config:
-    """Return a configuration with one head of keys: the latent."""
+    """Return a configuration with one KV head, the latent."""
     return _with_epsilon(config).with_values({"num_key_value_heads": 1})
 
 
@@ -93,7 +93,7 @@ def _rope_width(config: Config) -> int:
 
 
 def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set the widths of the parts of heads that a latent makes (DeepSeek)."""
+    """Set the head widths of latent attention (DeepSeek)."""
     rope = meta.number(".rope.dimension_count")
     config |= {
         "qk_rope_head_dim": rope,
@@ -187,7 +187,7 @@ def _set_mha_widths(meta: ModelMetadata, config: Json) -> None:
     config.pop("head_dim", None)
 
 
-#: Of multi-head attention instead of a latent (DeepSeek-OCR).
+#: Multi-head attention instead of latent attention (DeepSeek-OCR).
 MHA_KEYS: tuple[SetKeys, ...] = (
     *_LEADING,
     *_EXPERTS,
@@ -201,7 +201,7 @@ MHA_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
+    """List the layers with an indexer of their own, if the file does (GLM 5)."""
     types = meta.flags(".attention.indexer.types")
     if types is not None:
         config["indexer_types"] = ["full" if item else "shared" for item in types]

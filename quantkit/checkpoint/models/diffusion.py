@@ -16,9 +16,9 @@ from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
-#: Tokens see those behind them, too.
+#: Attention is bidirectional.
 _ALL_SEEN = Always(".attention.causal", False, "flag")
-#: The logits are of the tokens themselves, not of those that follow.
+#: Logits predict the token at their own position, not the next one.
 _NOT_SHIFTED = Always("diffusion.shift_logits", False, "flag")
 DREAM_KEYS: tuple[SetKeys, ...] = (_ALL_SEEN, Copied("tokenizer.ggml.mask_token_id", "mask_token_id"))
 LLADA_MOE_KEYS: tuple[SetKeys, ...] = (

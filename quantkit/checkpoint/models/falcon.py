@@ -36,7 +36,7 @@ def split_groups(tensor: Tensor, context: Context) -> Expression:
 
 
 def join_groups(tensor: Tensor, context: Context) -> Expression:
-    """Return queries, keys and values by heads of keys: the inverse of ``split_groups``."""
+    """Return queries, keys and values grouped by KV head: the inverse of ``split_groups``."""
     return gpt_neox.join_qkv_groups(tensor.x, *_group_sizes(context.config))
 
 
@@ -168,7 +168,7 @@ def refuse_norm_before_gate(config: Config) -> None:
 
 
 def refuse_heads(keys: Keys, config: Config) -> None:
-    """Refuse an activation that llama.cpp does not run, and an inner size that makes no heads."""
+    """Refuse an activation that llama.cpp does not run, and an inner size that heads do not divide."""
     if config.get("hidden_act") not in (None, "silu") or config.number("mamba_d_ssm") % config.number("mamba_d_head"):
         raise FormatError(
             f"{config.path}: hidden_act is not silu, or mamba_d_ssm makes no heads of mamba_d_head", "QK-E112"

@@ -157,7 +157,7 @@ def _slides(config: Config) -> list[bool]:
 
 
 def _wide_layers(config: Config) -> list[int] | None:
-    """Return the feed-forward width of each layer, where those that share keys and values have twice the width."""
+    """Return the feed-forward width of each layer, doubled in layers that share keys and values."""
     if not config.get("use_double_wide_mlp", False):
         return None
     width, layers, shared = config.number("intermediate_size"), config.layers, config.number("num_kv_shared_layers")
@@ -247,7 +247,7 @@ GEMMA3N_RULES = (Transform(r"embed_tokens(\.weight|_per_layer)", pad_vocabulary,
 
 
 def refuse_inputs(keys: Keys, config: Config) -> None:
-    """Refuse another number of inputs of AltUp than llama.cpp runs."""
+    """Refuse a number of AltUp inputs that llama.cpp does not run."""
     if config["altup_num_inputs"] != 4:
         raise FormatError(
             f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is run", "QK-E305"
@@ -451,7 +451,7 @@ _BARE_NAMES = (r"^model\.", "")
 
 
 def _set_bidirectional(meta: ModelMetadata, config: Json) -> None:
-    """Tokens see those behind them, too."""
+    """Attention is bidirectional."""
     config["use_bidirectional_attention"] = True
     config["sliding_window"] = config.get("sliding_window") or 0
 

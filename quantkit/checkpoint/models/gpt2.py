@@ -71,7 +71,7 @@ CLASSES: dict[str, HfClass] = {
             LAYER,
             "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
         ),
-        # Only files of this class say that.
+        # Only files of this class have the key.
         matches=has_key("attention.head_count_kv"),
     ),
 }

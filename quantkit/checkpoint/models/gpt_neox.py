@@ -52,7 +52,7 @@ SPLIT_HEADS = (Transform(r"attention\.query_key_value\.(weight|bias)$", split_he
 
 
 def _set_rotary_pct(meta: ModelMetadata, config: Json) -> None:
-    """Set the part of a head that rope rotates, as GPT-NeoX names it."""
+    """Set the number of rotary dimensions, by GPT-NeoX's name."""
     config["rotary_pct"] = meta.number(".rope.dimension_count") / meta.head_width
 
 
@@ -106,7 +106,7 @@ LAYER_NAMES = (
     "mlp.dense_4h_to_h",
     "input_layernorm",
 )
-#: Those of BLOOM and Falcon.
+#: The names of BLOOM and Falcon.
 SELF_ATTENTION_NAMES = tuple(name.replace("attention.", "self_attention.") for name in LAYER_NAMES)
 
 CLASSES: dict[str, HfClass] = {

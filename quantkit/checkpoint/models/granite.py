@@ -95,18 +95,18 @@ def prepare_hybrid(config: Config) -> None:
 
 
 def uses_rope(config: Config) -> bool:
-    """Return whether layers of attention have rope: Bamba's, and those of models without layers of Mamba."""
+    """Return whether attention layers have rope: in Bamba, and in models without Mamba layers."""
     return config.architecture == "BambaForCausalLM" or all(attention_layers(config))
 
 
 def _kv_heads(config: Config) -> list[int]:
-    """Return the heads of keys of each layer: none of layers of Mamba."""
+    """Return the KV heads of each layer, 0 for Mamba layers."""
     heads = config.find("num_key_value_heads", "n_head_kv", "mamba_num_key_value_heads", "mamba_n_head_kv")
     return [heads if attends else 0 for attends in attention_layers(config)]
 
 
 def refuse_heads(keys: Keys, config: Config) -> None:
-    """Refuse an activation that llama.cpp does not run, and an inner size that makes no heads."""
+    """Refuse an activation that llama.cpp does not run, and an inner size that heads do not divide."""
     inner, width = _inner_size(config), config.find("d_head", "mamba_d_head") or 64
     if config.get("hidden_act") not in (None, "silu"):
         raise FormatError(

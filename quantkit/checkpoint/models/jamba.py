@@ -59,7 +59,7 @@ def _width(config: Config) -> int:
 
 
 def _kv_heads(config: Config) -> list[int]:
-    """Return the heads of keys of each layer: none of layers of Mamba."""
+    """Return the KV heads of each layer, 0 for Mamba layers."""
     heads: int = config["num_key_value_heads"]
     offset, period = config.number("attn_layer_offset"), max(1, config.number("attn_layer_period"))
     return [heads if i >= offset and (i - offset) % period == 0 else 0 for i in range(config.layers)]

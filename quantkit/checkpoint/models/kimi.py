@@ -267,7 +267,7 @@ _KIMI_LINEAR_CLASS = HfClass(
     "kimi_linear",
     _MOE_NAMES,
     keys=_KIMI_KEYS,
-    # What llama.cpp has in its code.
+    # Constants of llama.cpp's graph.
     defaults={"moe_renormalize": True, "mla_use_nope": True, "moe_layer_freq": 1},
 )
 

@@ -30,7 +30,7 @@ SQUEEZE_CONVOLUTIONS = Transform(r"conv\.conv", squeeze, unsqueeze_channels)
 
 
 def _with_kv_heads(config: Config) -> Config:
-    """Return a configuration with the heads of keys of each layer: none of convolutions."""
+    """Return a configuration with the KV heads of each layer, 0 for convolutions."""
     heads = config.number("num_key_value_heads")
     return config.with_values(
         {"num_key_value_heads": [0 if kind == "conv" else heads for kind in config["layer_types"]]}
@@ -132,7 +132,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_convolution_layers(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers of attention: those with heads of keys (LFM 2)."""
+    """List the attention layers, which have KV heads (LFM 2)."""
     heads = config["num_key_value_heads"]
     heads_of_layers = heads if isinstance(heads, list) else [heads] * meta.number(".block_count")
     config |= {

@@ -70,13 +70,13 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
 
 
 def _set_head_dim(meta: ModelMetadata, config: Json) -> None:
-    """Set the width of heads, where rope tells that it is not that of the model divided by them."""
+    """Set the head width, if the rotary dimensions show that it is not hidden size / heads."""
     width = meta.get(".rope.dimension_count")
     if width is not None and width != meta.head_width:
         config.setdefault("head_dim", width)
 
 
-#: Rope turns whole heads (LlamaModel).
+#: All dimensions of a head are rotary (LlamaModel).
 ROPE_WIDTH = Computed(".rope.dimension_count", lambda config: config.head_dim, inverse=_set_head_dim)
 LLAMA_KEYS: tuple[SetKeys, ...] = (VOCAB_SIZE, ROPE_WIDTH)
 

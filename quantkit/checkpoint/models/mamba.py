@@ -68,7 +68,7 @@ def _inner_size(config: Config) -> int:
 
 
 def _unused_keys(names: str) -> tuple[SetKeys, ...]:
-    """Return keys that runtimes require though Mamba does not use them, but for the width, of ``names``."""
+    """Return rows of keys that runtimes require and Mamba does not use; ``names``: of the width."""
     return (
         Always(".context_length", 1 << 20),
         Copied(".embedding_length", names, required=True),
@@ -126,7 +126,7 @@ MAMBA2_RULES = (
 
 
 def _inner_size_2(config: Config) -> int:
-    """Return the inner size of Mamba 2, which must be that of the width and of whole heads."""
+    """Return the inner size of Mamba 2, a multiple of the head width that follows from the hidden size."""
     width, expand = config.number("hidden_size", "d_model", "dim"), config.find("mamba_expand", "expand") or 2
     inner: int = config.find("mamba_d_ssm", "intermediate_size", "d_inner") or expand * width
     head = _head_width(config)

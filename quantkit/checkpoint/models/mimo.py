@@ -62,7 +62,7 @@ def refuse_sharded(config: Config, names: Collection[str]) -> None:
 
 
 def refuse_settings(keys: Keys, config: Config) -> None:
-    """Refuse heads of layers with a window that differ in width or number, and other routers."""
+    """Refuse sliding-window layers with heads of another width or number, and unknown routers."""
     for name in ("head_dim", "num_attention_heads", "v_head_dim"):
         if config[f"swa_{name}"] != config[name]:
             raise FormatError(f"{config.path}: swa_{name} is not {name}", "QK-E112")

@@ -40,7 +40,7 @@ def _set_scales_config(meta: ModelMetadata, config: Json) -> None:
 
 
 def _set_head_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set the widths of the parts of heads that a latent makes, which the file has in one matrix."""
+    """Set the head widths of latent attention, whose projections the file stores as one matrix."""
     rope = meta.number(".rope.dimension_count")
     config |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": meta.number(".attention.key_length") - rope}
     output = meta.model.tensors.get("blk.0.attn_output.weight")
@@ -120,7 +120,7 @@ CLASSES: dict[str, HfClass] = {
     "MiniCPMForCausalLM": HfClass("minicpm", config_setters=(_set_unscaled_rope,)),
     "MiniCPM3ForCausalLM": HfClass(
         "minicpm3",
-        # What llama.cpp has in its code.
+        # Constants of llama.cpp's graph.
         defaults={"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
         config_setters=(_set_unscaled_rope,),
     ),

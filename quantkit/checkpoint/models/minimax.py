@@ -87,7 +87,7 @@ M1_RULES = (FindSilentTokens(), STACK_EXPERTS)
 
 
 def _residual_scale(config: Config) -> float:
-    """Return the number by which layers add to what was before."""
+    """Return the scale of the residual stream."""
     parts = ("full_attention", "linear_attention", "mlp")
     alphas, betas = ({config[f"layernorm_{part}_{letter}"] for part in parts} for letter in ("alpha", "beta"))
     if len(alphas) > 1 or betas != {1.0}:

@@ -62,7 +62,7 @@ GROVE_KEYS: tuple[SetKeys, ...] = (
     Always(".expert_group_scale", 0.05, "f32"),
 )
 
-#: What llama.cpp has in its code.
+#: Constants of llama.cpp's graph.
 _MAPLE_SETTINGS: Json = {
     "hidden_act": "silu",
     "num_shared_experts": 0,
@@ -163,7 +163,7 @@ CLASSES: dict[str, HfClass] = {
             LAYER, "post_attention_layernorm residual_mlp.w1 residual_mlp.w2 residual_mlp.w3 block_sparse_moe.gate"
         )
         + " layers.*.feed_forward.experts.w1 layers.*.feed_forward.experts.w2 layers.*.feed_forward.experts.w3",
-        # What llama.cpp has in its code.
+        # Constants of llama.cpp's graph.
         defaults={"moe_layer_frequency": 1, "parallel_attn_mlp_res": True},
     ),
     "GroveMoeForCausalLM": HfClass(

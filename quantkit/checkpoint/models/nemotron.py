@@ -99,7 +99,7 @@ def layers_with_mtp(config: Config) -> int:
 
 
 def _set_mamba(keys: Keys, config: Config, kinds: list[str]) -> None:
-    """Set the keys of layers of Mamba and attention as Granite has them."""
+    """Set the keys of Mamba and attention layers, as for Granite."""
     changed = config.without("expand", "mamba_expand").with_values(
         {"layer_types": kinds, "num_hidden_layers": keys.layers}
     )

@@ -81,7 +81,7 @@ ELM_RULES = (SplitGateUp(),)
 
 
 def _per_layer(config: Config, values: Any) -> list[int]:
-    """Return values of as many layers as there are."""
+    """Return a list with one value per layer; refuse another length."""
     if not isinstance(values, list) or len(values) != config.layers:
         raise FormatError(
             f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads are not of {config.layers} layers",

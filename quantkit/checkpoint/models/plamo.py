@@ -63,7 +63,7 @@ PLAMO2_RULES = (
 
 
 def _layer_heads(name: str, default: int) -> Callable[[Config], list[int] | None]:
-    """Return the heads of each layer: none of layers of Mamba."""
+    """Return the heads of each layer, 0 for Mamba layers."""
 
     def heads(config: Config) -> list[int] | None:
         layers = config.layers

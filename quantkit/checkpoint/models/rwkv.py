@@ -268,7 +268,7 @@ def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -
 
 
 def refuse_version(keys: Keys, config: Config) -> None:
-    """Refuse another version of RWKV than 7."""
+    """Refuse versions of RWKV other than 7."""
     if config["wkv_version"] != 7:
         raise FormatError(f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is known", "QK-E305")
 

@@ -44,7 +44,7 @@ REFACT_RULES = (
 def base_keys(
     feed_forward: KeyRow, kv_heads: KeyRow, epsilon: str = ".attention.layer_norm_epsilon"
 ) -> tuple[SetKeys, ...]:
-    """Return the rows of GPT-2's names, with the width of the feed forward and the heads of keys."""
+    """Return the rows of GPT-2's names, with the feed-forward width and the KV heads."""
     return (
         Copied(".context_length", "n_positions", required=True),
         Copied(".embedding_length", "n_embd", required=True),

@@ -184,7 +184,7 @@ _STEP_CLASS = HfClass(
         ".expert_gating_func": "moe_router_activation",
         ".attention.sliding_window": "sliding_window",
     },
-    # What llama.cpp has in its code.
+    # Constants of llama.cpp's graph.
     defaults={"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "yarn_only_types": ["full_attention"]},
     config_setters=(_set_step_layers,),
     renames=((r"(\.layers\.\d+)\.(shared_head\.)", r"\1.transformer.\2"),),

@@ -456,13 +456,13 @@ ENDS = {
 }
 #: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
 DEEP = 1 / 16
-#: More than any sum(w x x).
+#: Larger than any energy sum(w x x).
 INFINITE = 1e300
-#: How many times the mean sum(w x x) is much.
+#: Groups whose energy sum(w x x) is this multiple of the mean, or more, are searched more.
 HEAVY = 2.0
 #: All points are ranked for signs and codebooks whose error exceeds the least by at most this share.
 SCAN_SLACK = 1.0
-#: How many times the least that it may be the sum of squares of unequal weights is.
+#: Weights are unequal if their sum of squares is this multiple of its minimum, or more.
 UNEQUAL = 4.0
 
 

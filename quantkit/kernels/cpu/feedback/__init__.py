@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Columns times sweeps that are not many.
+#: The largest product of columns and sweeps for which more rounds are affordable.
 _COLUMNS = 2048
 
 

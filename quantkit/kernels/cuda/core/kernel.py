@@ -144,10 +144,10 @@ def _elements(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- limits of GPUs
 
-#: KiB of shared memory of a multiprocessor, of the largest compute capability not above (CUDA C++ Programming Guide).
+#: KiB of shared memory per multiprocessor from a compute capability on (CUDA C++ Programming Guide).
 _KIB = {0: 48, 75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 120: 100}
 
-#: Of those, what each block takes besides what it asks for; from 8.0 on.
+#: Bytes of it that the system reserves for each block, from capability 8.0 on.
 BLOCK_TAKES = 1024
 
 

@@ -2,8 +2,8 @@
 
 Codebooks of trellis types (trellis_search.cuh): points and centers are the CPU's (cpu/encode/trellis_codebook.py), in
 the same order, but each lies by itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are
-never ranked in 8 bits have magnitudes instead of squares, or nothing where levels are magnitudes: what a search reads
-of them comes from afar. Behind centers of magnitudes are their squares. Lists of lines near queries are the CPU's.
+never ranked in 8 bits have magnitudes instead of squares, or nothing where levels are magnitudes, to save global
+memory traffic. Behind centers of magnitudes are their squares. Lists of lines near queries are the CPU's.
 
 Tables of types with a grid (lane.cuh): the CPU's lists (cpu/encode/neighbours.py says what a slot is), filled up to a
 multiple of four with copies of the first neighbour: a copy is never nearer than it.
