@@ -1,4 +1,4 @@
-"""Measure what each setting of the trellis search is worth: IQ1_KT to IQ4_KT with one setting at its simplest value.
+"""Measure the worth of each setting of the trellis search: IQ1_KT to IQ4_KT with one setting at its simplest value.
 
     benchmarks/bench_trellis_knobs.py                                   every type and setting; hours of compilation
     benchmarks/bench_trellis_knobs.py --types IQ3_KT --knobs fits final
@@ -58,7 +58,7 @@ def all_cells(name: str) -> Change:
     return change
 
 
-#: Names of settings, and what they are changed to: turned off, or what other types have.
+#: Settings and the values that replace them: off, or those of other types.
 KNOBS: dict[str, Change] = {
     # fmt: off
     "first: all cells": all_cells("first"),
@@ -93,7 +93,7 @@ KNOBS: dict[str, Change] = {
 
 
 def variants(settings: TrellisSettings) -> Iterator[tuple[str, TrellisSettings]]:
-    """Yield the settings of which one is changed, where that is another search."""
+    """Yield settings with one changed, if that changes the search."""
     for name, change in KNOBS.items():
         try:
             changed = change(settings)
@@ -116,7 +116,7 @@ class Sample:
 
 
 def samples(model: Path | None, tensor: str, weights: int) -> list[Sample]:
-    """Return rows of each kind, without and with importances; about so many weights of each."""
+    """Return rows of each kind, without and with importances, about ``weights`` values of each."""
     rng = np.random.default_rng(7)
     long, short = (weights // 4096, 4096), (weights // 256, 256)
     rows: dict[str, npt.NDArray[Any]] = {

@@ -117,9 +117,9 @@ def add_glu(b: Builder, out: Value, gate: Value, up: Value, activation: Activati
     beta and l are ``activation.situ_beta`` and ``situ_linear_beta``; unless l is positive, up is not bounded.
     """
     if activation.kind == "situ":
-        bent = b.softcap(gate, b.h.float("activation.situ_beta"))
+        capped = b.softcap(gate, b.h.float("activation.situ_beta"))
         gated = b.value(f"{gate.name.split('.')[-1]}_gated", gate.width, gate, gate.per)
-        b.add(Glu(out=gated, gate=gate, up=bent, activation=Activation("sigmoid")))
+        b.add(Glu(out=gated, gate=gate, up=capped, activation=Activation("sigmoid")))
         bound = b.h.float("activation.situ_linear_beta")
         gate = gated
         up = b.softcap(up, bound) if bound > 0 else up

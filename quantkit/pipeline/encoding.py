@@ -24,7 +24,7 @@ TILE = 64
 
 
 class Action(Enum):
-    """What a job does with rows: their bytes are copied, their bits move, or their values are encoded."""
+    """The action of a job on rows: it copies bytes, moves bits, or encodes values."""
 
     COPY = "copy"
     REPACK = "repack"
@@ -33,7 +33,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowEncoding:
-    """The way of rows from one type to another."""
+    """The conversion of rows from one type to another."""
 
     source: TensorType
     target: TensorType
@@ -47,11 +47,11 @@ class RowEncoding:
     encoder_type: TensorType
     #: Whose search encodes, one of ``ENCODERS`` or SYMMETRIC; "" if nothing is encoded.
     encoder: str
-    #: Whether the type's own encoder is another.
+    #: Whether it differs from the type's default encoder.
     is_unusual: bool
     #: Whose search encodes ``encoder_type``, if that type has several; "": that of its own tree.
     search: str
-    #: Rows that stay together.
+    #: Rows that must stay together.
     group: int
     #: Rows that are encoded at a time: whole groups.
     piece: int
@@ -63,14 +63,14 @@ class RowEncoding:
     is_weighted: bool
     #: Whether the target has scales that must be finite.
     is_checked: bool
-    #: Whether a copied tensor consists of rows alone; otherwise its bytes are copied as they lie.
+    #: Whether a copied tensor consists of rows alone; otherwise its bytes are copied unchanged.
     has_plain_rows: bool
     #: The function that this version lacks, "encoder" or "decoder"; "": none.
     missing: str
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether the scale of the source lies behind its last row."""
+        """Whether the source stores a tensor scale after its last row."""
         return self.decoder_type is not self.source
 
     @property

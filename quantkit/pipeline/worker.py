@@ -46,7 +46,7 @@ def _matches(cached: Cached, digests: list[bytes]) -> bool:
 
 
 def _pieces(job: Job, part: PlannedPart, rows: U8) -> list[U8]:
-    """Return a job's rows, of source or target, as they are encoded: some at a time."""
+    """Return a job's source or target rows in the pieces that are encoded at a time."""
     step = part.encoding.piece * (rows.size // job.rows)
     return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
 

@@ -58,12 +58,12 @@ lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
 
 
 class Scoring(NamedTuple):
-    """What becomes of the scores of a block; start: its first key; bent: whether they are capped or biased."""
+    """The transformation of a block's scores; start: its first key; is_capped: whether a softcap or a bias applies."""
 
     start: Any
     scale: Any
     softcap: Any
-    bent: Any
+    is_capped: Any
 
 
 class Source(NamedTuple):
@@ -238,11 +238,11 @@ def _softmax(rows_at, factors, scores, n0, n1, scoring):
     for r in range(ROWS):
         row, s = rows_at + 64 * r, scores + 4 * BLOCK * r
         first, end = field(row, FIRST) - start, field(row, LAST) - start + 1
-        if scoring.bent:
+        if scoring.is_capped:
             for v in range(n0, n1):
                 store(s, 64 * v, load(f32x16, s, 64 * v) * scoring.scale)
             _bend(s, n0, n1, row, start, scoring.softcap)
-        factor = types.float32(1) if scoring.bent else scoring.scale
+        factor = types.float32(1) if scoring.is_capped else scoring.scale
         largest = splat(f32x16, load(types.float32, row, M))
         for v in range(n0, n1):
             x = load(f32x16, s, 64 * v) * factor

@@ -79,7 +79,7 @@ class State(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Where a token's keys, queries, values and results are; of the next tokens, so many bytes on."""
+    """Addresses of a token's keys, queries, values and results, and bytes from one token to the next."""
 
     k: Any
     q: Any
@@ -90,9 +90,9 @@ class Tokens(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What ROWS tokens leave of a state: keys for its update; the decay of its rows 0 to ROWS over all of them.
+    """The update of a state by ROWS tokens: addresses of their keys and of the decay of its rows over all of them.
 
-    Those of the next token are ``key_stride`` bytes on, those of the next row ``decay_stride``.
+    Strides are bytes: from one token's keys to the next, from one row's decay to the next.
     """
 
     keys: Any
@@ -102,7 +102,7 @@ class Update(NamedTuple):
 
 
 class ScanToken(NamedTuple):
-    """Where what a scan reads of a token, and its result, are; z: or 0."""
+    """Addresses of a token's inputs and result in a scan; z is 0 without a gate."""
 
     b: Any
     c: Any
@@ -112,7 +112,7 @@ class ScanToken(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of a sequence, from ``begin``: some columns of their rows, and of the state before."""
+    """Consecutive tokens of a sequence from ``begin``: columns of their rows and of the preceding state."""
 
     x: Any
     state: Any
