@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -177,6 +178,10 @@ def not_finite(n: int) -> Shape:
     return Shape(Kernel("encode/pipeline.cu", "not_finite"), (max(1, -(-n // _PART)), 1, 1))
 
 
+#: Held while a slot allocates: of two that each hold a part of the last free memory, both would fail.
+_ALLOCATION = Lock()
+
+
 class Slot:
     """Buffers of a batch of rows, on the host and the GPU, and its stream."""
 
@@ -186,18 +191,21 @@ class Slot:
         self._addresses: list[int] = []
         #: What comes back: where it lies in ``_made``, and its bytes.
         self._parts: list[tuple[int, int]] = []
-        try:
-            self._source, self._importance, self._x, self._work, self._out = (
-                self._allocated(nbytes)
-                for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
-            )
-            #: Rows as they lie in the file, one behind the other.
-            self.source: U8 = device.host_array(room.source, np.uint8)
-            self._weights: F32 = device.host_array(room.importance // 4, np.float32)
-            self._download: U8 = device.host_array(room.out, np.uint8)
-        except BaseException:
-            self.close()
-            raise
+        with _ALLOCATION:
+            try:
+                self._allocate(room)
+            except BaseException:
+                self.close()
+                raise
+
+    def _allocate(self, room: SlotMemory) -> None:
+        self._source, self._importance, self._x, self._work, self._out = (
+            self._allocated(nbytes) for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
+        )
+        #: Rows as they lie in the file, one behind the other.
+        self.source: U8 = self.device.host_array(room.source, np.uint8)
+        self._weights: F32 = self.device.host_array(room.importance // 4, np.float32)
+        self._download: U8 = self.device.host_array(room.out, np.uint8)
 
     def _allocated(self, nbytes: int) -> int:
         if not nbytes:
