@@ -1,10 +1,10 @@
 """THE kernels' registry of types: one record per type that can be decoded.
 
 ``quantkit.types`` describes the bytes on disk; a record here, the kernels for them. CONTRIBUTING.md, "Add a type",
-lists the places of a type. A record stands for ``unpack_<type>`` and, unless it says otherwise, ``encode_<type>`` in
-the files of its family; tests compare the two. Everything else follows: commands, activation formats, products,
-embeddings, the traits of the CUDA struct (generated.py), checks of files, tests, scripts. Optional and by name: a
-specialized dot product (cpu/matmul/type_dots.py, cuda/unpack/dot_forms.cuh).
+lists the places of a type. Whether it has an unpacker, an encoder, and one after ik_llama.cpp's search, no record says:
+the functions are there or not. Everything else follows: commands, activation formats, products, embeddings, the traits
+of the CUDA struct (generated.py), checks of files, tests, scripts. Optional and by name: a specialized dot product
+(cpu/matmul/type_dots.py, cuda/unpack/dot_forms.cuh).
 
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
@@ -19,8 +19,12 @@ base type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from quantkit.errors import RecipeError, TypeNotSupported
@@ -63,10 +67,6 @@ class Format:
     max_rows_in_registers: int = 0
     #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
     launch_group: str = ""
-    #: Whether rows can be encoded as this type.
-    encodes: bool = True
-    #: Whether both trees encode it, but ik_llama.cpp by a search of its own.
-    ik_encoder: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -84,6 +84,11 @@ class Format:
         bits = self.type.block_bytes | self.type.row_header | 16
         return bits & -bits
 
+    @property
+    def ik_encoder(self) -> bool:
+        """Whether both trees encode it, but ik_llama.cpp by a search of its own."""
+        return _is_defined("encode", self, "_ik")
+
 
 #: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what
 #: interleaved types hold of them.
@@ -94,16 +99,11 @@ SYMMETRIC = "symmetric"
 #: ``planes`` of a type whose levels become half floats.
 FOLDED_TO_F16 = 16
 
-#: Types of both trees with an encoder for each: ``encode_<type>_ik`` is ik_llama.cpp's.
-_IK_ENCODED = frozenset(
-    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ4_NL", "IQ4_XS")
-)
-
 
 def _format(name: str, family: str, activations: str, **fields: Any) -> Format:
     if name not in BY_NAME:
         raise LookupError(f"{name} has a record here and no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
-    return Format(BY_NAME[name], family, activations, ik_encoder=name in _IK_ENCODED, **fields)
+    return Format(BY_NAME[name], family, activations, **fields)
 
 
 _MINS: dict[str, Any] = {"mins": True, "signed": False}
@@ -172,9 +172,28 @@ BLOCK_TYPES: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if 
 INTERLEAVED_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
 
 
+#: Matches the definition of an encoder or an unpacker at the beginning of a line.
+_DEFINITION = re.compile(r"^(?:def )?((?:encode|unpack)_\w+)\b", re.MULTILINE)
+
+
+@cache
+def _definitions(verb: str, family: str) -> frozenset[str]:
+    """Return the names that a family's file defines; importing it would load the compiler."""
+    path = Path(__file__).parent / "cpu" / verb / f"{family}.py"
+    return frozenset(_DEFINITION.findall(path.read_text(encoding="utf-8")) if path.is_file() else ())
+
+
+def _is_defined(verb: str, spec: Format, suffix: str = "") -> bool:
+    """Return whether ``encode_<type>`` or ``unpack_<type>`` is in its family's file, or was added to the module."""
+    name = f"{verb}_{spec.type.name.lower()}{suffix}"
+    module = sys.modules.get(f"quantkit.kernels.cpu.{verb}.{spec.family}")
+    return name in _definitions(verb, spec.family) or hasattr(module, name)
+
+
 def has_decoder(t: TensorType) -> bool:
     """Return whether rows of type ``t`` can be decoded and multiplied: an interleaved type as its base type."""
-    return base_of(t).name in FORMATS
+    spec = FORMATS.get(base_of(t).name)
+    return spec is not None and (spec.is_float or _is_defined("unpack", spec))
 
 
 def has_encoder(t: TensorType) -> bool:
@@ -184,7 +203,7 @@ def has_encoder(t: TensorType) -> bool:
         return True
     if base is not t and not layout_of(t).is_exact:
         return False
-    return base.name in FORMATS and FORMATS[base.name].encodes
+    return base.name in FORMATS and _is_defined("encode", FORMATS[base.name])
 
 
 def format_of(t: TensorType, function: str = "decoder") -> Format:

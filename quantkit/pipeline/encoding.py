@@ -1,4 +1,4 @@
-"""How rows of a source tensor become rows of the output, decided once, when the tensor is planned.
+"""The encoding of a tensor's rows (copy, repack or quantize; types, encoder, piece size), set once by the plan.
 
 Checks, jobs, workers, GPUs, cache keys and reports read the record and do not look types up again. Each part of a
 tensor has one: halves of merged experts may come from two types.
@@ -65,7 +65,7 @@ class RowEncoding:
     is_checked: bool
     #: Whether a copied tensor consists of rows alone; otherwise its bytes are copied unchanged.
     has_plain_rows: bool
-    #: The function that this version lacks, "encoder" or "decoder"; "": none.
+    #: The function that this version lacks, and its type, as "encoder for Q4_0"; "": none.
     missing: str
 
     @property
@@ -142,5 +142,6 @@ def _has_plain_rows(source: TensorInfo, has_tensor_scale: bool) -> bool:
 
 def _missing_function(target: TensorType, decoder_type: TensorType) -> str:
     if not has_encoder(target):
-        return "encoder"
-    return "" if has_decoder(decoder_type) else "decoder"
+        return f"encoder for {target}"
+    unreadable = next((t for t in (decoder_type, decoded_as(target)) if not has_decoder(t)), None)
+    return "" if unreadable is None else f"decoder for {unreadable}"

@@ -232,15 +232,11 @@ def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
                 )
             if encoding.has_tensor_scale:
                 check_rows(c.shape[0])
-            if encoding.missing == "encoder":
-                raise TypeNotSupported(
-                    f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
-                    "`quantkit types` lists those there are",
-                    "QK-E302",
-                )
             if encoding.missing:
                 raise TypeNotSupported(
-                    f"tensor {c.name} is {encoding.source}, for which this version has no {encoding.missing}", "QK-E302"
+                    f"tensor {c.name}: this version has no {encoding.missing} ({encoding.source} to {c.type}: "
+                    f"{c.reason}); `quantkit types` lists the types it has",
+                    "QK-E302",
                 )
 
 

@@ -108,7 +108,7 @@ def of_each(names: Collection[str]) -> pytest.MarkDecorator:
 
 
 def expected_files(name: str) -> dict[str, Any]:
-    """Return what the reference made of a checkpoint, by its type."""
+    """Return the digests of the reference's files of a checkpoint, by output type."""
     return {outtype: files for outtype, files in EXPECTED[name].items() if not isinstance(files, str)}
 
 

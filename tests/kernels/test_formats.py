@@ -10,7 +10,6 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,24 +107,32 @@ def test_a_record_has_its_functions(record: Format) -> None:
         assert record.unit_bytes <= 320  # what skeletons keep of a row's end
 
 
-@pytest.mark.parametrize("function", ["encoder", "decoder"])
+@pytest.mark.parametrize(("verb", "function"), [("encode", "encoder"), ("unpack", "decoder")])
 def test_a_type_without_a_function_is_refused_before_the_journal(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A type is encoded if its record says so, and decoded if it has one; nothing is left of the run."""
-    source, target = write_model(tmp_path / "s.gguf", llama_tensors(1)), "Q4_0"
-    if function == "encoder":
-        monkeypatch.setitem(FORMATS, "Q4_0", replace(FORMATS["Q4_0"], encodes=False))
-        monkeypatch.delattr("quantkit.kernels.cpu.encode.legacy.encode_q4_0")
-    else:
-        source = quantkit.quantize(source, tmp_path / "q.gguf", "Q4_0").paths[0]
-        target = "Q8_0"
-        monkeypatch.delitem(FORMATS, "Q4_0")
-        monkeypatch.delattr("quantkit.kernels.cpu.unpack.legacy.unpack_q4_0")
-    files = sorted(tmp_path.iterdir())
-    options = quantkit.QuantizeOptions(allow_requantize=True)
+    """The file of a family tells, not the record; nothing is left of the run."""
+    definitions = formats._definitions
+
+    def incomplete_definitions(kind: str, family: str) -> frozenset[str]:
+        return definitions(kind, family) - {f"{verb}_q4_0"}
+
+    monkeypatch.setattr(formats, "_definitions", incomplete_definitions)
+    monkeypatch.delattr(f"quantkit.kernels.cpu.{verb}.legacy.{verb}_q4_0")
+    source = write_model(tmp_path / "s.gguf", llama_tensors(1))
     with refuses(TypeNotSupported, "QK-E302 Q4_0", function):
-        quantkit.quantize(source, tmp_path / "o.gguf", target, options)
+        quantkit.quantize(source, tmp_path / "o.gguf", "Q4_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["s.gguf"]
+
+
+def test_a_source_without_an_unpacker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_model(tmp_path / "s.gguf", llama_tensors(1))
+    quantized = quantkit.quantize(source, tmp_path / "q.gguf", "Q4_0").paths[0]
+    files = sorted(tmp_path.iterdir())
+    monkeypatch.delitem(FORMATS, "Q4_0")
+    monkeypatch.delattr("quantkit.kernels.cpu.unpack.legacy.unpack_q4_0")
+    with refuses(TypeNotSupported, "QK-E302 Q4_0", "decoder"):
+        quantkit.quantize(quantized, tmp_path / "o.gguf", "Q8_0", quantkit.QuantizeOptions(allow_requantize=True))
     assert sorted(tmp_path.iterdir()) == files
 
 

@@ -106,7 +106,7 @@ def array_answer(ask: Callable[[], npt.NDArray[Any]], *question: object) -> npt.
 
 
 class Output(NamedTuple):
-    """What a program prints, stdout before stderr, and its exit code."""
+    """The output of a program, stdout before stderr, and its exit code."""
 
     code: int
     text: str
