@@ -12,7 +12,7 @@ from quantkit.types import BY_NAME, TYPES, TensorType
 QUALITY_TYPES = [t for t in TYPES if has_encoder(t)]
 
 
-def test_every_type_has_encoder() -> None:
+def test_every_type_is_measured() -> None:
     """One of neither tree may lack its figures."""
     missing = [t.name for t in QUALITY_TYPES if t.trees != "none" and t.name not in QUALITY]
     assert not missing, step("Add a type", 11, TYPE=" ".join(missing))

@@ -37,7 +37,7 @@ def encoding(source: str, target: str, encoder: str = "", *, feedback: bool = Fa
         ("Q8_0", "Q8_K_R8", Action.ENCODE),
     ],
 )
-def test_what_happens_to_rows(source: str, target: str, action: Action) -> None:
+def test_the_action_of_rows(source: str, target: str, action: Action) -> None:
     record = encoding(source, target)
     assert record.action is action
     assert bool(record.encoder) == (action is Action.ENCODE)
@@ -68,7 +68,7 @@ def test_feedback_encodes_what_would_be_copied() -> None:
         ("Q4_0", SYMMETRIC, SYMMETRIC, SYMMETRIC, "Q4_0"),
     ],
 )
-def test_whose_encoder_writes_which_rows(
+def test_the_encoder_and_the_type_of_its_rows(
     target: str, encoder: str, expected: str, search: str, encoder_type: str
 ) -> None:
     record = encoding("BF16", target, encoder)
@@ -106,7 +106,7 @@ DECIDE = {"cache/keys", "choose", "encoding", "feedback", "presets", "repack"}
 REGISTRIES = {f"quantkit.kernels.{name}" for name in ("formats", "interleave", "levels")}
 
 
-def test_nobody_looks_types_up_after_the_plan() -> None:
+def test_modules_after_the_plan_import_no_registry_of_types() -> None:
     folder = Path(*pipeline.__path__)
     asking = set()
     for path in folder.rglob("*.py"):
