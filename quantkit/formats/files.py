@@ -123,7 +123,9 @@ class File(PosixPath):
 
     def check(self) -> None:
         """Raise FormatError if it was written to, or cut, since it was first looked at. Raises OSError."""
-        before, now = self._status, os.fstat(self.descriptor().fd)
+        # Held until its status is read: another thread may evict the file, and its number would become another's.
+        descriptor = self.descriptor()
+        before, now = self._status, os.fstat(descriptor.fd)
         if before is None or Stamp.from_status(before) == Stamp.from_status(now):
             return
         if Stamp.from_status(before)[:3] == Stamp.from_status(now)[:3] and self._has_moved(before, now):
