@@ -115,7 +115,7 @@ def check_names(names: Iterable[str], allowed: Iterable[str], where: str) -> Non
     for name in names:
         if name not in allowed:
             close = get_close_matches(name, list(allowed), 1)
-            raise ArgumentError(f"{where}: there is no {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
+            raise ArgumentError(f"{where} has no argument {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
 
 
 def accept(value: Any, kind: Any, where: str) -> Any:
@@ -127,7 +127,7 @@ def accept(value: Any, kind: Any, where: str) -> Any:
         return _tuple(value, arguments, where)
     if isinstance(origin, type) and issubclass(origin, Iterable):
         if isinstance(value, (str, bytes, os.PathLike)) and not issubclass(origin, Mapping):
-            raise ArgumentError(f"{where} is {value!r}, where a sequence is wanted: give [{value!r}]")
+            raise ArgumentError(f"{where} must be a sequence, not {value!r}: give [{value!r}]")
         container = Mapping if issubclass(origin, Mapping) else Iterable
         return value if isinstance(value, container) else _refuse(value, origin.__name__, where)
     if is_typeddict(kind):
@@ -145,7 +145,7 @@ def accept(value: Any, kind: Any, where: str) -> Any:
 def _refuse(value: Any, expected: str, where: str) -> Any:
     text = repr(value)
     text = text if len(text) <= 80 else f"{text[:79]}…"
-    raise ArgumentError(f"{where} is {text}, of type {type(value).__name__}, where {expected} is wanted")
+    raise ArgumentError(f"{where} must be {expected}, not {text} ({type(value).__name__})")
 
 
 def _one_of(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
@@ -156,17 +156,17 @@ def _one_of(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
         except ArgumentError as e:
             errors.append(e)
     names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not types.NoneType]
-    raise errors[0] if len(names) == 1 else ArgumentError(f"{where} is {value!r}, where {' or '.join(names)} is wanted")
+    raise errors[0] if len(names) == 1 else ArgumentError(f"{where} must be {' or '.join(names)}, not {value!r}")
 
 
 def _tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes, os.PathLike, Mapping)) or not isinstance(value, Iterable):
-        raise ArgumentError(f"{where} is {value!r}, where a sequence is wanted: give ({value!r},)")
+        raise ArgumentError(f"{where} must be a sequence, not {value!r}: give ({value!r},)")
     values = tuple(value)
     if len(kinds) == 2 and kinds[1] is ...:
         kinds = kinds[:1] * len(values)
     if len(kinds) != len(values):
-        raise ArgumentError(f"{where} has {len(values)} values, where {len(kinds)} are wanted")
+        raise ArgumentError(f"{where} must have {len(kinds)} values, not {len(values)}")
     accepted = tuple(
         accept(item, kind, f"{where}[{i}]") for i, (item, kind) in enumerate(zip(values, kinds, strict=True))
     )
@@ -193,7 +193,7 @@ def _truth(value: Any, where: str) -> bool:
 
 def _integer(value: Any, where: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return int(_refuse(value, "a whole number", where))
+        return int(_refuse(value, "an integer", where))
     return operator.index(value)
 
 

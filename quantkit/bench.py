@@ -209,7 +209,7 @@ def bench(
         QuantkitError: as ``quantkit.load``.
     """
     if not tests:
-        raise RecipeError("there is nothing to measure: give -p, -n or -pg", "QK-E214")
+        raise RecipeError("nothing to measure: give -p, -n or -pg", "QK-E214")
     n_ctx = max(test.n_depth + test.n_tokens for test in tests)
     for setting in settings:
         with _load(model, setting) as opened:
@@ -252,7 +252,7 @@ def sweep_bench(
     single = step // 4 if n_gen is None else n_gen
     if n_ctx < step + single:
         raise RecipeError(
-            f"a context of {n_ctx} tokens has no room for {step} and {single}: give a larger -c", "QK-E203"
+            f"a context of {n_ctx} tokens is too small for {step} and {single}: give a larger -c", "QK-E203"
         )
     with _load(model, setting) as opened:
         session = opened.session(n_ctx)

@@ -186,7 +186,7 @@ def find_damage(path: Path) -> str:
         with Entry(path) as entry:
             pieces, records = entry.header.pieces, entry.records()
             if records["source"][0].tobytes().hex()[:16] not in path.name:
-                return "its name is another entry's"
+                return "its name belongs to another entry"
             for matrix in range(pieces.matrices):
                 for row in range(0, pieces.rows, pieces.piece):
                     rows = min(pieces.piece, pieces.rows - row)
@@ -195,7 +195,7 @@ def find_damage(path: Path) -> str:
                     if not are_intact(records[pieces.span(matrix, row, rows)], [data]):
                         return f"row {row}{f' of matrix {matrix}' if pieces.matrices > 1 else ''} is damaged"
             if not np.isfinite(records["sums"]).all():
-                return "its error sums are not finite"
+                return "it has error sums that are not finite"
     except FileNotFoundError:  # evicted meanwhile
         return ""
     except OSError as e:

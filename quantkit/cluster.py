@@ -168,7 +168,7 @@ def _ray() -> ModuleType:
             import ray
     except ImportError as e:
         raise ResourceError(
-            f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'",
+            f"--ray needs the package ray, which is not installed ({e}): pip install 'gguf-quantkit[ray]'",
             "QK-E410",
         ) from None
     return ray  # type: ignore[no-any-return]
@@ -193,8 +193,8 @@ def _check_answers(address: str) -> bool:
     except (OSError, OverflowError) as e:
         suffix = "" if address == where else f" (that is {where})"
         raise ResourceError(
-            f"--ray {address}{suffix}: no cluster answers there ({getattr(e, 'strerror', None) or e}); "
-            f"`ray start --head` starts one, --ray local one of this machine for this run alone",
+            f"--ray {address}{suffix}: no cluster answers at this address ({getattr(e, 'strerror', None) or e}); "
+            "start one with `ray start --head`, or use --ray local for a temporary one on this machine",
             "QK-E450",
         ) from None
     return True
@@ -259,7 +259,8 @@ def _check(address: str) -> ModuleType:
     ray = _ray()
     if address.startswith("ray://"):
         raise ResourceError(
-            f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto", "QK-E203"
+            f"--ray {address}: run this command on a machine of the cluster and give the cluster's HOST:PORT, or auto",
+            "QK-E203",
         )
     return ray
 
@@ -295,14 +296,14 @@ class Cluster:
                 reason = ": ".join(text.splitlines()[0].partition(". ")[0].rstrip(".") for text in reasons)
                 if answers:
                     raise ResourceError(
-                        f"--ray {address}: {reason}; something answers there, but does not let us in: it is another "
-                        f"version than Ray {ray.__version__}, wants a token (RAY_AUTH_MODE=token and the cluster's "
-                        "~/.ray/auth_token), or is no Ray",
+                        f"--ray {address}: {reason}; the address answers but rejects the connection: it runs another "
+                        f"version than Ray {ray.__version__}, requires a token (set RAY_AUTH_MODE=token and copy the "
+                        "cluster's ~/.ray/auth_token), or is not a Ray cluster",
                         "QK-E450",
                     ) from None
                 raise ResourceError(
-                    f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this "
-                    "machine for this run alone",
+                    f"--ray {address}: {reason}; start a cluster with `ray start --head`, or use --ray local for a "
+                    "temporary one on this machine",
                     "QK-E450",
                 ) from None
             Cluster._connected_here = True
@@ -421,7 +422,7 @@ class Cluster:
         run.refreshed_at, alive = now, self.nodes()
         for node_id in run.nodes.keys() - alive.keys() - run.refused.keys():
             if run.nodes[node_id].cpus:
-                run.work.say(f"node {run.nodes[node_id].name} is gone; others do what it had")
+                run.work.say(f"node {run.nodes[node_id].name} is lost; other nodes take over its work")
                 run.nodes[node_id].cpus = 0
         for new_id in alive.keys() - run.nodes.keys():
             run.work.fit(alive[new_id])
@@ -452,11 +453,11 @@ class Cluster:
         if self._usable(run):
             return False
         if run.refused and not any(node.id not in run.refused for node in run.nodes.values()):
-            raise ClusterError(f"no node can be used: {'; '.join(run.refused.values())}")
+            raise ClusterError(f"no usable node: {'; '.join(run.refused.values())}")
         now = time.monotonic()
         run.no_nodes_since = run.no_nodes_since or now
         if now - run.no_nodes_since > PATIENCE:
-            raise ClusterError(f"no node of the cluster has been there for {PATIENCE:.0f} s")
+            raise ClusterError(f"no node of the cluster has been available for {PATIENCE:.0f} s")
         return True
 
     def _take_results(self, run: _Run) -> None:
@@ -507,7 +508,7 @@ class Cluster:
             attempt -= not node.cpus  # any number of nodes may die
         run.retries.append((flight.batch, attempt))
         if attempt >= ATTEMPTS:
-            raise ClusterError(f"node {node.name}: {value}; it was tried {attempt} times")
+            raise ClusterError(f"node {node.name}: {value}; failed after {attempt} attempts")
 
     def _end(self, run: _Run) -> None:
         """Cancel the batches in flight and wait for their end."""

@@ -256,7 +256,7 @@ class _Pairs:
     def __init__(self, a: GGUFFile, b: GGUFFile, names: Pattern | None) -> None:
         selected = {n: None for n in {**a.tensors, **b.tensors} if names is None or names.search(n)}
         if names is not None and not selected:
-            raise RecipeError(f"{names.text!r} is found in the name of no tensor of either file", "QK-E206")
+            raise RecipeError(f"{names.text!r} matches no tensor name of either file", "QK-E206")
         self.both = tuple((a.tensors[n], b.tensors[n]) for n in selected if n in a.tensors and n in b.tensors)
         self.only_a = tuple(a.tensors[n] for n in selected if n not in b.tensors)
         self.only_b = tuple(b.tensors[n] for n in selected if n not in a.tensors)

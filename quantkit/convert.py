@@ -103,7 +103,7 @@ def plan_convert(
         except TypeNotSupported as e:
             if e.code != "QK-E209":
                 raise
-            raise e.extended("; --lossless keeps them as they are") from None
+            raise e.extended("; --lossless keeps them unchanged") from None
         return _check_complete(replace(plan, notes=(*opened.notes, *plan.notes)), opened, options)
     return plan_opened(_open(folder, options, options.outtype), output, options)
 
@@ -144,16 +144,19 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
     """Refuse options that have no meaning in this form."""
     default = ConvertOptions()
     if options.outtype not in OUTTYPE_NAMES:
-        raise RecipeError(f"--outtype {options.outtype}: there are {', '.join(OUTTYPE_NAMES)}", "QK-E203")
+        raise RecipeError(f"--outtype {options.outtype}: choose one of {', '.join(OUTTYPE_NAMES)}", "QK-E203")
     if options.intermediate not in INTERMEDIATES:
-        raise RecipeError(f"--intermediate {options.intermediate}: there are {', '.join(INTERMEDIATES)}", "QK-E203")
+        raise RecipeError(f"--intermediate {options.intermediate}: choose one of {', '.join(INTERMEDIATES)}", "QK-E203")
     if options.vocab_only and options.merge_lora:
         raise RecipeError("--merge-lora changes weights, and --vocab-only has none: omit one of them", "QK-E201")
     if options.mtp and options.no_nextn:
         raise RecipeError("--mtp and --no-nextn exclude each other: run twice for two files", "QK-E201")
     if type is None:
         if options.intermediate != default.intermediate:
-            raise RecipeError("--intermediate rounds what is then quantized: give a TYPE, or omit it", "QK-E202")
+            raise RecipeError(
+                "--intermediate is the type that tensors have before they are quantized: give a TYPE, or omit it",
+                "QK-E202",
+            )
         if quantize is not None and (names := changed_options(quantize)):
             raise RecipeError(
                 f"{', '.join('--' + name.replace('_', '-') for name in names)}: options of quantize need a TYPE to "
@@ -164,10 +167,12 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
     for name in _WITHOUT_TYPE:
         if getattr(options, name) != getattr(default, name):
             raise RecipeError(
-                f"--{name.replace('_', '-')} is for a conversion without TYPE: omit one of them", "QK-E201"
+                f"--{name.replace('_', '-')} applies only to a conversion without TYPE: omit one of them", "QK-E201"
             )
     if quantize is not None and (quantize.keep_split or quantize.repack or quantize.unrepack):
-        raise RecipeError("--keep-split, --repack and --unrepack are about GGUF files; a checkpoint is none", "QK-E201")
+        raise RecipeError(
+            "--keep-split, --repack and --unrepack apply to GGUF files only, not to checkpoints", "QK-E201"
+        )
 
 
 def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoint:
@@ -196,7 +201,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
     losses = [*opened.omissions, *unsupported_settings(opened)]
     if losses and options.strict:
         raise TypeNotSupported(
-            "; ".join(losses) + "; --strict refuses to lose this: omit --strict to convert without it", "QK-E305"
+            "; ".join(losses) + "; --strict does not allow this loss: omit --strict to convert without it", "QK-E305"
         )
     opened.notes += tuple(losses)
     return opened

@@ -197,7 +197,7 @@ def _check_room(export_plan: ExportPlan) -> None:
     need = export_plan.plan.nbytes + sum(map(len, export_plan.files.values()))
     if need > (free := shutil.disk_usage(export_plan.folder).free):
         raise ResourceError(
-            f"{export_plan.folder}: {format_size(need)} are needed and {format_size(free)} are free", "QK-E406"
+            f"{export_plan.folder}: needs {format_size(need)}, but only {format_size(free)} are free", "QK-E406"
         )
 
 
@@ -213,12 +213,12 @@ def _make_folder(folder: Path) -> bool:
         folder.mkdir()
     except FileExistsError:
         if not folder.is_dir():
-            raise ResourceError(f"{folder} is no directory; name one", "QK-E405") from None
+            raise ResourceError(f"{folder} is not a directory", "QK-E405") from None
         return False
     except FileNotFoundError:
-        raise ResourceError(f"{folder.parent}: no such directory; make it first", "QK-E401") from None
+        raise ResourceError(f"{folder.parent}: no such directory; create it first", "QK-E401") from None
     except OSError as e:
-        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}", os_error_code(e)) from None
+        raise ResourceError(f"{folder} cannot be created: {e.strerror or e}", os_error_code(e)) from None
     return True
 
 
@@ -237,19 +237,20 @@ def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool)
     )
     if foreign_shards:
         raise ResourceError(
-            f"{export_plan.folder}: {foreign_shards[0]} is not part of this checkpoint, but would be "
-            "loaded with it; remove it, or name another directory",
+            f"{export_plan.folder}: {foreign_shards[0]} is not part of this checkpoint, but would be loaded with it; "
+            "remove it, or choose another directory",
             "QK-E402",
         )
     if INDEX in names and INDEX not in own_names and not overwrite:
         raise ResourceError(
-            f"{export_plan.folder / INDEX} exists; give another directory, or --overwrite to replace it", "QK-E402"
+            f"{export_plan.folder / INDEX} exists; choose another directory, or use --overwrite to replace it",
+            "QK-E402",
         )
 
 
 def _check_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ResourceError(f"{folder}: nothing can be written there; name another directory", "QK-E405")
+        raise ResourceError(f"{folder}: is not writable; choose another directory", "QK-E405")
 
 
 def refusal(export_plan: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
@@ -257,7 +258,7 @@ def refusal(export_plan: ExportPlan, *, resume: bool = False, overwrite: bool = 
     if not export_plan.folder.exists():
         parent = export_plan.folder.parent
         if not parent.is_dir():
-            return f"{parent}: no such directory; make it first"
+            return f"{parent}: no such directory; create it first"
     try:
         _check_writable(export_plan.folder if export_plan.folder.exists() else export_plan.folder.parent)
         if not export_plan.folder.exists():

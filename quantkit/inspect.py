@@ -194,7 +194,7 @@ def _displaced(file: GGUFFile) -> str:
 def file_type_name(ftype: int) -> str:
     """Return the name of a general.file_type in llama.cpp and ik_llama.cpp, or "unknown"."""
     if ftype == FTYPE_UNKNOWN:
-        return "a mixture without a number"
+        return "a mix of types without a preset number"
     names = " or ".join(_file_type_names().get(ftype & ~_GUESSED, ("unknown",)))
     return f"{names}, guessed" if ftype & _GUESSED else names
 
@@ -234,7 +234,7 @@ def _matching(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[
     regex = Pattern(pattern, "--tensors")
     matches = tuple(t for t in tensors if regex.search(t.name))
     if not matches:
-        raise RecipeError(f"{path}: {pattern!r} is found in the name of none of the {len(tensors)} tensors", "QK-E206")
+        raise RecipeError(f"{path}: {pattern!r} matches none of the {len(tensors)} tensor names", "QK-E206")
     return matches
 
 

@@ -67,6 +67,6 @@ def plan_convert_lora(
 ) -> Plan:
     """Plan the conversion of an adapter and write nothing; arguments as for ``convert_lora``."""
     if outtype not in OUTTYPES:
-        raise RecipeError(f"--outtype {outtype}: there are {', '.join(OUTTYPES)}", "QK-E203")
+        raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(OUTTYPES)}", "QK-E203")
     opened = open_adapter(located(adapter), base=None if base is None else located(base), outtype=outtype)
     return plan_opened(opened, output, ConvertOptions())

@@ -119,7 +119,7 @@ def _plan(
     source: str | Path, output: str | Path, decide: Decide, verb: str, keep_split: bool, split_max_size: int | None
 ) -> MergePlan:
     if keep_split and split_max_size is not None:
-        raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them", "QK-E201")
+        raise RecipeError("--keep-split and --split-max-size are mutually exclusive: omit one of them", "QK-E201")
     with open_model(source) as opened:
         regrouped = regroup(opened, decide, verb, keep_split=keep_split)
         shards = regrouped.shards if split_max_size is None else None

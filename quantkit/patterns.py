@@ -74,7 +74,7 @@ class Pattern:
         self.text, self.origin = text, origin
         if len(text) > MAX_CHARACTERS:
             raise RecipeError(
-                f"{origin}: a regular expression of {len(text)} characters; at most {MAX_CHARACTERS} are read",
+                f"{origin}: the regular expression has {len(text)} characters, more than {MAX_CHARACTERS}",
                 "QK-E205",
             )
         began = time.thread_time()
@@ -94,7 +94,7 @@ class Pattern:
             raise RecipeError(f"{origin}: {self._quoted} is not a regular expression: {e}", "QK-E205") from None
         _CLOCK.charge(time.thread_time() - began - _COMPILE)
         if _CLOCK.seconds_left <= 0:
-            raise self._too_slow("when it is compiled")
+            raise self._too_slow("during compilation")
 
     @property
     def _quoted(self) -> str:
@@ -107,7 +107,7 @@ class Pattern:
             try:
                 child.call("regex", text, flags)
             except FormatError as e:
-                raise RecipeError(f"{self.origin}: {printable(e.message)}; write smaller repeats", "QK-E205") from None
+                raise RecipeError(f"{self.origin}: {printable(e.message)}; use smaller repeats", "QK-E205") from None
 
     def search(self, name: str) -> Any:
         """Return the first match within ``name``, or None. Raises RecipeError when the time of all is up."""
@@ -123,8 +123,8 @@ class Pattern:
     def _too_slow(self, occasion: str) -> RecipeError:
         _CLOCK.reset()  # for callers that continue without the pattern
         return RecipeError(
-            f"{self.origin}: {self._quoted} takes too long: more than {TIME_LIMIT:g} s with the patterns before it, "
-            f"{occasion}; rewrite nested repeats such as (.+)+",
+            f"{self.origin}: {self._quoted} takes too long: more than {TIME_LIMIT:g} s together with the patterns "
+            f"before it, {occasion}; rewrite nested repeats such as (.+)+",
             "QK-E205",
         )
 

@@ -32,7 +32,7 @@ def record(kind: Any, value: Any, where: str = "") -> Any:
         return _tuple(arguments, value, where)
     if origin is Mapping:
         if not isinstance(value, dict):
-            raise TypeError(f"{where} is no table")
+            raise TypeError(f"{where} is not a table")
         return {name: record(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if kind is TensorType:
         return type_by_name(record(str, value, where))
@@ -62,7 +62,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise TypeError(f"{where} is no list")
+        raise TypeError(f"{where} is not a list")
     if len(arguments) == 2 and arguments[1] is ...:
         return tuple(record(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if len(arguments) != len(value):
@@ -86,7 +86,7 @@ def _plain(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} is {value}")
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{where} is no {kind.__name__}")
+        raise TypeError(f"{where} is not of type {kind.__name__}")
     if kind is int and value.bit_length() > 63:
         raise ValueError(f"{where} is too large")
     return value

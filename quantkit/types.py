@@ -86,7 +86,7 @@ class TensorType:
         """Return the bytes of one row of ``n`` values; ``n`` must be a multiple of the block."""
         if n % self.block:
             raise TypeNotSupported(
-                f"{self.name} packs {self.block} values a block; rows of {n} do not divide", "QK-E303"
+                f"{self.name} has blocks of {self.block} values; a row of {n} is not a multiple", "QK-E303"
             )
         return self.row_header + n // self.block * self.block_bytes
 
@@ -95,7 +95,8 @@ class TensorType:
         row, rows = self.row_bytes(shape[0] if shape else 1), math.prod(shape[1:])
         if self.interleave > 1 and (shape[1] if len(shape) > 1 else 1) % self.interleave:
             raise TypeNotSupported(
-                f"{self.name} interleaves {self.interleave} rows; shape {list(shape)} does not divide", "QK-E303"
+                f"{self.name} interleaves {self.interleave} rows; the rows of shape {list(shape)} are not a multiple",
+                "QK-E303",
             )
         if 0 in shape:
             return 0
@@ -247,7 +248,7 @@ def type_by_name(name: str) -> TensorType:
         import difflib
 
         close = difflib.get_close_matches(key, [t.name for t in TYPES], 3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists all types"
         raise TypeNotSupported(f"there is no tensor type {name[:100]!r}{hint}", "QK-E301")
     return BY_NAME[ALIASES.get(key, key)]
 
@@ -259,9 +260,12 @@ def type_by_id(type_id: int) -> TensorType:
         return t
     if t is not None:
         raise TypeNotSupported(
-            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; no file may hold it",
+            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; files must not contain "
+            "it",
             "QK-E301",
         )
     if type_id in REMOVED_IDS:
-        raise TypeNotSupported(f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from both trees", "QK-E301")
+        raise TypeNotSupported(
+            f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from llama.cpp and ik_llama.cpp", "QK-E301"
+        )
     raise TypeNotSupported(f"type id {type_id} is unknown to llama.cpp b11434 and ik_llama.cpp 8337e4cd3", "QK-E301")

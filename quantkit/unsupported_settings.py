@@ -126,10 +126,10 @@ class Setting:
         try:
             value, assumed = self.interpret(model.config[name], model), self.assumed(model)
         except VALUE_ERRORS:
-            return f"{stated}, which is no value that llama.cpp knows"
+            return f"{stated}: llama.cpp does not support this value"
         if assumed is ANY or (value is None and not self.null) or _is_equal(value, assumed):
             return None
-        return f"{stated}, which is lost: llama.cpp computes with {_format(assumed)}"
+        return f"{stated} is lost: llama.cpp uses {_format(assumed)}"
 
 
 def unsupported_settings(opened: Checkpoint) -> list[str]:
@@ -347,7 +347,7 @@ def _rope_losses(model: Model) -> list[str | None]:
     rope = model.config.full_rope
     kind = rope.get("rope_type", rope.get("type"))
     reason = _scaling_loss(str(kind), rope, model) if kind is not None else None
-    message = f"rope scaling {short(kind)} {reason}, so the file has none: llama.cpp does not scale rope"
+    message = f"rope scaling {short(kind)} {reason}; the file has none, and llama.cpp does not scale rope"
     return [
         None if reason is None else message,
         *(_rope_setting_loss(rope, setting, model) for setting in _ROPE_SETTINGS),

@@ -142,7 +142,7 @@ def calibration(
     sections = _sections(corpus_files, passage, max(passage, evaluation_size // _SECTIONS))
     if not sections:
         raise FormatError(
-            f"no text in {', '.join(map(str, inputs)) or 'nothing'}: name files or folders with text", "QK-E121"
+            f"no text in {', '.join(map(str, inputs)) or 'nothing'}: give files or folders with text", "QK-E121"
         )
     sections.sort(key=lambda section: key(GAP.join(section)))
     evaluation, remainder = _hold_out(sections, evaluation_size, dedup)
@@ -156,7 +156,9 @@ def calibration(
     )
     corpus = replace(corpus, notes=tuple(_notes(corpus)))
     if not corpus.calibration.passages:
-        raise FormatError(f"nothing is left to calibrate on: no passage fits {size} bytes; raise --size", "QK-E214")
+        raise FormatError(
+            f"nothing is left for calibration: no passage fits into {size} bytes; raise --size", "QK-E214"
+        )
     if folder is not None:
         _write(folder, corpus, overwrite)
     return corpus
@@ -166,9 +168,9 @@ def _check(size: int, heldout: float, passage: int) -> None:
     if not 0 <= heldout <= 0.5:
         raise RecipeError(f"the held-out part must be 0 to 50 % of the size, not {100 * heldout:g} %", "QK-E203")
     if passage < 64:
-        raise RecipeError(f"passages of {passage} bytes are too short to tell repetitions: at least 64", "QK-E203")
+        raise RecipeError(f"passages of {passage} bytes are too short to detect repetitions: at least 64", "QK-E203")
     if size < passage:
-        raise RecipeError(f"a size of {size} bytes holds no passage of {passage} bytes", "QK-E203")
+        raise RecipeError(f"a size of {size} bytes is less than one passage of {passage} bytes", "QK-E203")
 
 
 def _order(seed: int) -> Callable[[str], bytes]:
@@ -232,12 +234,12 @@ def _notes(corpus: Corpus) -> Iterator[str]:
             yield f"{file.path}: {file.zeros} NUL byte{'s' if file.zeros > 1 else ''} dropped"
         if file.n_skipped:
             first = f"first line {file.first_skipped}"
-            yield f"{file.path}: {file.n_skipped} records have no text and are left out, {first}"
+            yield f"{file.path}: skipped {file.n_skipped} records without text, {first}"
     if inputs.not_text:
-        yield f"{inputs.not_text} files in folders are no UTF-8 text"
+        yield f"skipped {inputs.not_text} files in folders that are not UTF-8 text"
     total = corpus.calibration.nbytes + corpus.evaluation.nbytes
     if total < 0.9 * size:
-        yield f"there is less text than --size: {total} of {size} bytes"
+        yield f"less text than --size: {total} of {size} bytes"
     if corpus.options["heldout"] and not corpus.evaluation.passages:
         yield "the held-out part is too small for a single passage: no evaluation text"
 
@@ -250,7 +252,7 @@ def _write(folder: Path, corpus: Corpus, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ResourceError(
-            f"{folder}: cannot be made: {e.strerror or e}; name another folder", os_error_code(e)
+            f"{folder}: cannot be created: {e.strerror or e}; choose another folder", os_error_code(e)
         ) from None
     with ExitStack() as stack:
         for name, text in texts.items():

@@ -176,7 +176,8 @@ def _convert(
         part = next(x.parts(), None)
         where = part.path if part is not None else tensor.name
         raise FormatError(
-            f"{where}: tensor {short(tensor.name)} has the shape {list(x.shape)}; no file holds that", "QK-E305"
+            f"{where}: tensor {short(tensor.name)} has the shape {list(x.shape)}, which GGUF does not support",
+            "QK-E305",
         )
     nbytes = value_bytes(stored_type, size_of(x))
     return ConvertedTensor(TensorInfo(name, x.shape[::-1], stored_type, nbytes, offset, 0), x, tensor.name, target_type)

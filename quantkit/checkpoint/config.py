@@ -79,7 +79,7 @@ class Config:
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.values:
-            raise FormatError(f"{self.path}: it has no {key}", "QK-E112")
+            raise FormatError(f"{self.path}: has no {key}", "QK-E112")
         return self.values[key]
 
     def with_values(self, values: Json) -> Config:
@@ -113,7 +113,7 @@ class Config:
         """Return the whole number of the first key present. Raises FormatError if all are absent."""
         value = self.find(*keys)
         if value is None:
-            raise FormatError(f"{self.path}: it has no {' or '.join(keys)}", "QK-E112")
+            raise FormatError(f"{self.path}: has no {' or '.join(keys)}", "QK-E112")
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
             raise FormatError(
                 f"{self.path}: {next(k for k in keys if k in self)} is {short(value)}, not a count", "QK-E112"
@@ -192,7 +192,7 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> str:
     if arch is None and isinstance(ssm := values.get("ssm_cfg"), dict):
         arch = f"{ssm.get('layer', 'Mamba')}ForCausalLM"
     if arch is None:
-        raise FormatError(f"{path}: it names no architectures, so this is no model that can be converted", "QK-E112")
+        raise FormatError(f"{path}: has no architectures, so this is not a model that can be converted", "QK-E112")
     return str(arch)
 
 
@@ -202,7 +202,7 @@ def read_config(folder: Path) -> Config:
     if not path.exists():
         if not folder.is_dir():
             raise FormatError(f"{folder}: no such directory", "QK-E401")
-        raise FormatError(f"{folder}: it has no config.json, so this is no checkpoint", "QK-E101")
+        raise FormatError(f"{folder}: has no config.json, so this is not a checkpoint", "QK-E101")
     return Config(path, unify_text_config(with_defaults(read_json(path))))
 
 

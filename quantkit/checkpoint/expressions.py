@@ -148,7 +148,7 @@ class Stored:
         table = float8_values(t.dtype)
         dtype = np.dtype("u1" if table is not None else _NUMBERS.get(t.dtype, "V"))
         if dtype.kind == "V":
-            raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not read", "QK-E110")
+            raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not supported", "QK-E110")
         data = np.empty(n * dtype.itemsize, np.uint8)
         read_range(t.path, data, t.offset + start * dtype.itemsize, within=(t.offset, t.offset + t.nbytes))
         values = data.view(dtype)
@@ -224,7 +224,7 @@ class Shaped:
 
     def __post_init__(self) -> None:
         if math.prod(self.shape) != size_of(self.x):
-            raise ValueError(f"{self.x.shape} cannot have the shape {self.shape}")
+            raise ValueError(f"{self.x.shape} cannot be reshaped to {self.shape}")
 
     @property
     def type(self) -> TensorType:

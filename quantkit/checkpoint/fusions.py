@@ -64,7 +64,7 @@ class _Layers:
         shapes = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}
         if len(shapes) > 1 or len(parts[0].shape) <= axis:
             shape_texts = ", ".join(str(list(x.shape)) for x in parts)
-            raise context.fail(tensor, f"{self.fusion.option}: the shapes {shape_texts} do not fit", "QK-E211")
+            raise context.fail(tensor, f"{self.fusion.option}: the shapes {shape_texts} do not match", "QK-E211")
         yield (
             file_name(self.fusion.fused, layer) + suffix,
             replace(tensor, x=concatenate(parts, axis)),
@@ -114,7 +114,9 @@ def fuse_tensors(
     for layer in layers:
         for waiting in layer.waiting.values():
             raise context.fail(
-                next(iter(waiting.values())), f"{layer.fusion.option}: the others of its layer are missing", "QK-E211"
+                next(iter(waiting.values())),
+                (f"{layer.fusion.option}: the other tensors of its layer are missing"),
+                "QK-E211",
             )
 
 

@@ -145,7 +145,7 @@ class General:
     def write(self, keys: Keys) -> None:
         """Set the keys, in the converter's order."""
         if self.unread:
-            keys.omissions.append(f"{self.unread}: the file does not say how to sample")
+            keys.omissions.append(f"{self.unread}: the GGUF file has no sampling parameters")
         for name, _, kind in SAMPLING:
             if self.sampling.get(name) is not None:
                 with keys.blaming(self._source(f"general.sampling.{name}", "generation_config.json")):
@@ -433,6 +433,4 @@ def fill_template(name: str, encoding: str) -> str:
     try:
         return name.format(low, outtype=low, ftype=low, OUTTYPE=high, FTYPE=high)
     except (LookupError, ValueError):
-        raise FormatError(
-            f"{name}: in braces only ftype, outtype, FTYPE and OUTTYPE have a meaning", "QK-E203"
-        ) from None
+        raise FormatError(f"{name}: only ftype, outtype, FTYPE and OUTTYPE are allowed in braces", "QK-E203") from None

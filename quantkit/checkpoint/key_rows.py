@@ -92,7 +92,7 @@ class Copied(KeyRow):
     def __call__(self, keys: Keys, config: Config) -> None:
         name = next((name for name in self.names.split() if _has(config, name)), None)
         if name is None and self.required:
-            raise FormatError(f"{config.path}: it has no {self.names.replace(' ', ' or ')}", "QK-E112")
+            raise FormatError(f"{config.path}: has no {self.names.replace(' ', ' or ')}", "QK-E112")
         value = self.default if name is None else _value(config, name)
         is_optional = not self.required and self.default is None
         if (value is not None or not is_optional) and (value or not self.unless_zero):
@@ -304,7 +304,7 @@ class _Gating(KeyRow):
         name = config.find(*self.names.split())
         if name is not None and name not in GATING:
             raise FormatError(
-                f"{config.path}: experts are chosen by {short(name)}; known are {', '.join(GATING)}", "QK-E305"
+                f"{config.path}: unknown expert selection {short(name)}; supported are {', '.join(GATING)}", "QK-E305"
             )
         if name is not None:
             keys.u32(self.key, GATING[name])

@@ -61,7 +61,7 @@ class Keys:
     def f32(self, key: str, value: Any) -> None:
         """Set a number, which NaN is not."""
         if isinstance(value, float) and math.isnan(value):
-            raise FormatError(f"{self.where}: key {key}: NaN is no value", "QK-E112")
+            raise FormatError(f"{self.where}: key {key} is NaN", "QK-E112")
         self._set(key, float(value) if isinstance(value, bool) else value, ValueType.FLOAT32)
 
     def flag(self, key: str, value: Any) -> None:
@@ -84,7 +84,7 @@ class Keys:
         kinds = ((bool, ValueType.BOOL), (str, ValueType.STRING), (int, ValueType.INT32), (float, ValueType.FLOAT32))
         item = next((kind for python, kind in kinds if isinstance(first, python)), None)
         if item is None or set(map(type, values)) != {type(first)}:
-            raise FormatError(f"{self.where}: key {key}: {short(list(values))} is no list of one type", "QK-E112")
+            raise FormatError(f"{self.where}: key {key}: {short(list(values))} is not a list of one type", "QK-E112")
         self._set(key, list(values), ValueType.ARRAY, item)
 
     def counts(self, key: str, values: Sequence[int]) -> None:

@@ -47,8 +47,7 @@ def check_nextn(choice: str, row: Architecture, config: Config) -> None:
     """Raise RecipeError for an MTP option that the architecture does not support."""
     if choice != WITH and not row.nextn:
         raise RecipeError(
-            f"{config.path}: {config.architecture} has no layers that predict more tokens, or none that are "
-            f"converted: omit {_OPTION[choice]}",
+            f"{config.path}: {config.architecture} has no prediction layers (MTP) to convert: omit {_OPTION[choice]}",
             "QK-E206",
         )
 

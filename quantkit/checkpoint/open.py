@@ -162,7 +162,7 @@ def blame_config(folder: Path) -> Iterator[None]:
         yield
     except VALUE_ERRORS as e:
         path = folder / "config.json"
-        raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}", "QK-E112") from e
+        raise FormatError(f"{path}: a value is invalid for its architecture: {short(str(e))}", "QK-E112") from e
 
 
 def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTensor]]:
@@ -182,7 +182,7 @@ def _select_tensors(
     context = Context(config, TensorNames(row.arch, layers))
     stored = stored_tensors(indexed, row, context, options.nextn)
     if options.kind == "mtp" and not any(is_nextn_tensor(name, config) for name in stored):
-        raise FormatError(f"{path}: it has no layers that predict more tokens: omit --mtp", "QK-E206")
+        raise FormatError(f"{path}: has no prediction layers (MTP): omit --mtp", "QK-E206")
     files = tuple(file for tensors in indexed for file in {t.path for t in tensors.values()})
     return _Model(path, config, row, layers, context, stored, files)
 
@@ -235,8 +235,8 @@ def _lossless_note(weights: DecodedTensors, options: OpenOptions) -> list[str]:
     if options.lossless or not weights.lossless_count:
         return []
     return [
-        f"{weights.lossless_count} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 "
-        "or Q8_0, with every value as it is"
+        f"{weights.lossless_count} weights are symmetric integers with group scales: use --lossless to store them "
+        "exactly, as Q4_0 or Q8_0"
     ]
 
 
@@ -283,7 +283,7 @@ def stored_tensors(
                     continue
                 if text in stored:
                     raise FormatError(
-                        f"{tensor.path}: tensor {short(name)}: two tensors are called {short(text)}", "QK-E107"
+                        f"{tensor.path}: tensor {short(name)}: two tensors are named {short(text)}", "QK-E107"
                     )
                 stored[text] = x
     return stored

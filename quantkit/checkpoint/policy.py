@@ -57,7 +57,7 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
     if name in OUTTYPES:
         return OUTTYPES[name]
     if name != "auto":
-        raise RecipeError(f"--outtype {name}: there are {', '.join(OUTTYPE_NAMES)}", "QK-E203")
+        raise RecipeError(f"--outtype {name}: choose one of {', '.join(OUTTYPE_NAMES)}", "QK-E203")
     types = (x.type for x in stored if len(x.shape) >= 2)
     first = next((t for t in types if t in (TYPE_BF16, TYPE_F16)), TYPE_F16)
     return OUTTYPES[first.name.lower()]

@@ -41,11 +41,13 @@ def set_pooling(keys: Keys, config: Config) -> None:
         )
         mode = next(modes, pooling.get("pooling_mode"))
         if mode not in _POOLING:
-            raise FormatError(f"{path}: only the pooling of {', '.join(_POOLING)} is known", "QK-E305")
+            raise FormatError(f"{path}: only the pooling types {', '.join(_POOLING)} are supported", "QK-E305")
         keys.u32(".pooling_type", _POOLING[mode])
     if (classifier := config.get("classifier_pooling")) is not None:
         if classifier not in ("cls", "mean"):
-            raise FormatError(f"{config.path}: classifier_pooling is {classifier!r}; known are cls and mean", "QK-E305")
+            raise FormatError(
+                f"{config.path}: classifier_pooling is {classifier!r}; supported are cls and mean", "QK-E305"
+            )
         keys.u32(".classifier.pooling_type", _POOLING[classifier])
 
 

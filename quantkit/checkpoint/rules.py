@@ -241,14 +241,14 @@ def permute_rows(tensor: Tensor, heads: int) -> Expression:
     """Invert the permutation of rows for rope, for so many heads."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows make no {heads} heads")
+        raise ValueError(f"its rows do not divide into {heads} heads")
     return permute_heads(x, heads)
 
 
 def restore_rows(tensor: Tensor, heads: int) -> Expression:
     """Permute the rows for rope: the inverse of ``permute_rows``."""
     if heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows make no {heads} heads")
+        raise ValueError(f"its rows do not divide into {heads} heads")
     return restore_heads(tensor.x, heads)
 
 
@@ -294,7 +294,7 @@ class Split(Rule):
         parts = [tensors[part].x for part in self.names]
         axis = self.axis % len(parts[0].shape)
         if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}) > 1:
-            raise context.fail(tensor, f"the parts of {short(joined_name)} are not of one shape")
+            raise context.fail(tensor, f"the parts of {short(joined_name)} differ in shape")
         x = _interleaved(parts, axis) if self.interleaved else concatenate(parts, axis)
         return (replace(tensor, name=joined_name, x=x),)
 
@@ -347,7 +347,7 @@ class StackExperts(Rule):
             raise context.fail(tensor, "an expert outside of any layer", "QK-E107")
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         if not n:
-            raise context.fail(tensor, "an expert, of which config.json says that there are none", "QK-E107")
+            raise context.fail(tensor, "an expert, but config.json says that the model has none", "QK-E107")
         parts = context.gather(self, tensor.layer, tensor.name, tensor, n * len(self.weights))
         return () if parts is None else list(self._merge(parts, tensor, tensor.layer, n, context))
 
@@ -362,7 +362,7 @@ class StackExperts(Rule):
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         x = tensor.x
         if len(x.shape) != 3 or x.shape[0] != n:
-            raise context.fail(tensor, f"its shape {list(x.shape)} is not that of {n} experts")
+            raise context.fail(tensor, f"its shape {list(x.shape)} does not match {n} experts")
         return [
             replace(
                 tensor,
@@ -378,12 +378,12 @@ class StackExperts(Rule):
         count_key = next(key for key in EXPERT_COUNTS if key in context.config)
         says = f"{context.config.path} says {count_key} {context.config[count_key]}"
         if (stray := next((name for name in waiting if not self._is_one(name, layer, n)), None)) is not None:
-            return f"{short(stray)} is of an expert too many: {says}"
+            return f"{short(stray)} belongs to an extra expert: {says}"
         names = (self.name.format(layer=layer, expert=e, weight=w) for e in range(n) for w in self.weights)
         absent = next(name for name in names if name not in waiting)
         count = n * len(self.weights) - len(waiting)
         remainder = f" and {count - 1} more" if count > 1 else ""
-        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or {says} wrongly"
+        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or it is wrong that {says}"
 
     def _is_one(self, name: str, layer: int | str, n: int) -> bool:
         """Return whether a tensor is of one of ``n`` experts of a layer."""
@@ -402,7 +402,7 @@ class StackExperts(Rule):
             mismatch = next((expert for expert in experts if expert.x.shape != experts[0].x.shape), None)
             if mismatch is not None:
                 raise context.fail(
-                    mismatch, f"{list(mismatch.x.shape)}, not {list(experts[0].x.shape)} as other experts"
+                    mismatch, f"{list(mismatch.x.shape)}, but other experts have {list(experts[0].x.shape)}"
                 )
             name = self.merged.format(layer=last.layer, weight=weight)
             yield replace(last, name=name, x=stack([expert.x for expert in experts]))

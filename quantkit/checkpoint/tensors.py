@@ -70,10 +70,10 @@ class Context:
         if name is not None:
             return name
         if tensor.layer is not None and tensor.layer >= layers:
-            raise self.fail(
-                tensor, f"{self.config.path} says that there are {layers} layers: one of them is wrong", "QK-E107"
-            )
-        raise self.fail(tensor, "this architecture has no such tensor; nothing is left out silently", "QK-E107")
+            raise self.fail(tensor, f"{self.config.path} says {layers} layers: one of them is wrong", "QK-E107")
+        raise self.fail(
+            tensor, "this architecture has no such tensor, and quantkit does not drop tensors silently", "QK-E107"
+        )
 
 
 @dataclass
@@ -208,7 +208,7 @@ def named_tensors(
     for tensor in chain(repacked, _apply_to_weights((*extra, *unsorted), rules, context)):
         name = tensor.name_in_file or context.name_in_file(tensor)
         if name in names:
-            raise context.fail(tensor, f"{name} is there twice", "QK-E107")
+            raise context.fail(tensor, f"{name} occurs twice", "QK-E107")
         names.add(name)
         yield name, tensor
     by_id = {id(rule): rule for rule in rules}
@@ -217,7 +217,7 @@ def named_tensors(
         reason = _MISSING if rule is None else rule.missing(waiting, place, context)
         raise context.fail(
             next(iter(waiting.values())),
-            f"{len(waiting)} tensors wait for others of their layer: {reason}",
+            f"{len(waiting)} tensors need others of their layer: {reason}",
             "QK-E105",
         )
 

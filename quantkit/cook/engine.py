@@ -194,7 +194,7 @@ def decide_step(step: Step, state: State) -> Decision:
         return Decision(step, False, _describe_changes(record.parts, parts), parts)
     for path in step.output_paths():
         if not os.path.lexists(path):
-            return Decision(step, False, f"{path.name} is gone", parts)
+            return Decision(step, False, f"{path.name} is missing", parts)
         if not state.is_unchanged(path):
             return Decision(step, False, f"{path.name} was changed", parts)
     return Decision(step, True, "up to date", parts, record)
@@ -238,6 +238,6 @@ def _run_step(step: Step, parts: Mapping[str, str], state: State, observer: Obse
         facts = step.run(_ObserverProgress(observer))
     missing = [path for path in outputs if not os.path.isfile(path)]
     if missing:
-        raise QuantkitError(f"{step.name} ended without {missing[0]}: run it again", "QK-E405")
+        raise QuantkitError(f"{step.name} ended without producing {missing[0]}: run it again", "QK-E405")
     state.finish(step.name, parts, outputs, working_seconds() - start, facts)
     return state.steps[step.name]

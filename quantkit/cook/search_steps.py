@@ -141,7 +141,7 @@ def sensitivity_step(paths: Paths) -> Step:
 
     return Step(
         "sensitivity",
-        f"sensitivity of each group of tensors in {len(types)} types",
+        f"sensitivity of each group of tensors to {len(types)} types",
         inputs,
         options,
         (out,),
@@ -157,7 +157,7 @@ def candidates_step(paths: Paths) -> Step:
     return logits_step(
         paths,
         "candidates",
-        "base logits on the text that chooses between recipes",
+        "base logits on the text used to compare recipes",
         paths.sensitivity_text,
         paths.candidate_logits,
         settings.ctx,

@@ -69,7 +69,7 @@ class State:
     def _read(self) -> None:
         if not os.path.lexists(self.path):
             return
-        content = read_own_json(self.path, "a state of quantkit cook; move it away to start anew", _parse_state)
+        content = read_own_json(self.path, "a state file of quantkit cook; move it away to start over", _parse_state)
         self.steps = dict(content.steps)
         self.unfinished = dict(content.unfinished)
         self._saved_digests = dict(content.digests)
@@ -148,8 +148,8 @@ class State:
         for path in outputs:
             if os.path.lexists(path) and not self.may_replace(path):
                 raise ResourceError(
-                    f"{path} exists, and quantkit cook did not make it, or it was changed since: move it away, or "
-                    "cook to another folder",
+                    f"{path} exists, but quantkit cook did not write it, or it has changed since: move it away, or "
+                    "choose another folder",
                     "QK-E402",
                 )
         if not self.can_resume(name, parts):
@@ -189,7 +189,7 @@ class _Content:
 
 def _parse_state(data: Any) -> _Content:
     if data.pop("kind") != _KIND or data.pop("version") != _VERSION:
-        raise ValueError(f"another kind of file, or another version than {_VERSION}")
+        raise ValueError(f"not a state file of version {_VERSION}")
     data["unfinished"] = data.pop("begun")
     content: _Content = record(_Content, data)
     return content

@@ -216,7 +216,7 @@ def texts_step(paths: Paths) -> Step:
     nbytes = settings.size if settings.evaluation is None else None
     return Step(
         "texts",
-        "texts to calibrate, to measure and to check on",
+        "texts for calibration, measurement and check",
         inputs,
         options,
         tuple(outputs),
@@ -246,7 +246,7 @@ class _ChunkProgress(Watcher):
         self.progress(chunk, n_chunks, "" if ppl is None else f"perplexity {ppl.value:.4f}")
 
     def on_drop(self, chunk: int, why: str, back_to: int) -> None:
-        self.progress.note(f"chunk {chunk + 1} is left out: {why} is NaN or infinite")
+        self.progress.note(f"skipped chunk {chunk + 1}: {why} is NaN or infinite")
 
 
 def _calibration_inputs(paths: Paths) -> dict[str, Path]:

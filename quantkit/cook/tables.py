@@ -130,12 +130,14 @@ def read_values(
 def _unknown(name: str, allowed: Iterable[str], tables: Mapping[str, Iterable[str]]) -> str:
     matches = get_close_matches(name, list(allowed), 1, 0.6)
     if matches:
-        return f"there is no such key; did you mean {matches[0]}?"
+        return f"unknown key; did you mean {matches[0]}?"
     owners = [table for table, keys in tables.items() if name in keys]
     if owners:
-        return f"it is a key of {' and '.join(f'[{table}]' if table else 'the top of the file' for table in owners)}"
+        return (
+            f"this key belongs to {' and '.join(f'[{table}]' if table else 'the top of the file' for table in owners)}"
+        )
     matches = get_close_matches(name, [table for table in tables if table], 1, 0.6)
-    return f"there is no such key{f'; did you mean [{matches[0]}]?' if matches else ''}; there are {', '.join(allowed)}"
+    return f"unknown key{f'; did you mean [{matches[0]}]?' if matches else ''}; allowed are {', '.join(allowed)}"
 
 
 # ---------------------------------------------------------------- readers
@@ -151,7 +153,7 @@ def flag(value: Any, _: Path) -> bool:
 def word(value: Any, _: Path) -> str:
     """Read a text of one line."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("write a text of one line, in quotes")
+        raise ValueError("write one line of text, in quotes")
     return value.strip()
 
 
@@ -159,7 +161,7 @@ def name_of_files(value: Any, folder: Path) -> str:
     """Read a part of file names."""
     text = word(value, folder)
     if "/" in text or text.startswith(".") or len(text.encode()) > 120:
-        raise ValueError("a part of file names has no slash, no dot at its beginning, and at most 120 bytes")
+        raise ValueError("write at most 120 bytes without a slash and without a leading dot")
     return text
 
 
@@ -179,7 +181,7 @@ def integer(least: int, most: int = 1 << 31) -> Reader:
 
     def read(value: Any, _: Path) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"write a whole number from {least}{f' to {most}' if most < 1 << 31 else ''}")
+            raise ValueError(f"write an integer from {least}{f' to {most}' if most < 1 << 31 else ''}")
         return value
 
     return read
@@ -190,7 +192,7 @@ def count_or_all(value: Any, _: Path) -> int | None:
     if value == "all":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-        raise ValueError('write a number above 0, or "all"')
+        raise ValueError('write a number greater than 0, or "all"')
     return value
 
 
@@ -209,14 +211,14 @@ def share(value: Any, _: Path) -> float:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         fraction = float(value)
     if not 0 <= fraction <= 0.5:
-        raise ValueError('write a share up to a half: 0.05 or "5%"')
+        raise ValueError('write a share of at most one half: 0.05 or "5%"')
     return fraction
 
 
 def positive(value: Any, _: Path) -> float:
     """Read a number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ValueError("write a number above 0")
+        raise ValueError("write a number greater than 0")
     return float(value)
 
 
@@ -239,7 +241,7 @@ def path(value: Any, folder: Path) -> Path:
         raise ValueError("write a path, in quotes")
     location = located(value)
     if isinstance(location, URL):
-        raise ValueError("a file of this machine is needed; download it first")
+        raise ValueError("must be a local file; download it first")
     try:
         return folder / location.expanduser()
     except RuntimeError as e:
@@ -258,7 +260,7 @@ def paths(value: Any, folder: Path) -> tuple[Path, ...]:
     if isinstance(value, str):
         return (path(value, folder),)
     if not isinstance(value, list):
-        raise ValueError('write a path, or several: ["a.txt", "b.txt"]')
+        raise ValueError('write one path, or a list: ["a.txt", "b.txt"]')
     return tuple(path(item, folder) for item in value)
 
 
@@ -267,5 +269,5 @@ def words(value: Any, folder: Path) -> tuple[str, ...]:
     if isinstance(value, str):
         return (word(value, folder),)
     if not isinstance(value, list):
-        raise ValueError('write a word, or several: ["a", "b"]')
+        raise ValueError('write one word, or a list: ["a", "b"]')
     return tuple(word(item, folder) for item in value)

@@ -210,7 +210,7 @@ def first_shard(paths: Paths, settings: TargetSettings) -> Path:
         return out
     shards = sorted(out.parent.glob(f"{glob.escape(out.stem)}-00001-of-?????.gguf"))
     if not shards:
-        raise ResourceError(f"{out}: there is no file of {settings.label}", "QK-E401")
+        raise ResourceError(f"{out}: the file of {settings.label} does not exist", "QK-E401")
     return max(shards, key=lambda path: path.stat().st_mtime_ns)
 
 

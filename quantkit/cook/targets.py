@@ -60,9 +60,11 @@ def parse_target(text: str) -> Target:
     base, *modifiers = (part.strip() for part in text.strip().split("+"))
     for modifier in modifiers:
         if modifier not in _MODIFIERS:
-            raise RecipeError(f"target {text!r}: +{modifier} is not known{_suggest(modifier, _MODIFIERS)}", "QK-E203")
+            raise RecipeError(
+                f"target {text!r}: unknown modifier +{modifier}{_suggest(modifier, _MODIFIERS)}", "QK-E203"
+            )
     if len(modifiers) > 1:
-        raise RecipeError(f"target {text!r}: give one of {' and '.join(f'+{m}' for m in _MODIFIERS)}", "QK-E201")
+        raise RecipeError(f"target {text!r}: omit one of {' and '.join(f'+{m}' for m in _MODIFIERS)}", "QK-E201")
     feedback, calibrate = (modifier in modifiers for modifier in _MODIFIERS)
     suffix = "".join(f"+{modifier}" for modifier in modifiers)
     goal = _goal(base, text)
@@ -93,7 +95,7 @@ def _goal(base: str, text: str) -> Goal | None:
 
 def _within(value: float, bounds: tuple[float, float], text: str, unit: str) -> float:
     if not (math.isfinite(value) and bounds[0] <= value <= bounds[1]):
-        raise RecipeError(f"target {text!r}: from {bounds[0]:g} to {bounds[1]:g} {unit}", "QK-E203")
+        raise RecipeError(f"target {text!r}: must be {bounds[0]:g} to {bounds[1]:g} {unit}", "QK-E203")
     return value
 
 
@@ -102,7 +104,7 @@ def _preset(base: str, text: str) -> str:
         preset = preset_by_name(base)
     except TypeNotSupported:
         hint = _suggest(base.upper(), [p.name for p in PRESETS])
-        raise RecipeError(f"target {text!r}: there is no preset {base!r}{hint}; {_SYNTAX}", "QK-E301") from None
+        raise RecipeError(f"target {text!r}: no preset {base!r}{hint}; {_SYNTAX}", "QK-E301") from None
     if preset.base is None:
         raise RecipeError(f"target {text!r}: {preset.name} quantizes nothing; {_SYNTAX}", "QK-E203")
     return preset.name

@@ -118,12 +118,12 @@ def kld(
         raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: omit -c", "QK-E203")
     nodes, load_options = split_nodes(load)
     if nodes is not None and not isinstance(model, (str, Path)):
-        raise RecipeError("a cluster runs models from files: give a path", "QK-E210")
+        raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
     with loaded_model(model, text.n_ctx, load_options) as loaded:
         if loaded.n_vocab != text.n_vocab:
             raise QuantkitError(
-                f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
-                f" {loaded.n_vocab}: these are not the same model",
+                f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has "
+                f"{loaded.n_vocab}: use base logits of the same model",
                 "QK-E207",
             )
         run, windows = _KldRun(file, n, progress), text.tokens[:n]
@@ -155,8 +155,8 @@ def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
     n = file.chunks.n_chunks if chunks is None else min(chunks, file.chunks.n_chunks)
     if n > file.n_whole:
         raise FormatError(
-            f"{file.path}: only {file.n_whole} of its {file.chunks.n_chunks} chunks are whole: it was truncated; write"
-            f" it again, or use --chunks {file.n_whole}",
+            f"{file.path}: truncated: only {file.n_whole} of {file.chunks.n_chunks} chunks are complete; write it "
+            f"again, or use --chunks {file.n_whole}",
             "QK-E103",
         )
     return n
@@ -201,9 +201,9 @@ class _BaseFile:
         try:
             file = open_logits(self.path)
         except (OSError, FormatError) as e:
-            raise NodeRefusal(f"{self.path} cannot be read there: {e}") from None
+            raise NodeRefusal(f"{self.path} cannot be read on this node: {e}") from None
         if _BaseFile.from_file(file) != self:
-            raise NodeRefusal(f"{self.path} is not the same file there: an older one, or another")
+            raise NodeRefusal(f"{self.path} is another file on this node, or an older version")
         return _Comparison(file)
 
 

@@ -65,8 +65,8 @@ def softmax(logits: F32) -> Softmax:
     top = logits.max(axis=1)
     if not np.isfinite(top).all():
         raise QuantkitError(
-            "the model computed NaN or Inf instead of logits: a broken file (quantkit inspect, quantkit compare),"
-            " or numbers too large for --kv-type f16",
+            "the logits are NaN or infinite: the file is damaged (see quantkit inspect, quantkit compare), or values "
+            "exceed --kv-type f16",
             "QK-E108",
         )
     exps = np.subtract(logits, top[:, None], out=_scratch.like(logits, "exps"))

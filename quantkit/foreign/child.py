@@ -134,7 +134,7 @@ class Child:
             )
         except OSError as e:
             raise ResourceError(
-                f"{self.subject}: no process can be started to read it: {e.strerror or e}", "QK-E413"
+                f"{self.subject}: cannot start a process to read it: {e.strerror or e}", "QK-E413"
             ) from None
         weakref.finalize(self, _end, self._process)
         data = b"" if self._data is None else self._data()
@@ -191,7 +191,7 @@ class Child:
         if code == -signal.SIGXCPU:
             return f"takes longer than {self.limits.seconds} s"
         status = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"ends the process that reads it ({status}): it is broken, or takes more than {self._memory}"
+        return f"crashed the process that reads it ({status}): it is damaged, or needs more than {self._memory}"
 
     @property
     def _memory(self) -> str:

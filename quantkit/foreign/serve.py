@@ -58,7 +58,7 @@ def _answer(answers: BinaryIO, function: Callable[..., Any], arguments: list[Any
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
-        return f"takes more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB"
+        return f"needs more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB"
     try:
         text = str(error)
     except Exception:  # noqa: BLE001

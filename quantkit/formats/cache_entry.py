@@ -140,15 +140,15 @@ def parse_header(data: bytes) -> Header:
         pieces = Pieces(**values.pop("pieces"))
         header = Header(pieces=pieces, **{_JSON_KEYS[key]: value for key, value in values.items()})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise DamagedEntry("its header is no entry's") from None
+        raise DamagedEntry("its header is not that of an entry") from None
     numbers = (pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece)
     if not all(type(n) is int and 0 < n < 1 << 48 for n in numbers) or pieces.count > _MOST_PIECES:
-        raise DamagedEntry("its header has impossible numbers")
+        raise DamagedEntry("its header has invalid numbers")
     if pieces.piece * pieces.row_bytes > _MOST_BYTES:
         raise DamagedEntry("its pieces are too large")
     texts = isinstance(header.settings, str) and isinstance(header.source, str) and isinstance(header.origin, dict)
     if not texts or not all(isinstance(s, str) for s in (*header.origin, *header.origin.values())):
-        raise DamagedEntry("its header is no entry's")
+        raise DamagedEntry("its header is not that of an entry")
     return header
 
 
@@ -172,9 +172,9 @@ class Entry:
         header = parse_header(self._read(0, DATA))
         name, pieces = parse_name(self.path.name), header.pieces
         if name is not None and (name.settings, name.source) != (header.settings, header.source):
-            raise DamagedEntry("its header is another entry's")
+            raise DamagedEntry("its header belongs to another entry")
         if status.st_size != DATA + pieces.nbytes + pieces.count * RECORD.itemsize:
-            raise DamagedEntry("it was cut, or has grown")
+            raise DamagedEntry("it has the wrong length")
         return header
 
     def __enter__(self) -> Entry:
@@ -195,7 +195,7 @@ class Entry:
         while filled_bytes < out.size:
             n = os.preadv(self._fd, [out.data[filled_bytes:]], offset + filled_bytes)
             if not n:
-                raise DamagedEntry("it was cut")
+                raise DamagedEntry("it is truncated")
             filled_bytes += n
 
     def records(self) -> npt.NDArray[np.void]:

@@ -35,7 +35,7 @@ class Covariances:
         lines = self._file.get(INPUTS_KEY)
         if self._file.get("general.type") != "covariance" or not isinstance(lines, list):
             raise FormatError(
-                f"{self.path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one",
+                f"{self.path}: not a covariance file; `quantkit imatrix --covariance FILE` writes one",
                 "QK-E118",
             )
         self._digests: dict[str, str] = {}
@@ -58,7 +58,7 @@ class Covariances:
         n, m, *matrices = (*info.shape, 1)
         if n != m or info.type.name != "F32":
             raise FormatError(
-                f"{self.path}: {info.name} is no square matrix of float32, it is {list(info.shape)}", "QK-E118"
+                f"{self.path}: {info.name} is not a square float32 matrix but {list(info.shape)}", "QK-E118"
             )
         return n, matrices[0]
 
@@ -67,7 +67,7 @@ class Covariances:
         for name in (f"{entry}.cov_router", f"{entry}.cov"):
             if name in self._file.tensors:
                 return name
-        raise FormatError(f"{self.path}: there are no sums of {entry}", "QK-E118")
+        raise FormatError(f"{self.path}: the sums of {entry} are missing", "QK-E118")
 
     def is_weighted(self, entry: str) -> bool:
         """Return whether tokens count by the square of their router weight."""
@@ -78,7 +78,7 @@ class Covariances:
         try:
             info = self._file.tensors[f"{entry}.counts"]
         except KeyError:
-            raise FormatError(f"{self.path}: there are no counts of {entry}", "QK-E118") from None
+            raise FormatError(f"{self.path}: the counts of {entry} are missing", "QK-E118") from None
         counts = np.empty(info.nbytes, np.uint8)
         self._file.read(info, counts, 0)
         return counts.view("<f4")
@@ -101,5 +101,7 @@ class Covariances:
         self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)
         matrix = raw.view("<f4").reshape(n, n).astype(np.float64)
         if not np.isfinite(matrix).all() or (np.diagonal(matrix) < 0).any():
-            raise FormatError(f"{self.path}: matrix {number} of {entry} is no covariance: record it again", "QK-E118")
+            raise FormatError(
+                f"{self.path}: matrix {number} of {entry} is not a valid covariance: record it again", "QK-E118"
+            )
         return matrix

@@ -22,7 +22,7 @@ from quantkit.formats.remote import URL
 
 #: Descriptors kept open at once, the last ones: there may be thousands of shards. Who is opened again is compared.
 _OPEN = 128
-_REPLACED = "it was replaced by another file, or written to, while it was read; begin anew"
+_REPLACED = "the file was replaced or changed while it was being read; start over"
 
 
 class Stamp(NamedTuple):
@@ -131,7 +131,7 @@ class File(PosixPath):
         if Stamp.from_status(before)[:3] == Stamp.from_status(now)[:3] and self._has_moved(before, now):
             return
         raise FormatError(
-            f"{self}: it was written to while it was read ({_difference(before, now)}); begin anew", "QK-E109"
+            f"{self}: the file changed while it was being read ({_difference(before, now)}); start over", "QK-E109"
         )
 
     def _has_moved(self, before: os.stat_result, now: os.stat_result) -> bool:
@@ -153,7 +153,7 @@ def _reopen_file(path: str) -> File:
 def _difference(before: os.stat_result, now: os.stat_result) -> str:
     if before.st_size != now.st_size:
         return f"{now.st_size} bytes, not {before.st_size}"
-    return "its time of change is another"
+    return "its modification time differs"
 
 
 @contextmanager

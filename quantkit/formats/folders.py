@@ -41,7 +41,7 @@ def open_file(name: str, flags: int, folder: int) -> int:
     fd = os.open(name, flags | _FILE, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(0, "no regular file", name)
+        raise OSError(0, "not a regular file", name)
     return fd
 
 

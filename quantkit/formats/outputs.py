@@ -55,7 +55,7 @@ def _read_bounded(file: BinaryIO, name: str | Path, max_bytes: int) -> bytes:
 
 def _too_large(name: str | Path, max_bytes: int) -> FormatError:
     return FormatError(
-        f"{name}: more than {format_size(max_bytes)}, the most that is read here: is it the right file?", "QK-E120"
+        f"{name}: larger than {format_size(max_bytes)}, the limit; check that it is the right file", "QK-E120"
     )
 
 
@@ -86,9 +86,9 @@ def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
 def _check_pipe(path: str | Path, mode: int) -> None:
     """Refuse a path that is neither a file nor a pipe opened by the shell (/proc/.., without a name in a folder)."""
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file", "QK-E120")
+        raise FormatError(f"{path}: a device, neither a file nor a pipe: give a file", "QK-E120")
     if not stat.S_ISFIFO(mode) or not os.path.realpath(path).startswith("/proc/"):
-        raise FormatError(f"{path}: not a regular file: name a file", "QK-E120")
+        raise FormatError(f"{path}: not a regular file: give a file", "QK-E120")
 
 
 def part_path(path: Path) -> Path:
@@ -138,9 +138,9 @@ def _describe_clash(output: Path, name: Path, owner: Path, is_input: bool) -> st
     through = "" if name == output else f", which grows as {name},"
     if is_input:
         subject = "itself" if owner == name else f"{owner} itself"
-        return f"{output}{through} is the input {subject}; write the output under another name"
+        return f"{output}{through} is the input {subject}; choose another output"
     outputs = f"two outputs, {output}," if name == owner == output else f"{output}{through} and {owner}"
-    return f"{outputs} are one file; give each output a name of its own"
+    return f"{outputs} are the same file; give each output its own name"
 
 
 def _identity(path: Path) -> tuple[object, ...]:
@@ -171,26 +171,26 @@ def check_free(path: str | Path, *, overwrite: bool) -> None:
         _check_url(path, overwrite)
         return
     if not os.path.isdir(os.path.dirname(resolve_links(path)) or "."):
-        raise ResourceError(f"{path}: its folder does not exist; make it first", "QK-E401")
+        raise ResourceError(f"{path}: its folder does not exist; create it first", "QK-E401")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
     except OSError as e:
-        raise ResourceError(f"{path}: {e.strerror or e}; name another file", os_error_code(e)) from None
+        raise ResourceError(f"{path}: {e.strerror or e}; choose another file", os_error_code(e)) from None
     if stat.S_ISDIR(mode):
-        raise ResourceError(f"{path} is a directory; name a file", "QK-E120")
+        raise ResourceError(f"{path} is a directory; give a file", "QK-E120")
     if not stat.S_ISREG(mode):
-        raise ResourceError(f"{path} is no regular file, and would be replaced by one; name another", "QK-E120")
+        raise ResourceError(f"{path} is not a regular file; choose another output", "QK-E120")
     if not overwrite:
-        raise ResourceError(f"{path} exists; give another name, or --overwrite to replace it", "QK-E402")
+        raise ResourceError(f"{path} exists; choose another name, or use --overwrite to replace it", "QK-E402")
 
 
 def _check_url(url: URL, overwrite: bool) -> None:
     url.store.check_writable(url)
     try:
         if not overwrite and URL(url.address).is_file():  # as it is now, not as it was seen before
-            raise ResourceError(f"{url} exists; give another name, or --overwrite to replace it", "QK-E402")
+            raise ResourceError(f"{url} exists; choose another name, or use --overwrite to replace it", "QK-E402")
     except OSError as e:
         raise ResourceError(f"{url}: {e.strerror or e}", "QK-E412") from None
 
@@ -214,8 +214,8 @@ class Output:
         try:
             self._lock = self._take_lock()
         except OSError as e:
-            lock_name = f"{lock_path(self.path).name} beside it cannot: {e.strerror or e}"
-            raise ResourceError(f"{self.path} cannot be written, for {lock_name}", "QK-E405") from None
+            lock_name = f"the lock {lock_path(self.path).name} cannot: {e.strerror or e}"
+            raise ResourceError(f"{self.path} cannot be written, because {lock_name}", "QK-E405") from None
         try:
             check_free(self.path, overwrite=self.overwrite)
         except ResourceError:
@@ -285,9 +285,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except OSError as e:
         if e.filename is not None and Path(os.fsdecode(e.filename)) != part:
             raise
-        advice = "try again" if isinstance(path, URL) else "make room"
+        advice = "try again" if isinstance(path, URL) else "free some space"
         raise ResourceError(
-            f"{path}: {e.strerror or e}; nothing of it is kept: {advice}, or write elsewhere", "QK-E406"
+            f"{path}: {e.strerror or e}; nothing was written: {advice}, or write elsewhere", "QK-E406"
         ) from e
     finally:
         with suppress(OSError):

@@ -35,13 +35,13 @@ def _damage(error: Exception) -> str:
     if isinstance(error, QuantkitError):
         return error.message
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON in line {error.lineno}: {error.msg}"
+        return f"invalid JSON in line {error.lineno}: {error.msg}"
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
     if isinstance(error, RecursionError):
         return "lists or objects are nested too deeply"
     if isinstance(error, KeyError):
-        return f"no key {error.args[0]!r}"
+        return f"missing key {error.args[0]!r}"
     if isinstance(error, AttributeError | LookupError):
-        return "a value is of another kind"
+        return "a value has the wrong type"
     return str(error)

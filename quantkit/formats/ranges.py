@@ -55,7 +55,7 @@ def read_range(path: Path, out: U8, offset: int, readahead: int = 0, within: tup
                 n = os.preadv(fd, [out.data[n_read:]], offset + n_read)
                 if n == 0:
                     raise FormatError(
-                        f"{path}: ends at byte {offset + n_read}, within tensor data: it was truncated", "QK-E103"
+                        f"{path}: ends at byte {offset + n_read}, within tensor data: truncated", "QK-E103"
                     )
                 n_read += n
             if readahead and hasattr(os, "posix_fadvise"):
@@ -80,9 +80,7 @@ def read_strided(path: Path, out: U8, offset: int, width: int, stride: int) -> N
                 piece, where = view[start : start + width], offset + number * stride
                 while (n := os.preadv(fd, [piece], where)) < len(piece):
                     if n == 0:
-                        raise FormatError(
-                            f"{path}: ends at byte {where}, within tensor data: it was truncated", "QK-E103"
-                        )
+                        raise FormatError(f"{path}: ends at byte {where}, within tensor data: truncated", "QK-E103")
                     piece, where = piece[n:], where + n
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
@@ -150,7 +148,7 @@ def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_of
                 )
                 if n == 0:
                     end = source_offset + position
-                    raise FormatError(f"{source}: ends at byte {end}, within tensor data: it was truncated", "QK-E103")
+                    raise FormatError(f"{source}: ends at byte {end}, within tensor data: truncated", "QK-E103")
                 position += n
     except OSError as e:
         # Two file systems, or one without the call: the caller has the bytes and can write them.

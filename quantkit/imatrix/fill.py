@@ -38,7 +38,7 @@ def apply_fill(imatrix: Imatrix, policy: str) -> Imatrix:
     in which no expert has tokens. Raises RecipeError for an unknown policy.
     """
     if policy not in FILLS:
-        raise RecipeError(f"no fill policy {policy!r}; there are {', '.join(FILLS)}", "QK-E203")
+        raise RecipeError(f"unknown fill policy {policy!r}; choose one of {', '.join(FILLS)}", "QK-E203")
     imatrix = without_fill(raw(imatrix))
     if policy == "none":
         return imatrix
@@ -91,7 +91,7 @@ def _parse(imatrix: Imatrix, line: str) -> tuple[str, tuple[int, ...]]:
     entry = imatrix.entries.get(name)
     if entry is None or len(experts) != len(numbers.split()) or max(experts, default=0) >= entry.counts.size:
         raise FormatError(
-            f"{imatrix.path}: the key {FILLED_KEY} has {line!r}, which names no expert of the file", "QK-E118"
+            f"{imatrix.path}: the key {FILLED_KEY} contains {line!r}, which is not an expert of the file", "QK-E118"
         )
     return name, experts
 

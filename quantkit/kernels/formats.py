@@ -102,7 +102,7 @@ FOLDED_TO_F16 = 16
 
 def _format(name: str, family: str, activations: str, **fields: Any) -> Format:
     if name not in BY_NAME:
-        raise LookupError(f"{name} has a record here and no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
+        raise LookupError(f"{name} has a record here but no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
     return Format(BY_NAME[name], family, activations, **fields)
 
 
@@ -210,9 +210,7 @@ def format_of(t: TensorType, function: str = "decoder") -> Format:
     """Return the record of type ``t``; raise TypeNotSupported, naming the missing ``function``, if there is none."""
     exists = has_encoder if function == "encoder" else has_decoder
     if t.name not in FORMATS or not exists(t):
-        raise TypeNotSupported(
-            f"there is no {function} for {t.name} in this version; `quantkit types` shows which exist", "QK-E302"
-        )
+        raise TypeNotSupported(f"no {function} for {t.name} in this version; see `quantkit types`", "QK-E302")
     return FORMATS[t.name]
 
 
@@ -224,7 +222,7 @@ def activation_format(t: TensorType) -> str:
 def check_encoder(encoder: str | None) -> None:
     """Raise RecipeError unless ``encoder`` is one of ENCODERS, or None."""
     if encoder is not None and encoder not in ENCODERS:
-        raise RecipeError(f"there is no encoder {encoder!r}: give {' or '.join(ENCODERS)}", "QK-E203")
+        raise RecipeError(f"unknown encoder {encoder!r}: choose {' or '.join(ENCODERS)}", "QK-E203")
 
 
 def encoder_for(t: TensorType, encoder: str | None = None) -> str:
@@ -248,7 +246,7 @@ def cpu_function(verb: str, t: TensorType, variant: str | None = None) -> Callab
     """Return ``encode_<type>``, of the search ``variant``, or ``unpack_<type>``; raise TypeNotSupported if none."""
     spec = format_of(t, "encoder" if verb == "encode" else "unpacker")
     if verb == "unpack" and spec.is_float:
-        raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
+        raise TypeNotSupported(f"{t.name} has no blocks to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{spec.family}")
     suffix = ""
     if verb == "encode" and spec.ik_encoder and (search := encoder_for(t, variant)) != "mainline":

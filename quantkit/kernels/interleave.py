@@ -432,7 +432,7 @@ def layout_of(t: TensorType, n: int = 0, row_type: TensorType | None = None) -> 
     ``row_type``: the type of single rows, by default the base type.
     """
     if t.name not in BASES:
-        raise TypeNotSupported(f"{t.name} is no interleaved type")
+        raise TypeNotSupported(f"{t.name} is not an interleaved type")
     row_type = row_type or base_of(t)
     if t.name in _EXACT and row_type is base_of(t):
         _, values, make = _EXACT[t.name]
@@ -451,7 +451,7 @@ def layout_of(t: TensorType, n: int = 0, row_type: TensorType | None = None) -> 
             _flips(t, source_bits.size // 8),
         )
     if t.name not in _ONE_WAY or row_type is not plain_of(t):
-        raise TypeNotSupported(f"{t.name} cannot be taken apart into rows of {row_type.name}")
+        raise TypeNotSupported(f"{t.name} cannot be deinterleaved to {row_type.name}")
     target_bits, nbytes = _ONE_WAY[t.name][1](), t.interleave * 256 // t.block * t.block_bytes
     return Layout(t, row_type, 256, None, target_bits.astype(np.int32), _signs(t, nbytes), _flips(t, nbytes))
 

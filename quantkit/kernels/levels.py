@@ -282,7 +282,7 @@ def levels_of(t: TensorType) -> Levels:
     try:
         return all_levels()[t.name]
     except KeyError:
-        raise TypeNotSupported(f"levels of {t} cannot be chosen one by one in this version", "QK-E302") from None
+        raise TypeNotSupported(f"this version has no error feedback for {t}", "QK-E302") from None
 
 
 # ---------------------------------------------------------------- reading and writing

@@ -35,7 +35,7 @@ def decoded_as(t: TensorType) -> TensorType:
 def check_rows(n: int) -> None:
     """Raise TypeNotSupported if rows of ``n`` values would share blocks."""
     if n % _BLOCK:
-        raise TypeNotSupported(f"I2_S: rows of {n} values do not divide into its blocks of {_BLOCK}", "QK-E303")
+        raise TypeNotSupported(f"I2_S: rows of {n} values are not a multiple of blocks of {_BLOCK}", "QK-E303")
 
 
 def with_row_scales(rows: U8, scale: float) -> U8:

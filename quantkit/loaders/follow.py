@@ -232,7 +232,7 @@ class _Loader:
 def _refusal(condition: str) -> str:
     """Return the reason for which a condition of a table makes the loader refuse."""
     if "has(" in condition:
-        return "tensors that do not go together"
+        return "tensors that do not match each other"
     return f"hyperparameters that the runtime refuses ({condition})" if condition else "hyperparameters are refused"
 
 

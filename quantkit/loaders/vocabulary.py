@@ -165,7 +165,7 @@ def _token_problems(fields: Mapping[str, Field], *, strict: bool) -> Iterator[Pr
         elif field.count < tokens.count:
             yield _problem(key, f"{field.count} items for {tokens.count} tokens")
     if repeated := _first_repeated(tokens.value):
-        yield _problem(_TOKENS, f"token {repeated!r} is there twice")
+        yield _problem(_TOKENS, f"token {repeated!r} occurs twice")
     suppressed = fields.get("tokenizer.ggml.suppress_tokens")
     if strict and suppressed is not None and suppressed.item_type is not ValueType.INT32:
         yield _problem(suppressed.key, f"{suppressed.describe()}, not an array of INT32")

@@ -272,7 +272,9 @@ def _qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tupl
     merged = b.mul_mat(x, "attn_qkv")
     if merged.width != q_width + k_width + v_width:
         raise FormatError(
-            f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {merged.width} rows, not q, k and v", "QK-E106"
+            f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {merged.width} rows, which do not match q, k "
+            "and v",
+            "QK-E106",
         )
     parts = (("attn_q", q_width, 0), ("attn_k", k_width, q_width), ("attn_v", v_width, q_width + k_width))
     q, k, v = (_add_bias(b, b.take(merged, name, width, start), f"{name}.bias") for name, width, start in parts)

@@ -129,7 +129,7 @@ class Builder:
         """Note a missing tensor, and return that of another layer, or one of a plausible shape."""
         self.missing[full] = None
         if len(self.missing) > _MOST_MISSING:
-            raise FormatError(f"{self.source.paths[0]}: there is no tensor {full}", "QK-E105")
+            raise FormatError(f"{self.source.paths[0]}: missing tensor {full}", "QK-E105")
         kind = kind_of(full)
         similar = (t for name, t in self.source.tensors.items() if kind != full and kind_of(name) == kind)
         return next(similar, None) or TensorInfo(full, (self.h.n_embd, self.h.n_embd), F32, 0, 0, 0)
@@ -154,14 +154,14 @@ class Builder:
         if self.missing:
             unused = f"; not used: {format_names(left)}" if left else ""
             raise FormatError(
-                f"{where}: there is no tensor {format_names(self.missing)}, which a model of the architecture "
-                f"{self.h.arch} needs{unused}; convert the model again",
+                f"{where}: missing tensors of the architecture {self.h.arch}: {format_names(self.missing)}{unused}; "
+                "convert the model again",
                 "QK-E105",
             ) from None
         if left:
             raise TypeNotSupported(
-                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; this is not the model that "
-                f"quantkit knows as {self.h.arch}",
+                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; this is not an {self.h.arch} "
+                "model as quantkit knows it",
                 "QK-E107",
             )
 
@@ -235,8 +235,8 @@ class Builder:
         weight = self.matrix(f"{name}.weight")
         if weight.n_in != x.width:
             raise FormatError(
-                f"{self.source.paths[0]}: {weight.tensor.name} has rows of {weight.n_in} values, its input "
-                f"{x.width}: the shapes of this model do not fit together",
+                f"{self.source.paths[0]}: {weight.tensor.name} has rows of {weight.n_in} values, but its input has "
+                f"{x.width}: the shapes of this model are inconsistent",
                 "QK-E106",
             )
         y = self.value(out or name, weight.n_out, x)

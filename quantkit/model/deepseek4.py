@@ -92,7 +92,7 @@ def _rope(b: Builder, ratio: int) -> RopeConfig:
     config = rope_config(b, b.h.head_k)
     if config.n_rot > b.h.head_k:
         raise FormatError(
-            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of keys of "
+            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count), but keys have "
             f"{b.h.head_k}",
             "QK-E123",
         )
@@ -145,8 +145,8 @@ def _project_groups(b: Builder, x: Value) -> Value:
     fits = fits and prod(tensor.shape[1:]) == rank * groups
     if not fits:
         raise FormatError(
-            f"{b.source.paths[0]}: {tensor.name} is {tensor.shape}, by the metadata it has {groups} groups of {rank} "
-            f"rows for {x.width} columns: the shapes of this model do not fit together",
+            f"{b.source.paths[0]}: {tensor.name} is {tensor.shape}, but the metadata says {groups} groups of {rank} "
+            f"rows for {x.width} columns: the shapes of this model are inconsistent",
             "QK-E106",
         )
     y = b.value("attn_output_a", groups * rank, x)

@@ -33,7 +33,7 @@ def gated_attention(b: Builder, x: Value) -> Value:
     n_kv, head = b.h.layer_int("attention.head_count_kv", b.layer, n_head), b.h.head_k
     if b.h.head_v != head:
         raise FormatError(
-            f"{b.source.paths[0]}: keys have {head} columns, values {b.h.head_v}; both must be equal", "QK-E123"
+            f"{b.source.paths[0]}: keys have {head} columns, values {b.h.head_v}; they must be equal", "QK-E123"
         )
     q_gate, k, v = qkv(b, x, 2 * n_head * head, n_kv * head, n_kv * head)
     q = b.norm(b.take(q_gate, "attn_q_alone", n_head * head, 0, 2 * head), "attn_q_norm", group=head)
@@ -65,7 +65,7 @@ def is_recurrent(b: Builder, default_interval: int = 4) -> bool:
 def delta_net(b: Builder, x: Value) -> Value:
     """Add a gated delta net: projections, convolution, the recurrence, a gated norm, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n_k = b.h.int("ssm.group_count")
     n_v = b.h.int("ssm.time_step_rank")
@@ -73,7 +73,7 @@ def delta_net(b: Builder, x: Value) -> Value:
     if n_k < 1 or n_v % n_k or b.h.int("ssm.inner_size") != n_v * head:
         raise FormatError(
             f"{b.source.paths[0]}: {n_k} key heads, {n_v} value heads of {head} columns, and ssm.inner_size "
-            f"{b.h.int('ssm.inner_size')} do not fit together",
+            f"{b.h.int('ssm.inner_size')} are inconsistent",
             "QK-E123",
         )
     mixed, z = _projections(b, x, n_k, n_v, head)

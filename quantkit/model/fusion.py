@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
 
 #: Reasons that are the user's choice.
-SWITCHED_OFF, CUBLAS = "switched off", "--cublas takes rows of bf16"
+SWITCHED_OFF, CUBLAS = "switched off", "--cublas uses rows of bf16"
 
 #: The kinds of fusion: of graphs, then of launches.
 KINDS = {
     "up_gate": "up+gate",
     "moe": "MoE up+gate",
     "qkv": "q/k/v",
-    "route": "router and choice",
+    "route": "router and selection",
     "per_head": "per-head operations",
     "row_epilogue": "row epilogues",
     "format": "activation formats",

@@ -65,7 +65,7 @@ def _shared_cache(b: Builder, windowed: bool) -> Cache | None:
     if source < 0 or is_windowed(b, source) != windowed:
         raise FormatError(
             f"{b.source.paths[0]}: layers from {n_own} on share caches ({b.h.arch}.attention.shared_kv_layers): the "
-            "two before them must be one with a window, then one without",
+            "two layers before them must be one with a window, then one without",
             "QK-E123",
         )
     return next(cache for cache in b.caches if cache.name == f"cache_{source}")
@@ -97,8 +97,8 @@ def layer_inputs(b: Builder, x: Value) -> list[Value]:
     table, tokens = b.matrix("per_layer_token_embd.weight"), b.matrix("token_embd.weight")
     if (table.n_in, table.n_out) != (width * n_layer, tokens.n_out):
         raise FormatError(
-            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, by the metadata "
-            f"{tokens.n_out} of {width} for each of {n_layer} layers",
+            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, but the "
+            f"metadata says {tokens.n_out} of {width} for each of {n_layer} layers",
             "QK-E106",
         )
     embedded = b.value("layer_embeddings", table.n_in)

@@ -44,8 +44,8 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
         b.ignore(*(f"indexer.{name}" for name in _TENSORS))
         if b.selection is None and b.layer < b.h.n_layer:
             raise FormatError(
-                f"{b.source.paths[0]}: by {b.h.arch}.attention.indexer.types layer {b.layer} attends to the keys that "
-                "an earlier layer selects, but no earlier layer has an indexer",
+                f"{b.source.paths[0]}: {b.h.arch}.attention.indexer.types says that layer {b.layer} attends to keys "
+                "selected by an earlier layer, but no earlier layer has an indexer",
                 "QK-E123",
             )
         return b.selection
@@ -72,8 +72,8 @@ def indexer_sizes(b: Builder, config: RopeConfig) -> tuple[int, int, int]:
     n_head, head, top_k = (_positive(b, key) for key in ("head_count", "key_length", "top_k"))
     if config.n_rot > head:
         raise FormatError(
-            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of indexer keys of "
-            f"{head} ({b.h.arch}.attention.indexer.key_length)",
+            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count), but indexer keys "
+            f"have {head} ({b.h.arch}.attention.indexer.key_length)",
             "QK-E123",
         )
     return n_head, head, top_k

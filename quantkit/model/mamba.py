@@ -52,14 +52,14 @@ def nemotron_h(b: Builder, x: Value) -> Value:
 def mamba2(b: Builder, x: Value) -> Value:
     """Add a layer of Mamba 2: the projection, convolution, the scan, a gated norm, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n_head, n_group = b.h.int("ssm.time_step_rank"), b.h.int("ssm.group_count")
     width, d_state = b.h.int("ssm.inner_size"), b.h.int("ssm.state_size")
     if min(n_head, n_group, width, d_state) < 1 or width % n_head or n_head % n_group:
         raise FormatError(
             f"{b.source.paths[0]}: {n_head} heads in {n_group} groups, a state of {d_state}, and ssm.inner_size "
-            f"{width} do not fit together",
+            f"{width} are inconsistent",
             "QK-E123",
         )
     shared = n_group * d_state
@@ -91,7 +91,7 @@ def mamba2(b: Builder, x: Value) -> Value:
 def mamba(b: Builder, x: Value) -> Value:
     """Add a layer of Mamba: the projection, convolution, steps, the scan, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     width = b.h.int("ssm.inner_size")
     d_state = b.h.int("ssm.state_size")
@@ -136,7 +136,7 @@ def plamo2(b: Builder, x: Value) -> Value:
         z, x = halves of every head's part of ssm_in x;  x = silu(convolution of x)
         b, c, dt = parts of ssm_x x, normalized;  dt = ssm_dt dt;  y = the scan;  out = ssm_out y
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     if n_head_kv(b):
         return gqa(b, x)
@@ -145,8 +145,7 @@ def plamo2(b: Builder, x: Value) -> Value:
     d_state = b.h.int("ssm.state_size")
     if min(n_head, width, d_state) < 1 or width % n_head:
         raise FormatError(
-            f"{b.source.paths[0]}: {n_head} heads, a state of {d_state}, and ssm.inner_size {width} do not fit "
-            "together",
+            f"{b.source.paths[0]}: {n_head} heads, a state of {d_state}, and ssm.inner_size {width} are inconsistent",
             "QK-E123",
         )
     zx, head = b.mul_mat(x, "ssm_in"), width // n_head

@@ -47,7 +47,7 @@ def mla(b: Builder, x: Value) -> Value:
     if (key_length == 0) != (value_length == 0):
         raise FormatError(
             f"{b.source.paths[0]}: {b.h.arch}.attention.key_length_mla is {key_length} and value_length_mla "
-            f"{value_length}; a model has both, or none of them",
+            f"{value_length}; a model must have both, or neither",
             "QK-E123",
         )
     heads = Heads(b, key_length or b.h.head_k, value_length or b.h.head_v)
@@ -120,7 +120,7 @@ def gqa_fixed_rope(b: Builder, x: Value) -> Value:
     if replace(config, n_ctx_orig=0) != plain or b.h.head_k != plain.n_rot:
         raise TypeNotSupported(
             f"{b.source.paths[0]}: {b.h.arch} rotates all {plain.n_rot} columns of a head, with the base 10000 and "
-            "without scaling; the rope.* keys of this file say otherwise",
+            "without scaling; the rope.* keys of this file differ",
             "QK-E306",
         )
     return gqa(b, x)
@@ -140,8 +140,8 @@ class Heads:
         self.nope = head_k - self.n_rot
         if self.nope < 1:
             raise FormatError(
-                f"{b.source.paths[0]}: keys of {head_k} columns, of which {self.n_rot} rotate "
-                f"({b.h.arch}.rope.dimension_count): latent attention needs some that do not rotate",
+                f"{b.source.paths[0]}: keys have {head_k} columns, of which {self.n_rot} rotate "
+                f"({b.h.arch}.rope.dimension_count): latent attention needs columns that do not rotate",
                 "QK-E123",
             )
 
@@ -246,8 +246,8 @@ def mul_mat_heads(b: Builder, x: Value, name: str, n_head: int, n_out: int) -> V
     weight = b.matrix(f"{name}.weight")
     if (weight.n_in * n_head, weight.n_out, weight.n_matrices) != (x.width, n_out, n_head):
         raise FormatError(
-            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted "
-            f"({x.width // n_head}, {n_out}, {n_head}): the shapes of this model do not fit together",
+            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, not ({x.width // n_head}, {n_out}, "
+            f"{n_head}): the shapes of this model are inconsistent",
             "QK-E106",
         )
     y = b.value(f"{name}_out", n_head * n_out, x)
@@ -266,8 +266,8 @@ def require_width(b: Builder, x: Value, width: int) -> Value:
     """Return x; FormatError if its width is not that of the metadata."""
     if x.width != width:
         raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "
-            "do not fit together",
+            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "
+            "model are inconsistent",
             "QK-E106",
         )
     return x

@@ -343,8 +343,8 @@ def _route_to_all(route: ops.Route, first: ops.MulMatId) -> ops.Route:
     r = route.routing
     if r.norm or r.gating == "softmax_weight":
         raise RecipeError(
-            f"--all-experts: {first.weight.tensor.name} multiplies inputs that the router weights by shares of the "
-            "selected experts, which others do not have; omit the option for this model"
+            f"--all-experts: {first.weight.tensor.name} has inputs scaled by router weights, which only selected "
+            "experts have; omit the option for this model"
         )
     ids, weights = (replace(v, name=f"{v.name}_all", width=r.n_expert) for v in (route.ids, route.weights))
     return replace(route, ids=ids, weights=weights, routing=replace(r, n_used=r.n_expert, n_group=1, n_group_used=1))

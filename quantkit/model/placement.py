@@ -54,8 +54,8 @@ class Placement:
         missing = sorted(self.requested_devices() - set(available))
         if missing:
             raise ResourceError(
-                f"there is no device {', '.join(missing)} here; there are: {', '.join(available)}. "
-                f"{f'{reason}. ' if reason else ''}Omit --backend cuda, -ngl and -ot, or name one of these",
+                f"no device {', '.join(missing)}; available: {', '.join(available)}. "
+                f"{f'{reason}. ' if reason else ''}Omit --backend cuda, -ngl and -ot, or use one of these",
                 "QK-E411",
             )
 

@@ -26,8 +26,8 @@ def convolve(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value:
     weight = b.matrix(f"{name}.weight")
     if prod(weight.tensor.shape[1:]) != x.width or weight.n_in < 2:
         raise FormatError(
-            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted one row for each of "
-            f"{x.width} columns",
+            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, not one row for each of {x.width} "
+            "columns",
             "QK-E106",
         )
     out, state = b.value(f"{name}_out", x.width, x), new_state(b, name, (weight.n_in - 1) * x.width)
@@ -54,7 +54,7 @@ def check_width(b: Builder, x: Value, width: int) -> None:
     """Raise FormatError unless x has ``width`` columns, as the metadata say."""
     if x.width != width:
         raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "
-            "do not fit together",
+            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "
+            "model are inconsistent",
             "QK-E106",
         )

@@ -176,7 +176,8 @@ def _heads(b: Builder) -> tuple[int, int]:
     head = b.h.int("wkv.head_size")
     if head < 1 or b.h.n_embd % head:
         raise FormatError(
-            f"{b.source.paths[0]}: {b.h.arch}.wkv.head_size is {head}, of {b.h.n_embd} columns", "QK-E123"
+            f"{b.source.paths[0]}: {b.h.arch}.wkv.head_size is {head}, which does not divide {b.h.n_embd} columns",
+            "QK-E123",
         )
     return b.h.n_embd // head, head
 

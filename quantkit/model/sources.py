@@ -82,9 +82,8 @@ class PlainSource:
         types = ", ".join(sorted({t.type.name for t in interleaved}))
         size = format_size(sum(self.tensors[t.name].nbytes for t in interleaved))
         return [
-            f"{len(interleaved)} tensors are row-interleaved ({types}) and are deinterleaved in memory, which takes "
-            f"{size}; "
-            "`quantkit quantize --unrepack` does that once"
+            f"{len(interleaved)} tensors are row-interleaved ({types}) and are deinterleaved in memory, which needs "
+            f"{size}; to do this once, use `quantkit quantize --unrepack`"
         ]
 
 

@@ -255,16 +255,18 @@ def choose_types(
     ]
     if request.fallback.lower() == "error":
         misfits = [c for c in choices if c.fallback_from is not None]
-        _refuse("rows do not divide into blocks", misfits, "pass --fallback next, or a type", "QK-E303")
+        _refuse(
+            "the row length is not a multiple of the block size", misfits, "pass --fallback next, or a type", "QK-E303"
+        )
     if request.like is not None:
         where = f"--like {request.like.path}"
-        remedy = "give their types by rules or options, or a file of this model"
+        remedy = "set their types by rules or options, or use a file of this model"
         _refuse(f"{where} has no such tensors", [c for c in choices if c.step == "missing"], remedy, "QK-E207")
         misfits = [c for c in choices if c.step == "like" and c.fallback_from is not None]
-        _refuse(f"{where}: a type there does not fit here", misfits, remedy, "QK-E303")
+        _refuse(f"{where}: its type does not fit", misfits, remedy, "QK-E303")
     if not request.allow_requantize:
         quantized = [c for c in choices if c.requantized]
-        remedy = "start from an f16, bf16 or f32 file, or pass --allow-requantize"
+        remedy = "use an f16, bf16 or f32 file, or --allow-requantize"
         _refuse("already quantized", quantized, remedy, "QK-E209")
     return choices
 
@@ -315,7 +317,7 @@ def _choose(
     if base is None:
         return choice(t.type, _with_conflict(class_reason, Reason("COPY", "COPY")))
     if type_rules is None:
-        text = "--pure" if request.pure else f"{request.preset}, no mixture"
+        text = "--pure" if request.pure else f"{request.preset} for every tensor"
         return choice(base, _with_conflict(class_reason, Reason("preset", text)))
     target, reason = suggested or type_rules.choose(t)
     return choice(target, _with_conflict(class_reason, reason))
@@ -337,7 +339,7 @@ def _keep_reason(facts: ModelFacts, t: TensorLike, request: Request) -> str | No
     if n_dims(t.shape) < 2:
         return "a vector" if t.shape else "a scalar"
     if n_dims(t.shape) > GGML_DIMS:
-        return f"more dimensions than ggml's {GGML_DIMS}"
+        return f"more than ggml's {GGML_DIMS} dimensions"
     if ROUTER in t.name and t.name.endswith("weight"):
         return None if request.ffn_gate_inp_type else "the router (--ffn-gate-inp-type changes it)"
     if t.name == "output.weight" and request.leave_output_tensor:
@@ -388,10 +390,8 @@ def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None, *, ik: bool
         fallback_type = fallback or presets.next_type(target, ik=ik)
         if n % fallback_type.block:
             fallback_type = presets.next_dividing(fallback_type, n, ik=ik)
-        note = (
-            ", where llama-quantize would stop" if target.name in presets.FALLBACK_QUANTKIT and fallback is None else ""
-        )
-        text = f"rows of {n} do not divide into {target}'s blocks of {target.block}: {fallback_type}{note}"
+        note = ", where llama-quantize fails" if target.name in presets.FALLBACK_QUANTKIT and fallback is None else ""
+        text = f"rows of {n} are not a multiple of {target}'s blocks of {target.block}: {fallback_type}{note}"
         choice = replace(choice, type=fallback_type, reason=choice.reason.adjusted(text), fallback_from=target)
     return _without_interleaving(choice, t)
 
@@ -413,7 +413,7 @@ def _without_interleaving(choice: Choice, t: TensorLike) -> Choice:
     if can_interleave(choice.type, t.shape[0], rows):
         return choice
     values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
-    text = f"{rows} rows{values} do not divide into groups of {choice.type.interleave}: {plain}"
+    text = f"{rows} rows{values} are not a multiple of {choice.type.interleave} interleaved rows: {plain}"
     first = choice.fallback_from or choice.type
     return replace(choice, type=plain, reason=choice.reason.adjusted(text), fallback_from=first)
 
@@ -462,7 +462,9 @@ def _lint_idle_options(request: Request, choices: Sequence[Choice]) -> list[Lint
         if any(option in c.reason.options for c in choices):
             continue
         tied = "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices)
-        reason = "there is no output.weight, the token embeddings are the output" if tied else "it applies to no tensor"
+        reason = (
+            ("the model has no output.weight, its token embeddings are the output") if tied else "it matches no tensor"
+        )
         lints.append(Lint("QK-W007", f"{option} has no effect: {reason}"))
     return lints
 
@@ -477,17 +479,22 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     lints: list[tuple[str, str]] = []
     if "NVFP4" in encoded_types:
         lints.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
-                                 "loads it, but the error is larger"))  # fmt: skip
+            "loads the file, but its error is larger"))  # fmt: skip
     unmixed = preset.base is None or not preset.base.is_quantized
     if any(c.step == "rule" for c in choices) and request.like is None and (unmixed or (request.ik and request.pure)):
         situation = f"when TYPE is {preset}" if unmixed else "with --pure"
-        lints.append(("QK-W010", f"llama-quantize ignores rules {situation}; here they apply"))
+        lints.append(("QK-W010", f"llama-quantize ignores rules {situation}; quantkit applies them"))
     ik, mainline = (sorted({c.type.name for c in choices if c.type.trees == tree}) for tree in ("ik", "mainline"))
     if ik and mainline:
         lints.append(("QK-W011", f"no runtime loads both {', '.join(ik)} (ik_llama.cpp) and {', '.join(mainline)} "
                                  f"(llama.cpp)"))  # fmt: skip
     if own_types := sorted({c.type.name for c in choices if c.type.trees == "none"}):
-        lints.append(("QK-W011", f"no runtime loads {', '.join(own_types)}: neither tree has such a type"))
+        lints.append(
+            (
+                "QK-W011",
+                (f"no runtime loads {', '.join(own_types)}: neither llama.cpp nor ik_llama.cpp has such a type"),
+            )
+        )
     if conflicts := [c.name for c in choices if c.reason.case == "conflict"]:
         lints.append(("QK-W012", f"--ffn-gate-type and --ffn-up-type differ, so neither applies to merged "
                                  f"{abbreviate(conflicts)}; give both the same type"))  # fmt: skip
@@ -503,5 +510,5 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
         )
         if option_name(option) in effective and not is_respected:
             where = "with --pure" if request.pure else f"in {preset}"
-            lints.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} {where}; here it applies"))
+            lints.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} {where}; quantkit applies it"))
     return [Lint(code, message) for code, message in lints]

@@ -46,8 +46,8 @@ def fallbacks(tensors: Sequence[PlannedTensor]) -> list[Fallback]:
 def _cause(tensor: PlannedTensor, requested: TensorType) -> str:
     n = tensor.shape[0]
     if n % requested.block:
-        return f"rows of {n} do not divide into blocks of {requested.block}"
-    return f"rows do not divide into groups of {requested.interleave}"
+        return f"rows of {n} are not a multiple of blocks of {requested.block}"
+    return f"the number of rows is not a multiple of {requested.interleave}"
 
 
 def _bytes(tensor: PlannedTensor, t: TensorType) -> int:

@@ -209,7 +209,8 @@ class RecordedInputs:
             return make(self.covariances.matrix(self.entry, matrix), damping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
-                f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again",
+                f"{self.covariances.path}: matrix {matrix} of {self.entry} is not a valid covariance ({e}): record it "
+                "again",
                 "QK-E118",
             ) from None
 
@@ -302,7 +303,7 @@ class CovarianceFile:
         n, matrices = self.covariances.shape(entry)
         if (n, matrices) != (shape[0], matrices_of(tensor, shape, n * matrices)):
             raise FormatError(
-                f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
+                f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, but tensor {tensor} needs "
                 f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model",
                 "QK-E119",
             )
@@ -332,7 +333,7 @@ class CovarianceFile:
 
 
 def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """Return the entry of a tensor, or of another tensor with the same inputs; None if there is none."""
+    """Return the entry of a tensor, or of another tensor with the same inputs; None if neither has one."""
     if name in entries:
         return entries[name]
     prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
@@ -362,7 +363,7 @@ class Feedback:
             self.without[tensor] = _NO_COVARIANCE
             return None
         if target.name not in all_levels():
-            self.without[tensor] = f"levels of {target.name} are not chosen one by one in this version"
+            self.without[tensor] = f"this version has no error feedback for {target.name}"
             return self.provider.inputs(tensor, entry, shape) if self.provider.corrects and entry is not None else None
         if entry is None:
             width = min(shape[0], max(target.block, _UNIFORM_COLUMNS))
@@ -387,11 +388,11 @@ class Feedback:
     def notes(self) -> list[str]:
         """Return notes for the user: tensors with feedback, those without, and the reasons."""
         if not self._inputs:
-            reason = "; ".join(dict.fromkeys(self.without.values())) or "there is none"
-            raise FormatError(f"{self.provider.name}: it helps no tensor that is encoded: {reason}", "QK-E214")
+            reason = "; ".join(dict.fromkeys(self.without.values())) or "no covariance"
+            raise FormatError(f"{self.provider.name}: applies to no tensor that is encoded: {reason}", "QK-E214")
         n, matrices = len(self._inputs), sum(i.matrices for i in self._inputs)
         subject = f"{matrices} matrices of {n} tensors" if matrices > n else f"{n} tensors"
-        lines = [f"error feedback for {subject}, by {self.provider.name}", *few_tokens(self._inputs)]
+        lines = [f"error feedback for {subject}, using {self.provider.name}", *few_tokens(self._inputs)]
         if self._corrected:
             lines.append(f"corrected for their inputs: {span(self._corrected)}")
         reasons: dict[str, list[str]] = {}
@@ -400,7 +401,7 @@ class Feedback:
         lines += [f"without feedback: {span(names)}: {reason}" for reason, names in reasons.items()]
         lines += self.provider.notes
         if self.without.get("output.weight") == _NO_COVARIANCE:
-            lines.append("output.weight has a covariance if `imatrix --covariance` is given --process-output")
+            lines.append("to record a covariance of output.weight, use `imatrix --covariance --process-output`")
         return lines
 
     def fields(self) -> list[Field]:
@@ -434,10 +435,10 @@ def few_tokens(tensors: Sequence[Inputs]) -> list[str]:
         sum(i.n <= (i.tokens or ())[e] < TOKENS_PER_COLUMN * i.n for i, e in pairs),
         _count_insufficient(tensors),
     )
-    lines = [f"{n_none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
-             "calibrate on more text"] * bool(n_none)  # fmt: skip
-    lines += [f"{n_few} of {len(pairs)} matrices saw fewer than {TOKENS_PER_COLUMN} tokens a column: calibrate on more "
-              "text"] * bool(n_few)  # fmt: skip
+    lines = [f"{n_none} of {len(pairs)} matrices have fewer tokens than columns and are encoded without feedback; "
+        "calibrate on more text"] * bool(n_none)  # fmt: skip
+    lines += [f"{n_few} of {len(pairs)} matrices have fewer than {TOKENS_PER_COLUMN} tokens per column: "
+        "calibrate on more text"] * bool(n_few)  # fmt: skip
     return lines
 
 

@@ -184,8 +184,8 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
     longest, need = _longest(tensors), least_ram(tensors, threads)
     if max_ram < need:
         raise ResourceError(
-            f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: "
-            f"{need} bytes are needed; raise --max-ram or use fewer threads",
+            f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: it needs {need} "
+            "bytes; raise --max-ram or use fewer threads",
             "QK-E407",
         )
     return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)

@@ -71,14 +71,14 @@ def parse_override(text: str) -> Field:
     """
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:Mine", "QK-E203")
+        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:MyModel", "QK-E203")
     key = match[1]
     kind = match[2]
     value = match[3]
     value_type = _OVERRIDE_TYPES.get(kind)
     if value_type is None:
         raise RecipeError(
-            f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64", "QK-E203"
+            f"--override-kv {key}: unknown type {kind!r}; use int, float, bool, str or u8 .. f64", "QK-E203"
         )
     if key.startswith("split."):
         raise RecipeError(f"--override-kv {key}: set split.* keys with --keep-split or --split-max-size", "QK-E201")
@@ -112,7 +112,9 @@ def _file_of(value: str) -> Path | None:
 
 
 def _text_of(key: str, path: Path) -> str:
-    prefix = f"--override-kv {key}: str:@FILE is the text of a file (of the text itself, str:@@TEXT)"
+    prefix = (
+        f"--override-kv {key}: str:@FILE reads the value from a file; for a text that starts with @, write str:@@TEXT"
+    )
     try:
         return read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:
@@ -133,7 +135,7 @@ def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
     unknown = sorted(set(prune) - set(layers))
     if unknown:
         available = f"the model has {layers[0]} .. {layers[-1]}" if layers else "the model has none"
-        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; {available}", "QK-E203")
+        raise RecipeError(f"--prune-layers: no layer {unknown[0]}; {available}", "QK-E203")
     remaining = [layer for layer in layers if layer not in set(prune)]
     if not remaining:
         raise RecipeError("--prune-layers leaves no layer", "QK-E203")
@@ -168,7 +170,7 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
             continue
         values = [field.value[i] for i in indices]
         metadata.replace(Field.of(field.key, values, ValueType.ARRAY, field.item_type))
-        notes.append(f"{field.key}: {n - len(indices)} of its {n} per-layer values dropped with their layers")
+        notes.append(f"{field.key}: dropped {n - len(indices)} of its {n} per-layer values with their layers")
     shrinking: dict[str, Callable[[int], int]] = {
         "leading_dense_block_count": lambda v: sum(i < v for i in dropped),
         "nextn_predict_layers": lambda v: sum(i >= n - v for i in dropped),

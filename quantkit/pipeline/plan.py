@@ -187,7 +187,7 @@ def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
     leftovers = [path.name for path in files if os.path.realpath(path) not in own_paths]
     if not leftovers:
         return []
-    return [f"next to the output, but not part of it: {span(leftovers, 'files')}, perhaps from an earlier run"]
+    return [f"beside the output, but not part of it: {span(leftovers, 'files')}, possibly from an earlier run"]
 
 
 def without_existing(plan: Plan) -> Plan:
@@ -199,7 +199,7 @@ def without_existing(plan: Plan) -> Plan:
     for no, shard in enumerate(plan.shards):
         if no not in missing and not _exists_as_planned(shard, [t for t in plan.tensors if t.shard == no]):
             raise ResourceError(
-                f"{shard.path} exists, but is not what would be written there; remove it, or rename it", "QK-E402"
+                f"{shard.path} exists, but differs from the shard to be written; remove or rename it", "QK-E402"
             )
     number = {no: i for i, no in enumerate(missing)}
     tensors = tuple(replace(t, shard=number[t.shard]) for t in plan.tensors if t.shard in number)
@@ -226,8 +226,8 @@ def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
         for encoding in (part.encoding for part in parts if part.source.type is not c.type):
             if any(part.row_alignment % encoding.group for part in parts):
                 raise TypeNotSupported(
-                    f"tensor {c.name}: the rows of its parts make no whole groups of {encoding.group}: "
-                    f"from {encoding.source} to {c.type}",
+                    f"tensor {c.name}: the rows of its parts are not multiples of {encoding.group}: from "
+                    f"{encoding.source} to {c.type}",
                     "QK-E303",
                 )
             if encoding.has_tensor_scale:
@@ -235,7 +235,7 @@ def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
             if encoding.missing:
                 raise TypeNotSupported(
                     f"tensor {c.name}: this version has no {encoding.missing} ({encoding.source} to {c.type}: "
-                    f"{c.reason}); `quantkit types` lists the types it has",
+                    f"{c.reason}); see `quantkit types`",
                     "QK-E302",
                 )
 

@@ -47,7 +47,7 @@ PRESETS: tuple[Preset, ...] = (
     # name             ftype base       trees       in short
     _p("F32",          0,   "F32",      "both",     "full precision, for conversions and references"),
     _p("F16",          1,   "F16",      "both",     "half precision; large values overflow"),
-    _p("BF16",         32,  "BF16",     "both",     "f32's range in 16 bits; what most checkpoints hold"),
+    _p("BF16",         32,  "BF16",     "both",     "f32's range in 16 bits; the type of most checkpoints"),
     _p("Q8_0",         7,   "Q8_0",     "both",     "8.5 bpw, practically lossless"),
     _p("Q6_K",         18,  "Q6_K",     "both",     "6.6 bpw, very close to the original"),
     _p("Q5_K_M",       17,  "Q5_K",     "both",     "5.7 bpw, half of attn_v and ffn_down in Q6_K"),
@@ -65,27 +65,27 @@ PRESETS: tuple[Preset, ...] = (
     _p("Q3_K_S",       11,  "Q3_K",     "both",     "3.4 bpw, Q3_K except the output"),
     _p("IQ3_M",        27,  "IQ3_S",    "both",     "3.7 bpw, IQ3_S with Q4_K in attention and first ffn_down"),
     _p("IQ3_S",        26,  "IQ3_S",    "both",     "3.4 bpw grid quant"),
-    _p("IQ3_XS",       22,  "IQ3_S",    "both",     "3.3 bpw, IQ3_S and IQ3_XXS by turns"),
-    _p("IQ3_XXS",      23,  "IQ3_XXS",  "both",     "3.1 bpw grid quant; wants an imatrix"),
-    _p("Q2_K",         10,  "Q2_K",     "both",     "2.6 bpw base, Q3_K and Q4_K where it hurts"),
-    _p("Q2_K_S",       21,  "Q2_K",     "both",     "2.6 bpw; wants an imatrix"),
-    _p("IQ2_M",        29,  "IQ2_S",    "both",     "2.7 bpw, IQ2_S with IQ3_S and Q4_K; wants an imatrix"),
-    _p("IQ2_S",        28,  "IQ2_XS",   "both",     "2.5 bpw, IQ2_XS with IQ3_S and Q4_K; wants an imatrix"),
+    _p("IQ3_XS",       22,  "IQ3_S",    "both",     "3.3 bpw, alternating IQ3_S and IQ3_XXS"),
+    _p("IQ3_XXS",      23,  "IQ3_XXS",  "both",     "3.1 bpw grid quant; imatrix recommended"),
+    _p("Q2_K",         10,  "Q2_K",     "both",     "2.6 bpw base, Q3_K and Q4_K in sensitive tensors"),
+    _p("Q2_K_S",       21,  "Q2_K",     "both",     "2.6 bpw; imatrix recommended"),
+    _p("IQ2_M",        29,  "IQ2_S",    "both",     "2.7 bpw, IQ2_S with IQ3_S and Q4_K; imatrix recommended"),
+    _p("IQ2_S",        28,  "IQ2_XS",   "both",     "2.5 bpw, IQ2_XS with IQ3_S and Q4_K; imatrix recommended"),
     _p("IQ2_XS",       20,  "IQ2_XS",   "both",     "2.3 bpw grid quant; needs an imatrix"),
     _p("IQ2_XXS",      19,  "IQ2_XXS",  "both",     "2.1 bpw grid quant; needs an imatrix"),
-    _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; wants an imatrix"),
+    _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; imatrix recommended"),
     _p("IQ1_S",        24,  "IQ1_S",    "both",     "1.56 bpw; needs an imatrix"),
-    _p("COPY",         0,   None,       "both",     "every tensor as it is, except those that an option or rule names"),
-    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all else Q8_0"),
-    _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained ternary"),
-    _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained ternary"),
+    _p("COPY",         0,   None,       "both",     "every tensor unchanged, except those an option or rule names"),
+    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all others in Q8_0"),
+    _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained with ternary weights"),
+    _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained with ternary weights"),
     _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit per weight"),
     _p("Q2_0",         41,  "Q2_0",     "mainline", "2.25 bpw, levels -1, 0, 1"),
     # ik_llama.cpp only
     _p("MXFP4",        38,  "MXFP4",    "ik",       "4.25 bpw, 4-bit floats"),
     _p("MXFP4_R8",     351, "MXFP4_R8", "ik",       "MXFP4, 8 rows interleaved"),
     _p("Q6_0",         135, "Q6_0",     "ik",       "6.5 bpw, legacy format"),
-    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, a scale per row"),
+    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, one scale per row"),
     _p("IQ1_BN",       136, "IQ1_BN",   "ik",       "1.6 bpw, for BitNet"),
     _p("IQ2_BN",       137, "IQ2_BN",   "ik",       "2 bpw, for BitNet"),
     _p("IQ1_KT",       156, "IQ1_KT",   "ik",       "1.75 bpw trellis"),
@@ -93,16 +93,16 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ3_KT",       152, "IQ3_KT",   "ik",       "3.1 bpw trellis"),
     _p("IQ4_KT",       153, "IQ4_KT",   "ik",       "4 bpw trellis"),
     _p("IQ2_K",        138, "IQ2_K",    "ik",       "2.4 bpw, non-linear levels"),
-    _p("IQ2_KS",       147, "IQ2_KS",   "ik",       "2.2 bpw, non-linear levels, a scale per row"),
+    _p("IQ2_KS",       147, "IQ2_KS",   "ik",       "2.2 bpw, non-linear levels, one scale per row"),
     _p("IQ2_KL",       155, "IQ2_KL",   "ik",       "2.7 bpw, pairs of levels"),
     _p("IQ3_K",        139, "IQ3_K",    "ik",       "3.4 bpw, non-linear levels"),
-    _p("IQ3_KS",       154, "IQ3_KS",   "ik",       "3.2 bpw, non-linear levels, a scale per row"),
+    _p("IQ3_KS",       154, "IQ3_KS",   "ik",       "3.2 bpw, non-linear levels, one scale per row"),
     _p("IQ3_KL",       146, "IQ3_K",    "ik",       "4 bpw, IQ3_K mixed with IQ4_KS and IQ5_K"),
     _p("IQ4_K",        140, "IQ4_K",    "ik",       "4.5 bpw, non-linear levels"),
-    _p("IQ4_KS",       145, "IQ4_KS",   "ik",       "4.25 bpw, non-linear levels, a scale per row"),
-    _p("IQ4_KSS",      148, "IQ4_KSS",  "ik",       "4 bpw, non-linear levels, a scale per row"),
+    _p("IQ4_KS",       145, "IQ4_KS",   "ik",       "4.25 bpw, non-linear levels, one scale per row"),
+    _p("IQ4_KSS",      148, "IQ4_KSS",  "ik",       "4 bpw, non-linear levels, one scale per row"),
     _p("IQ5_K",        141, "IQ5_K",    "ik",       "5.5 bpw, non-linear levels"),
-    _p("IQ5_KS",       150, "IQ5_KS",   "ik",       "5.25 bpw, non-linear levels, a scale per row"),
+    _p("IQ5_KS",       150, "IQ5_KS",   "ik",       "5.25 bpw, non-linear levels, one scale per row"),
     _p("IQ6_K",        142, "IQ6_K",    "ik",       "6.6 bpw, non-linear levels"),
     _p("Q4_0_4_4",     33,  "Q4_0_4X4", "ik",       "Q4_0, 4 rows interleaved by 4 (ARM)"),
     _p("Q4_0_4_8",     34,  "Q4_0_4X8", "ik",       "Q4_0, 4 rows interleaved by 8 (ARM)"),
@@ -184,7 +184,7 @@ def preset_by_name(text: str, tree: str | None = None) -> Preset:
     if tree is not None and preset.trees not in (tree, "both", "none"):
         runtime, other_runtime = (_RUNTIMES[t] for t in (tree, preset.trees))
         raise TypeNotSupported(
-            f"{preset} is of {other_runtime}: {runtime} has no rules for it; omit --rules {tree}", "QK-E301"
+            f"{preset} is a preset of {other_runtime}, {runtime} has no rules for it; omit --rules {tree}", "QK-E301"
         )
     return preset
 
@@ -197,12 +197,12 @@ def rules_of(preset: Preset) -> str:
 def _plain_type(key: str, text: str) -> Preset:
     t = BY_NAME.get(TYPE_ALIASES.get(key, key))
     if t is None:
-        raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
+        raise TypeNotSupported(f"no preset and no tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
     check_target(t)
     ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
     if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
         ftype = _BY_PRESET_NAME[t.name].ftype
-    return Preset(t.name, ftype, t, t.trees, f"every tensor {t.name}, no mixture", mixes=False)
+    return Preset(t.name, ftype, t, t.trees, f"{t.name} for every tensor", mixes=False)
 
 
 def _did_you_mean(key: str) -> str:
@@ -210,7 +210,7 @@ def _did_you_mean(key: str) -> str:
 
     names = [*_BY_PRESET_NAME, *PRESET_ALIASES, *(t.name for t in TYPES if is_target(t))]
     close = list(dict.fromkeys(difflib.get_close_matches(key, names, 3)))
-    return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
+    return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists all types"
 
 
 # --- fallbacks of rows that do not divide ----------------------------------------------------------------------

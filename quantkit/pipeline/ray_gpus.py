@@ -31,7 +31,7 @@ def choose_gpus(plan: Plan, backend: str, threads: int, workers: int) -> tuple[t
     except ResourceError as e:
         raise NodeRefusal(e.message) from None
     while names and workers_of(threads, len(names)) > workers:
-        names, note = names[:-1], f"{note}; --max-ram has no room for {names[-1]}"
+        names, note = names[:-1], f"{note}; --max-ram is too small for {names[-1]}"
     return names, note
 
 

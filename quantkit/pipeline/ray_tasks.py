@@ -99,7 +99,7 @@ class RayExecutor:
         self.nodes: tuple[NodeShare, ...] = ()
         nodes = self._cluster.nodes().values()
         if not nodes:
-            raise ResourceError(f"--ray {address}: no node of the cluster has CPUs to give", "QK-E450")
+            raise ResourceError(f"--ray {address}: no node of the cluster has CPUs available", "QK-E450")
         self._max_cpus = max(self._cpus(node) for node in nodes)
         self.count = max(self._workers(node) for node in nodes)
 
@@ -122,7 +122,7 @@ class RayExecutor:
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs of a ledger on the nodes; on return none is under way."""
         if not isinstance(ledger.target, Files):
-            raise ResourceError("--ray writes files that all nodes see: name one as the output", "QK-E412")
+            raise ResourceError("--ray needs an output file that all nodes can access", "QK-E412")
         mark = secrets.token_hex(16)
         ledger.journal.mark(mark)
         plan = ledger.plan
@@ -196,7 +196,10 @@ class _Jobs:
         self.nodes.append(node)
         if node.own_cpus:
             if self.executor.uses_gpus:
-                self._say_once(f"node {node.name}: --backend {self.shared.backend}: the CPU, as Ray has no GPU there")
+                self._say_once(
+                    f"node {node.name}: --backend {self.shared.backend}: using the CPU, because Ray has no GPU on "
+                    "this node"
+                )
             self._local_thread = threading.Thread(target=self._work_locally, args=(node,), name="here")
             self._local_thread.start()
 
@@ -374,9 +377,9 @@ def _check_source(shared: RunSpec) -> None:
     try:
         fingerprint = shared.source.fingerprint()
     except (OSError, FormatError) as e:
-        raise NodeRefusal(f"{where} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
+        raise NodeRefusal(f"{where} cannot be read on this node: {getattr(e, 'strerror', None) or e}") from None
     if fingerprint != shared.fingerprint:
-        raise NodeRefusal(f"{where} is not the same file there: an older one, or another")
+        raise NodeRefusal(f"{where} is another file on this node, or an older version")
 
 
 def _open_output(shared: RunSpec) -> OpenFiles:
@@ -388,10 +391,10 @@ def _open_output(shared: RunSpec) -> OpenFiles:
             # After they are open: a later run truncates the journal before it removes unfinished files.
             if has_mark(shared.journal, shared.mark):
                 return target
-            reason = "is not the one that the driver writes"
+            reason = "is not the file that the driver writes"
             target.close()
         except OSError as e:
-            reason = f"cannot be written there: {e.strerror or e}"
+            reason = f"cannot be written on this node: {e.strerror or e}"
         if time.monotonic() > ends:
             raise NodeRefusal(f"{shared.parts[0]} {reason}")
         time.sleep(0.5)  # a network file system shows new files after some seconds

@@ -93,7 +93,7 @@ def parse_rule(text: str, origin: str) -> Rule:
 
 def _rule_type(name: str, origin: str) -> TensorType:
     if not name.strip():
-        raise RecipeError(f"{origin}: there is no type after the =", "QK-E204")
+        raise RecipeError(f"{origin}: no type after the =", "QK-E204")
     try:
         return check_target(type_by_name(name))
     except TypeNotSupported as e:
@@ -150,7 +150,7 @@ def _parse_rules(items: Iterable[tuple[str, str]]) -> list[Rule]:
     rules: list[Rule] = []
     for text, origin in items:
         if len(rules) == MAX_RULES:
-            raise RecipeError(f"{origin}: more than {MAX_RULES} rules; write one for several tensors", "QK-E204")
+            raise RecipeError(f"{origin}: more than {MAX_RULES} rules; combine rules for several tensors", "QK-E204")
         rules.append(parse_rule(text, origin))
     return rules
 
@@ -283,7 +283,7 @@ def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...
     deciding = [owner for name in hits for owner in owners[name]]
     if all(owner is not rule for owner in deciding):
         rule_names = "; ".join(dict.fromkeys(map(str, deciding)))
-        return [Lint("QK-W002", f"{rule} has no effect: other rules decide all tensors it matches: {rule_names}")]
+        return [Lint("QK-W002", f"{rule} has no effect: earlier rules match all its tensors: {rule_names}")]
     attn = [name for name in hits if _matches_suffix_only(rule, name)]
     if "output.weight" in hits and attn:
         return [Lint("QK-W003", f"{rule} matches output.weight, but also {len(attn)} attn_output.weight; "
@@ -335,4 +335,6 @@ def _lint_case(rule: Rule) -> list[Lint]:
     classes = re.findall(r"(?<!\\)(?:\\\\)*(\\[SDWB])", rule.pattern)
     if not classes:
         return []
-    return [Lint("QK-W005", f"{rule}: llama-quantize lower-cases {classes[0]} to {classes[0].lower()}; here it stays")]
+    return [
+        Lint("QK-W005", f"{rule}: llama-quantize lower-cases {classes[0]} to {classes[0].lower()}, quantkit does not")
+    ]

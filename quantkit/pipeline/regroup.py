@@ -59,7 +59,7 @@ class Regrouped:
         layers = f"{len(self.changed)} layers ({layer_names(self.changed)})"
         if verb == "split":
             return [f"--split-up-gate splits up and gate experts of {layers}", *self.refusals()]
-        loading = f"merged experts of {self.arch} load in: {self.loads}"
+        loading = f"runtimes that load merged experts of {self.arch}: {self.loads}"
         return [f"--merge-up-gate merges up and gate experts of {layers}", loading, *self.refusals()]
 
     def refusals(self) -> list[str]:
@@ -67,7 +67,7 @@ class Regrouped:
         by_reason: dict[str, list[Layer]] = {}
         for layer in self.refused:
             by_reason.setdefault(layer.refusal, []).append(layer)
-        return [f"{layer_names(layers)}: left alone: {reason}" for reason, layers in by_reason.items()]
+        return [f"{layer_names(layers)}: not changed: {reason}" for reason, layers in by_reason.items()]
 
 
 def keep_groups(source: Source, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
@@ -162,12 +162,12 @@ def _copy_tensor(tensor: TensorInfo) -> OutputTensor:
 def _nothing_to_do(source: Source, verb: str, refused: Sequence[Layer]) -> str:
     if refused:
         reasons = "; ".join(f"{layer.prefix}*: {layer.refusal}" for layer in refused[:4])
-        suffix = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
+        suffix = f"; and {len(refused) - 4} more layers" if len(refused) > 4 else ""
         return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'split'}: {reasons}{suffix}"
     if verb == "merge" and any(MERGED in name for name in source.tensors):
         return f"{source.paths[0]}: its up and gate experts are already merged"
     names = f"{GATE} and {UP}" if verb == "merge" else MERGED
-    return f"{source.paths[0]}: it has no {names} tensors"
+    return f"{source.paths[0]}: has no {names} tensors"
 
 
 def _recorded_order(source: Source) -> list[str]:

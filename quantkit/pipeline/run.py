@@ -188,13 +188,13 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
         executor: Executor = threads if plan.executor is None else plan.executor(threads)
         return executor
     if plan.executor is not None:
-        raise RecipeError("--calibrate goes through the model layer by layer, on one machine: omit --ray", "QK-E201")
+        raise RecipeError("--calibrate runs on one machine: omit --ray", "QK-E201")
     if options.get("devices") or options.get("verify"):
-        raise RecipeError("--devices and --verify are for the GPUs of this machine: omit them with --ray", "QK-E201")
+        raise RecipeError("--devices and --verify apply to the GPUs of this machine: omit them with --ray", "QK-E201")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
             raise ResourceError(
-                f"{path}: --ray works on files that all nodes see, not on URLs; omit one of them", "QK-E412"
+                f"{path}: --ray needs files that all nodes can access, not URLs; omit --ray, or use a file", "QK-E412"
             )
     from quantkit.pipeline.ray_tasks import RayExecutor
 
@@ -238,8 +238,8 @@ def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) 
         check_free(shard.path, overwrite=overwrite or resume and has_journal)
     if has_journal and not resume and not overwrite:
         raise ResourceError(
-            f"{journal_path(plan.shards[0].path)} exists: an earlier run was interrupted; "
-            "--resume continues it, --overwrite starts anew",
+            f"{journal_path(plan.shards[0].path)} exists: an earlier run was interrupted; continue with --resume, or "
+            "start over with --overwrite",
             "QK-E408",
         )
 
@@ -283,8 +283,8 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
         return set(journal.crcs)
     if resume and journal.path.stat().st_size and not overwrite:
         raise ResourceError(
-            f"{journal.path} is of other work (another source, type, recipe or imatrix), so --resume cannot go on "
-            "with it; --overwrite starts anew",
+            f"{journal.path} belongs to another run (the source, type, recipe or imatrix differs) and cannot be "
+            "resumed; start over with --overwrite",
             "QK-E409",
         )
     try:
@@ -295,7 +295,7 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
         _discard(target, journal)
         where = e.filename or plan.shards[0].path.parent
         raise ResourceError(
-            f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere", os_error_code(e)
+            f"{where}: {e.strerror or e}; nothing was written: free some space, or write elsewhere", os_error_code(e)
         ) from e
     except BaseException:
         _discard(target, journal)

@@ -34,11 +34,11 @@ _CPU_ONLY_IN_IK = frozenset({"Q1_0"})
 
 #: Files that no runtime loads by themselves: general.type or architecture -> how they are loaded.
 _PARTS = {
-    "adapter": "an adapter is loaded beside its model",
-    "mmproj": "an mmproj file is loaded beside its text model",
-    "clip": "an mmproj file is loaded beside its text model",
+    "adapter": "an adapter is loaded together with its model",
+    "mmproj": "an mmproj file is loaded together with its text model",
+    "clip": "an mmproj file is loaded together with its text model",
     "vocab": "a vocabulary has no tensors",
-    "imatrix": "an importance matrix is no model",
+    "imatrix": "an importance matrix is not a model",
 }
 
 #: A tensor of a header: name, type, shape in ggml's order.
@@ -100,7 +100,7 @@ def runtimes(fields: Mapping[str, Field], tensors: Iterable[Entry], *, displaced
     entries = tuple(tensors)
     mainline, ik = (_runtime(name, fields, entries) for name in TREES)
     if displaced:
-        problem = f"the data of {shorten(printable(displaced), 40)} does not follow the tensor before"
+        problem = f"the data of {shorten(printable(displaced), 40)} does not follow the previous tensor"
         mainline = replace(mainline, problems=(*mainline.problems, problem))
     return mainline, ik
 
@@ -123,7 +123,8 @@ def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subjec
     name = next(iter(gaps))
     reasons = "; ".join(describe(gaps[name]))
     raise FormatError(
-        f"{subject}: incomplete; {name} does not load it: {reasons}; --allow-incomplete writes it anyway", "QK-E105"
+        f"{subject}: incomplete; {name} does not load it: {reasons}; use --allow-incomplete to write it anyway",
+        "QK-E105",
     )
 
 
@@ -143,7 +144,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
         shapes = {tensor: shape for tensor, _, shape in entries}
         verdict = None if len(fields) <= 1 else load(name, fields, shapes)
         if verdict is None:
-            not_checked = f"only architecture and types of {printable(arch)} are known here"
+            not_checked = f"quantkit knows only the architecture and types of {printable(arch)}"
         gaps = verdict or ()
         problems += _words(gaps)
     if deep := next((tensor for tensor, _, shape in entries if len(shape) > GGML_DIMS), ""):

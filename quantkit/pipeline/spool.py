@@ -69,11 +69,13 @@ class WholeFiles(Files):
             part = part_path(url)
             if part.exists():
                 if not self._overwrite and URL(url.address).is_file():
-                    raise ResourceError(f"{url} has appeared meanwhile; --resume --overwrite replaces it", "QK-E402")
+                    raise ResourceError(
+                        f"{url} was created in the meantime; replace it with --resume --overwrite", "QK-E402"
+                    )
                 url.store.upload_file(url, part)
                 part.unlink()
             elif not URL(url.address).is_file():
-                raise ResourceError(f"{part} has vanished; run again with --overwrite", "QK-E401")
+                raise ResourceError(f"{part} no longer exists; run again with --overwrite", "QK-E401")
 
 
 def _length(path: Path) -> int:
@@ -167,7 +169,7 @@ class MultipartFiles:
         free = shutil.disk_usage(folder).free
         if need > free:
             raise ResourceError(
-                f"{folder}: {format_size(need)} are needed and {format_size(free)} are free; name another --spool",
+                f"{folder}: needs {format_size(need)}, but only {format_size(free)} are free; choose another --spool",
                 "QK-E406",
             )
         for number, (file, header) in enumerate(zip(self._files, headers, strict=True)):
@@ -322,11 +324,11 @@ class MultipartFiles:
                     self._store(file).complete(file.url, file.upload, file.parts, overwrite=self._overwrite)
                 except FileExistsError as e:
                     raise ResourceError(
-                        f"{file.url}: {e.strerror}; --resume --overwrite replaces it", "QK-E402"
+                        f"{file.url}: {e.strerror}; replace it with --resume --overwrite", "QK-E402"
                     ) from None
                 except (ProcessLookupError, FileNotFoundError):
                     raise ResourceError(
-                        f"{file.url}: its upload has vanished; run again with --overwrite", "QK-E412"
+                        f"{file.url}: its upload no longer exists; run again with --overwrite", "QK-E412"
                     ) from None
             file.spool.unlink(missing_ok=True)
 

@@ -99,7 +99,7 @@ class Files:
         free, need = shutil.disk_usage(self.folder).free, sum(self._sizes) - have
         if need > free:
             raise ResourceError(
-                f"{self.folder}: {format_size(need)} are needed and {format_size(free)} are free", "QK-E406"
+                f"{self.folder}: needs {format_size(need)}, but only {format_size(free)} are free", "QK-E406"
             )
         for (_, part), nbytes, header in zip(self._files, self._sizes, headers, strict=True):
             reserve(part, nbytes)
@@ -148,7 +148,7 @@ class Files:
             if part.exists():
                 part.replace(path)
             elif not path.exists():
-                raise ResourceError(f"{part} has vanished; run again with --overwrite", "QK-E401")
+                raise ResourceError(f"{part} no longer exists; run again with --overwrite", "QK-E401")
         sync(self.folder)
 
     def discard(self) -> None:

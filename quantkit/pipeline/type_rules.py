@@ -82,10 +82,10 @@ def use_more_bits(i: int, n: int) -> bool:
 CONDITIONS: Mapping[str, Callable[[Place], bool]] = {
     "always": lambda p: True,
     "tied": lambda p: not p.facts.has_output,
-    "2+ heads a kv head": lambda p: p.facts.n_gqa >= 2,
-    "4+ heads a kv head": lambda p: p.facts.n_gqa >= 4,
-    "2+ heads a kv head or 2+ experts": lambda p: p.facts.n_gqa >= 2 or p.facts.n_expert >= 2,
-    "4+ heads a kv head or 4+ experts": lambda p: p.facts.n_gqa >= 4 or p.facts.n_expert >= 4,
+    "2+ heads per KV head": lambda p: p.facts.n_gqa >= 2,
+    "4+ heads per KV head": lambda p: p.facts.n_gqa >= 4,
+    "2+ heads per KV head or 2+ experts": lambda p: p.facts.n_gqa >= 2 or p.facts.n_expert >= 2,
+    "4+ heads per KV head or 4+ experts": lambda p: p.facts.n_gqa >= 4 or p.facts.n_expert >= 4,
     "4+ experts": lambda p: p.facts.n_expert >= 4,
     "under 4 experts": lambda p: p.facts.n_expert < 4,
     "8+ experts": lambda p: p.facts.n_expert >= 8,
@@ -107,9 +107,9 @@ Rows = tuple[Row, ...]
 Table = Mapping[str, Rows]
 
 #: Conditions that many rows have.
-GQA = "4+ heads a kv head"
-GQA_2 = "2+ heads a kv head"
-GQA_E = "4+ heads a kv head or 4+ experts"
+GQA = "4+ heads per KV head"
+GQA_2 = "2+ heads per KV head"
+GQA_E = "4+ heads per KV head or 4+ experts"
 
 
 def always(type_name: str) -> Rows:

@@ -359,7 +359,7 @@ class Worker:
         if self._weights[0] != (job.tensor, job.part):
             weights = part.importance.weights
             if weights is None:
-                raise QuantkitError(f"tensor {part.source.name}: its importance is missing", "QK-E118")
+                raise QuantkitError(f"tensor {part.source.name}: importance is missing", "QK-E118")
             self._weights = ((job.tensor, job.part), weights)
         row = self._weights[1][job.matrix]
         return row
@@ -375,8 +375,8 @@ class Worker:
     def _non_finite(self, part: PlannedPart, job: Job, row: int, x: F32) -> FormatError:
         column = int(np.flatnonzero(~np.isfinite(x))[0])
         return FormatError(
-            f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is broken (a bad conversion or "
-            f"download); no output was written",
+            f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is damaged (a faulty "
+            "conversion or download); no output was written",
             "QK-E108",
         )
 

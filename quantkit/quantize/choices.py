@@ -76,7 +76,8 @@ def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], l
             if undecided.intersection(layer.tensors):
                 gate, up = (part.source.type for part in layer.outputs[0].parts)
                 unmerged[layer.prefix] = (
-                    f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
+                    f"gate is {gate} and up is {up}, which {draft.preset} both keeps; add a rule for {MERGED} to "
+                    "change that"
                 )
         draft = with_groups(draft, unmerged)
 

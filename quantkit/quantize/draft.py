@@ -114,8 +114,8 @@ def _check_source(draft: Draft) -> None:
         return
     subject = "an imatrix, not a model" if draft.source.get("general.type") == "imatrix" else "not a model"
     raise FormatError(
-        f"{draft.source.paths[0]}: this is {subject}: it has no general.architecture; if it is a model after all, give "
-        "--override-kv general.architecture=str:NAME",
+        f"{draft.source.paths[0]}: {subject}: it has no general.architecture; if it is a model, give --override-kv "
+        "general.architecture=str:NAME",
         "QK-E123",
     )
 
@@ -152,20 +152,20 @@ def _add_extra_output(draft: Draft, regrouped: Regrouped) -> tuple[Regrouped, li
     target, by_name = type_of_option("extra_output_tensor", option), {t.name: t for t in regrouped.tensors}
     if EXTRA_OUTPUT in by_name:
         raise RecipeError(
-            f"--extra-output-tensor: the source has an {EXTRA_OUTPUT} already; to change its type, give "
-            f"--tensor-type '^output_extra={target}'",
+            f"--extra-output-tensor: the source already has {EXTRA_OUTPUT}; to change its type, give --tensor-type "
+            f"'^output_extra={target}'",
             "QK-E201",
         )
     output = by_name.get("output.weight") or by_name.get("token_embd.weight")
     if output is None:
         raise RecipeError(
-            "--extra-output-tensor: there is neither output.weight nor token_embd.weight to encode again", "QK-E206"
+            "--extra-output-tensor: the source has neither output.weight nor token_embd.weight", "QK-E206"
         )
     n = output.shape[0]
     output_type = target if n % target.block == 0 else next_dividing(target, n, ik=True)
     if output_type.tensor_bytes(output.shape) >= output.nbytes:
-        size = f"{output_type} is no smaller than {output.name}, which is {output.type}"
-        return regrouped, [f"--extra-output-tensor adds nothing: {size}"]
+        size = f"{output_type} is not smaller than {output.name}, which is {output.type}"
+        return regrouped, [f"--extra-output-tensor is ignored: {size}"]
     position = regrouped.tensors.index(output) + 1
     tensors = (*regrouped.tensors[:position], replace(output, name=EXTRA_OUTPUT), *regrouped.tensors[position:])
     shards = regrouped.shards and (

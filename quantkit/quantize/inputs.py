@@ -35,7 +35,8 @@ def with_imatrix(draft: Draft) -> Draft:
     if options.imatrix is None:
         if options.include_weights or options.exclude_weights:
             raise RecipeError(
-                "--include-weights and --exclude-weights choose entries of an --imatrix, but none was given", "QK-E202"
+                "--include-weights and --exclude-weights select entries of an importance matrix: give --imatrix",
+                "QK-E202",
             )
         return draft
     imatrix = read_imatrix(options.imatrix, check=False)

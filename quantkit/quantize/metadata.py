@@ -92,7 +92,8 @@ def _source_ftype(draft: Draft) -> int:
     if stated is not None:
         if not isinstance(stated, int):
             raise FormatError(
-                f"{source.paths[0]}: general.file_type is {stated!r}, not a number; correct it, or do not COPY",
+                f"{source.paths[0]}: general.file_type is {stated!r}, not a number; correct it, or use a type other "
+                "than COPY",
                 "QK-E123",
             )
         return stated

@@ -153,9 +153,9 @@ def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan
     notes += request.repack.notes(changed, (c.reason for c in choices)) if request.repack else []
     notes += bf16_r16_notes(changed)
     if options.encoder is not None and not any(encoding.is_unusual for encoding in encodings):
-        notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
+        notes.append(f"--encoder {options.encoder} is ignored: it is the default for these types")
     if options.symmetric_q40 and not any(encoding.encoder == SYMMETRIC for encoding in encodings):
-        notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
+        notes.append("--symmetric-q40 is ignored: no tensor is encoded as Q4_0")
     return notes
 
 

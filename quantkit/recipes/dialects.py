@@ -58,25 +58,23 @@ def read_rules(path: Path, dialect: str | None = None) -> Recipe:
     except FormatError as e:
         raise RecipeError(e.message, e.code) from None
     except UnicodeDecodeError as e:
-        raise RecipeError(
-            f"{path} is no recipe: it is not a text file (byte {e.start} is not UTF-8)", "QK-E121"
-        ) from None
+        raise RecipeError(f"{path} is not a recipe: not a text file (byte {e.start} is not UTF-8)", "QK-E121") from None
     return parse_rules(text, path.name, dialect)
 
 
 def parse_rules(text: str, name: str, dialect: str | None = None) -> Recipe:
     """Return the recipe in a text; ``name``: of its file, for messages. Raises RecipeError."""
     if dialect not in (None, *DIALECTS):
-        raise RecipeError(f"there is no dialect {dialect!r} of recipes: write {', '.join(DIALECTS)}", "QK-E203")
+        raise RecipeError(f"unknown recipe dialect {dialect!r}: choose one of {', '.join(DIALECTS)}", "QK-E203")
     if "\0" in text:
-        raise RecipeError(f"{name} is no recipe: it is not a text file", "QK-E121")
+        raise RecipeError(f"{name} is not a recipe: not a text file", "QK-E121")
     script = _script_rules(text, name) if dialect in (None, "ik") else None
     detected = dialect or ("ik" if script is not None else detect_dialect(text))
     lines = text if script is None else script
     if lines.count("\n") > 50 * _MAX_RULES:
-        raise RecipeError(f"{name} has {lines.count(chr(10))} lines; a recipe has some hundreds", "QK-E204")
+        raise RecipeError(f"{name} has {lines.count(chr(10))} lines, too many for a recipe", "QK-E204")
     if sum(line.count("=") for line in lines.splitlines() if not line.lstrip().startswith("#")) > _MAX_RULES:
-        raise RecipeError(f"{name} has more than {_MAX_RULES} rules; a model has some thousand tensors", "QK-E204")
+        raise RecipeError(f"{name} has more than {_MAX_RULES} rules, too many for a recipe", "QK-E204")
     parse = parse_tensor_type_file if detected == "llama.cpp" else parse_recipe
     comments = [line.strip().lstrip("#").strip() for line in lines.splitlines() if line.strip().startswith("#")]
     return Recipe(name, detected, tuple(parse(lines, name)), tuple(comments))
@@ -107,12 +105,12 @@ def _script_rules(text: str, name: str) -> str | None:
         return None
     if len(blocks) > 1:
         names = ", ".join(block[1] for block in blocks)
-        raise RecipeError(f"{name} gives rules more than once ({names}): copy those you mean to a file", "QK-E204")
+        raise RecipeError(f"{name} defines rules more than once ({names}): copy the ones to use to a file", "QK-E204")
     rules, quote = blocks[0][3], blocks[0][2]
     if quote == '"':
         if expansion := _EXPANDED.search(re.sub(r"\\[$`]", "", rules)):
             raise RecipeError(
-                f"{name}: the shell would replace {expansion[0]!r} in {blocks[0][1]}: write its value instead",
+                f"{name}: the shell would expand {expansion[0]!r} in {blocks[0][1]}: write its value instead",
                 "QK-E204",
             )
         rules = re.sub(r'\\(["\\$`])', r"\1", rules.replace("\\\n", ""))

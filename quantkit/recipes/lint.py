@@ -94,7 +94,7 @@ def _duplicates(rules: Sequence[Rule]) -> _Messages:
     for rule in rules:
         first = first_rules.setdefault(rule.pattern, rule)
         if first is not rule:
-            problem = "again" if first.type is rule.type else f"with another type than {first}, which decides"
+            problem = "again" if first.type is rule.type else f"but {first}, which takes precedence, gives another type"
             yield "QK-W026", f"{rule} occurs {problem}"
 
 
@@ -108,12 +108,12 @@ def _unreadable(recipe: Recipe) -> _Messages:
 
 def _missing_types(recipe: Recipe, runtime: str | None) -> _Messages:
     if runtime not in (None, *_TREES):
-        raise RecipeError(f"there is no runtime {runtime!r}: write mainline or ik", "QK-E203")
+        raise RecipeError(f"unknown runtime {runtime!r}: choose llama.cpp or ik", "QK-E203")
     for t, rule in {rule.type: rule for rule in reversed(recipe.rules)}.items():
         if runtime is not None and not t.is_in(runtime):
             yield "QK-W020", f"{rule}: {_TREES[runtime]} has no type {t}"
         elif t.trees == "none":
-            yield "QK-W020", f"{rule}: no runtime has the type {t}"
+            yield "QK-W020", f"{rule}: no runtime supports the type {t}"
     examples = {tree: next((r for r in recipe.rules if r.type.trees == tree), None) for tree in _TREES}
     if runtime is None and (mainline := examples["mainline"]) and (ik := examples["ik"]):
         yield "QK-W020", f"no runtime loads both {ik} and {mainline}"
@@ -140,7 +140,7 @@ def _indivisible_rows(contents: Contents) -> _Messages:
         if t.refused_type is not None:
             names_by_types.setdefault((t.refused_type, t.type, t.shape[0]), []).append(t.name)
     for (requested, fallback, n), names in names_by_types.items():
-        reason = f"rows of {n} do not divide into blocks of {requested.block}"
+        reason = f"rows of {n} are not a multiple of blocks of {requested.block}"
         reason = reason if n % requested.block else "rows do not divide into its groups"
         yield "QK-W021", f"{abbreviate(names)}: {requested} becomes {fallback}: {reason}"
 
@@ -159,7 +159,7 @@ def _loose_patterns(rules: Sequence[Rule], names: Sequence[str]) -> _Messages:
     for rule in rules:
         hits = [name for name in names if rule.matches(name)]
         if hits and (extra := _extra_matches(rule, hits, lambda text: _NUMBER.sub(r"\1(?![0-9])", text))):
-            yield "QK-W024", f"{rule} also matches {abbreviate(extra)}: end the layer's number with \\."
+            yield "QK-W024", f"{rule} also matches {abbreviate(extra)}: end the layer number with \\."
         elif hits and (extra := _extra_matches(rule, hits, lambda text: _DOT.sub(lambda m: m[1] or r"\.", text))):
             yield "QK-W025", f"{rule} also matches {abbreviate(extra)}: write \\. for a dot"
 

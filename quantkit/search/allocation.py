@@ -65,7 +65,7 @@ class Check:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise RecipeError(f"--check {self.count} must be above 0", "QK-E203")
+            raise RecipeError(f"--check {self.count} must be greater than 0", "QK-E203")
 
 
 def measure(

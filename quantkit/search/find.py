@@ -107,9 +107,7 @@ def model_path(measurements: Sensitivity, source: str | Path | None) -> Path:
         return located(source)
     path = measurements.model.get("path")
     if not isinstance(path, str) or not Path(path).is_file():
-        raise RecipeError(
-            f"the model that was measured, {path or 'unnamed'}, does not exist: name it with -m", "QK-E401"
-        )
+        raise RecipeError(f"the measured model, {path or 'unnamed'}, does not exist: give it with -m", "QK-E401")
     return Path(path)
 
 
@@ -257,7 +255,7 @@ class Finder:
             g.name: u.choices[pick].type for u, pick in zip(space.choice_groups, picks, strict=True) for g in u.groups
         }
         if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug
-            raise ResourceError("the rules of this allocation give other types than were counted")
+            raise ResourceError("the rules of this allocation do not give the types that the search assigned")
         kld, options = space.kld(picks), space.quantize_options(title, rules)
         return Allocation(types, kld, space.total(picks), rules, title, options, plan, answer.gap, picks)
 
@@ -329,14 +327,14 @@ class Finder:
             total = allocation.kld if self.space.quadrature else _sum(self._errors, allocation.picks)
             share = allocation.gap / total if total else 0.0
             self.notes.append(
-                f"the time was up after {self.options.time_limit:g} s: the optimum may have "
-                f"{100 * share:.2g} % less divergence (--time-limit)"
+                f"the search stopped after {self.options.time_limit:g} s: the optimum may have {100 * share:.2g} % "
+                "less divergence; raise --time-limit"
             )
         has_size = self.options.target_size is not None or self.options.target_bpw is not None
         costs = self._tangent_costs(allocation.picks) if has_size else []
         if has_size and all(row[pick] == row.min() for row, pick in zip(costs, allocation.picks, strict=True)):
             self.notes.append(
-                f"no larger allocation is better: {format_size(allocation.nbytes)} is the most these types are good for"
+                f"no larger allocation of these types is better than this one of {format_size(allocation.nbytes)}"
             )
 
     def _target_error(self) -> RecipeError:
@@ -345,7 +343,7 @@ class Finder:
         if self.options.target_kld is not None:
             least = self.least_kld()
             return RecipeError(
-                f"--target-kld {self.options.target_kld:g}: the least that is predicted is {least.kld:.4g}, in "
+                f"--target-kld {self.options.target_kld:g}: the lowest predicted divergence is {least.kld:.4g}, in "
                 f"{format_size(least.nbytes)} ({least.nbytes} bytes)",
                 "QK-E213",
             )
@@ -363,10 +361,10 @@ class Finder:
         """Return the error for constraints on speed that no allocation meets."""
         fixed = self.space.fixed
         read = fixed.read + sum(int(row.min()) for row in self._amounts("read"))
-        text = f"the least that a token can read is {format_size(read)} ({read} bytes)"
+        text = f"the minimum read per token is {format_size(read)} ({read} bytes)"
         if self.options.min_speed is not None:
             seconds = fixed.seconds + sum(float(row.min()) for row in self._amounts("seconds"))
-            text += f", the most tokens per second {1 / seconds:.4g}" if seconds else ""
+            text += f", the maximum tokens per second {1 / seconds:.4g}" if seconds else ""
         option = "--max-read" if self.options.max_read is not None else "--min-speed"
         both = self.options.max_read is not None and self.options.min_speed is not None
         return RecipeError(f"{'--max-read and --min-speed' if both else option}: {text}", "QK-E213")

@@ -42,7 +42,7 @@ def parse_restrictions(texts: Iterable[str], option: str, groups: Sequence[Group
         types = tuple(option_type(name, option) for name in names.split(",") if name.strip())
         restriction = Restriction(f"{option} {text}", Pattern(pattern.strip(), option, ignore_case=True), types)
         if not any(map(restriction.matches, groups)):
-            raise RecipeError(f"{option} {text}: no tensor matches; there are {_classes(groups)}", "QK-E206")
+            raise RecipeError(f"{option} {text}: matches no tensor; choose from {_classes(groups)}", "QK-E206")
         result.append(restriction)
     return result
 
@@ -62,7 +62,7 @@ class Restrictions:
         self.at_most = parse_restrictions(at_most, "--at-most", groups)
         for restriction in (*self.at_least, *self.at_most):
             if len(restriction.types) > 1:
-                raise RecipeError(f"{restriction.text}: a bound is one type", "QK-E203")
+                raise RecipeError(f"{restriction.text}: a bound must be a single type", "QK-E203")
 
     def types(self, group: Group, types: Iterable[TensorType]) -> tuple[TensorType, ...]:
         """Return the permitted types of a group: of --allow, by default of ``types``, within the bounds."""
@@ -111,7 +111,7 @@ def _tie_keys(groups: Sequence[Group], text: str) -> Iterable[tuple[tuple[int | 
     """
     items = [item.strip().lower() for item in text.split(",") if item.strip()]
     if len(items) < 2:
-        raise RecipeError(f"--same {text}: name at least two classes, as up,gate", "QK-E204")
+        raise RecipeError(f"--same {text}: give at least two classes, such as up,gate", "QK-E204")
     for item in items:
         has_match = False
         for group in groups:
@@ -123,4 +123,6 @@ def _tie_keys(groups: Sequence[Group], text: str) -> Iterable[tuple[tuple[int | 
                 has_match = True
                 yield (group.layer, "_".join("*" if part == item else part for part in parts)), group.name
         if not has_match:
-            raise RecipeError(f"--same {text}: no class has a part {item!r}; there are {_classes(groups)}", "QK-E206")
+            raise RecipeError(
+                f"--same {text}: {item!r} is not part of any class; choose from {_classes(groups)}", "QK-E206"
+            )

@@ -104,11 +104,11 @@ def solve(
         if answer is None and rounded is None:
             if proven:
                 return None
-            raise ResourceError(f"no allocation was found within {time_limit:g} s: raise --time-limit", "QK-E213")
+            raise ResourceError(f"found no allocation within {time_limit:g} s: raise --time-limit", "QK-E213")
         best = min((picks for picks in (answer, rounded) if picks is not None), key=program.cost)
         cost = program.cost(best)
         return Answer(best, cost, 0.0 if proven else max(0.0, cost - relaxation[0]))
-    raise ResourceError("the solver's answers exceed the limits by rounding: change the target slightly")
+    raise ResourceError("the solver's results exceed the limits by rounding errors: change the target slightly")
 
 
 class _Program:

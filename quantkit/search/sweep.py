@@ -124,7 +124,7 @@ def _presets(space: Space) -> tuple[list[PresetPoint], list[str]]:
             continue
         read = sum(space.footprint(t).read for t in plan.tensors)
         points.append(PresetPoint(preset.name, plan.nbytes, plan.bpw, read, kld))
-    notes = [f"presets with types that were not measured, or without their importance: {', '.join(omitted)}"]
+    notes = [f"omitted presets, because types were not measured or need an importance matrix: {', '.join(omitted)}"]
     return sorted(points, key=lambda p: -p.nbytes), notes if omitted else []
 
 

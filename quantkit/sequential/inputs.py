@@ -165,12 +165,11 @@ class StageInputs:
         return None if self.factors is None else self.factors[matrix % len(self.factors)]
 
     def _not_finite(self) -> FormatError:
-        return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so", "QK-E108")
+        return FormatError(f"the inputs of {self.entry} are not finite: remove the text that causes this", "QK-E108")
 
     def _no_covariance(self, matrix: int, e: np.linalg.LinAlgError) -> FormatError:
         return FormatError(
-            f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
-            "another text",
+            f"the inputs of {self.entry}, matrix {matrix}, have no usable covariance ({e}): calibrate on another text",
             "QK-E108",
         )
 

@@ -131,7 +131,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "key not UTF-8": (with_field(kv(b"k\xff\xfe", U8, b"\0")), "is not UTF-8"),
     "key with a surrogate": (with_field(kv(b"k\xed\xa0\x80", U8, b"\0")), "is not UTF-8"),
     "key with NUL": (with_field(kv(b"k\0x", U8, b"\0")), "NUL"),
-    "key twice": (with_field(kv(b"a.u8", U8, b"\1")), "key 'a.u8' appears twice"),
+    "key twice": (with_field(kv(b"a.u8", U8, b"\1")), "key 'a.u8' occurs twice"),
     # values
     "value type 13": (with_field(kv(b"k", 13, bytes(8))), "'k' has the unknown type 13"),
     "value type 2^32-1": (with_field(kv(b"k", 0xFFFFFFFF, bytes(8))), "unknown type 4294967295"),
@@ -172,14 +172,14 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
         Tiny(fields=[kv(b"general.alignment", U32, u32(4096))], tensors=[tensor(b"t", F32_32, 0, 0)]).bytes(),
         "'t' needs bytes up to 4224",
     ),
-    "offset misaligned for 256": (aligned(u32(256)), "its offset 128 is no multiple of 256"),
+    "offset misaligned for 256": (aligned(u32(256)), "its offset 128 is not a multiple of 256"),
     # tensor names
     "empty name": (with_tensor(tensor(b"", F32_32, 0, 0)), "the name of tensor 0 is 0 bytes long"),
     "name longer than the file": (with_tensor(string(b"t", 50000) + bytes(60)), "the name of tensor 0 takes 50000"),
     "name length 2^64-1": (with_tensor(string(b"t", BIG) + bytes(60)), f"tensor 0 is {BIG} bytes long"),
     "name not UTF-8": (with_tensor(tensor(b"\xc3(", F32_32, 0, 0)), "is not UTF-8"),
     "name with NUL": (with_tensor(tensor(b"t\0", F32_32, 0, 0)), "NUL"),
-    "name twice": (with_tensor(tensor(b"t", F32_32, 0, 0), tensor(b"t", F32_32, 0, 128)), "tensor 't' appears twice"),
+    "name twice": (with_tensor(tensor(b"t", F32_32, 0, 0), tensor(b"t", F32_32, 0, 128)), "tensor 't' occurs twice"),
     # shapes
     "nine dimensions": (with_tensor(tensor(b"t", (32, *[1] * 8), 0, 0)), "'t' has 9 dimensions"),
     "2^32-1 dimensions": (with_tensor(tensor(b"t", F32_32, 0, 0, n_dims=0xFFFFFFFF)), "has 4294967295 dimensions"),
@@ -196,7 +196,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "type -1": (with_tensor(tensor(b"t", F32_32, 0xFFFFFFFF, 0)), "type id 4294967295 is unknown"),
     "type Q8_K": (with_tensor(tensor(b"t", (256,), 15, 0)), "type id 15 (Q8_K) has two sizes"),
     # places
-    "offset misaligned": (with_tensor(tensor(b"t", F32_32, 0, 16)), "its offset 16 is no multiple of 32"),
+    "offset misaligned": (with_tensor(tensor(b"t", F32_32, 0, 16)), "its offset 16 is not a multiple of 32"),
     "offset beyond the file": (with_tensor(tensor(b"t", F32_32, 0, 1 << 40)), "'t' needs bytes up to"),
     "offset 2^64-32": (with_tensor(tensor(b"t", F32_32, 0, BIG - 31)), "'t' needs bytes up to"),
     "tensor larger than the file": (with_tensor(tensor(b"t", (1 << 40,), 0, 0)), "'t' needs bytes up to"),

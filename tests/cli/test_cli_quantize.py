@@ -148,7 +148,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (
             ["--extra-output-tensor", "q4_0", "--repack", "IN", "OUT"],
             2,
-            "--extra-output-tensor has no meaning beside it",
+            "--extra-output-tensor does not apply",
         ),
     ],
 )
@@ -208,10 +208,10 @@ def test_fallbacks_are_in_json(odd: Path, tmp_path: Path) -> None:
 
 def test_shards_of_an_earlier_run_are_mentioned(llama: Path, tmp_path: Path) -> None:
     first = run("--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert "next to the output" not in first.stderr
+    assert "beside the output" not in first.stderr
     old = sorted(p.name for p in tmp_path.iterdir())
     rerun = run("--overwrite", "--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert "next to the output" not in rerun.stderr
+    assert "beside the output" not in rerun.stderr
     (tmp_path / "o-2.gguf").touch()
     second = run("--split-max-size", 150_000, llama, tmp_path / "o.gguf", "Q8_0")
     assert f"next to the output, but not part of it: {old[0]} .. {old[-1]} ({len(old)} files), perhaps" in second.stderr
@@ -339,7 +339,7 @@ def test_a_second_output(llama: Path, tmp_path: Path) -> None:
     assert rerun.exit_code == 2
     check_refused(rerun.stderr, "QK-E201 output_extra.weight")
     larger = run("--extra-output-tensor", "f32", llama, tmp_path / "p.gguf", "Q8_0")
-    assert "adds nothing: F32 is no smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
+    assert "is ignored: F32 is not smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
     assert "output_extra.weight" not in tensor_bytes(tmp_path / "p.gguf")
     tensors = {name: t for name, t in llama_tensors().items() if name != "output.weight"}
     tied = write_model(tmp_path / "tied.gguf", tensors)
@@ -374,7 +374,7 @@ def test_symmetric_q4_0(llama: Path, tmp_path: Path) -> None:
     data, usual = tensor_bytes(out), tensor_bytes(plain)
     assert {n for n in data if data[n] != usual[n]} == {n for n, (_, symmetric) in encoders.items() if symmetric}
     idle = run("--dry-run", "--symmetric-q40", llama, tmp_path / "p.gguf", "Q8_0")
-    assert "note: --symmetric-q40 changes nothing" in idle.stderr
+    assert "note: --symmetric-q40 is ignored" in idle.stderr
     assert "note: --slow-iq2ks changes nothing" in run("--dry-run", "--slow-iq2ks", llama, "Q8_0").stderr
 
 
@@ -408,15 +408,15 @@ def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
 
     text = notes("--repack", llama)
     assert (
-        "--repack changes nothing: no tensor has a type and rows that can be interleaved note: 15 tensors stay F16"
-        in text
+        "--repack is ignored: no tensor has a type and a number of rows that can be interleaved "
+        "note: 15 tensors remain F16" in text
     )
     assert "which loses 3 bits of each value" in text
     text = notes("--repack", "--repack-pattern", r"blk\.\d{1,2}\.attn_[q,k]\.,output_norm", llama)
     assert "4 tensors stay F16" in text
     assert "matches" in text
     assert "F16" not in notes("--repack", "--repack-pattern", "token_embd,nothing", llama)
-    assert notes("--unrepack", llama).startswith("note: --unrepack changes nothing")
+    assert notes("--unrepack", llama).startswith("note: --unrepack is ignored")
     text = " ".join(run("--dry-run", llama, tmp_path / "o.gguf", "BF16_R16").stderr.split())
     assert "AVX512-BF16 only" in text
     assert "BF16_R16 cuts values off" in text

@@ -135,7 +135,7 @@ def test_every_decision_says_what_and_why(zoo: Zoo, tmp_path: Path, cuda_devices
         assert not off.intersection(d.kind for d in model.decisions if d.fused and d.kind != "qkv")
     assert off == {"qkv", "route", "per_head", "row_epilogue", "format", "shared_expert"}
     with opened(path, cublas=True) as model:
-        assert {d.reason for d in model.decisions if d.kind == "row_epilogue"} == {"--cublas takes rows of bf16"}
+        assert {d.reason for d in model.decisions if d.kind == "row_epilogue"} == {"--cublas uses rows of bf16"}
         assert not any("cublas" in note for note in model.notes)
 
 

@@ -740,9 +740,9 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
         ("s3://no-bucket/no.gguf", "s3://models/q.gguf", "there is no bucket no-bucket; make it first"),
         ("moe", "s3://no-bucket/q.gguf", "there is no bucket no-bucket; make it first"),
         ("moe", "https://host/q.gguf", "nothing can be written to https://"),
-        ("moe", "hf://org/model/q.gguf", "hf:// is only read here"),
-        ("moe", "s3://models", "a bucket; name an object in it"),
-        ("nothing://x/y", "s3://models/q.gguf", "no scheme that fsspec knows"),
+        ("moe", "hf://org/model/q.gguf", "hf:// is read-only"),
+        ("moe", "s3://models", "a bucket; give an object in it"),
+        ("nothing://x/y", "s3://models/q.gguf", "fsspec does not know the scheme"),
     ],
 )
 def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:

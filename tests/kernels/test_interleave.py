@@ -461,7 +461,7 @@ def test_what_stays_and_why(tmp_path: Path) -> None:
     ]
     only = QuantizeOptions(repack=True, repack_pattern=("attn_q,attn_v",))
     plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", only)
-    assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["no --repack-pattern matches"]
+    assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["not matched by --repack-pattern"]
 
 
 def test_an_interleaved_type_is_no_requantization(q4: Path, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp
     assert {t.name[6:12]: (t.type.name, t.reason) for t in plan.tensors} == {
         "attn_q": ("IQ1_S", "--unrepack"),
         "attn_k": ("IQ1_S_R4", "rows of 96 do not divide into IQ1_S's blocks of 256"),
-        "attn_v": ("IQ1_M_R4", "IQ1_M_R4 is a format of its own: no type of single rows holds its values"),
+        "attn_v": ("IQ1_M_R4", "IQ1_M_R4 has no equivalent type without interleaving"),
     }
     quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
     before, after = (tensor_bytes(tmp_path / f"{name}.gguf") for name in "bc")

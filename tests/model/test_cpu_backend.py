@@ -581,7 +581,7 @@ def test_what_kernels_trust_is_checked(source):
             program.run(bad)
     with pytest.raises(KeyError, match="does not leave"):
         program.read(X)
-    with pytest.raises(KeyError, match="does not enter"):
+    with pytest.raises(KeyError, match="is not an input"):
         program.write(X, np.zeros((1, N_EMBD)))
 
 

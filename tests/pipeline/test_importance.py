@@ -80,8 +80,8 @@ def test_zeros_are_named(value: float) -> None:
     coverage = importance.coverage([item.tensor for item in finds], finds)
     assert coverage.odd == tuple(finds)
     experts, summary = coverage.lines()[1:]
-    assert "entry blk.0.ffn_down_exps.weight is zero throughout for 1 of 3 experts" in experts
-    assert "entry blk.0.attn_q.weight is zero throughout: " in summary
+    assert "entry blk.0.ffn_down_exps.weight is all zero for 1 of 3 experts" in experts
+    assert "entry blk.0.attn_q.weight is all zero, " in summary
     assert summary.endswith("--exclude-weights blk.0.attn_q.weight")
 
 
@@ -238,7 +238,7 @@ def test_filters_that_match_nothing_are_reported() -> None:
     imatrix = matrix(ffn_up=entry(1, 4))
     assert Importance(imatrix, exclude=["ffn", "nope"]).notes == (
         "--exclude-weights 'nope' matches none of the 1 entries of calib.gguf",
-        "the filters exclude every entry: the model is quantized without an importance matrix",
+        "the filters exclude every entry: quantizing without an importance matrix",
     )
     importance = Importance(imatrix, include=["nope"])
     assert importance.notes[0] == "--include-weights 'nope' matches none of the 1 entries of calib.gguf"
@@ -327,9 +327,9 @@ def test_coverage_names_strangers_gaps_and_loans() -> None:
     assert [item.tensor for item in coverage.aliased] == [blk("ffn_gate")]
     coverage.check()
     assert coverage.lines() == [
-        "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors this model does not have, "
+        "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors that this model does not have, "
         "1 tensors quantized without importance",
-        "blk.0.ssm_in.weight: the importance matrix has this entry, the model no such tensor",
+        "blk.0.ssm_in.weight: the importance matrix has this entry, but the model has no such tensor",
         "blk.0.ffn_down.weight: the importance matrix has no entry for it",
         "blk.0.ffn_gate.weight: has no entry of its own and uses that of blk.0.ffn_up.weight (exact: the same input)",
     ]

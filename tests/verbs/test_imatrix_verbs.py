@@ -393,7 +393,7 @@ def test_dat_files_weigh_by_calls_and_know_empty_experts(tmp_path: Path) -> None
     a, b = Run(1, 2, empty=1), Run(2, 2)
     one = saved(tmp_path / "a.dat", a.imatrix(), "dat")
     result = merge([one, b.imatrix()])
-    assert any("a .dat has no token counts: one call weighs 256 tokens" in note for note in result.notes)
+    assert any("a .dat has no token counts: each call counts as 256 tokens" in note for note in result.notes)
     assert any("in_sum" in note for note in result.notes)
     down = result.imatrix.entries["blk.0.ffn_down_exps.weight"]
     expected = b.imatrix().entries["blk.0.ffn_down_exps.weight"]
@@ -470,7 +470,7 @@ def test_what_is_known_of_the_texts_is_joined() -> None:
     merge_of_three = merge(
         [a, Run(3).imatrix(), replace(b, extra={**b.extra, "quantkit.x": Field.of("quantkit.x", 1)})]
     )
-    assert "the text of 1 of 3 files is not known to overlap checks" in merge_of_three.notes
+    assert "1 of 3 files have no record of their text: overlap checks do not cover it" in merge_of_three.notes
     assert "keys that differ between the files are dropped: quantkit.x" in merge_of_three.notes
 
 
@@ -494,7 +494,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert (copy.chunk_count, copy.chunk_size, copy.datasets) == (2, 256, ["text-5"])
     assert copy.stats_schema
     assert len(result.notes) == 1
-    assert result.notes[0].startswith("a .dat has no token counts: one call weighs 256 tokens (--chunk-size)")
+    assert result.notes[0].startswith("a .dat has no token counts: each call counts as 256 tokens (--chunk-size)")
 
 
 def test_what_is_lost_in_a_dat_is_said() -> None:
@@ -506,7 +506,7 @@ def test_what_is_lost_in_a_dat_is_said() -> None:
         " all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
     )
     assert notes[1] == "1 entries without a token are left out: blk.0.attn_k.weight"
-    assert convert(matrix, "dat").notes[2] == "experts without tokens become ones in 6 entries"
+    assert convert(matrix, "dat").notes[2] == "filled experts without tokens with ones in 6 entries"
     assert convert(matrix, "gguf").notes == ()
 
 
@@ -515,7 +515,7 @@ def test_experts_of_a_dat_need_a_clue(tmp_path: Path, tiny_moe: Path, data: Path
     entries = {n: e for n, e in matrix.entries.items() if "exps" in n}
     dat = saved(tmp_path / "x.dat", replace(matrix, entries=entries), "dat")
     assert (
-        "nothing tells how many experts blk.0.ffn_down_exps.weight has (6 such entries)"
+        "the number of experts of blk.0.ffn_down_exps.weight is unknown (6 such entries)"
         in convert(dat, "gguf").notes[1]
     )
     result = convert(dat, "gguf", experts=dict.fromkeys(entries, N_EXPERT))
@@ -711,7 +711,7 @@ def test_merge_command(tmp_path: Path) -> None:
     assert "10 entries, 4 chunks of 256 tokens" in out
     assert_close(read_imatrix(tmp_path / "c.gguf"), both(Run(1), Run(2)))
     rerun = run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.gguf", code=1).output
-    assert "exists; give another name, or --overwrite" in rerun
+    assert "exists; choose another name, or use --overwrite" in rerun
     run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.dat", "--names", "merged")
     matrix = read_imatrix(tmp_path / "c.dat")
     assert matrix.format == "dat"

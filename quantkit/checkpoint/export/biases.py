@@ -40,8 +40,8 @@ def set_biases(config: Json, architecture: str, tensors: Iterable[str], where: s
     for module, name in modules.items():
         if module not in modules_with_bias:
             raise TypeNotSupported(
-                f"{where}: {architecture} has no place for a bias beside {module}, and transformers would ignore "
-                f"{short(name)}: the checkpoint would compute something else",
+                f"{where}: {architecture} has no bias of {module}, and transformers would ignore {short(name)}: the "
+                "checkpoint would give other results",
                 "QK-E305",
             )
     config |= {switch: any(m in modules for m in names.split()) for switch, names in biases.items() if switch}

@@ -43,19 +43,19 @@ def find_class(meta: ModelMetadata, name: str | None = None) -> tuple[str, Archi
     """
     classes = of_architecture(meta.arch)
     if name is not None and name not in classes:
-        like = f": there are {', '.join(classes)}" if classes else ""
+        like = f"; choose one of {', '.join(classes)}" if classes else ""
         raise TypeNotSupported(f"{meta.path}: {short(meta.arch)} is not exported as {short(name)}{like}", "QK-E304")
     class_name = name or next((item for item in classes if _matches(CLASSES[item], meta)), None)
     if class_name is None:
         raise TypeNotSupported(
-            f"{meta.path}: the architecture {short(meta.arch)} is not exported by this version: "
-            "`quantkit export --list` shows all that are",
+            f"{meta.path}: the architecture {short(meta.arch)} is not exported by this version; see `quantkit export "
+            "--list`",
             "QK-E304",
         )
     if isinstance(meta.get(".expert_used_count"), list) and CLASSES[class_name].keys.get(".expert_used_count") != "":
         raise TypeNotSupported(
-            f"{meta.path}: how many experts a token has differs from layer to layer, which config.json of {class_name} "
-            "cannot say",
+            f"{meta.path}: the number of experts per token differs between layers, which config.json of {class_name} "
+            "cannot express",
             "QK-E305",
         )
     return class_name, replace(ARCHITECTURES[class_name], arch=meta.arch), CLASSES[class_name]

@@ -33,9 +33,7 @@ def make_config(meta: ModelMetadata, name: str, row: Architecture, hf_class: HfC
     """Return the configuration of the text model of a file as the class ``name``; values have the dtype ``dtype``."""
     for key in (".block_count", ".n_deepstack_layers"):
         if isinstance(count := meta.get(key), int) and count > _MOST_LAYERS:
-            raise FormatError(
-                f"{meta.path}: key {meta.arch}{key} is {count}: more layers than any model has", "QK-E123"
-            )
+            raise FormatError(f"{meta.path}: key {meta.arch}{key} is {count}, too many layers", "QK-E123")
     config: Json = {"architectures": [name], "model_type": hf_class.model_type}
     if (kind := meta.get(".rope.scaling.type")) in ("linear", "yarn"):
         config["rope_scaling"] = rope_scaling(meta)
@@ -85,7 +83,7 @@ def nest_text_config(config: Json, hf_class: HfClass) -> Json:
 def _vocab_size(model: GGUFFile) -> int:
     embeddings = model.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
-        raise FormatError(f"{model.paths[0]}: it has no token_embd.weight, so it is no whole model", "QK-E105")
+        raise FormatError(f"{model.paths[0]}: has no token_embd.weight, so it is not a complete model", "QK-E105")
     return embeddings.shape[1]
 
 
@@ -103,13 +101,13 @@ def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
         missing_keys.append(causal)
     if missing_keys:
         raise TypeNotSupported(
-            f"{model.paths[0]}: key {missing_keys[0]} = {short(plain(arch_fields[missing_keys[0]].value))} cannot "
-            "be said in config.json of "
-            f"{config.architecture}{_list_rest(missing_keys[1:])}; the checkpoint would compute something else",
+            f"{model.paths[0]}: key {missing_keys[0]} = {short(plain(arch_fields[missing_keys[0]].value))} cannot be "
+            f"expressed in config.json of {config.architecture}{_list_rest(missing_keys[1:])}; the checkpoint would "
+            "give other results",
             "QK-E305",
         )
     added = [key for key in keys.fields if key.startswith(f"{row.arch}.") and key not in arch_fields]
-    return [f"converted again, it also says {', '.join(sorted(added))}"] if added else []
+    return [f"converting it back adds {', '.join(sorted(added))}"] if added else []
 
 
 def _has_value(key: str, field: Field, meta: Mapping[str, Field], arch: str) -> bool:

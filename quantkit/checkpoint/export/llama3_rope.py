@@ -55,7 +55,7 @@ def llama3_rope(meta: ModelMetadata, row: Architecture, config: Json) -> Json:
                 if (candidate_factors := make_factors(rope)) is not None and np.array_equal(candidate_factors, values):
                     return rope
     raise TypeNotSupported(
-        f"{meta.path}: tensor {FREQUENCIES}: its factors are none that config.json of Llama 3 can say", "QK-E305"
+        f"{meta.path}: tensor {FREQUENCIES}: config.json of Llama 3 cannot express its factors", "QK-E305"
     )
 
 

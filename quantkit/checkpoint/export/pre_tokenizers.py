@@ -46,8 +46,8 @@ def pre_tokenizer(name: str) -> tuple[Json | None, Json]:
     odd = row is None or row.raw or row.metaspace or row.escape_spaces
     if odd or name not in ORIGINAL and any(_is_odd(pattern) for pattern in patterns):
         raise TypeNotSupported(
-            f"the pre-tokenizer {name[:40]!r} has no counterpart in tokenizer.json here; --no-tokenizer leaves the "
-            "tokenizer out: take that of the original model",
+            f"the pre-tokenizer {name[:40]!r} cannot be expressed in tokenizer.json; use --no-tokenizer, and copy the "
+            "tokenizer of the original model",
             "QK-E305",
         )
     splits: list[Json] = [

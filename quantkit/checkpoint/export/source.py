@@ -107,8 +107,8 @@ class ExportSource:
         self.expressions[tensor.name].read(values_in(tensor.type, offset), out, readahead)
         if tensor.type is TYPE_F16 and not np.isfinite(out.view(np.float16)).all():
             raise FormatError(
-                f"{self.where(tensor)}: tensor {short(tensor.name)} holds values beyond float16 or none at all: "
-                "--outtype bf16 or f32 takes them, if they are finite",
+                f"{self.where(tensor)}: tensor {short(tensor.name)} has values that exceed float16, or are not "
+                "finite: use --outtype bf16 or f32",
                 "QK-E305",
             )
 
@@ -155,13 +155,13 @@ def open_export(
         TypeNotSupported: an architecture, a key, a tensor, a type or a vocabulary that cannot be exported; why.
     """
     if outtype not in (*DTYPES, "auto"):
-        raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto", "QK-E203")
+        raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(DTYPES)}, auto", "QK-E203")
     try:
         return _open(model, outtype, architecture, tokenizer=tokenizer)
     except _METADATA_ERRORS as e:
         reason = short(f"{type(e).__name__}: {e}")
         raise FormatError(
-            f"{model.paths[0]}: its metadata is not that of a model of its architecture: {reason}", "QK-E123"
+            f"{model.paths[0]}: its metadata is not valid for its architecture: {reason}", "QK-E123"
         ) from e
 
 
@@ -180,8 +180,8 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
     notes = [hf_class.note] * bool(hf_class.note)
     if hf_class.outer_type or "vision_config" in values:
         notes.append(
-            f"{name} also has a vision tower, which is in no file of a text model: only the text model is written, and "
-            "transformers makes a small tower of random numbers"
+            f"{name} also has a vision tower, which GGUF files of text models do not contain: only the text model is "
+            "written, and transformers initializes a small tower randomly"
         )
     vocabulary_notes: list[str] = []
     if tokenizer:
@@ -201,7 +201,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
         notes += check_keys(model, row, config)  # last, for rules find values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
     if options:
-        notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
+        notes.append(f"fused tensors are split; to fuse them again, convert with {' '.join(options)}")
     expressions: dict[str, Expression] = {}
     origins: dict[str, tuple[StoredTensor, ...]] = {}
     for tensor_name, x in sorted(tensors.items()):
@@ -258,7 +258,7 @@ def _tensors(
                 final = re.sub(pattern, replacement, final)
             final = hf_class.rename_last(context.config, final)
             if final in tensors:
-                raise context.fail(original, f"{final} would be there twice", "QK-E107")
+                raise context.fail(original, f"{final} would occur twice", "QK-E107")
             tensors[final] = original.x
     tensors |= {extra_tensor.name: extra_tensor.x for extra_tensor in hf_class.synthetic(meta)}
     if inverse.waiting:
@@ -276,7 +276,7 @@ def _checkpoint_name(context: Context, name: str, kinds: dict[str, str]) -> str:
         if pattern is not None:
             return (pattern.replace("*", layer[2]) if layer else pattern) + suffix
     raise TypeNotSupported(
-        f"{context.config.path.parent}: tensor {short(name)} has no place in a checkpoint of "
+        f"{context.config.path.parent}: tensor {short(name)} cannot be stored in a checkpoint of "
         f"{context.config.architecture}",
         "QK-E305",
     )
@@ -304,8 +304,8 @@ def _check_round_trip(
     for name in (*have, *converted_shapes):
         if _drop_leading_ones(have.get(name)) != _drop_leading_ones(converted_shapes.get(name)):
             raise TypeNotSupported(
-                f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
-                f"{_shape(converted_shapes.get(name))} after converting the checkpoint: it would not be this model",
+                f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, but "
+                f"{_shape(converted_shapes.get(name))} after converting the checkpoint back",
                 "QK-E305",
             )
     full = (

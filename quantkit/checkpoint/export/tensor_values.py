@@ -53,7 +53,7 @@ class EncodedTensor:
         t = self.info.type
         if self.scales and (t in _UNDECODED or self._rows % len(self.scales) or not np.isfinite(self.scales).all()):
             raise FormatError(
-                f"{self.path}: tensor {self.info.name}: {len(self.scales)} scales beside it do not fit", "QK-E106"
+                f"{self.path}: tensor {self.info.name}: its {len(self.scales)} scales do not match it", "QK-E106"
             )
         if t is TENSOR_SCALED:
             check_rows(self.info.shape[0])

@@ -39,7 +39,7 @@ class Tokens:
             return []
         values = values.tolist() if hasattr(values, "tolist") else list(values)
         if not all(isinstance(value, kind) for value in values):
-            raise FormatError(f"{self.where}: key tokenizer.ggml.{key} is no list of {kind.__name__}", "QK-E123")
+            raise FormatError(f"{self.where}: key tokenizer.ggml.{key} is not a list of {kind.__name__}", "QK-E123")
         return values
 
     def octets(self, key: str) -> list[int]:
@@ -94,8 +94,8 @@ class Tokens:
                 continue
             if text in numbers:
                 raise TypeNotSupported(
-                    f"{self.where}: the tokens {numbers[text]} and {i} are both {short(text)}; no tokenizer.json can "
-                    "say that: --no-tokenizer leaves the tokenizer out",
+                    f"{self.where}: the tokens {numbers[text]} and {i} are both {short(text)}, which tokenizer.json "
+                    "cannot express: use --no-tokenizer",
                     "QK-E305",
                 )
             numbers[text] = i

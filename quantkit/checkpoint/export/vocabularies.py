@@ -140,7 +140,7 @@ def _bytes_of(tokens: Tokens, text: str) -> bytes:
             continue
         if isinstance(token, bytes) and repr(token)[2:-1] == text:
             return token
-    raise FormatError(f"{tokens.where}: the token {short(text)} is not written as Python writes bytes", "QK-E123")
+    raise FormatError(f"{tokens.where}: the token {short(text)} is not a Python bytes literal", "QK-E123")
 
 
 # --- Qwen 1 ----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
     if (tokens := adapter.config.get("alora_invocation_tokens")) is not None:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
             raise FormatError(
-                f"{adapter.path / CONFIG}: alora_invocation_tokens is {short(tokens)}, no list of tokens", "QK-E117"
+                f"{adapter.path / CONFIG}: alora_invocation_tokens is {short(tokens)}, not a list of tokens", "QK-E117"
             )
         if tokens:
             keys.counts("adapter.alora.invocation_tokens", tokens)
@@ -133,8 +133,8 @@ def _check(
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 raise adapter.fail(
                     name,
-                    "the embeddings are the output matrix as well (tie_word_embeddings), for which llama.cpp has one "
-                    "tensor and no adapter: merge it (quantkit convert --merge-lora)",
+                    "the embeddings are also the output matrix (tie_word_embeddings), which llama.cpp stores as one "
+                    "tensor without adapter support: merge the adapter (quantkit convert --merge-lora)",
                 )
     shapes, notes = _shapes(base, row, context)
     for text, (name, product) in weights.items():
@@ -154,7 +154,7 @@ def _shapes(base: Path, row: Architecture, context: Context) -> tuple[dict[str, 
         stored = stored_tensors(read_checkpoint(base), row, context, WITH)
         weights = decode_tensors(stored, context.config)
     except FormatError as e:
-        return {}, [f"shapes are compared with config.json only: {e.message}"]
+        return {}, [f"shapes are checked against config.json only: {e.message}"]
     return {name: x.shape for name, x in {**weights.first, **weights.tensors}.items()}, []
 
 

@@ -95,7 +95,7 @@ def _check_finite(x: Expression, values: F32) -> F32:
     if not np.isfinite(values).all():
         part = next(x.parts())
         raise FormatError(
-            f"{part.path}: tensor {short(part.name)}: a value is infinite or NaN: the adapter is broken", "QK-E117"
+            f"{part.path}: tensor {short(part.name)}: a value is infinite or NaN: the adapter is damaged", "QK-E117"
         )
     return values
 
@@ -189,11 +189,15 @@ def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
         pairs = [factors_of(item, alpha) for item in x.xs]
         ranks = sorted({a.shape[-2] for a, _ in pairs})
         if len(ranks) > 1:
-            raise ValueError(f"its parts have the ranks {', '.join(map(str, ranks))}; llama.cpp has one rank for all")
+            raise ValueError(
+                f"its parts have the ranks {', '.join(map(str, ranks))}, but llama.cpp needs the same rank for all"
+            )
         a_parts = [a for a, _ in pairs]
         b_parts = [b for _, b in pairs]
         if len(x.shape) > len(x.xs[0].shape):
             return stack(a_parts), stack(b_parts)
         if len(x.shape) > 2:
             return concatenate(a_parts), concatenate(b_parts)
-    raise ValueError("what this architecture makes of it is no product of two matrices any more, which llama.cpp needs")
+    raise ValueError(
+        "after this architecture's transformation it is not a product of two matrices, which llama.cpp needs"
+    )

@@ -31,7 +31,7 @@ def read_adapters(selections: Sequence[AdapterSpec]) -> list[Adapter]:
     for adapter in adapters:
         if adapter.config.get("alora_invocation_tokens"):
             raise FormatError(
-                f"{adapter.path}: it works behind an invocation only (aLoRA), so it cannot be merged", "QK-E117"
+                f"{adapter.path}: it is active only after an invocation (aLoRA), so it cannot be merged", "QK-E117"
             )
     return adapters
 
@@ -54,10 +54,10 @@ def text_weights(adapter: Adapter, row: Architecture, context: Context) -> dict[
     for name, product in adapter.weights.items():
         items = list(text_tensors(row.stored, name, product, context))
         if not items:
-            raise adapter.fail(name, "it is no part of the text model that is converted, so it would be lost")
+            raise adapter.fail(name, "it is not part of the converted text model, so it would be lost")
         for text, _ in items:
             if text in weights:
-                raise adapter.fail(name, f"it stands for {short(text)}, and so does {short(weights[text][0])}")
+                raise adapter.fail(name, f"both it and {short(weights[text][0])} are adapters of {short(text)}")
             weights[text] = name, product
     return weights
 
@@ -69,8 +69,8 @@ def check_copies(adapter: Adapter, shapes: dict[str, tuple[int, ...]], row: Arch
             if text in shapes and shapes[text] != t.shape:
                 raise adapter.fail(
                     t.name,
-                    f"{list(t.shape)}, but the base has {list(shapes[text])}: its vocabulary was another one; merge "
-                    "the adapter with PEFT and convert the result",
+                    f"{list(t.shape)}, but the base has {list(shapes[text])}: the adapter has another vocabulary; "
+                    "merge it with PEFT and convert the result",
                 )
 
 
@@ -98,10 +98,14 @@ def merge_adapters(
 def check_shape(adapter: Adapter, name: str, product: LowRank, shape: tuple[int, ...] | None, base: Path) -> None:
     """Refuse a product whose weight is missing (None) or has another shape."""
     if shape is None:
-        raise adapter.fail(name, f"{base} has no such weight: is the adapter of another model?")
+        raise adapter.fail(name, f"{base} has no such weight; check that the adapter belongs to this model")
     if shape != product.shape:
         raise adapter.fail(
-            name, f"B @ A is {list(product.shape)}, the weight {list(shape)}: is the adapter of another model?"
+            name,
+            (
+                f"B @ A is {list(product.shape)}, but the weight is {list(shape)}; check that the adapter belongs to "
+                "this model"
+            ),
         )
 
 
@@ -112,7 +116,7 @@ def notes_of(adapters: Sequence[Adapter], config: Config) -> list[str]:
         notes.append(f"{adapter.path}: merged into {len(adapter.weights)} weights")
         notes += copy_notes(adapter)
         if is_tied(config) and any(name.endswith("embed_tokens.weight") for name in adapter.weights):
-            notes.append(f"{adapter.path}: the embeddings are the output matrix as well: both change, as in PEFT")
+            notes.append(f"{adapter.path}: the embeddings are also the output matrix: both change, as in PEFT")
     return notes
 
 
@@ -121,4 +125,4 @@ def copy_notes(adapter: Adapter) -> list[str]:
     if not adapter.copies:
         return []
     names = ", ".join(short(name) for name in list(adapter.copies)[:2])
-    return [f"{adapter.path / WEIGHTS}: copies of weights of the base are left out: {names}"]
+    return [f"{adapter.path / WEIGHTS}: ignored copies of base weights: {names}"]

@@ -86,12 +86,12 @@ def prepare_nomic(config: Config) -> None:
     supported |= dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), experts)
     for key, value in supported.items():
         if config[key] != value:
-            raise FormatError(f"{config.path}: {key} is {short(config[key])}; only {value} is known", "QK-E305")
+            raise FormatError(f"{config.path}: {key} is {short(config[key])}; only {value} is supported", "QK-E305")
     positions, trained = config.number("n_positions"), config.get("max_trained_positions", 2048)
     if positions not in (2048, 8192) or trained != 2048:
         raise FormatError(
-            f"{config.path}: n_positions is {positions} and max_trained_positions {short(trained)}; known are 2048 or "
-            "8192, and 2048",
+            f"{config.path}: n_positions is {positions} and max_trained_positions {short(trained)}; supported are "
+            "2048 or 8192, and 2048",
             "QK-E305",
         )
     config.values["n_positions"] = 2048 if positions == 8192 else 512
@@ -144,7 +144,7 @@ def prepare_xlm(config: Config) -> None:
     """Limit the positions of XLM-R; refuse its task adapters, each of which would be a file of its own."""
     if config.get("lora_adaptations"):
         raise TypeNotSupported(
-            f"{config.path}: it has adapters (lora_adaptations), which this version does not convert", "QK-E305"
+            f"{config.path}: has adapters (lora_adaptations), which this version does not convert", "QK-E305"
         )
     cut_positions(config)
 
@@ -191,9 +191,9 @@ def write_jina_bert(v: Vocabulary) -> None:
     split = v.json.get("pre_tokenizer") or {}
     if name != "RobertaTokenizer" or split.get("type") == "Whitespace":
         raise FormatError(
-            f"{v.folder / 'tokenizer_config.json'}: its tokenizer is {name!r}"
-            f"{' and splits at spaces' if name == 'RobertaTokenizer' else ''}; of this class BertTokenizer is known, "
-            "and RobertaTokenizer of bytes",
+            f"{v.folder / 'tokenizer_config.json'}: its tokenizer is "
+            f"{name!r}{' and splits at spaces' if name == 'RobertaTokenizer' else ''}; for this class, BertTokenizer "
+            "and byte-level RobertaTokenizer are supported",
             "QK-E114",
         )
     write_bpe(v)
@@ -257,7 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 _NO_POOLER_NOTE = (
-    "no file holds the layer that pools (pooler.dense): transformers makes one of random numbers; embeddings "
+    "GGUF files do not contain the pooling layer (pooler.dense): transformers initializes it randomly; embeddings "
 )
 
 
@@ -298,8 +298,8 @@ def refuse_classifier(meta: ModelMetadata, config: Json) -> None:
     """Refuse BERT's classifiers."""
     if meta.has("cls.output.weight"):
         raise TypeNotSupported(
-            f"{meta.path}: a classifier of BERT computes labels of what pooler.dense makes of the first token, and no "
-            "file holds that: it would be another model",
+            f"{meta.path}: a BERT classifier needs pooler.dense, which GGUF files do not contain: the checkpoint "
+            "would give other results",
             "QK-E305",
         )
 
@@ -362,8 +362,8 @@ def _set_jina_names(meta: ModelMetadata, config: Json) -> None:
     """Set ALiBi; refuse models with other layers."""
     if any(meta.has(f"{name}.weight") for name in ("attn_norm_2", "attn_q_norm", "ffn_gate")):
         raise TypeNotSupported(
-            f"{meta.path}: a Jina BERT whose layers are not those of jina-embeddings-v2-base-en (the models for code "
-            "have other norms) is not exported by this version",
+            f"{meta.path}: this version exports Jina BERT only with the layers of jina-embeddings-v2-base-en (the "
+            "models for code have other norms)",
             "QK-E304",
         )
     config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}

@@ -38,7 +38,7 @@ class DropZeroBiases(OneWayRule):
             return None
         n = size_of(tensor.x)
         if any(read_f32(tensor.x, start, min(PIECE, n - start)).any() for start in range(0, n, PIECE)):
-            raise context.fail(tensor, "a bias that is not zero, which this architecture cannot have")
+            raise context.fail(tensor, "a nonzero bias, which this architecture does not support")
         return ()
 
 
@@ -80,7 +80,7 @@ def _shared_width(config: Config) -> int | None:
     shared: int = config.get("num_shared_experts", 0)
     if shared and (strategy := config.get("shared_expert_combination_strategy", "average")) != "average":
         raise FormatError(
-            f"{config.path}: shared experts are combined by {short(strategy)}; only average is known", "QK-E305"
+            f"{config.path}: shared experts are combined by {short(strategy)}; only average is supported", "QK-E305"
         )
     return config.number("intermediate_size") * shared if shared else None
 

@@ -34,7 +34,7 @@ def _blocks(config: Config) -> list[Json]:
     """Return block_configs, the hyperparameters of each layer."""
     blocks = config["block_configs"]
     if not isinstance(blocks, list) or len(blocks) != config.layers:
-        raise FormatError(f"{config.path}: block_configs is no list of {config.layers} layers", "QK-E112")
+        raise FormatError(f"{config.path}: block_configs is not a list of {config.layers} layers", "QK-E112")
     return blocks
 
 

@@ -221,6 +221,6 @@ CLASSES: dict[str, HfClass] = {
             ".expert_count": "n_routed_experts",
             ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
         },
-        note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
+        note="GGUF files of this architecture have no prediction layers (MTP); `quantkit convert` omits them",
     ),
 }

@@ -62,7 +62,7 @@ def refuse_gates(keys: Keys, config: Config) -> None:
     gate = config.get("gate_attn_act_mode"), config.get("headwise_attn_output_gate"), config.get("hidden_act")
     if gate != ("sigmoid", True, "gelu") or len(config["layer_types"]) != config.layers:
         raise FormatError(
-            f"{config.path}: gates, activation or layer_types are not those that llama.cpp runs", "QK-E305"
+            f"{config.path}: llama.cpp does not support these gates, activation or layer_types", "QK-E305"
         )
 
 

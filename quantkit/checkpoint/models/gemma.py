@@ -250,7 +250,7 @@ def refuse_inputs(keys: Keys, config: Config) -> None:
     """Refuse a number of AltUp inputs that llama.cpp does not run."""
     if config["altup_num_inputs"] != 4:
         raise FormatError(
-            f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is run", "QK-E305"
+            f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is supported", "QK-E305"
         )
 
 
@@ -297,9 +297,7 @@ def _of_full_layer(config: Config, name: str, key: str) -> Any:
 def _full_head(config: Config) -> int:
     width = _of_full_layer(config, "global_head_dim", "head_dim")
     if not isinstance(width, int) or isinstance(width, bool) or not 0 < width < 1 << 20:
-        raise FormatError(
-            f"{config.path}: it does not say how wide the heads of full attention are (global_head_dim)", "QK-E112"
-        )
+        raise FormatError(f"{config.path}: global_head_dim, the head width of full attention, is missing", "QK-E112")
     if width > 1 << 16:
         raise FormatError(f"{config.path}: heads of {width} values", "QK-E112")
     return width
@@ -475,7 +473,7 @@ CLASSES: dict[str, HfClass] = {
         keys=_GEMMA_4_CLASS.keys | {".expert_count": ""},
         defaults={"vocab_size_per_layer_input": 0, "moe_intermediate_size": None},
         outer_type="gemma4_assistant",
-        note="a draft's table of clusters of tokens (masked_embedding), if it had one, is in no file",
+        note="GGUF files do not contain the token cluster table of a draft model (masked_embedding)",
     ),
     "Gemma3nForCausalLM": HfClass(
         "gemma3n_text",

@@ -105,7 +105,7 @@ def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Seque
     width = config.head_dim
     turned = int(width * config.rotary_part(0.5))
     if x.shape[0] % width or turned % 2:
-        raise ValueError(f"it has no heads of {width} rows, {turned} of them turned by rope")
+        raise ValueError(f"it does not divide into heads of {width} rows, {turned} of them rotated by rope")
     heads = range(0, x.shape[0], width)
     parts = ((*order(h, turned), range(h + turned, h + width)) for h in heads)
     return Gathered(x, 0, tuple(part for head in parts for part in head))
@@ -115,7 +115,7 @@ def _indexer_types(config: Config) -> list[bool] | None:
     """Return which layers of GLM 5 have an indexer; others reuse another layer's tokens."""
     types = config.get("indexer_types")
     if types is not None and not isinstance(types, list):
-        raise FormatError(f"{config.path}: indexer_types is no list", "QK-E112")
+        raise FormatError(f"{config.path}: indexer_types is not a list", "QK-E112")
     return None if types is None else [item == "full" for item in types]
 
 

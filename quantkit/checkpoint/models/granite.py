@@ -110,10 +110,12 @@ def refuse_heads(keys: Keys, config: Config) -> None:
     inner, width = _inner_size(config), config.find("d_head", "mamba_d_head") or 64
     if config.get("hidden_act") not in (None, "silu"):
         raise FormatError(
-            f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is run", "QK-E305"
+            f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is supported", "QK-E305"
         )
     if not isinstance(width, int) or inner % width:
-        raise FormatError(f"{config.path}: an inner size of {short(inner)} makes no heads of {short(width)}", "QK-E112")
+        raise FormatError(
+            f"{config.path}: an inner size of {short(inner)} is not a multiple of heads of {short(width)}", "QK-E112"
+        )
 
 
 # fmt: off

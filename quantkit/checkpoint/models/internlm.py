@@ -34,7 +34,9 @@ class SplitGroupedHeads(Rule):
         per_group = heads // max(1, keys) + 2
         width = config.number("hidden_size") // max(1, heads)
         if not keys or heads % keys or width % 2 or x.shape[0] != keys * per_group * width:
-            raise context.fail(tensor, f"its shape {list(x.shape)} is not {heads} heads of {width}, {keys} of keys")
+            raise context.fail(
+                tensor, f"its shape {list(x.shape)} does not match {heads} heads of {width}, {keys} of keys"
+            )
         starts = [group * per_group * width for group in range(keys)]
         q = take(x, 0, *(range(start, start + (per_group - 2) * width) for start in starts))
         k, v = (
@@ -57,7 +59,7 @@ class SplitGroupedHeads(Rule):
         width, heads_per_key = context.config.number("hidden_size") // max(1, heads), heads // max(1, keys)
         rows = [parts[part].x.shape[0] for part in "qkv"]
         if not keys or heads % keys or rows != [heads * width, keys * width, keys * width]:
-            raise context.fail(tensor, f"{rows} rows are not {heads} heads of {width}, {keys} of keys")
+            raise context.fail(tensor, f"{rows} rows do not match {heads} heads of {width}, {keys} of keys")
         x = concatenate([restore_rows(parts["q"], heads), restore_rows(parts["k"], keys), parts["v"].x])
         starts = [(group * heads_per_key, heads + group, heads + keys + group) for group in range(keys)]
         runs = [(q * width, (q + heads_per_key) * width, k * width, v * width) for q, k, v in starts]
@@ -85,12 +87,12 @@ _TURN = "<|im_end|>"
 def write_internlm2(v: Vocabulary) -> None:
     """Write a SentencePiece vocabulary whose added tokens replace pieces, or follow them (InternLM2Model)."""
     path = v.folder / "tokenizer.model"
-    v.source = f"{path.name} is SentencePiece's, which is not run here"
+    v.source = f"quantkit does not run SentencePiece, which {path.name} needs"
     model = read_model(path)
     size = v.config.get("vocab_size", len(model.pieces))
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= len(model.pieces):
         raise FormatError(
-            f"{path}: it has {len(model.pieces)} tokens, and vocab_size of config.json is {short(size)}", "QK-E114"
+            f"{path}: has {len(model.pieces)} tokens, but vocab_size of config.json is {short(size)}", "QK-E114"
         )
     tokens = [_without_zero(piece) for piece in model.pieces[:size]]
     added = optional_json(v.folder / "added_tokens.json") or {}
@@ -99,7 +101,7 @@ def write_internlm2(v: Vocabulary) -> None:
     for number, text, special in _added(v):
         if number >= len(tokens):
             raise FormatError(
-                f"{v.folder}: the added token {number} lies beyond the {len(tokens)} of {path.name}", "QK-E114"
+                f"{v.folder}: the added token {number} is outside the {len(tokens)} tokens of {path.name}", "QK-E114"
             )
         end = number if text == _TURN else end
         tokens[number] = Piece(text, -1000.0, CONTROL if special else USER_DEFINED)

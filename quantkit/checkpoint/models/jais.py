@@ -74,7 +74,9 @@ def refuse_settings(keys: Keys, config: Config) -> None:
     """Refuse settings of JAIS that llama.cpp does not run."""
     for key, required in (("activation_function", "swiglu"), ("position_embedding_type", "alibi")):
         if config.get(key) != required:
-            raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {required} is known", "QK-E305")
+            raise FormatError(
+                f"{config.path}: {key} is {short(config.get(key))}; only {required} is supported", "QK-E305"
+            )
 
 
 JAIS_BASE: tuple[SetKeys, ...] = (

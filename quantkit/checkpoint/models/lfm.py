@@ -101,7 +101,7 @@ def _stored_dense(config: Config) -> Stored | None:
         return None
     weight = read_header(path).get("linear.weight")
     if weight is None:
-        raise FormatError(f"{path}: it has no linear.weight", "QK-E114")
+        raise FormatError(f"{path}: has no linear.weight", "QK-E114")
     return Stored(weight)
 
 

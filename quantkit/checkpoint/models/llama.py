@@ -64,7 +64,7 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
             values = _rope_factors(rope, config.head_dim, factor)
     except (TypeError, ValueError, ArithmeticError) as e:
         raise FormatError(
-            f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}", "QK-E112"
+            f"{config.path}: invalid values of Llama 3 rope scaling: {short(str(e))}", "QK-E112"
         ) from None
     yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
 

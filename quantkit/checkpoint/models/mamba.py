@@ -62,7 +62,8 @@ def _inner_size(config: Config) -> int:
     inner = config.find("intermediate_size", "d_inner") or 2 * width
     if inner != 2 * width:
         raise FormatError(
-            f"{config.path}: an inner size of {short(inner)}; llama.cpp runs twice the width of {width} only", "QK-E305"
+            f"{config.path}: the inner size is {short(inner)}, but llama.cpp supports only twice the width of {width}",
+            "QK-E305",
         )
     return 2 * width
 
@@ -132,7 +133,8 @@ def _inner_size_2(config: Config) -> int:
     head = _head_width(config)
     if inner != expand * width or inner % head:
         raise FormatError(
-            f"{config.path}: an inner size of {short(inner)} makes no heads of {short(head)}, or is not the width's",
+            f"{config.path}: the inner size {short(inner)} is not a multiple of heads of {short(head)}, or does not "
+            "match the width",
             "QK-E112",
         )
     return inner

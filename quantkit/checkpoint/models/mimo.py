@@ -39,7 +39,7 @@ class RenameMtpLayers(Rule):
             return None
         number, _, tail = name.partition(".")
         if not number.isdecimal() or int(number) >= _MTP:
-            raise context.fail(tensor, f"there are {_MTP} layers that predict more tokens")
+            raise context.fail(tensor, f"expected {_MTP} prediction layers (MTP)")
         return (replace(tensor, name=f"model.layers.{context.config.layers + int(number)}.{tail}"),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
@@ -52,12 +52,10 @@ def refuse_sharded(config: Config, names: Collection[str]) -> None:
     """Refuse tensors stored in parts for several devices, with scales a part: the generic rules misread them."""
     quantization = config.get("quantization_config") or {}
     if any(name.endswith("qkv_proj.weight_scale_inv") for name in names):
-        raise TypeNotSupported(
-            f"{config.path}: float8 qkv_proj in parts of several devices is not converted", "QK-E305"
-        )
+        raise TypeNotSupported(f"{config.path}: float8 qkv_proj split over several devices is not supported", "QK-E305")
     if isinstance(quantization, dict) and quantization.get("store_dtype") == "mxfp4":
         raise TypeNotSupported(
-            f"{config.path}: MXFP4 experts of this model are not converted by this version", "QK-E305"
+            f"{config.path}: MXFP4 experts of this model are not supported by this version", "QK-E305"
         )
 
 
@@ -65,7 +63,7 @@ def refuse_settings(keys: Keys, config: Config) -> None:
     """Refuse sliding-window layers with heads of another width or number, and unknown routers."""
     for name in ("head_dim", "num_attention_heads", "v_head_dim"):
         if config[f"swa_{name}"] != config[name]:
-            raise FormatError(f"{config.path}: swa_{name} is not {name}", "QK-E112")
+            raise FormatError(f"{config.path}: swa_{name} differs from {name}", "QK-E112")
     if config["topk_method"] != "noaux_tc":
         raise FormatError(f"{config.path}: topk_method is not noaux_tc", "QK-E305")
 

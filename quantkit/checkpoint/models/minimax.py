@@ -91,9 +91,7 @@ def _residual_scale(config: Config) -> float:
     parts = ("full_attention", "linear_attention", "mlp")
     alphas, betas = ({config[f"layernorm_{part}_{letter}"] for part in parts} for letter in ("alpha", "beta"))
     if len(alphas) > 1 or betas != {1.0}:
-        raise FormatError(
-            f"{config.path}: layers add to what was before by several numbers; only one is known", "QK-E305"
-        )
+        raise FormatError(f"{config.path}: several residual scales; only one is supported", "QK-E305")
     scale: float = alphas.pop()
     return scale
 

@@ -75,7 +75,7 @@ def refuse_settings(keys: Keys, config: Config) -> None:
     """Refuse settings of Maple that llama.cpp does not run."""
     for key, value in _MAPLE_SETTINGS.items():
         if bool(config.get(key, key == "norm_topk_prob")) != bool(value) or (value == "silu" != config.get(key)):
-            raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {value} is known", "QK-E305")
+            raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {value} is supported", "QK-E305")
 
 
 MAPLE_KEYS: tuple[SetKeys, ...] = (

@@ -34,7 +34,10 @@ class AddQueryNorms(Rule):
         config, rows = context.config, tensor.x.shape[0]
         width, scale = config.number("head_dim"), float(config["qk_scale_factor"])
         if width < 1 or rows % width:
-            raise FormatError(f"{config.path}: head_dim is {short(width)}, of {rows} rows of {tensor.name}", "QK-E112")
+            raise FormatError(
+                f"{config.path}: head_dim is {short(width)}, which does not divide the {rows} rows of {tensor.name}",
+                "QK-E112",
+            )
         norms = (("q", scale), ("k", 1.0))
         return (
             *(
@@ -82,8 +85,7 @@ def _set_query_scale(meta: ModelMetadata, config: Json) -> None:
         factors[letter] = {value for name in names for value in meta.values(name)} or {1.0}
     if len(factors["q"]) > 1 or factors["k"] != {1.0}:
         raise TypeNotSupported(
-            f"{meta.path}: norms of queries and keys do more than scale queries by one number, which is all that "
-            "config.json of this class can say",
+            f"{meta.path}: config.json of this class can only express norms that scale all queries by one number",
             "QK-E305",
         )
     config["qk_scale_factor"] = factors["q"].pop()

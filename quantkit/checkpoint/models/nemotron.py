@@ -86,7 +86,7 @@ def prepare_nemotron(config: Config) -> None:
         config.values["num_hidden_layers"] = len(kinds)
     config.values["attention_head_dim"] = config.find("head_dim", "attention_head_dim")
     if config.values["attention_head_dim"] is None:
-        raise FormatError(f"{config.path}: it has no head_dim or attention_head_dim", "QK-E112")
+        raise FormatError(f"{config.path}: has no head_dim or attention_head_dim", "QK-E112")
     granite.drop_head_dim(config)
 
 
@@ -94,7 +94,7 @@ def layers_with_mtp(config: Config) -> int:
     """Return the number of layers, that which predicts more tokens included."""
     nextn = (config.get("num_nextn_predict_layers", 0) or 0) if has_experts(config) else 0
     if nextn not in (0, 1):
-        raise FormatError(f"{config.path}: {nextn} layers that predict more tokens; only one is known", "QK-E305")
+        raise FormatError(f"{config.path}: {nextn} prediction layers (MTP); only one is supported", "QK-E305")
     return config.layers + int(nextn)
 
 
@@ -348,7 +348,7 @@ CLASSES: dict[str, HfClass] = {
         },
         defaults={"hidden_act": None},
         config_setters=(_set_block_configs,),
-        note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
+        note="GGUF files of this class have no prediction layers (MTP); `quantkit convert` omits them",
         matches=lambda meta: isinstance(meta.get(".expert_used_count"), list),
     ),
     "NemotronHForCausalLM": _NEMOTRON_H_CLASS,

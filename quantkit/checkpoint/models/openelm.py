@@ -84,7 +84,7 @@ def _per_layer(config: Config, values: Any) -> list[int]:
     """Return a list with one value per layer; refuse another length."""
     if not isinstance(values, list) or len(values) != config.layers:
         raise FormatError(
-            f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads are not of {config.layers} layers",
+            f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads do not have {config.layers} layers",
             "QK-E112",
         )
     return values

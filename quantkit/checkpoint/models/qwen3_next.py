@@ -83,7 +83,7 @@ class SplitQkvzByHead(Rule):
         widths = head_widths(context.config)
         size = sum(widths)
         if tensor.x.shape[:1] != (heads.keys * size,):
-            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of {heads.keys} heads of {size}")
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} does not match {heads.keys} heads of {size}")
         parts, start = [], 0
         for width in widths:
             parts.append([range(head * size + start, head * size + start + width) for head in range(heads.keys)])
@@ -109,7 +109,7 @@ class SplitQkvzByHead(Rule):
         widths = head_widths(context.config)
         keys = context.config.number("linear_num_key_heads")
         if x.shape[0] != keys * sum(widths):
-            raise context.fail(tensor, f"{x.shape[0]} rows are not those of {keys} heads of {sum(widths)}")
+            raise context.fail(tensor, f"{x.shape[0]} rows do not match {keys} heads of {sum(widths)}")
         for width in widths:
             order.append([range(start + head * width, start + (head + 1) * width) for head in range(keys)])
             start += keys * width

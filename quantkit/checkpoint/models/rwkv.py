@@ -270,7 +270,9 @@ def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -
 def refuse_version(keys: Keys, config: Config) -> None:
     """Refuse versions of RWKV other than 7."""
     if config["wkv_version"] != 7:
-        raise FormatError(f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is known", "QK-E305")
+        raise FormatError(
+            f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is supported", "QK-E305"
+        )
 
 
 #: Of a Qwen 2 with RWKV 7.
@@ -301,7 +303,7 @@ def _rwkv_text(path: Path, number: int, line: str) -> str:
         if not isinstance(token, bytes) or len(token) != int(length):
             raise ValueError
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise FormatError(f"{path}: line {number} is no token with its length: {short(line)}", "QK-E114") from None
+        raise FormatError(f"{path}: line {number} is not a token with its length: {short(line)}", "QK-E114") from None
     return repr(token)[2:-1]
 
 
@@ -309,14 +311,14 @@ def write_rwkv(v: Vocabulary) -> None:
     """Bytes, of the longest token that fits; two new lines end a turn (TextModel._set_vocab_rwkv_world)."""
     path = v.folder / _RWKV
     if not path.exists():
-        raise FormatError(f"{v.folder}: it has no {_RWKV}, so there is no vocabulary", "QK-E114")
-    v.source = f"how {path.name} splits a text stands in a program beside it"
+        raise FormatError(f"{v.folder}: has no {_RWKV}, so the vocabulary is missing", "QK-E114")
+    v.source = f"{path.name} needs the checkpoint's own Python code to split text"
     lines = read_whole(path, MAX_JSON).decode().removesuffix("\n").split("\n")
     tokens = ["<s>", *(_rwkv_text(path, number, line) for number, line in enumerate(lines, 1))]
     size = v.config.get("vocab_size", 65536)
     if not isinstance(size, int) or not len(tokens) <= size <= min(MAX_TOKENS, len(tokens) + MAX_PADDING):
         raise FormatError(
-            f"{path}: it has {len(tokens)} tokens, and vocab_size of config.json is {short(size)}", "QK-E114"
+            f"{path}: has {len(tokens)} tokens, but vocab_size of config.json is {short(size)}", "QK-E114"
         )
     v.keys.text("tokenizer.ggml.model", "rwkv")
     v.keys.array("tokenizer.ggml.tokens", tokens + [f"[PAD{i}]" for i in range(len(tokens), size)])

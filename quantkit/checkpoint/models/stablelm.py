@@ -41,7 +41,7 @@ class StackHeadNorms(Rule):
             raise context.fail(tensor, f"there are {n} heads, but the norm of head {missing} is missing")
         norms = [norms_by_head[str(i)] for i in range(n)]
         if len({norm.x.shape for norm in norms}) > 1:
-            raise context.fail(tensor, "the norms of the heads are not of one shape")
+            raise context.fail(tensor, "the norms of the heads differ in shape")
         return (replace(tensor, name=name, x=stack([norm.x for norm in norms])),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:

@@ -64,7 +64,7 @@ def write_xverse(v: Vocabulary) -> None:
     size = checked_size(v, v.config.get("vocab_size", len(v.by_id)), max(v.by_id, default=0))
     missing = next((number for number in range(size) if number not in v.by_id), None)
     if missing is not None:
-        raise FormatError(f"{v.where}: it has no token {missing}, and vocab_size of config.json is {size}", "QK-E114")
+        raise FormatError(f"{v.where}: has no token {missing}, but vocab_size of config.json is {size}", "QK-E114")
     pieces = [_type_token(v, v.by_id[number]) for number in range(size)]
     v.keys.text("tokenizer.ggml.model", "llama")
     v.keys.text("tokenizer.ggml.pre", "default")

@@ -60,7 +60,7 @@ def decode_tensors(stored: Mapping[str, Expression], config: Config, *, lossless
         return DecodedTensors(dict(stored))
     if not isinstance(method, str) or method not in SCHEMES:
         raise TypeNotSupported(
-            f"{config.path}: weights quantized by {short(method)} are not read; there are {', '.join(SCHEMES)}"
+            f"{config.path}: weights quantized by {short(method)} are not supported; supported are {', '.join(SCHEMES)}"
         )
     reader = SchemeReader(config, stored, quantization, lossless)
     SCHEMES[method](reader)
@@ -81,8 +81,8 @@ def _refuse_mlx(stored: Mapping[str, Expression]) -> None:
     for name, x in stored.items():
         if isinstance(x, Stored) and x.tensor.dtype == "U32" and f"{name.removesuffix('.weight')}.scales" in stored:
             raise TypeNotSupported(
-                f"{x.tensor.path}: tensor {short(name)}: the weights are quantized by MLX, which is not read: convert "
-                "the checkpoint they were made of, or what `mlx_lm.convert --hf-path DIR --dequantize` makes of them"
+                f"{x.tensor.path}: tensor {short(name)}: MLX quantization is not supported: convert the original "
+                "checkpoint, or the output of `mlx_lm.convert --hf-path DIR --dequantize`"
             )
 
 

@@ -62,7 +62,7 @@ class Mxfp4(RowWise):
         blocks = rows.view([("scale", "u1"), ("codes", "V16")])
         scales = self.scales.rows(first, n).view(np.uint8)
         if (scales == 255).any():
-            raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
+            raise fail(next(self.scales.parts()), "a scale is NaN")
         blocks["scale"] = scales
         blocks["codes"] = _reorder_nibbles(self.codes.rows(first, n).view(np.uint8), 32).view("V16").reshape(n, -1)
 
@@ -103,7 +103,7 @@ class Nvfp4(RowWise):
         blocks = rows.view([("scales", "V4"), ("codes", "V32")])
         scales = self.scales.rows(first, n).view(np.uint8) & 0x7F
         if (scales == 0x7F).any():
-            raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
+            raise fail(next(self.scales.parts()), "a scale is NaN")
         blocks["scales"] = scales.view("V4")
         blocks["codes"] = _reorder_nibbles(self.codes.rows(first, n).view(np.uint8), 16).view("V32").reshape(n, -1)
 

@@ -102,7 +102,7 @@ def _guess_block(shape: tuple[int, ...], scale: StoredTensor) -> tuple[int, int]
 def decode_modelopt(reader: SchemeReader) -> None:
     """quant_method modelopt."""
     for _, t in reader.with_suffix(".pre_quant_scale"):
-        raise fail(t, "inputs are scaled before the weight (NVFP4_AWQ, W4A8_AWQ), which a GGUF file cannot say")
+        raise fail(t, "inputs are scaled before the weight (NVFP4_AWQ, W4A8_AWQ), which GGUF cannot express")
     block = (128, 128) if reader.settings.get("quant_algo") == "FP8_PB_WO" else None
     for base, weight in reader.with_suffix(".weight"):
         name = f"{base}.weight"
@@ -116,6 +116,6 @@ def decode_modelopt(reader: SchemeReader) -> None:
         elif weight.dtype == "U8" and scale.dtype in EXPONENTS:
             reader.add(name, name, mxfp4_of(weight, scale), "first")
         else:
-            raise fail(weight, f"{weight.dtype} with {short(scale.name)} {scale.dtype}: no scheme that is read")
+            raise fail(weight, f"{weight.dtype} with {short(scale.name)} {scale.dtype}: not a supported scheme")
     # A scale of nothing is left out, as by convert_hf_to_gguf.py.
     reader.drop(".weight_scale", ".input_scale", ".k_scale", ".v_scale")

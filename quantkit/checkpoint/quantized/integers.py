@@ -62,7 +62,7 @@ def groups_of(scale: StoredTensor, shape: tuple[int, int], have: tuple[int, ...]
     rows, columns = shape
     group = group if 0 < group < columns else columns
     if have != (rows, -(-columns // group)):
-        raise fail(scale, f"scales {list(scale.shape)} do not fit a weight {list(shape)} in groups of {group}")
+        raise fail(scale, f"scales {list(scale.shape)} do not match a weight {list(shape)} in groups of {group}")
     return group
 
 
@@ -77,6 +77,6 @@ def decode_bitnet(reader: SchemeReader) -> None:
             raise fail(weight, f"{weight.dtype} {list(weight.shape)}, not bytes of a matrix")
         shape = (4 * rows, columns)
         if scale.n_values != 1:
-            raise fail(scale, f"{list(scale.shape)}, where one scale is due")
+            raise fail(scale, f"{list(scale.shape)}, not a single scale")
         grid = block_grid(weight, shape, scale, None)
         reader.add(name, name, Scaled(shape, Integers(Ternary(weight), 1), (Step("divide", grid, columns),)))

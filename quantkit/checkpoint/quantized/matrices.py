@@ -72,7 +72,7 @@ def fail(t: StoredTensor, problem: str) -> FormatError:
 def raw_dtype(t: StoredTensor) -> np.dtype[Any]:
     """Return the dtype a tensor is read as. Raises FormatError."""
     if t.dtype not in _RAW:
-        raise fail(t, f"{t.dtype} is not read")
+        raise fail(t, f"{t.dtype} is not supported")
     return np.dtype(_RAW[t.dtype])
 
 
@@ -338,7 +338,7 @@ class Grid:
             raw = as_numbers(self.tensor, raw)
         values = raw.astype(np.float32, copy=False)
         if not np.isfinite(values).all():
-            raise fail(self.tensor, "a scale is infinite or NaN, so what it scales has no value")
+            raise fail(self.tensor, "a scale is infinite or NaN")
         return values
 
     def parts(self) -> Iterator[StoredTensor]:

@@ -156,7 +156,7 @@ class Step:
         n, columns = x.shape
         cells = self.grid.read(first, n)
         if self.operation == "divide" and not cells.all():
-            raise fail(self.grid.tensor, "a scale of 0, which divides, so what it scales has no value")
+            raise fail(self.grid.tensor, "a scale is 0, but values are divided by it")
         if self.index is not None:
             operation(x, cells.take(group_index(self.index, columns, cells.shape[1]), axis=1, mode="clip"), out=x)
         elif cells.shape[1] == 1:
@@ -179,7 +179,7 @@ def group_index(t: StoredTensor, columns: int, groups: int) -> I64:
         raise fail(t, f"{t.dtype} {list(t.shape)}, not the groups of {columns} columns")
     index: I64 = read_all(t).astype(np.int64)
     if index.size and (index.min() < 0 or index.max() >= groups):
-        raise fail(t, f"there are {groups} groups, but it names {int(index.min())} .. {int(index.max())}")
+        raise fail(t, f"its groups are {int(index.min())} .. {int(index.max())}, but there are {groups}")
     return index
 
 

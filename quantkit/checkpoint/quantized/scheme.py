@@ -14,7 +14,7 @@ from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
 
 #: What is wrong with codes that lack a scale.
-WITHOUT = "without which it has no values: a file of the checkpoint is incomplete, download it again"
+WITHOUT = "so its values are unknown: the checkpoint is incomplete, download it again"
 #: Dtypes of codes, whose values only scales tell.
 CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 #: Dtypes of scales and zero points; bytes are exponents (E8M0).
@@ -87,7 +87,7 @@ class SchemeReader:
         clash = name != stored_name and name in self.stored
         if clash or name in self._first or name in self._last:
             part = next(x.parts())
-            raise fail(part, f"it stands for {short(name)}, which is there as well")
+            raise fail(part, f"it replaces {short(name)}, which is also present")
         self._used.add(stored_name)
         if where == "here":
             self._in_place[stored_name] = name, x
@@ -103,7 +103,7 @@ class SchemeReader:
                 tensors[result_name] = result
             elif name not in self._used:
                 if isinstance(x, Stored) and x.tensor.dtype in CODES and len(x.tensor.shape) > 1:
-                    raise fail(x.tensor, f"its {x.tensor.dtype} codes have no scale beside them, {WITHOUT}")
+                    raise fail(x.tensor, f"its {x.tensor.dtype} codes have no scale, {WITHOUT}")
                 tensors[name] = x
         return DecodedTensors(tensors | self._last, self._first, self.lossless_count)
 
@@ -120,7 +120,7 @@ class SchemeReader:
 def matrix_shape(t: StoredTensor) -> tuple[int, ...]:
     """Return the shape of a weight, which has rows and columns and no dimension of 0. Raises FormatError."""
     if len(t.shape) < 2 or 0 in t.shape:
-        raise fail(t, f"its shape {list(t.shape)} is not that of a weight")
+        raise fail(t, f"its shape {list(t.shape)} is not a weight's")
     return t.shape
 
 
@@ -138,7 +138,7 @@ def block_grid(weight: StoredTensor, shape: tuple[int, ...], t: StoredTensor, bl
     """
     rows, columns = shape[-2:]
     have = tuple(t.shape)
-    wrong = fail(t, f"scales {list(have)} do not fit {short(weight.name)}, which is {list(shape)}")
+    wrong = fail(t, f"scales {list(have)} do not match {short(weight.name)}, which is {list(shape)}")
     exponents = t.dtype == "U8"
     if t.dtype not in SCALES:
         raise fail(t, f"scales that are {t.dtype}")

@@ -80,7 +80,7 @@ def write_bpe(
     special_ids = special_tokens(v.folder, merges=True, kinds=kinds)
     for kind, text in special.items():
         if text not in v.added:
-            raise FormatError(f"{v.where}: it has no token {text}, which tokenizers of this model have", "QK-E114")
+            raise FormatError(f"{v.where}: has no token {text}, which this model needs", "QK-E114")
         special_ids.set(kind, v.added[text].number)
     special_ids.write(v.keys)
 
@@ -125,9 +125,7 @@ def llama_hf_tokens(v: Vocabulary) -> list[Piece]:
     """
     v.run()
     if not is_llama_hf(v):
-        raise FormatError(
-            f"{v.where}: it is no BPE of pieces with bytes to fall back on, which this model needs", "QK-E114"
-        )
+        raise FormatError(f"{v.where}: not a BPE of pieces with byte fallback, which this model needs", "QK-E114")
     special = {token.number for token in v.added.values() if token.special and token.text in v.special_texts}
     size = len(v.base)
     by_id = {number: text for text, number in v.base.items()}

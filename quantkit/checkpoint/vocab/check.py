@@ -26,22 +26,22 @@ def check_ids(v: Vocabulary, gguf: Metadata, allowed: bool) -> tuple[str, ...]:
     do what the tokenizer does: a name that a hash gave is the model's own there.
     """
     if isinstance(v.source, str):
-        return (f"ids are not checked: {v.source}",)
+        return (f"token ids are not checked: {v.source}",)
     try:
         text, expected = v.source()
     except QuantkitError as e:
-        return (f"ids are not checked: {e.message}",)
+        return (f"token ids are not checked: {e.message}",)
     try:
         ids = Tokenizer.from_gguf(gguf).encode(text, add_special=False, parse_special=True).tolist()
     except QuantkitError as e:
-        return (f"ids are not checked, for what is written does not run here: {e.message}",)
+        return (f"token ids are not checked, because quantkit cannot run the written tokenizer: {e.message}",)
     if ids == expected:
         return ()
     difference = _difference(v, gguf, ids, expected)
     if v.pre is None or allowed or gguf.get(f"{KEY}model") != "gpt2":
         return (difference,)
     tried = advice(set(v.library.call("word_ends", TEXT)), bool(v.model.get("ignore_merges", False)))
-    raise FormatError(f"{difference} with --pre {v.pre}; {tried}; --allow-other-ids writes it as it is", "QK-E115")
+    raise FormatError(f"{difference} with --pre {v.pre}; {tried}; use --allow-other-ids to write it anyway", "QK-E115")
 
 
 def _difference(v: Vocabulary, gguf: Metadata, ids: list[int], expected: list[int]) -> str:
@@ -54,6 +54,6 @@ def _difference(v: Vocabulary, gguf: Metadata, ids: list[int], expected: list[in
         )
 
     return (
-        f"{v.folder}: llama.cpp gives other ids to a difficult text than the checkpoint's tokenizer: "
-        f"from place {position} on {format_ids(ids)} instead of {format_ids(expected)}"
+        f"{v.folder}: for the test text, llama.cpp's token ids differ from those of the checkpoint's tokenizer: from "
+        f"position {position} {format_ids(ids)} instead of {format_ids(expected)}"
     )

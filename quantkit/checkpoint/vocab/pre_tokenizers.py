@@ -51,6 +51,7 @@ def advice(ends: set[int], ignore_merges: bool) -> str:
     alternatives = ", ".join(similar[:_MAX_ALTERNATIVES]) + (", .." if len(similar) > _MAX_ALTERNATIVES else "")
     if share == 1:
         return (
-            f"--pre {first} splits a difficult text as this tokenizer does{alternatives and f' (so do {alternatives})'}"
+            f"try --pre {first}, which splits the test text in the same "
+            f"way{alternatives and f' (as do {alternatives})'}"
         )
-    return f"nearest is --pre {first}, which ends {share:.0%} of the words of a difficult text where this one does"
+    return f"the closest is --pre {first}, which agrees on {share:.0%} of the word ends of the test text"

@@ -64,7 +64,7 @@ def read_model(path: Path) -> PieceModel:
     except (IndexError, UnicodeDecodeError, struct.error) as e:
         raise FormatError(f"{path}: not a SentencePiece model: {e}", "QK-E114") from None
     if not model.pieces:
-        raise FormatError(f"{path}: it has no pieces, so there is no vocabulary: download it again", "QK-E114")
+        raise FormatError(f"{path}: has no pieces, so the vocabulary is missing: download it again", "QK-E114")
     return model
 
 
@@ -152,7 +152,7 @@ def phi_tokens(v: Vocabulary) -> list[Piece]:
 
 def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") -> list[Piece]:
     """Return the pieces of a file, as many as the vocabulary has."""
-    v.source = f"{file} is SentencePiece's, which is not run here"
+    v.source = f"quantkit does not run SentencePiece, which {file} needs"
     pieces = read_model(v.folder / file).pieces
     size = v.config.find(*size_keys or ("vocab_size",)) or len(pieces)
     if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
@@ -180,7 +180,7 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
     where = v.folder / "tokenizer_config.json"
     entries = v.tokenizer_config.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
-        raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id", "QK-E114")
+        raise FormatError(f"{where}: added_tokens_decoder is not a table of tokens by id", "QK-E114")
     for key, entry in entries.items():
         text = entry.get("content") if isinstance(entry, dict) else None
         if not str(key).isdecimal() or not isinstance(text, str):
@@ -191,7 +191,7 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
 def _is_in_vocabulary(where: Path, number: object, size: int) -> bool:
     """Return whether a token lies in the vocabulary; others are dropped."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise FormatError(f"{where}: {short(number)} is no id of a token", "QK-E114")
+        raise FormatError(f"{where}: {short(number)} is not a token id", "QK-E114")
     return number < size
 
 

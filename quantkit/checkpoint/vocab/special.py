@@ -51,7 +51,8 @@ class SpecialTokens:
         if number < 0:
             where = self.folder / "config.json"
             raise FormatError(
-                f"{where}: {kind}_token_id is {number}: for no such token write null, or leave it out", "QK-E114"
+                f"{where}: {kind}_token_id is {number}: if there is no such token, write null or remove the key",
+                "QK-E114",
             )
         if self.n_tokens is None or number < self.n_tokens:
             self.ids.setdefault(kind, int(number))
@@ -68,8 +69,8 @@ class SpecialTokens:
         write_template(keys, self.template, self.template_file)
         if self.ignored_file is not None:
             keys.omissions.append(
-                f"{self.ignored_file}: a chat template counts only beside a tokenizer_config.json: the file has no chat"
-                " template"
+                f"{self.ignored_file}: chat templates are only read together with tokenizer_config.json: the GGUF "
+                "file has no chat template"
             )
         for name, flag in (("lowercase", self.lowercase), ("strip_accents", self.strip_accents)):
             if flag is not None:
@@ -80,24 +81,26 @@ def write_template(keys: Keys, template: Any, file: str = "tokenizer_config.json
     """Set a chat template, or a list of named ones; any other value is omitted with a note."""
     where = keys.where.with_name(file)
     if template is not None and not isinstance(template, (str, list)):
-        keys.omissions.append(f"{where}: chat_template is {short(template)}, no text: the file has no chat template")
+        keys.omissions.append(
+            f"{where}: chat_template is {short(template)}, not a text: the GGUF file has no chat template"
+        )
         return
     if isinstance(template, list):
         default, names = None, []
         for choice in template:
             if not isinstance(choice, dict):
                 raise FormatError(
-                    f"{where}: the chat template {short(choice)} is no object with name and template", "QK-E114"
+                    f"{where}: the chat template {short(choice)} is not an object with name and template", "QK-E114"
                 )
             text, name = choice.get("template"), str(choice.get("name", ""))
             name = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
             if not name or text is None:
                 keys.omissions.append(
-                    f"{where}: the chat template {short(choice)} lacks a name or a text: it is left out"
+                    f"{where}: ignored the chat template {short(choice)}, which has no name or no text"
                 )
                 continue
             if not isinstance(text, str):
-                raise FormatError(f"{where}: the chat template {short(name)} is {short(text)}, no text", "QK-E114")
+                raise FormatError(f"{where}: the chat template {short(name)} is {short(text)}, not a text", "QK-E114")
             if name == "default":
                 default = text
             else:
@@ -148,7 +151,7 @@ def _merges(path: Path, tokenizer: Json) -> list[str]:
     if kinds == {str}:
         return merges
     if kinds != {list} or set(map(len, merges)) != {2} or set(map(type, chain.from_iterable(merges))) != {str}:
-        raise FormatError(f"{path}: model.merges is no list of pairs", "QK-E114")
+        raise FormatError(f"{path}: model.merges is not a list of pairs", "QK-E114")
     lines = list(map(" ".join, merges))
     if "".join(lines).count(" ") == len(lines):
         return lines

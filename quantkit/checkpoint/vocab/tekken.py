@@ -60,10 +60,10 @@ def write_tekken(v: Vocabulary) -> None:
     data = read_json(path)
     config = data.get("config")
     if not isinstance(config, dict):
-        raise FormatError(f"{path}: it has no config", "QK-E114")
+        raise FormatError(f"{path}: has no config", "QK-E114")
     size, n = (_count(v, config, key) for key in ("default_vocab_size", "default_num_special_tokens"))
     if n > MAX_PADDING:
-        raise FormatError(f"{path}: it has {n} special tokens", "QK-E114")
+        raise FormatError(f"{path}: has {n} special tokens", "QK-E114")
     special = _special(v, data, n)
     ranks = _ranks(v, data, size - n)
     v.source = lambda: (TEXT, _ids(v, config.get("pattern"), ranks, n))
@@ -74,7 +74,7 @@ def write_tekken(v: Vocabulary) -> None:
     ids = {text: i for i, text in reversed(list(enumerate(special)))}
     for key, text in (("bos", "<s>"), ("eos", "</s>"), ("unknown", "<unk>"), ("padding", "<pad>")):
         if text not in ids:
-            raise FormatError(f"{path}: it has no special token {text}", "QK-E114")
+            raise FormatError(f"{path}: has no special token {text}", "QK-E114")
         keys.u32(f"tokenizer.ggml.{key}_token_id", ids[text])
     keys.array("tokenizer.ggml.tokens", [*special, *map(to_letters, ranks)])
     keys.array("tokenizer.ggml.scores", [0] * size)
@@ -122,7 +122,7 @@ def _special(v: Vocabulary, data: Json, n: int) -> list[str]:
         raise FormatError(f"{path}: special_tokens is {short(specials)}, not a list", "QK-E114")
     texts += [f"<SPECIAL_{i}>" for i in range(len(texts), n)]
     if len(texts) != n or not all(isinstance(text, str) for text in texts) or len(set(texts)) < n:
-        raise FormatError(f"{path}: its special tokens are not {n} different texts", "QK-E114")
+        raise FormatError(f"{path}: its special tokens must be {n} different texts", "QK-E114")
     return texts
 
 
@@ -130,7 +130,7 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
     """Return the ranks of the first ``n`` tokens."""
     path, entries = v.folder / FILE, data.get("vocab")
     if not isinstance(entries, list) or not 256 <= n <= len(entries):
-        raise FormatError(f"{path}: its vocab does not hold {n} tokens", "QK-E114")
+        raise FormatError(f"{path}: its vocab does not contain {n} tokens", "QK-E114")
     ranks: dict[bytes, int] = {}
     for i, entry in enumerate(entries[:n]):
         try:
@@ -138,7 +138,7 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
         except (KeyError, TypeError, ValueError, binascii.Error):
             raise FormatError(f"{path}: token {i} has no bytes in Base64: {short(entry)}", "QK-E114") from None
         if entry.get("rank") != i or (i < 256 and token != bytes([i])) or not 0 < len(token) <= _MAX_TOKEN:
-            raise FormatError(f"{path}: token {i} is not the one of this rank: {short(entry)}", "QK-E114")
+            raise FormatError(f"{path}: token {i} does not have this rank: {short(entry)}", "QK-E114")
         if token in ranks:
             raise FormatError(f"{path}: tokens {ranks[token]} and {i} are the same", "QK-E114")
         ranks[token] = i
@@ -153,7 +153,7 @@ def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
         if not pairs:
             raise FormatError(
-                f"{v.folder / FILE}: token {ranks[token]} is made of no two others: {short(token)}", "QK-E114"
+                f"{v.folder / FILE}: token {ranks[token]} is not a merge of two others: {short(token)}", "QK-E114"
             )
         merges += [f"{to_letters(a)} {to_letters(b)}" for _, _, a, b in pairs]
     return merges

@@ -74,10 +74,12 @@ def read_ranks(path: Path) -> Ranks:
             token, number = base64.b64decode(text, validate=True), int(rank)
         except (ValueError, binascii.Error):
             raise FormatError(
-                f"{path}: line {line_number} is no token in Base64 with its rank: {short(line)}", "QK-E114"
+                f"{path}: line {line_number} is not a Base64 token with its rank: {short(line)}", "QK-E114"
             ) from None
         if not 0 < len(token) <= MAX_TOKEN or not 0 <= number < MAX_TOKENS:
-            raise FormatError(f"{path}: line {line_number}: a token of {len(token)} bytes, of rank {number}", "QK-E114")
+            raise FormatError(
+                f"{path}: line {line_number}: a token of {len(token)} bytes with rank {number}", "QK-E114"
+            )
         ranks[token] = number
     return ranks
 
@@ -117,13 +119,13 @@ def write_ranks(v: Vocabulary, kind: RankFile, complete: Complete = lambda speci
     path = v.folder / kind.file
     if not path.exists():
         raise FormatError(
-            f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary", "QK-E114"
+            f"{v.folder}: has neither tokenizer.json nor {kind.file}, so the vocabulary is missing", "QK-E114"
         )
-    v.source = f"how {kind.file} splits a text stands in a program beside it, which is not run here"
+    v.source = f"{kind.file} needs the checkpoint's own Python code to split text, which quantkit does not run"
     ranks = read_ranks(path)
     size = v.config.number("vocab_size")
     if not max(ranks.values(), default=0) < size <= min(MAX_TOKENS, len(ranks) + MAX_PADDING):
-        raise FormatError(f"{path}: it has {len(ranks)} tokens, and vocab_size of config.json is {size}", "QK-E114")
+        raise FormatError(f"{path}: has {len(ranks)} tokens, but vocab_size of config.json is {size}", "QK-E114")
     first = len(ranks)
     last = min(size, first + kind.max_special)
     special = {number: kind.special(number - first, number) for number in range(first, last)}
@@ -160,4 +162,4 @@ def to_bytes(text: str) -> bytes:
     try:
         return bytes(_BYTES[letter] for letter in text)
     except KeyError as e:
-        raise ValueError(f"{text!r} is no token of byte-level BPE") from e
+        raise ValueError(f"{text!r} is not a token of byte-level BPE") from e

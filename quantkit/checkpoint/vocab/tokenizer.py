@@ -78,7 +78,7 @@ class Vocabulary:
         self.pre = pre
         #: Gives a difficult text and its ids by the files that were read, or says why these cannot be run here; the
         #: writer sets it.
-        self.source: Callable[[], tuple[str, list[int]]] | str = "nothing here runs its tokenizer"
+        self.source: Callable[[], tuple[str, list[int]]] | str = "quantkit cannot run its tokenizer"
 
     def has(self, name: str) -> bool:
         """Return whether a file exists."""
@@ -101,7 +101,8 @@ class Vocabulary:
             lists_added = "added_tokens_decoder" in self.tokenizer_config
             return tokenizer_json.json_from_merges(self.folder, self.class_name, self.settings, lists_added)
         raise FormatError(
-            f"{self.folder}: it has no tokenizer.json, so there is no vocabulary: add that of the model it is from",
+            f"{self.folder}: has no tokenizer.json, so the vocabulary is missing: copy the tokenizer of the original "
+            "model",
             "QK-E114",
         )
 
@@ -128,7 +129,7 @@ class Vocabulary:
         """The model of tokenizer.json."""
         model = self.json.get("model")
         if not isinstance(model, dict):
-            raise FormatError(f"{self.where}: it has no model", "QK-E114")
+            raise FormatError(f"{self.where}: has no model", "QK-E114")
         return model
 
     @property
@@ -140,8 +141,8 @@ class Vocabulary:
         """Raise FormatError where the model of tokenizer.json is not of the type that is to be written."""
         if self.model_type != expected:
             raise FormatError(
-                f"{self.where}: its model is {short(self.model_type)}, but that of this class is {expected}: take the "
-                "tokenizer of the model it is from",
+                f"{self.where}: its model is {short(self.model_type)}, but this class needs {expected}: copy the "
+                "tokenizer of the original model",
                 "QK-E114",
             )
 
@@ -153,7 +154,7 @@ class Vocabulary:
             pieces = (piece[0] if isinstance(piece, list) and piece else None for piece in vocab)
             vocab = {text: i for i, text in enumerate(pieces) if isinstance(text, str)}
         if not isinstance(vocab, dict) or not _are_ids(vocab.values()):
-            raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids", "QK-E114")
+            raise FormatError(f"{self.where}: model.vocab is not a table of tokens and ids", "QK-E114")
         return vocab
 
     @property
@@ -207,7 +208,7 @@ class Vocabulary:
         table = self.tokenizer_config.get("added_tokens_decoder") or {}
         where = self.folder / "tokenizer_config.json"
         if not isinstance(table, dict) or not all(str(key).isdecimal() and len(str(key)) < 10 for key in table):
-            raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id", "QK-E114")
+            raise FormatError(f"{where}: added_tokens_decoder is not a table of tokens by id", "QK-E114")
         entries = sorted(((int(key), entry) for key, entry in table.items()), key=lambda item: item[0])
         return list(zip((number for number, _ in entries), self._entries([e for _, e in entries], where), strict=True))
 
@@ -277,10 +278,10 @@ class Vocabulary:
     def library(self) -> Child:
         """A child with the tokenizer as the package tokenizers runs it: a ``foreign.tokenizer.Tokenizer``."""
         if PRE_TOKENIZER.missing():
-            raise missing_packages(PRE_TOKENIZER, hint=f"or name that of {self.where} with --pre")
+            raise missing_packages(PRE_TOKENIZER, hint=f"or set that of {self.where} with --pre")
         if self.model_type == "BPE" and self.model.get("continuing_subword_prefix"):  # it panics where a merge lacks it
             raise FormatError(
-                f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE", "QK-E114"
+                f"{self.where}: model.continuing_subword_prefix is not empty: not a byte-level BPE", "QK-E114"
             )
         added = [(token.text, token.options) for token in self.added.values()]
         changes = (self._byte_level, self._bert_normalizer, self._affixes)
@@ -336,16 +337,16 @@ class Vocabulary:
         digest = sha256(str(self.ids(TEXT, add_special_tokens=True)).encode()).hexdigest()
         if digest not in PRE_HASHES and self.model_type == "WordPiece":
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {digest}); it is one of words and pieces, which "
-                "llama.cpp splits in one way whatever it is called: name it with --pre jina-v2-en",
+                f"{self.where}: unknown pre-tokenizer (hash {digest}); llama.cpp splits all WordPiece vocabularies in "
+                "the same way: use --pre jina-v2-en",
                 "QK-E115",
             )
         if digest not in PRE_HASHES:
             ends = set(self.library.call("word_ends", TEXT))
             tried = advice(ends, bool(self.model.get("ignore_merges", False)))
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {digest}), and llama.cpp tokenizes by its name: "
-                f"{tried}; see `quantkit inspect` on a GGUF file of the model, if there is one, for tokenizer.ggml.pre",
+                f"{self.where}: unknown pre-tokenizer (hash {digest}): {tried}; if a GGUF file of the model exists, "
+                "see its tokenizer.ggml.pre in `quantkit inspect`",
                 "QK-E115",
             )
         return PRE_HASHES[digest][0]
@@ -419,17 +420,16 @@ def _check_named(v: Vocabulary, size: int) -> None:
         return
     where = v.folder / "tokenizer_config.json"
     problem = (
-        f"which is not in {v.where.name}; as number {token.number} it has no place among the {size} tokens that "
-        "config.json speaks of (vocab_size)"
+        f"which is not in {v.where.name}; its id {token.number} exceeds the {size} tokens of vocab_size in config.json"
     )
     if token.text in _CLASS_TOKENS.get(v.class_name, {}).values() and token.text not in v.named_texts:
         raise FormatError(
-            f"{where}: it does not name the special tokens, and those of {v.class_name} include "
-            f"{short(token.text)}, {problem}: add the file of the model, or name them",
+            f"{where}: has no special tokens, and those of {v.class_name} include {short(token.text)}, {problem}: "
+            "copy the file of the original model, or add them",
             "QK-E114",
         )
     raise FormatError(
-        f"{where}: it names the token {short(token.text)}, {problem}: correct its spelling, or remove it", "QK-E114"
+        f"{where}: has the token {short(token.text)}, {problem}: correct its spelling, or remove it", "QK-E114"
     )
 
 
@@ -444,7 +444,7 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
     if highest >= size:
         _check_named(v, size)
         raise FormatError(
-            f"{v.where}: it has a token {highest}, but vocab_size of config.json is {size}: one of them is of "
+            f"{v.where}: has a token {highest}, but vocab_size of config.json is {size}: one of them belongs to "
             "another model",
             "QK-E114",
         )

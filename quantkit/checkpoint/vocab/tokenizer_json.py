@@ -86,9 +86,9 @@ def json_from_merges(folder: Path, class_name: str, settings: Json, lists_added:
     elif class_name not in _LIKE_GPT2:
         classes = ", ".join((*_LIKE_GPT2, "Qwen2"))
         raise FormatError(
-            f"{folder}: it has vocab.json and merges.txt but no tokenizer.json, and its tokenizer is of the class "
-            f"{class_name or '(none is named)'}; only for {classes} it is known how these split a text: "
-            "save it with transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            f"{folder}: has vocab.json and merges.txt but no tokenizer.json, and its tokenizer class is "
+            f"{class_name or '(missing)'}; only {classes} are supported without tokenizer.json: save it with "
+            "transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
             "QK-E114",
         )
     model = {"type": "BPE", "vocab": read_json(folder / MERGES_FILES[0]), "merges": _merges(folder / MERGES_FILES[1])}

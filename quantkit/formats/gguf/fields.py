@@ -79,7 +79,7 @@ class Field:
         if not is_array:
             if item_type is not None:
                 raise RecipeError(
-                    f"key {short(key)}: an item type was given, but {short(value)} is no array", "QK-E203"
+                    f"key {short(key)}: an item type was given, but {short(value)} is not an array", "QK-E203"
                 )
             numpy_type = _BY_DTYPE.get(value.dtype) if isinstance(value, np.generic) else None
             explicit_type = type if type is not None else numpy_type
@@ -136,7 +136,7 @@ class Field:
 def _infer(key: str, items: list[Any]) -> ValueType:
     """Return the value type that holds all of ``items``."""
     if not items:
-        raise RecipeError(f"key {short(key)}: an empty list tells no item type; give item_type", "QK-E203")
+        raise RecipeError(f"key {short(key)}: an empty list has no item type; give item_type", "QK-E203")
     if all(isinstance(v, (bool, np.bool_)) for v in items):
         return ValueType.BOOL
     if all(isinstance(v, str) for v in items):
@@ -158,7 +158,7 @@ def _pack(key: str, value_type: ValueType, items: list[Any]) -> bytes:
     if value_type is ValueType.STRING:
         return _pack_strings(key, items)
     if value_type not in _LETTERS:
-        raise RecipeError(f"key {short(key)}: arrays of arrays are not written; no runtime reads them", "QK-E203")
+        raise RecipeError(f"key {short(key)}: arrays of arrays are not supported; no runtime reads them", "QK-E203")
     bools = [isinstance(v, (bool, np.bool_)) for v in items]
     if not all(bools) if value_type is ValueType.BOOL else any(bools):
         raise RecipeError(f"key {short(key)}: {short(items)} does not fit {value_type.name}", "QK-E203")

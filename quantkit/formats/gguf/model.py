@@ -79,7 +79,7 @@ class GGUFFile:
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         if self._header_only:
             raise FormatError(
-                f"{self.paths[info.shard]}: opened for its header only; it has no tensor data here", "QK-E103"
+                f"{self.paths[info.shard]}: opened for its header only, so its tensor data cannot be read", "QK-E103"
             )
         if not info.nbytes:
             return np.empty(0, np.uint8)
@@ -88,7 +88,7 @@ class GGUFFile:
             check_unchanged(self.paths[info.shard : info.shard + 1])
         if info.offset + info.nbytes > len(view):
             raise FormatError(
-                f"{self.paths[info.shard]}: the file has shrunk; {info.name} is gone, at byte {len(view)}", "QK-E109"
+                f"{self.paths[info.shard]}: the file has shrunk to {len(view)} bytes; {info.name} is missing", "QK-E109"
             )
         return np.frombuffer(view, np.uint8, info.nbytes, info.offset)
 
@@ -207,7 +207,7 @@ def open_model(path: str | os.PathLike[str]) -> GGUFFile:
     file = open_gguf(path)
     if not file.tensors:
         raise FormatError(
-            f"{file.paths[0]}: there is no tensor in it, so this is no model: convert or download it again", "QK-E105"
+            f"{file.paths[0]}: has no tensors, so this is not a model: convert or download it again", "QK-E105"
         )
     return file
 
@@ -240,7 +240,7 @@ def _shard_paths(location: Path, no: int, count: int) -> list[Path]:
     if missing:
         suffix = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise FormatError(
-            f"{location}: {len(missing)} of {count} shards are missing beside it: {', '.join(missing[:3])}{suffix}",
+            f"{location}: {len(missing)} of {count} shards are missing: {', '.join(missing[:3])}{suffix}",
             "QK-E104",
         )
     return paths
@@ -253,7 +253,8 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
         no, its_count = _split_int(shard, "split.no"), _split_int(shard, "split.count", count)
         if (no, its_count) != (i, count):
             raise FormatError(
-                f"{shard.path}: says shard {no + 1} of {its_count}, its name {i + 1} of {count}", "QK-E104"
+                f"{shard.path}: its metadata says shard {no + 1} of {its_count}, its name shard {i + 1} of {count}",
+                "QK-E104",
             )
         for tensor in shard.tensors:
             owner_path = owner.setdefault(tensor.name, shard.path)
@@ -263,7 +264,7 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
         total = _split_int(shard, "split.tensors.count", len(owner))
         if total != len(owner):
             raise FormatError(
-                f"{shard.path}: split.tensors.count is {total}, but the shards hold {len(owner)}", "QK-E104"
+                f"{shard.path}: split.tensors.count is {total}, but the shards contain {len(owner)}", "QK-E104"
             )
 
 

@@ -37,8 +37,8 @@ _MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 4 + 8
 #: What a file that is not GGUF may be.
 _OTHER_MAGICS = {
     b"vers": "a Git LFS pointer: fetch the file itself (git lfs pull)",
-    b"<!DO": "an HTML page: the download went wrong",
-    b"<htm": "an HTML page: the download went wrong",
+    b"<!DO": "an HTML page: the download failed",
+    b"<htm": "an HTML page: the download failed",
     b"tjgg": "a GGJT file of 2023: convert the model again",
     b"PK\x03\x04": "a zip archive",
 }
@@ -90,7 +90,7 @@ class _Cursor:
 
     def skip(self, n: int, item: str) -> None:
         if n > self.left:
-            message = f"{item} takes {n} bytes, but the file ends after {self.left} more (truncated?)"
+            message = f"{item} needs {n} bytes, but the file ends after {self.left} more (truncated?)"
             raise self.fail(message, code="QK-E103")
         self.pos += n
         if self.pos > len(self.buf):
@@ -113,7 +113,7 @@ class _Cursor:
         self.skip(n, item)
         data = bytes(self.buf[self.pos - n : self.pos])
         if 0 in data:
-            raise self.fail(f"{item} {short(data)} holds a NUL byte", start + 8)
+            raise self.fail(f"{item} {short(data)} contains a NUL byte", start + 8)
         try:
             return data.decode()
         except UnicodeDecodeError as e:
@@ -126,22 +126,26 @@ def _read_header(cur: _Cursor) -> tuple[int, int, int]:
     if magic != MAGIC:
         likely_kind = _OTHER_MAGICS.get(magic)
         raise cur.fail(
-            f"not a GGUF file: it begins with {magic!r}" + (f"; it looks like {likely_kind}" if likely_kind else ""),
+            f"not a GGUF file: it starts with {magic!r}" + (f"; it looks like {likely_kind}" if likely_kind else ""),
             0,
             "QK-E101",
         )
     cur.pos = 4
     version = cur.u32("the version")
     if version and version & 0xFFFF == 0:
-        raise cur.fail("a big-endian GGUF file; only little-endian ones are read (convert the model again)", 4)
+        raise cur.fail("a big-endian GGUF file; only little-endian files are supported (convert the model again)", 4)
     if version not in (2, 3):
-        raise cur.fail(f"GGUF version {version}; only versions 2 and 3 are read", 4)
+        raise cur.fail(f"GGUF version {version}; only versions 2 and 3 are supported", 4)
     n_tensors = cur.u64("the number of tensors")
     n_kv = cur.u64("the number of keys")
     if n_kv > min(cur.left // _MIN_FIELD, MAX_FIELDS):
-        raise cur.fail(f"{n_kv} keys; {cur.left} bytes follow, and at most {MAX_FIELDS} keys are read", 16)
+        raise cur.fail(
+            f"{n_kv} keys, but only {cur.left} bytes follow, and at most {MAX_FIELDS} keys are supported", 16
+        )
     if n_tensors > min((cur.left - n_kv * _MIN_FIELD) // _MIN_TENSOR, MAX_TENSORS):
-        raise cur.fail(f"{n_tensors} tensors; {cur.left} bytes follow, and at most {MAX_TENSORS} tensors are read", 8)
+        raise cur.fail(
+            f"{n_tensors} tensors, but only {cur.left} bytes follow, and at most {MAX_TENSORS} tensors are supported", 8
+        )
     return version, n_tensors, n_kv
 
 
@@ -178,11 +182,11 @@ def _skip_array(cur: _Cursor, item: str) -> ValueType:
         raise cur.fail(f"{item} is an array of arrays, which no runtime reads", count_at - 4)
     if count > cur.left // SIZES.get(item_type, 8):
         raise cur.fail(
-            f"{item} counts {count} items of {item_type.name}, more than the {cur.left} bytes left", count_at
+            f"{item} has {count} items of {item_type.name}, more than the remaining {cur.left} bytes", count_at
         )
     if item_type is ValueType.STRING:
         if count > MAX_STRINGS:
-            raise cur.fail(f"{item} counts {count} strings; at most {MAX_STRINGS} are read", count_at)
+            raise cur.fail(f"{item} has {count} strings; at most {MAX_STRINGS} are supported", count_at)
         _skip_strings(cur, count, item)
         return item_type
     start = cur.pos
@@ -190,7 +194,7 @@ def _skip_array(cur: _Cursor, item: str) -> ValueType:
     if item_type is ValueType.BOOL and count:
         items = np.frombuffer(cur.buf, np.uint8, count, start)
         if items.max() > 1:
-            raise cur.fail(f"{item} holds a boolean of {items.max()}, neither 0 nor 1", start + int(items.argmax()))
+            raise cur.fail(f"{item} contains a boolean of {items.max()}, neither 0 nor 1", start + int(items.argmax()))
     return item_type
 
 
@@ -260,7 +264,7 @@ def map_file(path: Path) -> memoryview:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 is_folder = stat.S_ISDIR(status.st_mode)
-                kind = "a directory; name the .gguf file in it" if is_folder else "not a regular file"
+                kind = "a directory; give the .gguf file in it" if is_folder else "not a regular file"
                 raise FormatError(f"{path}: {kind}", "QK-E120")
             if status.st_size == 0:
                 raise FormatError(f"{path}: the file is empty", "QK-E103")
@@ -304,7 +308,7 @@ def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
         start = cur.pos
         item = _read_field(cur, i)
         if item.key in fields:
-            raise cur.fail(f"key {short(item.key)} appears twice", start, "QK-E107")
+            raise cur.fail(f"key {short(item.key)} occurs twice", start, "QK-E107")
         fields[item.key] = item
         if item.key == ALIGNMENT_KEY:
             try:
@@ -317,9 +321,9 @@ def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
         start = cur.pos
         tensor = _read_tensor(cur, i, shard)
         if tensor.name in names:
-            raise cur.fail(f"tensor {short(tensor.name)} appears twice", start, "QK-E107")
+            raise cur.fail(f"tensor {short(tensor.name)} occurs twice", start, "QK-E107")
         if tensor.offset % alignment:
-            problem = f"tensor {short(tensor.name)}: its offset {tensor.offset} is no multiple of {alignment}"
+            problem = f"tensor {short(tensor.name)}: its offset {tensor.offset} is not a multiple of {alignment}"
             raise cur.fail(problem, cur.pos - 8)
         names.add(tensor.name)
         tensors.append(tensor)

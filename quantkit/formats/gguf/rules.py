@@ -66,8 +66,8 @@ def checked_bytes(tensor_type: TensorType, shape: Sequence[int]) -> int:
             raise ValueError(f"shape {list(shape)} has a dimension below 0")
         n *= max(ne, 1)
     if n >= 1 << 63:
-        raise ValueError(f"shape {list(shape)} has more values than 63 bits count")
+        raise ValueError(f"shape {list(shape)} has more values than 63 bits can count")
     nbytes = tensor_type.tensor_bytes(shape)
     if nbytes >= 1 << 63:
-        raise ValueError(f"shape {list(shape)} takes more bytes than 63 bits count")
+        raise ValueError(f"shape {list(shape)} needs more bytes than 63 bits can count")
     return nbytes

@@ -56,4 +56,6 @@ def open_logits(path: str | Path) -> LogitsFile:
                 return kind(path)
     except OSError as e:
         raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from e
-    raise FormatError(f"{path}: begins with {magic!r}: no base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit")
+    raise FormatError(
+        f"{path}: starts with {magic!r}: not base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit"
+    )

@@ -57,7 +57,7 @@ def check_header(path: Path, n_ctx: int, n_vocab: int, n_chunks: int) -> None:
     for name, value, least in (("n_ctx", n_ctx, 3), ("n_vocab", n_vocab, 1), ("n_chunk", n_chunks, 1)):
         if value < least:
             raise FormatError(
-                f"{path}: header: {name} is {value}, at least {least} is needed: not base logits, or broken"
+                f"{path}: header: {name} is {value}, but must be at least {least}: not base logits, or damaged"
             )
 
 

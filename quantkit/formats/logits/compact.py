@@ -127,7 +127,7 @@ def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -
     n = int(starts[-1])
     if counts.min() < 1 or counts.max() > min(top_k, n_vocab) or len(raw) != _ROW_BYTES * n_rows + _TOKEN_BYTES * n:
         raise FormatError(
-            f"{where}: it keeps {counts.min()} to {counts.max()} tokens a position in {len(raw)} bytes", "QK-E122"
+            f"{where}: has {counts.min()} to {counts.max()} tokens per position in {len(raw)} bytes", "QK-E122"
         )
     deltas = _from_planes(raw, 16 * n_rows, n, "<u4").astype(np.int64)
     log_probs = _from_planes(raw, 16 * n_rows + 4 * n, n, "<f4")
@@ -136,11 +136,11 @@ def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -
     repeated = deltas == 0
     repeated[starts[:-1]] = False
     if ids.max() >= n_vocab or repeated.any():
-        raise FormatError(f"{where}: token ids must ascend and be below {n_vocab}", "QK-E122")
+        raise FormatError(f"{where}: token ids must be ascending and less than {n_vocab}", "QK-E122")
     # NaN fails every comparison.
     sane = (log_probs <= 0).all() and np.isfinite(log_probs).all() and (following <= 0).all()
     if not (sane and np.isfinite(log_sum_exp).all() and ((residual >= 0) & (residual <= 1)).all()):
-        raise FormatError(f"{where}: it holds values that are no log-probabilities", "QK-E122")
+        raise FormatError(f"{where}: it contains values that are not log-probabilities", "QK-E122")
     return CompactRows(log_sum_exp, residual, following, starts, ids, log_probs)
 
 
@@ -183,9 +183,9 @@ def decompress(data: bytes, size: int, codec: str, where: str) -> bytes:
     try:
         raw = unpack(data, size)
     except Exception as e:  # each library has its own errors
-        raise FormatError(f"{where}: {codec} cannot unpack it: {e}", "QK-E122") from None
+        raise FormatError(f"{where}: {codec} cannot decompress it: {e}", "QK-E122") from None
     if len(raw) != size:
-        raise FormatError(f"{where}: it unpacks to other than the {size} bytes it should have", "QK-E122")
+        raise FormatError(f"{where}: it does not decompress to {size} bytes", "QK-E122")
     return raw
 
 
@@ -209,7 +209,7 @@ class CompactLogits:
             self.chunks = read_tokens(path, raw, n_ctx, n_vocab, _HEADER.size + len(name))
             if self.chunks.sha256() != self._sha256:
                 raise FormatError(
-                    f"{path}: the tokens do not have the SHA-256 in the header: the file is damaged", "QK-E122"
+                    f"{path}: the tokens do not match the SHA-256 in the header: the file is damaged", "QK-E122"
                 )
             self._frames = self._find_frames(file, size)
         self._last_chunk: tuple[int, CompactRows] | None = None
@@ -219,21 +219,21 @@ class CompactLogits:
         path = self.path
         if len(raw) < _HEADER.size:
             raise FormatError(
-                f"{path}: ends after {size} bytes, within the header of base logits: it was truncated", "QK-E103"
+                f"{path}: ends after {size} bytes, within the header of base logits: truncated", "QK-E103"
             )
         _, version, codec, n_ctx, n_vocab, n_chunks, top_k, self._sha256, model, name_bytes = _HEADER.unpack(raw)
         if version != VERSION:
-            raise FormatError(f"{path}: base logits of version {version}; this quantkit reads version {VERSION}")
+            raise FormatError(
+                f"{path}: base logits of version {version}; this version of quantkit reads version {VERSION}"
+            )
         if codec not in CODECS.values() or not top_k or name_bytes > MAX_NAME:
             raise FormatError(
-                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: it is damaged", "QK-E122"
+                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: damaged", "QK-E122"
             )
         check_header(path, n_ctx, n_vocab, n_chunks)
         need = _HEADER.size + name_bytes + 4 * n_ctx * n_chunks + _FRAME.size
         if size < need:
-            raise FormatError(
-                f"{path}: {size} bytes, its text and first frame alone need {need}: it was truncated", "QK-E103"
-            )
+            raise FormatError(f"{path}: {size} bytes, but its text and first frame need {need}: truncated", "QK-E103")
         self.codec = next(name for name, number in CODECS.items() if number == codec)
         self.top_k = int(top_k)
         self.fingerprint = model.hex()
@@ -250,7 +250,7 @@ class CompactLogits:
             mark, number, crc, raw_bytes, nbytes = _FRAME.unpack(file.read(_FRAME.size))
             if mark != b"CHNK" or number != len(frames) or raw_bytes > max_raw_bytes:
                 raise FormatError(
-                    f"{self.path}: byte {offset}: here the frame of chunk {len(frames)} should begin", "QK-E122"
+                    f"{self.path}: the frame of chunk {len(frames)} is not at byte {offset}: damaged", "QK-E122"
                 )
             offset += _FRAME.size
             if offset + nbytes > size:
@@ -258,10 +258,10 @@ class CompactLogits:
             frames.append((offset, nbytes, raw_bytes, crc))
             offset += nbytes
         if not frames:
-            raise FormatError(f"{self.path}: ends within its first chunk: it was truncated, write it again", "QK-E103")
+            raise FormatError(f"{self.path}: ends within its first chunk: truncated, write it again", "QK-E103")
         if len(frames) == chunks.n_chunks and offset != size:
             raise FormatError(
-                f"{self.path}: {size - offset} bytes after the last chunk, byte {offset}: it is damaged", "QK-E122"
+                f"{self.path}: {size - offset} bytes after the last chunk, byte {offset}: damaged", "QK-E122"
             )
         return frames
 
@@ -274,7 +274,7 @@ class CompactLogits:
     def description(self) -> str:
         frames = sum(nbytes for _, nbytes, _, _ in self._frames)
         bytes_per_row = frames / max(1, self.n_whole * self.chunks.rows)
-        size = f"{bytes_per_row:.0f} bytes a position"
+        size = f"{bytes_per_row:.0f} bytes per position"
         return f"quantkit's base logits of {self.model}, top {self.top_k}, {size}, {self.codec}"
 
     def chunk(self, index: int) -> CompactRows:
@@ -293,7 +293,7 @@ class CompactLogits:
         except OSError as e:
             raise ResourceError(f"{where}: cannot be read: {e.strerror or e}", os_error_code(e)) from e
         if zlib.crc32(payload.data) != crc:
-            raise FormatError(f"{where}: its checksum is wrong: the file is damaged", "QK-E122")
+            raise FormatError(f"{where}: wrong checksum: the file is damaged", "QK-E122")
         raw = decompress(payload.tobytes(), raw_bytes, self.codec, where)
         return unpack_rows(raw, self.chunks.rows, self.chunks.n_vocab, self.top_k, where)
 

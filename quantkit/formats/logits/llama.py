@@ -102,7 +102,7 @@ class LlamaLogits:
             raw = file.read(_HEADER.size)
             if len(raw) < _HEADER.size:
                 raise FormatError(
-                    f"{path}: ends after {size} bytes, within the header of base logits: it was truncated", "QK-E103"
+                    f"{path}: ends after {size} bytes, within the header of base logits: truncated", "QK-E103"
                 )
             _, n_ctx, n_vocab, n_chunks = _HEADER.unpack(raw)
             check_header(path, n_ctx, n_vocab, n_chunks)
@@ -117,19 +117,18 @@ class LlamaLogits:
         complete_bytes = self._start + n_chunks * chunk_bytes
         if size > complete_bytes:
             raise FormatError(
-                f"{self.path}: {size} bytes, but its header describes {complete_bytes}: not base logits, or broken"
+                f"{self.path}: {size} bytes, but its header describes {complete_bytes}: not base logits, or damaged"
             )
         if size < self._start + chunk_bytes:
             raise FormatError(
                 f"{self.path}: {size} bytes, but its header describes {complete_bytes}, {self._start + chunk_bytes} "
-                "up to the"
-                " end of its first chunk: it was truncated, write it again",
+                "up to the end of its first chunk: truncated, write it again",
                 "QK-E103",
             )
 
     @property
     def description(self) -> str:
-        return f"llama.cpp's base logits, {16 * self.chunks.n_vocab // 8} bytes a position"
+        return f"llama.cpp's base logits, {16 * self.chunks.n_vocab // 8} bytes per position"
 
     def rows(self, chunk: int, first: int, last: int) -> LlamaRows:
         """Read rows ``first`` to ``last`` (exclusive) of a chunk. Raises FormatError on scales that are none."""
@@ -149,8 +148,8 @@ class LlamaLogits:
             row = first + int(bad[0])
             scale, minimum = (float(v) for v in header[bad[0]])
             raise FormatError(
-                f"{self.path}: chunk {chunk}, position {self.chunks.first + row}, byte"
-                f" {offset + int(bad[0]) * self._row_bytes}: scale {scale} and minimum {minimum} are no "
+                f"{self.path}: chunk {chunk}, position {self.chunks.first + row}, byte "
+                f"{offset + int(bad[0]) * self._row_bytes}: scale {scale} and minimum {minimum} are not "
                 "log-probabilities"
             )
         return LlamaRows(header[:, 0], header[:, 1], codes[:, 4 : 4 + self.chunks.n_vocab])
@@ -161,7 +160,7 @@ class LlamaWriter:
 
     def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16) -> None:
         if clip not in CLIPS.values():
-            raise ValueError(f"clip {clip}: files have {sorted(CLIPS.values())}")
+            raise ValueError(f"clip {clip}: choose one of {sorted(CLIPS.values())}")
         self.path = located(path)
         self.chunks = chunks
         self.clip = clip
@@ -176,8 +175,8 @@ class LlamaWriter:
         free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else self.nbytes
         if free < self.nbytes:
             raise ResourceError(
-                f"{self.path.parent}: {format_size(self.nbytes)} are needed, {format_size(free)} are free; fewer"
-                " --chunks, or --logits-format compact",
+                f"{self.path.parent}: needs {format_size(self.nbytes)}, but only {format_size(free)} are free; use "
+                "fewer --chunks, or --logits-format compact",
                 "QK-E406",
             )
         self.path.write_bytes(self.header)
@@ -201,7 +200,9 @@ class LlamaSharer(LlamaWriter):
     def _begin(self) -> None:
         with self.path.open("rb") as file:
             if file.read(len(self.header)) != self.header:
-                raise FormatError(f"{self.path} is not what was begun: it has other chunks, or none", "QK-E409")
+                raise FormatError(
+                    f"{self.path} is not the file that this run started: it has other chunks, or none", "QK-E409"
+                )
             self._fd = os.open(self.path, os.O_WRONLY)
 
     def _write_at(self, data: npt.NDArray[np.uint8], offset: int) -> None:

@@ -90,7 +90,7 @@ def read_into(
     """
     end, size = offset + out.size, url.facts.size
     if end > size:
-        raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated", "QK-E103")
+        raise FormatError(f"{url}: ends at byte {size}, within tensor data: truncated", "QK-E103")
     if not out.size:
         return
     start, stop, step = (*within, BLOCK) if within is not None else (0, size, BLOCK)
@@ -134,7 +134,7 @@ def fetch(url: Object, file: IO[bytes]) -> None:
         file.flush()
         if digest is None or digest.hexdigest() == expected:
             return
-    raise FormatError(f"{url}: it arrives damaged: its {kind} is not the one that the store has of it", "QK-E412")
+    raise FormatError(f"{url}: received damaged data: its {kind} differs from the store's", "QK-E412")
 
 
 def _blocks_in_order(url: Object) -> Iterable[bytes]:

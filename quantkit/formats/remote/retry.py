@@ -140,7 +140,7 @@ def judge(e: BaseException) -> Verdict:
             return Verdict(Meaning.RETRY, str(error))
     for error in chain:
         if _CREDENTIALS & _class_names(error):
-            return Verdict(Meaning.DENIED, "there are no credentials for it")
+            return Verdict(Meaning.DENIED, "no credentials")
     for error in chain:
         if isinstance(getattr(error, "response", None), dict):
             return _judge_answer(*_answer_of(error))
@@ -152,7 +152,7 @@ def judge(e: BaseException) -> Verdict:
             return _judge_answer(*answer)
     for error in chain:
         if isinstance(error, FileNotFoundError):
-            return Verdict(Meaning.MISSING, "there is no such file")
+            return Verdict(Meaning.MISSING, "no such file")
         if isinstance(error, PermissionError):
             return Verdict(Meaning.DENIED, "access is denied")
     return Verdict(
@@ -256,10 +256,10 @@ def error_of(where: object, verdict: Verdict) -> Exception:
     reason = verdict.reason
     if verdict.meaning is Meaning.CHANGED:
         return FormatError(
-            f"{where}: it was replaced by another object, or cut, while it was read; begin anew ({reason})", "QK-E109"
+            f"{where}: the object was replaced or truncated while it was being read; start over ({reason})", "QK-E109"
         )
     if verdict.meaning is Meaning.MISSING:
-        return FileNotFoundError(errno.ENOENT, f"there is nothing of this name ({reason})", str(where))
+        return FileNotFoundError(errno.ENOENT, f"no such object ({reason})", str(where))
     if verdict.meaning is Meaning.DENIED:
         return PermissionError(
             errno.EACCES, f"access is denied ({reason}); check the credentials and their rights", str(where)

@@ -83,13 +83,13 @@ class S3:
             self._call("head_bucket", Bucket=bucket)
         except Exception as e:
             if judge(e).meaning is Meaning.MISSING:
-                raise FileNotFoundError(2, f"there is no bucket {bucket}; make it first", str(url)) from None
+                raise FileNotFoundError(2, f"no bucket {bucket}; create it first", str(url)) from None
 
     # ---------------------------------------------------------------- reading
 
     def facts(self, url: Object) -> Facts:
         if not self._names(url)["Key"]:
-            raise FileNotFoundError(2, "a bucket; name an object in it", str(url))
+            raise FileNotFoundError(2, "a bucket; give an object in it", str(url))
         head = self._request(url, "head_object", retry.FIRST_LOOK, **self._version(url))
         kms = "kms" in str(head.get("ServerSideEncryption", "")) or head.get("SSECustomerAlgorithm")
         tag = str(head.get("ETag", "")).strip('"')
@@ -132,11 +132,9 @@ class S3:
 
     def check_writable(self, url: Object) -> None:
         if not self._names(url)["Key"]:
-            raise ResourceError(f"{url}: a bucket; name an object in it", "QK-E412")
+            raise ResourceError(f"{url}: a bucket; give an object in it", "QK-E412")
         if self._version(url):
-            raise ResourceError(
-                f"{url}: a version of an object; what is written is a new one: omit ?versionId=", "QK-E412"
-            )
+            raise ResourceError(f"{url}: a version of an object cannot be written: omit ?versionId=", "QK-E412")
         try:
             self._check_bucket(url)
         except FileNotFoundError as e:
@@ -171,7 +169,7 @@ class S3:
             tag = str(answer["ETag"]).strip('"')
             kms = "kms" in str(answer.get("ServerSideEncryption", "")) or answer.get("SSECustomerAlgorithm")
             if not kms and _MD5.fullmatch(tag) and tag != md5.hexdigest():
-                raise BrokenAnswer(f"part {number} arrived damaged: its checksum is not that of what was sent")
+                raise BrokenAnswer(f"part {number} was damaged during upload: its checksum differs")
             return UploadedPart(number, tag, len(data))
 
         return with_retries(url, send)
@@ -211,7 +209,9 @@ class S3:
                     return
                 verdict = judge(e)
                 if verdict.meaning is Meaning.CHANGED:
-                    raise Answer(412, "an object of this name has appeared", meaning=Meaning.PRESENT) from None
+                    raise Answer(
+                        412, "an object of this name was created in the meantime", meaning=Meaning.PRESENT
+                    ) from None
                 if only_new and verdict.status == 501:  # a store without conditions
                     only_new.clear()
                     raise BrokenAnswer(verdict.reason) from None
@@ -245,6 +245,6 @@ def _listing_facts(info: Mapping[str, Any]) -> Facts:
 def part_bytes(nbytes: int, usual: int) -> int:
     """Return the part size of an object: the usual one, or a larger one that keeps it within ``MAX_PARTS`` parts."""
     if nbytes > MAX_PARTS * MAX_PART:
-        raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size", "QK-E412")
+        raise ResourceError(f"{nbytes} bytes exceed the limit of an S3 object: use --split-max-size", "QK-E412")
     least = -(-nbytes // MAX_PARTS)
     return usual if least <= usual else -(-least // (1 << 20)) << 20

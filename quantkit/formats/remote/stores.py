@@ -55,7 +55,7 @@ def _connect(url: Object) -> Store:
         raise _missing_package(url, package) from None
     except ValueError:
         raise ResourceError(
-            f"{url}: {scheme}:// is no scheme that fsspec knows; is it s3://, gs://, hf://, https://?", "QK-E412"
+            f"{url}: fsspec does not know the scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
         ) from None
     if scheme == "s3":
         return S3(kind, fsspec.config.conf.get("s3", {}))
@@ -64,9 +64,7 @@ def _connect(url: Object) -> Store:
     try:
         return FsspecStore(kind(skip_instance_cache=True), scheme)
     except Exception as e:
-        raise ResourceError(
-            f"{url}: there is no connection to {scheme}://: {retry.judge(e).reason}", "QK-E412"
-        ) from None
+        raise ResourceError(f"{url}: cannot connect to {scheme}://: {retry.judge(e).reason}", "QK-E412") from None
 
 
 def _missing_package(url: Object, package: str) -> ResourceError:
@@ -118,13 +116,11 @@ class Web:
             if pinned is not None and facts[:2] != pinned[:2]:
                 raise Answer(412, "another entity tag, date or length", meaning=Meaning.CHANGED)
             if is_whole and facts.size > end - begin:
-                raise Answer(200, "its server gives no ranges of files", meaning=Meaning.UNKNOWN)
+                raise Answer(200, "its server does not support range requests", meaning=Meaning.UNKNOWN)
             return facts, await answer.read()
 
     def check_writable(self, url: Object) -> None:
-        raise ResourceError(
-            f"{url}: nothing can be written to {url.scheme}://; write to s3://, or to a file", "QK-E412"
-        )
+        raise ResourceError(f"{url}: {url.scheme}:// is read-only; write to s3://, or to a file", "QK-E412")
 
     def upload_file(self, url: Object, file: Path) -> None:
         self.check_writable(url)
@@ -178,7 +174,7 @@ class FsspecStore:
             self.fs.invalidate_cache()
             info = self._call("info", self._path(url))
             if info.get("type") == "directory":
-                raise Answer(404, "a folder; name a file in it")
+                raise Answer(404, "a folder; give a file in it")
             return _info_facts(info)
 
         return with_retries(url, ask, retry.FIRST_LOOK)
@@ -211,11 +207,11 @@ class FsspecStore:
 
     def check_writable(self, url: Object) -> None:
         if self.scheme == "hf":
-            raise ResourceError(f"{url}: hf:// is only read here; write to a file, then `hf upload` it", "QK-E412")
-        if self.scheme == "memory":
             raise ResourceError(
-                f"{url}: memory:// ends with this process, and what is in it; write to a file", "QK-E412"
+                f"{url}: hf:// is read-only; write to a file, then upload it with `hf upload`", "QK-E412"
             )
+        if self.scheme == "memory":
+            raise ResourceError(f"{url}: memory:// is lost when this process ends; write to a file", "QK-E412")
 
     def upload_file(self, url: Object, file: Path) -> None:
         path = self._path(url)
@@ -227,7 +223,7 @@ class FsspecStore:
                 self.fs.makedirs(parent, exist_ok=True)
             self.fs.put_file(str(file), growing)
             if (size := self.fs.info(growing)["size"]) != file.stat().st_size:
-                raise BrokenAnswer(f"{size} bytes arrived instead of {file.stat().st_size}")
+                raise BrokenAnswer(f"received {size} bytes instead of {file.stat().st_size}")
             self.fs.mv(growing, path)
 
         try:

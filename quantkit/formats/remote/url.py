@@ -59,8 +59,8 @@ def _normalize(scheme: str, location: str) -> str:
     has_secret = not user and port and not port.isdecimal() and not host.startswith("arn:") and "@" in path
     if has_secret or (":" in user or user and scheme in ("s3", "gs")) and scheme not in _WEB:
         raise ResourceError(
-            f"{scheme}://..: this address holds a user and a password, which no output, note or message may show: give "
-            "them as its store takes them (of S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or ~/.aws)",
+            f"{scheme}://..: this address contains a user and a password, which would appear in outputs and messages: "
+            "pass them as the store expects (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or ~/.aws)",
             "QK-E412",
         )
     if scheme in _WEB:
@@ -252,7 +252,7 @@ class URL(PosixPath):
     def check(self) -> None:
         """Raise FormatError if the object has changed since it was pinned. Raises OSError, too."""
         if "facts" in self.__dict__ and self.store.facts(self)[:2] != self.facts[:2]:
-            raise FormatError(f"{self}: it was replaced by another object while it was read; begin anew", "QK-E109")
+            raise FormatError(f"{self}: the object was replaced while it was being read; start over", "QK-E109")
 
     # ---------------------------------------------------------------- its bytes
 
@@ -271,7 +271,7 @@ class URL(PosixPath):
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:  # type: ignore[override]
         """Open a copy of the whole object, a file of this machine without a name."""
         if set(mode) - set("rbt"):
-            raise io.UnsupportedOperation(f"{self}: only for reading")
+            raise io.UnsupportedOperation(f"{self}: read-only")
         file: IO[Any] = tempfile.TemporaryFile()  # noqa: SIM115 - returned
         try:
             fetch(self, file)

@@ -41,8 +41,8 @@ def pre_of(vocab: Vocab) -> Pre:
     name = "gemma4" if vocab.model == "gemma4" else vocab.source.get(KEY + "pre", "")
     if not isinstance(name, str) or name not in PRE:
         raise FormatError(
-            f"{vocab.path}: {KEY}pre is {name!r}, and how it splits a text is not known here. Another splitting would "
-            "give other ids, so none is tried; token ids are accepted everywhere: --tokens 1,2,3 or --tokens @FILE.i32",
+            f"{vocab.path}: {KEY}pre is {name!r}, a pre-tokenizer that quantkit does not know. Give token ids instead "
+            "of text: --tokens 1,2,3 or --tokens @FILE.i32",
             "QK-E115",
         )
     return PRE[name]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.outputs import read_whole
 
-_FORMS = 'token ids are given as "1,2,3" or "@FILE.i32" (raw little-endian int32)'
+_FORMS = 'write token ids as "1,2,3" or "@FILE.i32" (raw little-endian int32)'
 
 
 def read_token_ids(spec: str) -> npt.NDArray[np.int32]:
@@ -43,12 +43,14 @@ def _from_list(spec: str) -> npt.NDArray[np.int32]:
 
 def _from_file(name: str) -> npt.NDArray[np.int32]:
     if not name:
-        raise RecipeError(f"no file behind the @; {_FORMS}", "QK-E203")
+        raise RecipeError(f"no file after the @; {_FORMS}", "QK-E203")
     data = read_whole(name)
     if len(data) % 4 or not data:
         raise FormatError(f"{name}: its {len(data)} bytes are not one or more int32 ids; {_FORMS}")
     ids = np.frombuffer(data, "<i4").astype(np.int32)
     if (ids < 0).any():
         position = int(np.argmax(ids < 0))
-        raise FormatError(f"{name}: the id at byte {4 * position} is {ids[position]}; ids are not negative. {_FORMS}")
+        raise FormatError(
+            f"{name}: the id at byte {4 * position} is {ids[position]}; ids must not be negative. {_FORMS}"
+        )
     return ids

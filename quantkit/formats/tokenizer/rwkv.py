@@ -61,8 +61,6 @@ def _unescape(text: bytes, path: str) -> bytes:
         try:
             return bytes([int(match[1], 16)]) if match[1] else _ESCAPED_BYTES.get(match[2], match[2])
         except ValueError:
-            raise FormatError(
-                f"{path}: the token {text!r} has an escape that is none: {match[0]!r}", "QK-E114"
-            ) from None
+            raise FormatError(f"{path}: the token {text!r} has an invalid escape: {match[0]!r}", "QK-E114") from None
 
     return _ESCAPE.sub(replace_escape, text)

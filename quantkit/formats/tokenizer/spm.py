@@ -67,7 +67,7 @@ class Spm:
             if token_id is None:
                 raise FormatError(
                     f"{self._vocab.path}: the vocabulary has no token for {symbol!r} and none for its byte "
-                    f"0x{byte:02X} (<0x{byte:02X}>); llama.cpp ends on such a text",
+                    f"0x{byte:02X} (<0x{byte:02X}>); llama.cpp crashes on such a text",
                     "QK-E114",
                 )
             yield token_id

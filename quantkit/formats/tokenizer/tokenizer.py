@@ -60,7 +60,8 @@ class Tokenizer:
                 vocab.special.pop("bos", None)
             if vocab.model != "gemma4" and not vocab.source.get(KEY + "pre"):
                 self.notes += (
-                    f"{vocab.path} has no {KEY}pre; text is split as llama.cpp does then, likely not as in training",
+                    f"{vocab.path} has no {KEY}pre; text is split with llama.cpp's default, which probably differs "
+                    "from training",
                 )
         self.bos, self.eos, self.eot = (vocab.special.get(name) for name in ("bos", "eos", "eot"))
         self.add_bos = vocab.flag("add_bos_token", default_bos)
@@ -125,9 +126,7 @@ class Tokenizer:
         Raises RecipeError for an id that there is not.
         """
         if not 0 <= token < self.n_vocab:
-            raise RecipeError(
-                f"{self._vocab.path}: there is no token {token}; ids are 0 to {self.n_vocab - 1}", "QK-E203"
-            )
+            raise RecipeError(f"{self._vocab.path}: no token {token}; ids are 0 to {self.n_vocab - 1}", "QK-E203")
         attr = int(self._vocab.attrs[token])
         if self._vocab.model == "rwkv":
             return self._model.piece(token)
@@ -150,8 +149,8 @@ class Tokenizer:
     def _required_token(self, name: str) -> int:
         if name not in self._vocab.special:
             raise FormatError(
-                f"{self._vocab.path}: the model wants a {name} token with every text, but {KEY}{name}_token_id names "
-                "none; encode with add_special=False",
+                f"{self._vocab.path}: the model adds a {name} token to every text, but {KEY}{name}_token_id is "
+                "missing; encode with add_special=False",
                 "QK-E123",
             )
         return self._vocab.special[name]

@@ -138,7 +138,7 @@ def from_utf8(data: bytes) -> str:
                 point = point << 6 | byte & 0x3F
             if point >= _COUNT:
                 raise RecipeError(
-                    f"the text is not UTF-8: byte {match.start()} begins U+{point:X}, and code points end at U+10FFFF",
+                    f"the text is not UTF-8: byte {match.start()} starts U+{point:X}, which exceeds U+10FFFF",
                     "QK-E121",
                 )
             points.append(point)

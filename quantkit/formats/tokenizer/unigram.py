@@ -39,7 +39,7 @@ class Charsmap:
         """Raises FormatError: the map is cut off."""
         size = int.from_bytes(data[:4], "little")
         if len(data) < 4 or 4 + size >= len(data) or size < 4:
-            raise FormatError(f"{path}: {KEY}precompiled_charsmap of {len(data)} bytes is cut off", "QK-E123")
+            raise FormatError(f"{path}: {KEY}precompiled_charsmap of {len(data)} bytes is truncated", "QK-E123")
         self._path = path
         self._array: list[int] = np.frombuffer(data, "<u4", size // 4, 4).tolist()
         self._texts = data[4 + size :]
@@ -72,7 +72,7 @@ class Charsmap:
         end = self._texts.find(b"\0", replacement[1])
         if end < 0:
             raise FormatError(
-                f"{self._path}: {KEY}precompiled_charsmap has no end of the text at {replacement[1]}", "QK-E123"
+                f"{self._path}: {KEY}precompiled_charsmap has no end of text at {replacement[1]}", "QK-E123"
             )
         return replacement[0], self._texts[replacement[1] : end]
 

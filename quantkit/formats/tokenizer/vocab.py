@@ -175,7 +175,7 @@ def read_vocab(source: Metadata) -> Vocab:
     """
     path = str(source.paths[0])
     model = source.get(KEY + "model")
-    raw_ids = "Token ids are accepted everywhere instead: --tokens 1,2,3 or --tokens @FILE.i32"
+    raw_ids = "Give token ids instead of text: --tokens 1,2,3 or --tokens @FILE.i32"
     if model in (None, "no_vocab", "none"):
         raise FormatError(
             f"{path}: the file has no tokenizer ({KEY}model is {model or 'missing'}). {raw_ids}", "QK-E123"
@@ -183,14 +183,14 @@ def read_vocab(source: Metadata) -> Vocab:
     if model not in _DEFAULT_IDS:
         names = ", ".join(MODELS)
         raise FormatError(
-            f"{path}: no tokenizer for {KEY}model {model!r}; there is one for {names}. {raw_ids}", "QK-E123"
+            f"{path}: unsupported tokenizer {KEY}model {model!r}; supported are {names}. {raw_ids}", "QK-E123"
         )
     tokens = _texts(source, path)
     ids = {text: i for i, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         duplicate = next(text for i, text in enumerate(tokens) if ids[text] != i)
         raise FormatError(
-            f"{path}: the token {duplicate!r} is in {KEY}tokens twice; llama.cpp refuses that too", "QK-E114"
+            f"{path}: the token {duplicate!r} occurs twice in {KEY}tokens, which llama.cpp also rejects", "QK-E114"
         )
     scores = _numbers(source, path, "scores", len(tokens), (ValueType.FLOAT32, ValueType.INT32))
     kinds = _numbers(source, path, "token_type", len(tokens), (ValueType.INT32,))

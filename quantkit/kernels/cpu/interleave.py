@@ -244,7 +244,7 @@ def interleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -> 
     """Return ``interleave_groups`` of a layout, compiled on its first call; TypeNotSupported if it goes one way."""
     if layout.source_bits is None:
         t, base = layout.type, layout.base
-        raise TypeNotSupported(f"{base} has not all that {t} holds: its rows cannot be interleaved as {t}")
+        raise TypeNotSupported(f"{base} lacks data of {t}: its rows cannot be interleaved as {t}")
     pieces, name = (layout.rows, 1), f"interleave_{layout.type.name.lower()}_{layout.values}"
     move = _moves(name, layout.source_bits.astype(np.int64), pieces, layout.signs, layout.xor, True)
     return _specialized(interleave_groups, move, layout, compiled)
@@ -290,10 +290,10 @@ def _checked_layout(t: TensorType, rows: U8, interleaved: U8, row_type: TensorTy
     base, count = layout.base, len(rows)
     if n % layout.values:
         raise TypeNotSupported(
-            f"{t}: rows of {n} values cannot be taken apart: {layout.values} values make a unit", "QK-E303"
+            f"{t}: rows of {n} values cannot be deinterleaved: they are not a multiple of {layout.values}", "QK-E303"
         )
     if rows.shape != (count, base.row_bytes(n)) or interleaved.shape != (count, t.row_bytes(n)):
         raise ValueError(f"{t}: rows are uint8 [{list(rows.shape)}] as {base}, [{list(interleaved.shape)}] interleaved")
     if count % layout.rows or not (rows.flags.c_contiguous and interleaved.flags.c_contiguous):
-        raise ValueError(f"{t}: {count} rows must be contiguous and whole groups of {layout.rows}")
+        raise ValueError(f"{t}: {count} rows must be contiguous and a multiple of {layout.rows}")
     return layout, n // layout.values

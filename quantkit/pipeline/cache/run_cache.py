@@ -265,8 +265,8 @@ class RunCache:
             self.memo.forget()
             where = self.plan.source.where(part.source)
             raise FormatError(
-                f"{where}: tensor {part.source.name} is not what it was when the cache {self.store.folder} took note "
-                "of it, though the file's size and time are the same; that note is removed: run again",
+                f"{where}: tensor {part.source.name} has changed since the cache {self.store.folder} recorded it, "
+                "although the file's size and time are the same; the record is removed: run again",
                 "QK-E109",
             )
         name = EntryName(lookup.encoding, records["source"][0].tobytes().hex()[:16], source)
@@ -359,12 +359,12 @@ class RunCache:
         if self._n_damaged:
             yield f"{where}: {_count(self._n_damaged, 'entry was', 'entries were')} damaged and removed"
         if self._failure:
-            yield f"{where} is not written to: {self._failure}; what is in it was used all the same"
+            yield f"{where} cannot be written: {self._failure}; its entries were still used"
         if self._n_rejected:
             tensors = _count(self._n_rejected, "tensor was", "tensors were")
-            yield f"{where} is full: {tensors} not kept; its limit is {format_size(self.store.limit)} (--cache-size)"
+            yield f"{where} is full: {tensors} not stored; its limit is {format_size(self.store.limit)} (--cache-size)"
         if self._short_of_memory:
-            yield f"{where} was not used for tensors whose rows are too many for --max-ram: give more of it"
+            yield f"{where} was not used for tensors that exceed --max-ram: raise --max-ram"
 
 
 def _ranges(tensor: PlannedTensor, part: PlannedPart, pieces: Pieces) -> list[tuple[int, int]]:

@@ -238,7 +238,7 @@ def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> S
             folder.mkdir(parents=True, exist_ok=True)
         limit = _read_limit(folder)
         if limit is None and not make:
-            raise ResourceError(f"{folder} is no tensor cache: --cache {folder} makes it one", "QK-E401")
+            raise ResourceError(f"{folder} is not a tensor cache; --cache {folder} creates one", "QK-E401")
         store = Store(folder, 0 if limit is None else limit)
         if limit is None:
             store.resize(shutil.disk_usage(folder).free // 4 if size is None else size)
@@ -246,7 +246,7 @@ def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> S
             store.resize(size)
     except OSError as e:
         raise ResourceError(
-            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be the tensor cache", os_error_code(e)
+            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be used as the tensor cache", os_error_code(e)
         ) from None
     return store
 
@@ -257,8 +257,8 @@ def _read_limit(folder: Path) -> int | None:
     if _CONFIG not in names:
         if names - {_TEMPORARY}:
             raise ResourceError(
-                f"{folder} is no tensor cache, but holds other files ({min(names)}): "
-                "name an empty folder, or a new one",
+                f"{folder} is not a tensor cache and contains other files ({min(names)}): choose an empty or new "
+                "folder",
                 "QK-E402",
             )
         return None
@@ -269,7 +269,7 @@ def _read_limit(folder: Path) -> int | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     raise ResourceError(
-        f"{folder / _CONFIG} is not that of a tensor cache of this version: name another folder", "QK-E122"
+        f"{folder / _CONFIG} does not belong to a tensor cache of this version: choose another folder", "QK-E122"
     )
 
 

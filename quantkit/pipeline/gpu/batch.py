@@ -278,9 +278,9 @@ class BatchRunner:
         if wrong.size:
             first = tensor.parts[job.part].target_row + job.row
             raise ResourceError(
-                f"{self._gpu.name} encodes as {tensor.type} what the CPU encodes to other bytes: tensor "
-                f"{tensor.name}, {wrong.size} of rows {first} to {first + job.rows - 1} of matrix {job.matrix}, first "
-                f"row {first + int(wrong[0])}; no output was written: use --backend cpu",
+                f"{self._gpu.name} and the CPU encode {tensor.type} to different bytes: tensor {tensor.name}, "
+                f"{wrong.size} of rows {first} to {first + job.rows - 1} of matrix {job.matrix}, first row "
+                f"{first + int(wrong[0])}; no output was written: use --backend cpu",
                 "QK-E411",
             )
         with self._verification.lock:

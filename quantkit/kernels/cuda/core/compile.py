@@ -45,7 +45,7 @@ def target_of(capability: int, targets: Sequence[int]) -> str:
     supported = [n for n in targets if n < capability and n not in _ON_CHIP]
     if not supported:
         raise ResourceError(
-            f"NVRTC {_version()} does not compile for a GPU of compute capability {capability // 10}.{capability % 10}",
+            f"NVRTC {_version()} does not support a GPU of compute capability {capability // 10}.{capability % 10}",
             "QK-E411",
         )
     same_major = max(supported) // 10 == capability // 10 and capability not in _ON_CHIP

@@ -134,8 +134,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as e:
         raise ResourceError(
-            f"CUDA devices need CuPy, which is not installed ({e}): pip install 'gguf-quantkit[cuda12]' or "
-            "'gguf-quantkit[cuda13]', by the version of your driver",
+            f"CuPy is not installed ({e}): pip install 'gguf-quantkit[cuda12]' or 'gguf-quantkit[cuda13]', depending "
+            "on your driver",
             "QK-E410",
         ) from None
     return cupy
@@ -160,7 +160,7 @@ def why_none() -> str:
         n = cupy.cuda.runtime.getDeviceCount()
     except Exception as e:
         return f"CuPy {cupy.__version__} finds no CUDA device: {e}"
-    return f"there are {n} CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
+    return f"available CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
 
 
 @cache
@@ -175,7 +175,7 @@ class CUDADevice:
     def __init__(self, index: int = 0) -> None:
         cupy = _cupy()
         if index >= count_devices():
-            raise ResourceError(f"there is no device CUDA{index}: {why_none()}", "QK-E411")
+            raise ResourceError(f"no device CUDA{index}: {why_none()}", "QK-E411")
         self._cupy = cupy
         self.index = index
         self.name = f"CUDA{index}"
@@ -207,7 +207,7 @@ class CUDADevice:
             try:
                 memory = self._cupy.cuda.alloc(nbytes + PADDING)
             except self._cupy.cuda.memory.OutOfMemoryError as e:
-                raise ResourceError(f"{self.name} has no room for {nbytes} bytes more: {e}", "QK-E407") from None
+                raise ResourceError(f"{self.name} has no memory for {nbytes} more bytes: {e}", "QK-E407") from None
         self._memory[memory.ptr] = memory
         return int(memory.ptr)
 
@@ -281,7 +281,7 @@ class CUDADevice:
             # No call of the driver waits for a limited time.
             waited = wait_for(lambda: runtime.eventQuery(self._end_event.ptr) != _NOT_READY, seconds, given_up)
             if waited is not None:
-                raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
+                raise DeviceHangs(f"{self.name} does not respond: its work is not finished after {waited:.0f} seconds")
             self._end_event.synchronize()  # which raises what went wrong
 
     # ------------------------------------------------------------ kernels
@@ -334,7 +334,7 @@ class CUDADevice:
                     driver.funcSetAttribute(function, attribute, launch.shared)
                 except driver.CUDADriverError as e:
                     needs = f"{launch.kernel.name} needs {launch.shared} bytes of shared memory"
-                    raise ResourceError(f"{needs}, and {self.name} has less: {e}", "QK-E411") from None
+                    raise ResourceError(f"{needs}, but {self.name} has less: {e}", "QK-E411") from None
             self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
@@ -377,13 +377,15 @@ class CUDADevice:
         try:
             from cupy_backends.cuda.libs import cublas
         except ImportError as e:
-            raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}", "QK-E410") from None
+            raise ResourceError(f"--cublas needs cuBLAS, but CuPy does not find it: {e}", "QK-E410") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         with self.current():
             try:
                 handle = int(self._device.cublas_handle)
             except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
-                raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}", "QK-E411") from None
+                raise ResourceError(
+                    f"--cublas needs cuBLAS, which does not work on this machine: {e}", "QK-E411"
+                ) from None
             cublas.setStream(handle, self.stream.ptr)
             try:
                 cublas.gemmEx(

@@ -102,7 +102,7 @@ def _shape(
 ) -> Shape:
     """Return the shape of a kernel on several matrices (heads, or pairs); at least ``concurrent`` run at once."""
     if not 1 <= columns <= MAX_ROWS:
-        raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
+        raise ValueError(f"mat_vec supports 1 to {MAX_ROWS} rows, not {columns}")
     lanes = _lanes(t, n_in, n_out * concurrent)
     tiles = _tiles(t, lanes, n_out * concurrent, columns, 2 if kind else 1)
     rows = 4 * tiles or _rows(t, lanes, n_out * concurrent, columns, 2 if kind else 1)

@@ -253,7 +253,7 @@ class CUDAProgram(Boundary):
     def _view(self, value: Value) -> Any:
         buffer = self._values[value]
         if self._batch is None:
-            raise ValueError(f"{value}: nothing has been run yet")
+            raise ValueError(f"{value}: not computed yet")
         rows = self._batch.rows(value.outputs) * value.per
         size = rows * value.width
         if value not in self._host or self._host[value].size < size:  # logits of a prompt are gigabytes, rarely read
