@@ -1,7 +1,7 @@
 """quantkit: quantize, convert and validate GGUF models, offline and byte-exact.
 
-Every command is a function of the same name: ``quantkit quantize`` is ``quantkit.quantize(...)``. They are imported
-when first asked for, so that the command line starts, and can be interrupted, at once.
+Every command is a function of the same name: ``quantkit quantize`` is ``quantkit.quantize(...)``. Functions are
+imported on first use, so that the command line starts at once and can be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """The package; a verb and its module have one name, which is the verb's here."""
+    """The package module: an attribute with the name of both a verb and its module is the verb."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:

@@ -1,7 +1,7 @@
-"""Arguments of verbs and fields of options, checked by their annotations when they are given, not after all the work.
+"""Arguments of verbs and fields of options, checked against their annotations before any work is done.
 
-A ``TensorType`` is accepted as a name, text as a ``Path``; a single text or path is never a sequence. What only type
-checkers can tell (protocols, arrays, names imported for them alone) is left as it is.
+A ``TensorType`` is accepted as a name, text as a ``Path``; a single text or path is never a sequence. Annotations that
+only type checkers understand (protocols, arrays, names imported for them alone) are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The declaration of an option, from which command line, cook.toml and help are made (``option``).
+    """The declaration of an option, the single source of its command line option, cook.toml key and help (``option``).
 
     Attributes:
         help: one sentence.
@@ -65,7 +65,8 @@ def changed_options(options: Any) -> dict[str, Any]:
 
 
 class Options:
-    """Base of dataclasses of options: their values are checked, and get the types of their fields, when one is made.
+    """Base of dataclasses of options, whose values are checked and converted to the types of their fields on
+    construction.
 
     Raises ArgumentError.
     """
@@ -81,10 +82,9 @@ class Options:
 
 
 def checked(function: F) -> F:
-    """Decorate a verb so that arguments it does not know, or of another type, raise ArgumentError; also its
-    ``**options``.
+    """Decorate a verb to raise ArgumentError for unknown arguments and wrong types, also in its ``**options``.
 
-    It raises ArgumentError, with the name that was probably meant, before anything is done.
+    The error suggests a similar name and is raised before any work is done.
     """
 
     @wraps(function)
@@ -111,7 +111,7 @@ def checked(function: F) -> F:
 
 
 def check_names(names: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raise ArgumentError for the first name that is not known."""
+    """Raise ArgumentError for the first unknown name."""
     for name in names:
         if name not in allowed:
             close = get_close_matches(name, list(allowed), 1)
@@ -119,7 +119,7 @@ def check_names(names: Iterable[str], allowed: Iterable[str], where: str) -> Non
 
 
 def accept(value: Any, kind: Any, where: str) -> Any:
-    """Convert a value to its annotation. Raises ArgumentError, which begins with ``where``."""
+    """Convert a value to the type of its annotation. Raises ArgumentError, which begins with ``where``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _one_of(value, arguments, where)
@@ -260,7 +260,7 @@ def _record_fields(function: Any) -> dict[str, tuple[str, str]]:
 
 
 def _evaluate(annotation: Any, module: str) -> Any:
-    """Return an annotation as a type; Any if a name in it is known to type checkers only."""
+    """Return an annotation as a type; Any if it has a name that only type checkers know."""
     if isinstance(annotation, ForwardRef):
         annotation, module = annotation.__forward_arg__, annotation.__forward_module__ or module
     if not isinstance(annotation, str):

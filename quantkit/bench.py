@@ -1,9 +1,9 @@
 """Inference speed: ``quantkit bench`` (llama-bench's tests) and ``quantkit sweep-bench`` (ik_llama.cpp's).
 
 A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at some depth of the context. Each is
-repeated after an untimed warm-up. Beside tokens per second, a result has the bandwidth of reading weights and cache and
-the rate of multiplications, both also as shares of what the device is measured to do. Tokens are random, because
-choosing experts is part of the work.
+repeated after an untimed warm-up. Besides tokens per second, a result has the bandwidth of reading weights and cache
+and the rate of multiplications, both also as shares of the device's measured peak. Tokens are random, because expert
+selection is part of the work.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def bench(
 
     Args:
         model: a GGUF file.
-        tests: what to time.
+        tests: the tests to time.
         settings: how the model runs.
         repetitions: of each test.
         warmup: run each kind of test once, untimed.

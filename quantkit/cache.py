@@ -1,4 +1,4 @@
-"""Look after a tensor cache: ``quantkit cache show``, ``prune`` and ``verify``.
+"""Manage a tensor cache: ``quantkit cache show``, ``prune`` and ``verify``.
 
 The commands that encode use it with ``--cache DIR``.
 """
@@ -133,14 +133,14 @@ def _count(run: dict[str, object], key: str) -> int:
 
 @checked
 def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: float | None = None) -> Pruned:
-    """Remove temporary files of killed runs that are older than a day, and the least recently used entries.
+    """Remove the least recently used entries, and temporary files of killed runs older than a day.
 
     Args:
         folder: the cache.
-        to: until it has no more bytes than these (or "10G"); its limit without either argument.
-        older_than: entries unused for so many seconds.
+        to: the size to reach, in bytes (or "10G"); without either argument, the cache's limit.
+        older_than: remove entries unused for this many seconds.
 
-    Raises ResourceError if it is no cache.
+    Raises ResourceError if it is not a cache.
     """
     store = open_store(located(folder), make=False)
     limit = parse_size(to) if isinstance(to, str) else to

@@ -50,7 +50,7 @@ _ANSWER_SECONDS = 10.0
 
 
 class NodeRefusal(Exception):
-    """Raised on a node that cannot take part; the message is the reason."""
+    """A node cannot take part; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Node:
     def divide(self, cpus: int, width: int, *, gpus: bool = False) -> None:
         """Divide ``cpus`` CPUs among workers, at most ``width`` each; on the driver's node, one is this process.
 
-        gpus: let one worker have all, with the GPUs, where there are some.
+        gpus: on a node with GPUs, one worker gets all CPUs and GPUs.
         """
         if gpus and self.gpus:
             self.width = cpus
@@ -89,8 +89,8 @@ class Node:
 class Work(Protocol):
     """Work for a cluster: every worker process gets ``begin`` and ``shared`` once, then single batches.
 
-    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` where a node
-    cannot take part, and QuantkitError for what no node can do.
+    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` if the node
+    cannot take part, and QuantkitError if no node can do the work.
     """
 
     @property
@@ -107,7 +107,7 @@ class Work(Protocol):
         """Set the workers of a new node, and their width."""
 
     def batch(self, node: Node) -> Any | None:
-        """Return a batch for a node; None if all are given out."""
+        """Return a batch for a node; None if all are assigned."""
 
     def finish(self, node: Node, batch: Any, result: Any) -> None:
         """Take the result of a batch."""
@@ -175,9 +175,9 @@ def _ray() -> ModuleType:
 
 
 def _check_answers(address: str) -> bool:
-    """Return True if something listens at an address, False if that cannot be known; Ray itself would try for minutes.
+    """Return True if something listens at an address, False if unknown; Ray itself would try for minutes.
 
-    Raises ResourceError if nothing does.
+    Raises ResourceError if nothing listens.
     """
     if address == "local":
         return False
@@ -233,7 +233,7 @@ def prestart_workers(address: str, threads: int | None, *, gpus: bool = False) -
 
 
 def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
-    """Connect while this process does something else, and call ``callback``; the next ``Cluster`` waits for it.
+    """Connect in the background and call ``callback``; the next ``Cluster`` waits for the connection.
 
     Raises ResourceError at once if nothing answers; the next ``Cluster`` raises other failures.
     """
@@ -255,7 +255,7 @@ def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
 
 
 def _check(address: str) -> ModuleType:
-    """Return Ray. Raises ResourceError without it, and for an address that cannot be."""
+    """Return the ray module. Raises ResourceError if it is missing, or the address is invalid."""
     ray = _ray()
     if address.startswith("ray://"):
         raise ResourceError(
@@ -266,10 +266,10 @@ def _check(address: str) -> ModuleType:
 
 
 class Cluster:
-    """A connection to a cluster, which lasts until the process ends, or leaves.
+    """A connection to a cluster, which lasts until the process disconnects or ends.
 
     ``address`` is HOST:PORT, or "auto" for the cluster that this machine belongs to ($RAY_ADDRESS, if it is set), or
-    "local" for one of this machine and process alone.
+    "local" for a temporary cluster of this machine and process.
     """
 
     #: Whether a ``Cluster`` has connected this process.
@@ -378,9 +378,9 @@ class Cluster:
         yield False
 
     def run(self, work: Work, local: LocalWorker | None = None) -> dict[str, Node]:
-        """Run work on all nodes and return those that took part. On return no batch is in flight.
+        """Run work on all nodes and return the nodes that took part. No batch is in flight on return.
 
-        local: the share of this process, for which its node has ``own_cpus``.
+        local: the share of this process, for which ``own_cpus`` are reserved on its node.
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
@@ -432,7 +432,7 @@ class Cluster:
         return [node for node in run.nodes.values() if node.cpus and node.id not in run.refused]
 
     def _send_batches(self, run: _Run) -> None:
-        """Fill up the nodes, every worker's first batch before the second."""
+        """Send batches to all nodes, every worker's first before its second."""
         if run.local is not None and run.local.busy and not any(node.workers for node in self._usable(run)):
             while run.retries:
                 run.local.take_back(run.retries.popleft()[0])
@@ -446,7 +446,7 @@ class Cluster:
                     node.in_flight += 1
 
     def _is_left(self, run: _Run) -> bool:
-        """Return whether work remains although no node is usable; the caller waits.
+        """Return whether work remains but no node is usable, so that the caller must wait.
 
         Raises ClusterError after ``PATIENCE``.
         """
@@ -525,7 +525,7 @@ _RUNNING: dict[tuple[str, int], Callable[[Any], Any]] = {}
 
 
 def _work(sources: str, run: str, shared: list[Any], threads: int, batch: Any) -> tuple[str, Any]:
-    """Run a batch in a worker process, which keeps its open run; raises nothing, as Ray would retry."""
+    """Run a batch in a worker process, which keeps its open run; never raises, because Ray would retry."""
     try:
         if sources != _sources():
             return "refused", f"it has quantkit {_sources()}, not {sources}"

@@ -182,7 +182,7 @@ def compare(
 
     Raises:
         ResourceError: a file cannot be read.
-        FormatError: a file is broken, or the importance matrix does not fit the model.
+        FormatError: a file is broken, or the importance matrix does not match the model.
         RecipeError: a regular expression is invalid or matches no tensor, or nothing is left to compare.
     """
     if not metadata and tensors is False:
@@ -291,7 +291,7 @@ class _Buffers(Buffers, threading.local):
 
 
 class _Run:
-    """Compares pairs of tensors on a pool of threads."""
+    """A comparison of tensor pairs on a pool of threads."""
 
     def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: Progress | None) -> None:
         self.a = a

@@ -2,14 +2,14 @@
 
 ::
 
-    QuantkitError            1   something the user can act on: what, where, how to fix it
-    ├── FormatError          1   a file is not what it claims to be
+    QuantkitError            1   an error the user can act on: problem, place and remedy
+    ├── FormatError          1   a file is damaged or not of the expected format
     ├── TypeNotSupported     1   no such type, or no encoder or decoder for it
-    ├── RecipeError          2   a rule, preset or option that cannot be followed
-    │   └── ArgumentError    2   an argument of a function that it does not know, or of another type; also a TypeError
+    ├── RecipeError          2   a rule, preset or option that cannot be applied
+    │   └── ArgumentError    2   an unknown argument of a function, or one of the wrong type; also a TypeError
     ├── ResourceError        1   disk, memory, an optional package or a device is missing
-    │   └── ClusterError     1   no node of a cluster can go on; what is done is kept
-    └── QualityGate          3   the result exists but misses a required quality
+    │   └── ClusterError     1   no node of a cluster can continue; finished work is kept
+    └── QualityGate          3   the result does not meet a required quality
 
 click.UsageError keeps exit code 2. Any other exception that escapes is a bug. The command line (cli/) prints these;
 the library itself does not need click.
@@ -122,10 +122,10 @@ _OS_ERROR_CODES = {
 
 
 class QuantkitError(Exception):
-    """Base of all errors shown without a traceback.
+    """Base class of all errors shown without a traceback.
 
-    ``exit_code`` is that of the command. ``code`` is one of ``CODES`` and tells errors apart whatever their words; the
-    default is that of the class.
+    ``exit_code`` is that of the command. ``code`` is one of ``CODES`` and identifies errors independently of their
+    wording; each class has a default.
     """
 
     exit_code = 1
@@ -137,7 +137,7 @@ class QuantkitError(Exception):
         self.code = code or self.default_code
 
     def extended(self, text: str) -> Self:
-        """Return the same error with more words at the end."""
+        """Return the same error with text appended to its message."""
         return type(self)(self.message + text, self.code)
 
 
@@ -147,26 +147,26 @@ def os_error_code(error: OSError) -> str:
 
 
 class FormatError(QuantkitError):
-    """A file is broken, hostile or not of the expected kind."""
+    """A file is damaged, hostile or not of the expected format."""
 
     default_code = "QK-E100"
 
 
 class TypeNotSupported(QuantkitError):
-    """A tensor type that does not exist here, or cannot be encoded or decoded."""
+    """A tensor type is unknown, or cannot be encoded or decoded."""
 
     default_code = "QK-E300"
 
 
 class RecipeError(QuantkitError):
-    """A rule, preset or combination of options that cannot be followed."""
+    """A rule, preset or combination of options cannot be applied."""
 
     exit_code = 2
     default_code = "QK-E200"
 
 
 class ArgumentError(RecipeError, TypeError):
-    """An unknown argument of a function or its options, or one of a wrong type."""
+    """An argument of a function or its options is unknown or of the wrong type."""
 
     default_code = "QK-E210"
 
@@ -178,13 +178,13 @@ class ResourceError(QuantkitError):
 
 
 class ClusterError(ResourceError):
-    """The nodes of a cluster are gone, or none is usable; a run that fails with it keeps the finished tensors."""
+    """No node of the cluster is left or usable; finished tensors are kept."""
 
     default_code = "QK-E450"
 
 
 class QualityGate(QuantkitError):
-    """The work is done, but its result misses a required quality."""
+    """The work is done, but its result does not meet a required quality."""
 
     exit_code = 3
     default_code = "QK-E500"

@@ -1,7 +1,7 @@
-"""Export a GGUF file as a checkpoint of Hugging Face: ``quantkit export``, the way back of ``convert``.
+"""Export a GGUF file as a checkpoint of Hugging Face: ``quantkit export``, the inverse of ``convert``.
 
 plan_export(...)  ->  ExportPlan    every tensor, shard and byte count, from the header alone, nothing written
-run_export(plan)  ->  RunResult     the plan carried out
+run_export(plan)  ->  RunResult     carry out the plan
 export(...)       ->  RunResult     both
 """
 
@@ -73,19 +73,19 @@ def export(
     Args:
         source: a GGUF file, or any of its shards.
         folder: a directory.
-        options: everything else that decides what is written.
-        max_ram: bytes (or "2G") that the workers' buffers may take together.
+        options: all other settings of the output.
+        max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, observer: see ``RunOptions``.
 
     Raises:
-        QuantkitError: see quantkit.errors; then no output has its final name.
+        QuantkitError: see quantkit.errors; no output has its final name then.
     """
     return run_export(plan_export(source, folder, options), max_ram=max_ram, **run)
 
 
 @checked
 def plan_export(source: str | Path, folder: str | Path, options: ExportOptions | None = None) -> ExportPlan:
-    """Decide everything about an export and write nothing; arguments and errors as for ``export``."""
+    """Plan an export without writing anything; arguments and errors as for ``export``."""
     options = options or ExportOptions()
     max_bytes = size_of(options.max_shard_size)
     if max_bytes < 1:
@@ -158,7 +158,7 @@ def run_export(
     """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
 
     When all weights are on the disk they get their names, then the other files appear, config.json last: a directory
-    without it is no checkpoint.
+    without it is not a checkpoint.
     """
     folders = [path for path in _folders(export_plan) if _make_folder(path)]
     try:
@@ -179,9 +179,7 @@ def run_export(
 
 @contextmanager
 def _write_files(export_plan: ExportPlan) -> Iterator[None]:
-    """Write the small files after the weights are renamed; a config.json of other weights never exists beside
-    them.
-    """
+    """Write the small files after the weights are renamed, so that config.json never exists beside other weights."""
     for name in ("config.json", INDEX):
         (export_plan.folder / name).unlink(missing_ok=True)
     yield
@@ -223,7 +221,7 @@ def _make_folder(folder: Path) -> bool:
 
 
 def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a directory with files that would be overwritten, or that would pass for parts of the checkpoint."""
+    """Refuse a directory with files that would be overwritten or be mistaken for parts of the checkpoint."""
     _check_writable(export_plan.folder)
     check_apart(export_plan.paths, export_plan.plan.source.paths)
     has_journal = os.path.exists(journal_path(export_plan.plan.shards[0].path))

@@ -145,11 +145,11 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
     Args:
         path: a file, or any shard of a split model.
         tensors: a regular expression; only tensors whose names it matches are listed and counted.
-        header_only: accept a file whose tensor data is missing or cut off.
+        header_only: accept a file whose tensor data is missing or truncated.
 
     Raises:
-        FormatError: the file is broken; the message names file and byte.
-        RecipeError: ``tensors`` is no regular expression, or no name matches it.
+        FormatError: the file is damaged; the message names file and byte.
+        RecipeError: ``tensors`` is not a regular expression, or matches no name.
     """
     with open_gguf(path, header_only=header_only) as file:
         everything = tuple(file.tensors.values())
@@ -182,7 +182,7 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
 
 
 def _displaced(file: GGUFFile) -> str:
-    """Return the name of the first tensor whose data does not follow that of the tensor before, "" if all do."""
+    """Return the name of the first tensor whose data does not follow that of the previous tensor, "" if all do."""
     ends: dict[int, int] = {}
     for tensor in file.tensors.values():
         if tensor.offset != ends.get(tensor.shard, tensor.offset):

@@ -1,9 +1,9 @@
 """Regular expressions that users write: rules of recipes, ``-ot``, ``--tensors`` and their like.
 
-They run in the ``regex`` package: it knows all that std::regex of llama-quantize knows (RE2, whose time is linear, has
-neither lookahead nor back references), and unlike Python's re it can be stopped. What patterns that backtrack take,
-over all the names they are tried on, is limited for all patterns together; the error names the one that was running.
-Counted repeats are written out when a pattern is compiled: where they may multiply, a child tries that first.
+They run in the ``regex`` package, which supports the whole syntax of llama-quantize's std::regex (RE2, whose time is
+linear, has neither lookahead nor back references) and, unlike Python's re, can be interrupted. The time of backtracking
+over all names is limited for all patterns together; the error names the pattern that was running. Counted repeats are
+expanded when a pattern is compiled: if they may multiply, a child process compiles it first.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Pattern:
         return shorten(repr(self.text), 200)
 
     def _try(self, text: str, flags: int) -> None:
-        """Compile it in a child, where it may not grow without end."""
+        """Compile it in a child process with a memory limit."""
         limits = Limits(seconds=math.ceil(TIME_LIMIT), memory=1 << 28)
         with Child("quantkit.foreign.grammars:Grammars", self._quoted, limits=limits) as child:
             try:
@@ -110,7 +110,7 @@ class Pattern:
                 raise RecipeError(f"{self.origin}: {printable(e.message)}; use smaller repeats", "QK-E205") from None
 
     def search(self, name: str) -> Any:
-        """Return the first match within ``name``, or None. Raises RecipeError when the time of all is up."""
+        """Return the first match within ``name``, or None. Raises RecipeError when the common time limit is reached."""
         began = time.thread_time()
         try:
             return self._regex.search(name, timeout=max(_CLOCK.seconds_left, 1e-3))
@@ -130,5 +130,5 @@ class Pattern:
 
 
 def _copies(text: str) -> float:
-    """Return an upper bound of the copies of a part of a pattern: the product of all its counted repeats."""
+    """Return an upper bound of the copies of any part of a pattern: the product of all counted repeats."""
     return math.prod(max(1.0, float(count[:9] or 1)) for pair in _COUNT.findall(text) for count in pair)

@@ -1,4 +1,4 @@
-"""Dataclasses from values of JSON, checked field by field: a file of our own may have been damaged, or edited."""
+"""Dataclasses from JSON values, checked field by field, because quantkit's own files may be damaged or edited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, Ov
 
 
 def record(kind: Any, value: Any, where: str = "") -> Any:
-    """Return ``value``, from JSON, as the type ``kind``: a dataclass, a tuple, a mapping, or a plain type.
+    """Return the JSON value ``value`` as the type ``kind``: a dataclass, a tuple, a mapping, or a plain type.
 
     Whole numbers have at most 63 bits, others are finite. Raises TypeError or ValueError, naming the place.
     """
@@ -45,7 +45,7 @@ def record(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def _union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return the value as the first of some kinds that it is of."""
+    """Return the value as the first of several kinds that it matches."""
     if value is None and type(None) in kinds:
         return None
     *first, last = [kind for kind in kinds if kind is not type(None)]

@@ -1,4 +1,4 @@
-"""Sizes, counts, durations and errors as people write and read them; multiples."""
+"""Sizes, counts, durations and errors as text for people; multiples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BINARY = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "48G", "512MiB" or "1000": plain letters are decimal, as in llama-gguf-split.
+    """Return the number of bytes of "48G", "512MiB" or "1000": plain letters are decimal, as in llama-gguf-split.
 
-    Raises ValueError on anything else.
+    Raises ValueError for any other text.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
@@ -51,7 +51,7 @@ def format_shape(shape: Iterable[int]) -> str:
 
 
 def _scaled(n: float, step: int, units: tuple[str, ...]) -> str:
-    """Return a number in the unit, each ``step`` of the one before, in which it has no more digits than needed."""
+    """Return a number in the unit (each is ``step`` times the previous one) in which it has the fewest digits."""
     for unit in units[:-1]:
         if abs(n) < step:
             return f"{n:.{0 if unit == units[0] else 2}f}{unit}"

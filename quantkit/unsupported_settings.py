@@ -1,8 +1,8 @@
 """Settings of a checkpoint that change the model's results and that no GGUF key represents.
 
-llama.cpp's own converter passes over them, and llama.cpp computes with the value that its graph of the architecture
-has (b11434, src/models/*.cpp; most of it is in ``model.arch``). ``SETTINGS`` is the table: names in config.json, and
-what the runtime assumes. Only what config.json says counts, not what a configuration class fills in.
+llama.cpp's converter ignores them, and llama.cpp uses the value in its graph of the architecture (b11434,
+src/models/*.cpp; most of it is in ``model.arch``). ``SETTINGS`` is the table: names in config.json, and what the
+runtime assumes. Only values in config.json count, not defaults of a configuration class.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Setting:
     """A setting of config.json and the value that a runtime assumes: ``assumed`` returns it, ANY for any value.
 
     ``names``: the first one present counts. ``archs``: the architectures concerned, all if empty. ``interpret``:
-    returns the meaning of a value, None if it has none in this model. ``null`` is a value, too.
+    returns the meaning of a value, None if it has none in this model. ``null`` is also a value.
     """
 
     names: str
@@ -201,7 +201,7 @@ def _clamp(model: Model) -> object:
 
 
 def _query_scale(model: Model) -> object:
-    """Return the number whose root divides q . k: the largest Gemma 2 and 3 use width / heads."""
+    """Return the number whose root divides q . k: width / heads in the largest Gemma 2 and 3."""
     largest = {"gemma2": 46, "gemma3": 62}.get(model.arch)
     is_largest = model.key("block_count") == largest
     return model.key("embedding_length") // model.heads if is_largest else model.head
@@ -224,7 +224,7 @@ def _final_cap(model: Model) -> object:
 
 
 def _window(model: Model) -> object:
-    """Return the window of layers that have one, as the runtime has it."""
+    """Return the window of windowed layers as the runtime sees it."""
     row = model.row
     if row is None:
         return ANY
@@ -241,7 +241,7 @@ _WINDOW_KEY = "attention.sliding_window"
 
 
 def _window_of(value: Any, model: Model) -> object:
-    """Return the window that a configuration means, None if no layer has one or no text is longer."""
+    """Return the window that a configuration sets; None if no layer has one or no text exceeds it."""
     config, types = model.config, model.config.get("layer_types")
     optional = model.arch.startswith("qwen") or model.arch in ("smollm3", "dots1", "dream")
     if not config.get("use_sliding_window", not optional or "sliding_attention" in (types or ())):
@@ -390,7 +390,7 @@ def _yarn_factor(model: Model) -> object:
 
 
 def _yarn_factor_of(value: Any, model: Model) -> object:
-    """Return the factor; one that differs in digits that are left out is the usual one."""
+    """Return the factor; the usual one if it differs only in omitted digits."""
     usual = _yarn_factor(model)
     is_usual = isinstance(value, float) and isinstance(usual, float) and abs(value - usual) < 1e-4
     return usual if is_usual else value

@@ -58,7 +58,7 @@ class Part:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its entry in the manifest."""
+        """Return the entry of the text in the manifest."""
         return {
             "file": self.file,
             "sha256": self.sha256,
@@ -114,16 +114,16 @@ def calibration(
     Args:
         inputs: files and directories.
         output: a directory for calibration.txt, evaluation.txt and manifest.json; None writes nothing.
-        size: largest size of both texts together, in bytes.
+        size: maximum size of both texts together, in bytes.
         heldout: share held out for evaluation, 0 to 0.5.
         seed: of the shuffles.
-        passage: largest size of a passage, in bytes.
+        passage: maximum size of a passage, in bytes.
         include: name patterns for files in directories.
         overwrite: replace files of an earlier run.
 
     Raises:
         RecipeError: values out of range.
-        FormatError: inputs that cannot be read, or without text.
+        FormatError: inputs cannot be read, or have no text.
         ResourceError: an output exists.
 
     All inputs are held in memory.

@@ -1,4 +1,4 @@
-"""Text out of local files: plain text and code as they are, JSON Lines record by record.
+"""Text from local files: plain text and code unchanged, JSON Lines record by record.
 
 A named file that cannot be read is an error. In folders, all UTF-8 text files are read; hidden files are skipped, and
 files that are not text are skipped and counted. Stray zero bytes are dropped; many mean that a file is not text.
@@ -9,7 +9,7 @@ The text of a JSON Lines record is the first of these that exists::
     {"text": ...} or {"content": ...}
     {"instruction": ..., "input": ..., "output": ...}, {"prompt": ..., "completion": ...}, {"question": ..., ...} etc.
 
-Roles are left out: their form is up to a model's chat template (quantkit imatrix --chat applies it).
+Roles are omitted: their form depends on the model's chat template (quantkit imatrix --chat applies it).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of an evaluation text was calibrated on."""
+    """The share of an evaluation text that was used for calibration."""
 
     #: Estimated share of the evaluation's shingles, 0 to 1.
     share: float
@@ -166,7 +166,7 @@ def _select_below(hashes: U64Array, scale: int) -> U64Array:
 
 
 def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch | Iterable[Sketch]) -> Overlap:
-    """Estimate how much of ``evaluation`` is in ``calibration``: texts, or sketches of them (sketch_of, manifests)."""
+    """Estimate the share of ``evaluation`` that is in ``calibration``: texts, or sketches (sketch_of, manifests)."""
     one = evaluation if isinstance(evaluation, Sketch) else _sketch_evaluation(evaluation)
     if isinstance(calibration, (str, bytes, Sketch)):
         two = calibration if isinstance(calibration, Sketch) else sketch(calibration)

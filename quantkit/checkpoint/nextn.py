@@ -1,4 +1,4 @@
-"""Layers that predict more tokens (NextN, MTP) behind the others of a model: with them, without them, only them.
+"""Prediction layers (NextN, MTP) after the other layers of a model: with them, without them, only them.
 
 The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the architectures whose row says ``nextn``.
 """
@@ -53,7 +53,7 @@ def check_nextn(choice: str, row: Architecture, config: Config) -> None:
 
 
 def is_nextn_tensor(name: str, config: Config) -> bool:
-    """Return whether a stored tensor, by its name in the text model, is of a layer that predicts more tokens."""
+    """Return whether a stored tensor, by its name in the text model, belongs to a prediction layer (MTP)."""
     layer = _LAYER.match(name)
     return _MTP.match(name) is not None or (layer is not None and int(layer[1]) >= config.layers)
 
@@ -74,7 +74,7 @@ def nextn_layers(config: Config) -> int:
 
 
 def layers_with_nextn(config: Config) -> int:
-    """Return the number of layers with those that predict more tokens."""
+    """Return the number of layers, including prediction layers (MTP)."""
     return config.layers + nextn_layers(config)
 
 

@@ -101,7 +101,7 @@ class OpenOptions:
 
     @property
     def kind(self) -> str:
-        """The part of the model that the file holds: "vocab", "mtp", or "" for all of it."""
+        """The part of the model in the file: "vocab", "mtp", or "" for all of it."""
         if self.vocab_only:
             return "vocab"
         return "mtp" if self.nextn == ONLY else ""
@@ -109,7 +109,7 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class _Model:
-    """The text model: its configuration, its row of the registry, its tensors by the names that they have there."""
+    """The text model: its configuration, its row of the registry, its tensors by their names in it."""
 
     path: Path
     config: Config
@@ -125,7 +125,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     """Open the checkpoint in a directory with config.json, model*.safetensors and the files of the tokenizer.
 
     Raises:
-        FormatError: a file is broken, missing or of another model; the message names file and tensor.
+        FormatError: a file is damaged, missing or belongs to another model; the message names file and tensor.
         TypeNotSupported: an architecture or a quantization that is not converted.
     """
     options = options or OpenOptions()
@@ -157,7 +157,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
 
 @contextmanager
 def blame_config(folder: Path) -> Iterator[None]:
-    """Turn errors of values that have another type than the functions of a row take them for into FormatErrors."""
+    """Convert errors of values with unexpected types to FormatErrors."""
     try:
         yield
     except VALUE_ERRORS as e:
@@ -174,7 +174,7 @@ def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTens
 def _select_tensors(
     path: Path, config: Config, row: Architecture, indexed: list[dict[str, StoredTensor]], options: OpenOptions
 ) -> _Model:
-    """Return the model of the stored tensors that the file is made of."""
+    """Return the model with the stored tensors of the file."""
     names = {name for tensors in indexed for name in tensors}
     row.patch_config(config)
     row.inspect_tensors(config, {name for name in names if is_selected(text_name(name) or "", options.nextn, config)})
@@ -188,7 +188,7 @@ def _select_tensors(
 
 
 def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -> DecodedTensors:
-    """Return the weights: decoded where they are quantized, with the adapters merged, in the order of the row."""
+    """Return the weights: decoded if quantized, with the adapters merged, in the order of the row."""
     weights = DecodedTensors({})
     if not options.vocab_only:
         weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
@@ -214,7 +214,7 @@ def _convert_tensors(
 def _metadata(
     model: _Model, tensors: list[ConvertedTensor], outtype: OutType, options: OpenOptions
 ) -> tuple[Keys, General]:
-    """Return the keys of the file but those of the vocabulary, and those of general.* as a record."""
+    """Return the keys of the file except those of the vocabulary, and those of general.* as a record."""
     row, config = model.row, model.config
     keys = Keys(row.arch, config.path, model.layers, outtype.file_type)
     if not options.vocab_only:
@@ -256,7 +256,7 @@ def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
 
 
 def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor]) -> None:
-    """Set which tensors' inputs are not to be rounded to 4 bits."""
+    """Set the tensors whose inputs must not be rounded to 4 bits."""
     modules = weights_only(config)
     if not any(modules.values()):
         return
@@ -274,7 +274,7 @@ def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor])
 def stored_tensors(
     indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context, nextn: str
 ) -> dict[str, Expression]:
-    """Return the stored tensors of the text model, by the names they have there."""
+    """Return the stored tensors of the text model, by their names in it."""
     stored: dict[str, Expression] = {}
     for tensors in indexed:
         for name, tensor in tensors.items():

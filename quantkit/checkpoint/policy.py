@@ -64,7 +64,7 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
 
 
 def type_of_float8(name: str, x: Expression) -> TensorType:
-    """Return the type of a tensor that was stored as float8, in a file of --fp8-as-q8."""
+    """Return the type of a tensor stored as float8, in a file of --fp8-as-q8."""
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32
     return TYPE_Q8_0 if x.shape[-1] % TYPE_Q8_0.block == 0 else TYPE_F16
@@ -82,8 +82,8 @@ def type_of(
 
     Args:
         name: its name in the file.
-        x: what it is made of; one whose type has blocks is already encoded and stays so.
-        layer: the layer of the tensor it was made of.
+        x: its expression; one whose type has blocks is already encoded and remains so.
+        layer: the layer of its source tensor.
         names: of the architecture.
         target: the type of the file.
         file_type: the type that its architecture gives it (``Tensor.file_type``).

@@ -1,4 +1,4 @@
-"""Pooling of embeddings: the files of sentence-transformers to keys, and back."""
+"""Pooling of embeddings: sentence-transformers files to keys, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POOLING = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 def set_pooling(keys: Keys, config: Config) -> None:
-    """Set the pooling, where the model is made for embeddings (TextModel._try_set_pooling_type)."""
+    """Set the pooling if the model is for embeddings (TextModel._try_set_pooling_type)."""
     folder = config.path.parent
     modules = folder / "modules.json"
     entries = _read_list(modules) if modules.exists() else []

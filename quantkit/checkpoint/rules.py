@@ -37,9 +37,9 @@ Change = Callable[[Tensor, Context], Expression]
 
 @dataclass(frozen=True)
 class Rename(Rule):
-    """Replaces the regular expression ``pattern`` in names; with ``when``, only then.
+    """Replaces the regular expression ``pattern`` in names; with ``when``, only if it is true.
 
-    ``foreign``: names of other tools than transformers, which export does not use.
+    ``foreign``: names of tools other than transformers, which export does not use.
     """
 
     pattern: str
@@ -70,7 +70,7 @@ class Rename(Rule):
 class AssignKind(OneWayRule):
     """Assigns a ``kind`` that the name map lacks to tensors whose names match ``pattern``.
 
-    ``name``: the whole of such a name, ``*`` for the layer.
+    ``name``: the complete name, ``*`` for the layer.
     """
 
     pattern: str
@@ -108,7 +108,7 @@ class UseFileType(OneWayRule):
 
 @dataclass(frozen=True)
 class Drop(OneWayRule):
-    """Leaves out tensors whose names match ``pattern``; with ``when``, only then."""
+    """Drops tensors whose names match ``pattern``; with ``when``, only if it is true."""
 
     pattern: str
     when: Callable[[Config], bool] = lambda config: True
@@ -153,7 +153,7 @@ class Transform(Rule):
 
 
 def unchanged(tensor: Tensor, context: Context) -> Expression:
-    """Return the tensor's values: the inverse of a change that a checkpoint may keep."""
+    """Return the tensor unchanged: the inverse of a change that need not be undone."""
     return tensor.x
 
 
@@ -193,7 +193,7 @@ def squeeze(tensor: Tensor, context: Context) -> Expression:
 
 
 def unsqueeze_channels(tensor: Tensor, context: Context) -> Expression:
-    """Return a convolution of single channels as [channels, 1, width]; biases stay."""
+    """Return a convolution of single channels as [channels, 1, width]; biases are unchanged."""
     return tensor.x if len(tensor.x.shape) != 2 else Shaped(tensor.x, (tensor.x.shape[0], 1, tensor.x.shape[1]))
 
 
@@ -238,7 +238,7 @@ def _key_head_count(config: Config) -> int:
 
 
 def permute_rows(tensor: Tensor, heads: int) -> Expression:
-    """Invert the permutation of rows for rope, for so many heads."""
+    """Invert the permutation of rows for rope, for a number of heads."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
         raise ValueError(f"its rows do not divide into {heads} heads")
@@ -257,7 +257,7 @@ class Split(Rule):
     """Splits a tensor along ``axis``, with names ``pattern`` replaced by each of ``names``.
 
     They are equal, or of ``sizes``; ``interleaved``: the parts are every n-th slice, not runs of them. ``always``: all
-    classes have them in one.
+    classes store them in one tensor.
     """
 
     pattern: str
@@ -282,7 +282,7 @@ class Split(Rule):
         ]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Join the parts again, where the class keeps them in one tensor."""
+        """Join the parts again, if the class stores them in one tensor."""
         ends = [(name, re.search(re.escape(name).replace(r"\1", ".*") + r"$", tensor.name)) for name in self.names]
         name = next((name for name, match in ends if match), None)
         if name is None or not (context.fused or self.always):
@@ -310,7 +310,7 @@ class Split(Rule):
 
 @dataclass(frozen=True)
 class Inverted(Rule):
-    """A rule the other way round: its inverse on conversion, the rule itself on export."""
+    """A reversed rule: its inverse on conversion, the rule itself on export."""
 
     rule: Rule
 
@@ -329,9 +329,9 @@ EXPERT_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", 
 class StackExperts(Rule):
     """Stacks the experts of a layer into one tensor for each of ``weights``, in that order.
 
-    They come where the last of them was. ``name`` is that of an expert's tensor, ``{layer}``, ``{expert}`` and
-    ``{weight}`` left open; ``merged`` that of all. Every name in which ``marked`` is found must be one of them. There
-    is one for ``shared`` experts that the configuration speaks of.
+    They take the place of the last expert. ``name`` is that of an expert's tensor, ``{layer}``, ``{expert}`` and
+    ``{weight}`` left open; ``merged`` that of all. Every name that contains ``marked`` must be an expert's. ``shared``:
+    experts of the configuration that share one.
     """
 
     weights: tuple[str, ...] = ("down_proj", "gate_proj", "up_proj")
@@ -373,7 +373,7 @@ class StackExperts(Rule):
         ]
 
     def missing(self, waiting: Collection[str], layer: int | str, context: Context) -> str:
-        """Return why experts of a layer wait: which tensors are not there, or are too many."""
+        """Return the reason why experts of a layer are incomplete: missing or extra tensors."""
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         count_key = next(key for key in EXPERT_COUNTS if key in context.config)
         says = f"{context.config.path} says {count_key} {context.config[count_key]}"
@@ -426,7 +426,7 @@ ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 
 def is_tied(config: Config) -> bool:
-    """Return whether the embeddings are the output matrix, too."""
+    """Return whether the embeddings are also the output matrix."""
     return bool(config.get("tie_word_embeddings", False))
 
 

@@ -52,10 +52,10 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Texts to calibrate on and to measure on, of the kind that the model is for.
+    """Texts for calibration and measurement, like those the model is used for.
 
-    Without `evaluation`, a corpus is made of files and folders, and a part of it is held out. With it, texts are files
-    that are used unchanged.
+    Without `evaluation`, a corpus is built from files and folders, and a part of it is held out. With it, texts are
+    files that are used unchanged.
     """
 
     text: tuple[Path, ...] = key(paths, "files, or files and folders to build a corpus from", (), '["path/to/texts"]')
@@ -70,7 +70,7 @@ class TextSettings:
 
     @property
     def is_corpus(self) -> bool:
-        """Whether a corpus is made of the texts, with a held-out part."""
+        """Whether a corpus is built from the texts, with a held-out part."""
         return self.evaluation is None and bool(self.text)
 
 
@@ -163,7 +163,7 @@ class TargetSettings:
 
     @property
     def label(self) -> str:
-        """Its part of the names of files and steps."""
+        """The label in names of files and steps."""
         return self.name or self.target.file_suffix
 
 
@@ -242,7 +242,8 @@ class Config:
         return tuple(t for t in self.targets if t.target.goal is not None)
 
     def options(self, target: TargetSettings, **overrides: Any) -> QuantizeOptions:
-        """Return the options of quantize for a target: its own override those of all; a goal ignores those of types."""
+        """Return the options of quantize for a target: its own options override the common ones; a goal ignores those
+        that set types."""
         common, specific = dict(self.quantize), dict(target.quantize)
         if target.target.goal is not None:
             common = {name: value for name, value in common.items() if independent_of_search(name)}

@@ -83,9 +83,9 @@ def cook(config: str | Path | Config, *, targets: Sequence[str] = (), observer: 
         observer: receives the start, the progress and the end of every step.
 
     Raises:
-        RecipeError: a key, value or combination that cannot be followed; before any work.
-        ResourceError: an extra is not installed, an output is a file of another origin, or another cook is running in
-            the same folder.
+        RecipeError: an invalid key, value or combination; before any work.
+        ResourceError: an extra is not installed, an output was written by another program, or another cook is running
+            in the same folder.
         QualityGate: all files are written, and one diverges more than its max_kld.
     """
     settings = read_config(config, targets) if isinstance(config, (str, Path)) else config
@@ -203,7 +203,7 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def _check_targets(paths: Paths) -> list[str]:
-    """Raise the error of the first target that headers show to be impossible; return notes on the others."""
+    """Raise an error for the first target that is impossible according to the headers; return notes on the others."""
     config, model = paths.config, paths.model
     notes: list[str] = []
     for settings in config.targets:

@@ -22,8 +22,8 @@ _CTX = 512
 class Model:
     """A model to cook: ``path`` as given, and facts from its headers.
 
-    ``nbytes``: size of the unquantized GGUF file; ``weights``: number of all weights; ``active``: of those that a token
-    multiplies by.
+    ``nbytes``: size of the unquantized GGUF file; ``weights``: number of all weights; ``active``: number of weights
+    used per token.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Model:
 def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
     """Return a model, from its headers; ``gguf_path``: the file that a checkpoint will be converted to.
 
-    Raises ResourceError if there is no model, RecipeError if it is quantized already.
+    Raises ResourceError if there is no model, RecipeError if it is already quantized.
     """
     if path.is_dir():
         try:

@@ -40,7 +40,7 @@ def starter(
     """Return the text of a file in ``folder``, with defaults for a model, and notes.
 
     ``model``: None to write example paths; an unreadable model becomes a note. ``pre``: its pre-tokenizer. ``texts``:
-    calibration texts; by default one next to the model, by its usual names.
+    calibration texts; default: a file beside the model with a usual name.
     """
     description, notes = None, tuple[str, ...]()
     try:

@@ -54,7 +54,7 @@ class UnfinishedStep:
 class State:
     """State of a work folder. Its paths are relative to the folder, so that outputs and work can be moved together.
 
-    With ``planning``, files without a saved digest are not read: steps that depend on them run in any case.
+    With ``planning``, files without a saved digest are not read: steps that depend on them always run.
     """
 
     def __init__(self, folder: Path, *, planning: bool = False) -> None:
@@ -102,7 +102,7 @@ class State:
     def _folder_digest(self, folder: Path) -> str:
         """Return a digest of the names and contents of a folder's files.
 
-        Of a checkpoint only the files next to config.json count, without GGUF files: outputs may be among them.
+        For a checkpoint, only files beside config.json count, without GGUF files, which may be outputs.
         """
         digest = hashlib.sha256()
         flat = (folder / "config.json").is_file()
@@ -143,7 +143,7 @@ class State:
     # ------------------------------------------------------------ steps
 
     def begin(self, name: str, parts: Mapping[str, str], outputs: Iterable[Path]) -> None:
-        """Record the start of a step, before it writes. Raises ResourceError for a file of another origin."""
+        """Record the start of a step, before it writes. Raises ResourceError for a file written by another program."""
         outputs = list(outputs)
         for path in outputs:
             if os.path.lexists(path) and not self.may_replace(path):
@@ -204,10 +204,10 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _existing_shards(path: Path) -> list[Path]:
-    """Return all existing shards of a model, given one of them; the path alone if it is no shard."""
+    """Return all existing shards of a model, given one of them; only the path itself if it is not a shard."""
     return [shard for shard in sorted(set(shards_of(path))) if shard.exists()] or [path]
 
 
 def value_digest(value: object) -> str:
-    """Return a digest of a value of JSON; other values, such as paths, count as their text."""
+    """Return a digest of a JSON value; other values, such as paths, are converted to text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

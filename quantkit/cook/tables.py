@@ -32,7 +32,7 @@ def key(read: Reader, help: str, default: Any = MISSING, example: str | None = N
         read: reads and checks its value.
         help: its meaning, for the file that `cook init` writes.
         default: its value if the key is missing; without a default the key is required.
-        example: a value, as TOML, for that file; by default the default.
+        example: a value, as TOML, for that file; default: the default value.
     """
     return field(default=default, metadata={"read": read, "help": help, "example": example})
 
@@ -63,7 +63,7 @@ def _key(f: Any) -> Key:
 
 
 def as_toml(value: Any) -> str:
-    """Return a default as TOML, of which JSON's strings, numbers and lists are a part."""
+    """Return a default as TOML, which includes JSON's strings, numbers and lists."""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
@@ -90,7 +90,7 @@ class TableLocation:
     table: str = ""
 
     def error(self, name: str, problem: str, code: str = "QK-E208") -> RecipeError:
-        """Return the error about a key."""
+        """Return the error for a key."""
         table = f"[{self.table}] " if self.table else ""
         return RecipeError(f"{self.origin}: {table}{shorten(printable(name), 60)}: {problem}", code)
 
@@ -151,7 +151,7 @@ def flag(value: Any, _: Path) -> bool:
 
 
 def word(value: Any, _: Path) -> str:
-    """Read a text of one line."""
+    """Read one line of text."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise ValueError("write one line of text, in quotes")
     return value.strip()
@@ -166,7 +166,7 @@ def name_of_files(value: Any, folder: Path) -> str:
 
 
 def choice(*names: str) -> Reader:
-    """Read one of some words."""
+    """Read one of several words."""
 
     def read(value: Any, _: Path) -> str:
         if not isinstance(value, str) or value not in names:
@@ -177,7 +177,7 @@ def choice(*names: str) -> Reader:
 
 
 def integer(least: int, most: int = 1 << 31) -> Reader:
-    """Read a whole number within bounds."""
+    """Read an integer within bounds."""
 
     def read(value: Any, _: Path) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -216,7 +216,7 @@ def share(value: Any, _: Path) -> float:
 
 
 def positive(value: Any, _: Path) -> float:
-    """Read a number above 0."""
+    """Read a number greater than 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError("write a number greater than 0")
     return float(value)
@@ -236,7 +236,7 @@ def size(value: Any, _: Path) -> int:
 
 
 def path(value: Any, folder: Path) -> Path:
-    """Read a path; one that is not absolute begins in the folder of the file."""
+    """Read a path; a relative path starts at the folder of the file."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("write a path, in quotes")
     location = located(value)

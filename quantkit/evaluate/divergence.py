@@ -1,10 +1,10 @@
 """KL divergence of a model from a base: llama-perplexity --kl-divergence, on base logits of either kind.
 
-The tokens come from the base file. Each scored position has one divergence sum(p log(p / q)) of the model's
-prediction q from the base's p; five scalars are kept per position. With llama.cpp's base the sum leaves out tokens with
-log p <= -16, as llama.cpp does; with ours, tokens missing from the file are estimated, with a bound on the error.
+The tokens come from the base file. Each scored position has one divergence sum(p log(p / q)) of the model's prediction
+q from the base's p; five scalars are kept per position. With llama.cpp's base, the sum omits tokens with log p <= -16,
+as llama.cpp does; with quantkit's format, tokens missing from the file are estimated, with a bound on the error.
 
-Another vocabulary and a truncated file, which llama.cpp accepts, are errors.
+Another vocabulary or a truncated file, which llama.cpp accepts, is an error.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def kld(
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: if given, must be that of the base. chunks: the number of its chunks to use; None: all.
+        n_ctx: if given, must equal that of the base. chunks: the number of its chunks to use; None: all.
 
     Raises:
         FormatError: the base is damaged or truncated.

@@ -1,13 +1,13 @@
 """Perplexity: exp of the mean negative log-likelihood of a text's tokens.
 
 By chunks (llama.cpp b11434 perplexity.cpp perplexity): the text is cut into contexts, and the second half of each is
-scored; one chunk of text is enough here, llama.cpp requires two. With a stride (perplexity_v2), windows of n_ctx tokens
-begin every ``stride`` tokens, and the last ``stride`` tokens of each are scored: every token once, with more context.
+scored; one chunk of text is enough, whereas llama.cpp requires two. With a stride (perplexity_v2), windows of n_ctx
+tokens begin every ``stride`` tokens, and the last ``stride`` tokens of each are scored: every token once, with more
+context.
 
-Two quirks of llama.cpp's stride mode are fixed here: it evaluates a window before placing BOS at its start, so BOS has
-no effect; and its windows are not -c tokens long but -c (times n_batch / n_ctx) plus half a stride,
-rounded up to 256. It also rounds each probability to float32. For a model without BOS and the same window the
-values agree.
+Two errors of llama.cpp's stride mode are fixed: it evaluates a window before placing BOS at its start, so BOS has no
+effect; and its windows are not -c tokens long but -c (times n_batch / n_ctx) plus half a stride, rounded up to 256. It
+also rounds each probability to float32. For a model without BOS and the same window the values agree.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def split_chunks(ids: I32, n_ctx: int, chunks: int | None) -> I32:
 
 
 def _stride_windows(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I32:
-    """Return the windows of a text, int32 [n, n_ctx], each ``stride`` tokens after the one before."""
+    """Return the windows of a text, int32 [n, n_ctx], each ``stride`` tokens after the previous one."""
     if not 0 < stride < n_ctx:
         raise RecipeError(
             f"--ppl-stride {stride} must be greater than 0 and less than the context of {n_ctx} tokens", "QK-E203"

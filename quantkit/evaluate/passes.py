@@ -123,7 +123,7 @@ class EvaluationOptions(LoadOptions, total=False):
 
 @contextmanager
 def loaded_model(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
-    """Load a model from its path for contexts of ``n_ctx``; yield a loaded one unchanged.
+    """Load a model from its path for contexts of ``n_ctx``; yield a loaded model unchanged.
 
     Raises ArgumentError for options other than ``threads`` of a loaded model.
     """

@@ -7,10 +7,11 @@ behind them     a record (``RECORD``, 104 bytes) for each piece of rows: the SHA
                 SHA-256 of rows and error sums here, and those sums
 ==============  ==========================================================================================
 
-A *piece* is the rows that are encoded at a time. As jobs are made of whole pieces, each can check what it takes,
-however the rows were cut when they were encoded; the digest of all that was encoded is one over its pieces' digests.
+A *piece* is the rows encoded at a time. Jobs consist of whole pieces, so each can check what it reads, however the rows
+were divided when encoded; the digest of all encoded rows is computed from the digests of the pieces.
 
-Entries may come from anybody, cut, damaged or made up: what is read is compared with the digests, never interpreted.
+Entries may come from anyone and may be truncated, damaged or forged: data is compared with the digests, never
+interpreted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _JSON_KEYS = {
 
 
 class DamagedEntry(Exception):
-    """An entry is damaged, or the file is no entry."""
+    """An entry is damaged, or the file is not an entry."""
 
 
 class EntryName(NamedTuple):
@@ -98,7 +99,7 @@ class Pieces:
         return row % self.piece == 0 and (rows % self.piece == 0 or row + rows == self.rows)
 
     def span(self, matrix: int, row: int, rows: int) -> slice:
-        """Return the pieces that rows of a matrix are."""
+        """Return the pieces of rows of a matrix."""
         first = matrix * self.per_matrix + row // self.piece
         return slice(first, first - (-rows // self.piece))
 

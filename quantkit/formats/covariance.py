@@ -24,9 +24,9 @@ INPUTS_KEY = "quantkit.covariance.inputs"
 
 
 class Covariances:
-    """An open file of covariances.
+    """An open covariance file.
 
-    Raises FormatError if it is none. ``entries``: for every weight, the one whose name the covariance of both has.
+    Raises FormatError if it is not one. ``entries``: for every weight, the name of its covariance's entry.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -70,11 +70,11 @@ class Covariances:
         raise FormatError(f"{self.path}: the sums of {entry} are missing", "QK-E118")
 
     def is_weighted(self, entry: str) -> bool:
-        """Return whether tokens count by the square of their router weight."""
+        """Return whether tokens are weighted by their squared router weight."""
         return self._sums(entry).endswith("router")
 
     def tokens(self, entry: str) -> npt.NDArray[np.float32]:
-        """Return the tokens that each matrix of an entry has seen, float32 [matrices]."""
+        """Return the number of tokens of each matrix of an entry, float32 [matrices]."""
         try:
             info = self._file.tensors[f"{entry}.counts"]
         except KeyError:
@@ -84,7 +84,7 @@ class Covariances:
         return counts.view("<f4")
 
     def digest(self, entry: str) -> str:
-        """Return the SHA-256 of an entry's sums; they are read once."""
+        """Return the SHA-256 of an entry's sums, which are read once."""
         if entry not in self._digests:
             info, sha256 = self._file.tensors[self._sums(entry)], hashlib.sha256()
             for offset in range(0, info.nbytes, _CHUNK):
@@ -95,7 +95,7 @@ class Covariances:
         return self._digests[entry]
 
     def matrix(self, entry: str, number: int) -> F64:
-        """Return one matrix of an entry, float64 [n, n]; raise FormatError unless finite with a diagonal >= 0."""
+        """Return one matrix of an entry, float64 [n, n]. Raises FormatError unless finite with a diagonal >= 0."""
         n, _ = self.shape(entry)
         raw = np.empty(4 * n * n, np.uint8)
         self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)

@@ -29,7 +29,7 @@ def find_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Tensor
 
 
 def merge_obstacle(has: Mapping[str, TensorInfo], *, any_types: bool = False, remedy: str = "") -> str:
-    """Return why the experts of a layer cannot be merged, empty if they can; remedy: follows where types differ."""
+    """Return why the experts of a layer cannot be merged, "" if they can; remedy: appended if types differ."""
     gate, up = has.get(f"{GATE}.weight"), has.get(f"{UP}.weight")
     if f"{MERGED}.weight" in has:
         return f"it has {MERGED} as well as its halves"
@@ -73,5 +73,5 @@ def geometry(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def is_deep(tensor: TensorInfo) -> bool:
-    """Return whether a tensor has more dimensions than experts have."""
+    """Return whether a tensor has too many dimensions for experts."""
     return math.prod(geometry(tensor.name, tensor.shape)) != math.prod(tensor.shape)

@@ -9,7 +9,7 @@ GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3
     W.in_sum2 [nval / n_mat, n_mat]   raw sums of x^2            W.counts [1, n_mat]   tokens seen
     W.in_sum  [nval / n_mat, n_mat]   raw sums of x, optional    W.stats  [12]         statistics, ignored here
 
-.dat (older, and all that ik_llama.cpp reads), int32 and float32, little endian::
+.dat (older; the only format that ik_llama.cpp reads), int32 and float32, little endian::
 
     n_entries, then per entry: name_len, name, ncall, nval, float[nval]     value = sum / count * ncall
     last_chunk, dataset_len, dataset                                        optional trailer
@@ -100,8 +100,8 @@ class Imatrix:
         """Return the importance that an encoder uses, of entry ``name``: a new float32 array, flat [nval].
 
         The arithmetic is that of llama.cpp b11434 tools/quantize/quantize.cpp load_imatrix (for a .dat also
-        ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat
-        with ncall 0 as it is.
+        ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat with
+        ncall 0 unchanged.
         """
         entry = self.entries[name]
         counts = entry.counts.astype(np.float32)[:, None]
@@ -116,10 +116,10 @@ class Imatrix:
 
 
 def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix:
-    """Read the importance matrix ``path``, GGUF or .dat, told apart by the first four bytes.
+    """Read the importance matrix ``path``, GGUF or .dat, detected by the first four bytes.
 
-    Sums are read-only views of the mapped file. Raises FormatError for anything llama.cpp's loader refuses, and
-    for what it fails to check: truncated or trailing data, negative or non-finite counts, contradicting shapes,
+    Sums are read-only views of the mapped file. Raises FormatError for everything that llama.cpp's loader rejects, and
+    for what it does not check: truncated or trailing data, negative or non-finite counts, contradicting shapes,
     duplicate entries, sums of squares that are negative or not finite. ``check`` False takes any sums: for commands
     that show them, and for quantize, which can exclude entries and checks the rest (pipeline.importance).
     """
@@ -141,7 +141,7 @@ def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix
 
 
 def check_squares(path: Path, name: str, values: F32Array) -> None:
-    """Raise FormatError for values of entry ``name`` that no sum or mean of squares has: NaN, infinite, negative."""
+    """Raise FormatError for values of entry ``name`` that are NaN, infinite or negative."""
     _check_values(path, name, values, (values >= 0) & (values < np.inf), "a sum of squares")
 
 
@@ -193,7 +193,7 @@ class _Cursor:
         return self.offset - n
 
     def count(self, item: str, lowest: int = 0) -> int:
-        """Read an int32 that may not be below ``lowest``."""
+        """Read an int32 that must be at least ``lowest``."""
         start = self.skip(4, item)
         value: int = struct.unpack_from("<i", self.data, start)[0]
         if value < lowest:
@@ -201,7 +201,7 @@ class _Cursor:
         return value
 
     def text(self, n: int, item: str) -> bytes:
-        """Read ``n`` bytes of text, cut at the first zero byte as both trees do."""
+        """Read ``n`` bytes of text, truncated at the first NUL byte as in llama.cpp and ik_llama.cpp."""
         start = self.skip(n, item)
         return bytes(self.data[start : start + n]).split(b"\0", 1)[0]
 
@@ -360,12 +360,13 @@ def write_imatrix(
     *,
     chunk_size: int | None = None,
 ) -> None:
-    """Write ``imatrix`` to ``path`` as llama-imatrix b11434 would: names sorted, the file appears whole or not at all.
+    """Write ``imatrix`` to ``path`` as llama-imatrix b11434 would: names sorted; the file is written completely or not
+    at all.
 
-    ``format`` "gguf" keeps counts per expert; "dat" stores sum / count * ncall, ncall = ceil(max(counts) /
-    chunk_size), ones for experts without tokens, and leaves out weights without any. ``chunk_size`` (tokens) is
-    needed only between the formats: a .dat does not record it (default 512, llama-imatrix's); being a power of
-    two it changes no value. Raises FormatError for names or counts the format cannot hold.
+    ``format`` "gguf" keeps counts per expert; "dat" stores sum / count * ncall, ncall = ceil(max(counts) / chunk_size),
+    ones for experts without tokens, and omits weights without tokens. ``chunk_size`` (tokens) is only used between the
+    formats: a .dat does not record it (default 512, llama-imatrix's); being a power of two it changes no value. Raises
+    FormatError for names or counts the format cannot hold.
     """
     path = located(path)
     if format not in ("gguf", "dat"):
@@ -439,7 +440,7 @@ def _gguf_tensors(
 
 
 def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> ImatrixEntry:
-    """Turn means times calls into raw sums and tokens; ncall 0 counts as one call."""
+    """Convert means times calls to raw sums and tokens; ncall 0 counts as one call."""
     with np.errstate(over="ignore"):
         sums = entry.sums * np.float32(chunk_size)
     if np.isfinite(entry.sums).all() and not np.isfinite(sums).all():

@@ -1,8 +1,8 @@
-"""Inputs and outputs of commands: checked for overlap, locked, and written whole or not at all.
+"""Inputs and outputs of commands: checked for overlap, locked, and written completely or not at all.
 
-Before any work, ``check_apart`` refuses an output that is an input or another output, by whatever name. An ``Output``
-is then held as long as its run lasts, by a lock on OUT.lock, which a killed run leaves behind and nobody holds then.
-What is ``atomic_write`` appears whole or not at all: it grows as OUT.part and is renamed.
+Before any work, ``check_apart`` refuses an output that is an input or another output, whatever its name. An ``Output``
+is then held for the duration of its run by a lock on OUT.lock; a killed run leaves the file behind, but not the lock. A
+file of ``atomic_write`` appears completely or not at all: it is written as OUT.part and renamed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_text(path: str | Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _standard_input(stream: TextIO) -> bytes:
-    """Read it once; a text is read again for every pass that needs it."""
+    """Read it once; each call reads the text again."""
     return _read_bounded(stream.buffer, "standard input", MAX_TEXT)
 
 
@@ -60,10 +60,10 @@ def _too_large(name: str | Path, max_bytes: int) -> FormatError:
 
 
 def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
-    """Return all bytes of a file, or of a pipe of the shell, as ``<(command)`` makes one.
+    """Return all bytes of a file, or of a shell pipe such as ``<(command)``.
 
-    Raises FormatError beyond ``max_bytes``, and for what is no file: a device, which never ends, and a named pipe,
-    to which nobody may write.
+    Raises FormatError beyond ``max_bytes``, and for devices, which never end, and named pipes, which may have no
+    writer.
     """
     path = located(path)
     try:
@@ -92,7 +92,7 @@ def _check_pipe(path: str | Path, mode: int) -> None:
 
 
 def part_path(path: Path) -> Path:
-    """Return the name under which an output grows."""
+    """Return the temporary name of an output."""
     return sibling_path(path, ".part")
 
 
@@ -108,7 +108,7 @@ def sibling_path(path: Path, suffix: str) -> Path:
 
 
 def resolve_links(path: str | Path) -> Path:
-    """Return the real path of an output, at the end of links."""
+    """Return the real path of an output, with links resolved."""
     path = located(path)
     if isinstance(path, URL):
         return path
@@ -121,8 +121,8 @@ def resolve_links(path: str | Path) -> Path:
 def check_apart(outputs: Iterable[str | Path | None], inputs: Iterable[str | Path | None] = ()) -> None:
     """Raise ResourceError if an output, or a name it is written by, is an input or another output.
 
-    None stands for what was not given, - for standard input. Of an input that is a shard, all shards count. Files are
-    told by device and inode, those that are not there yet by folder and name, so links do not matter.
+    None is a missing argument, - standard input. For an input that is a shard, all shards count. Files are identified
+    by device and inode, missing ones by folder and name, so links do not matter.
     """
     read = (located("/dev/stdin" if str(path) == "-" else path) for path in inputs if path is not None)
     owners = {_identity(shard): (shard, True) for path in read for shard in shards_of(path)}
@@ -199,10 +199,10 @@ def _check_url(url: URL, overwrite: bool) -> None:
 
 
 class Output:
-    """A file to be ``atomic_write``, any number of times: a context in which no other run writes it.
+    """A context in which no other run writes a file;
 
-    ``overwrite``: replace what is there. Entering raises what ``check_free`` raises, and ResourceError while another
-    run holds it.
+    ``atomic_write`` may be used on it any number of times. ``overwrite``: replace an existing file. Raises on entry as
+    ``check_free``, and ResourceError while another run holds it.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -237,9 +237,9 @@ class Output:
 
 
 def take_lock(path: Path) -> int:
-    """Return the descriptor of a file that is made, and locked until ``drop_lock``, or until the process ends.
+    """Create and lock a file until ``drop_lock``, or until the process ends;
 
-    Raises BlockingIOError while another process holds it, OSError if it cannot be made.
+    return its descriptor. Raises BlockingIOError while another process holds it, OSError if it cannot be created.
     """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -267,7 +267,7 @@ def drop_lock(path: Path, lock: int) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path for ``path``; it is renamed at the end, and removed on failure.
 
-    Raises ResourceError for what the disk refuses.
+    Raises ResourceError for errors of the disk.
     """
     path = located(path)
     part = part_path(path)

@@ -19,9 +19,9 @@ _MAX_BYTES = 256 << 20
 
 
 def read_own_json(path: Path, kind: str, make: Callable[[Any], T], max_bytes: int = _MAX_BYTES) -> T:
-    """Return ``make`` of the value in a file; a TypeError or the like from it means that the file is damaged.
+    """Return ``make`` of the value in a file; errors such as TypeError mean that the file is damaged.
 
-    Raises FormatError: "PATH: not WHAT (why)".
+    Raises FormatError: "PATH: not WHAT (reason)".
     """
     data = read_whole(path, max_bytes)
     try:
@@ -31,7 +31,7 @@ def read_own_json(path: Path, kind: str, make: Callable[[Any], T], max_bytes: in
 
 
 def _damage(error: Exception) -> str:
-    """Return a description of the damage, in words about the file instead of Python's about an operation."""
+    """Return a description of the damage in terms of the file, not of a Python operation."""
     if isinstance(error, QuantkitError):
         return error.message
     if isinstance(error, json.JSONDecodeError):

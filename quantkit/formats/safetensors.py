@@ -5,9 +5,9 @@
     u64 length of the header   JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"
     tensor data; offsets count from here
 
-Nothing in a header is believed: lengths against the file, bytes against shape and dtype, no two tensors in the same
-bytes, and against ``model.safetensors.index.json`` every tensor in the file that the index names, none missing and
-none more. Any violation is one FormatError with file and tensor.
+Every header is validated: lengths against the file, bytes against shape and dtype, no overlapping tensors, and against
+``model.safetensors.index.json`` every tensor in the file named by the index, none missing and none extra. Any violation
+is a FormatError with file and tensor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StoredTensor:
     nbytes: int
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Pickle the absolute path: another process may have another working directory."""
+        """Pickle the absolute path, because another process may have another working directory."""
         return StoredTensor, (self.name, self.dtype, self.shape, self.path.absolute(), self.offset, self.nbytes)
 
     @property
@@ -102,7 +102,7 @@ def _missing_shards(files: Iterable[Path]) -> list[str]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file, sorted by name. Raises FormatError for any invalid header.
 
-    Their path is a file that is held: see ``files``.
+    Their path is a held file: see ``files``.
     """
     try:
         path = hold(path)
@@ -325,7 +325,7 @@ def _files(folder: Path, prefix: str) -> list[Path]:
 
 
 def _check_once(files: Sequence[dict[str, StoredTensor]]) -> None:
-    """Refuse a tensor that two files have: which one is meant?"""
+    """Refuse a tensor that two files contain."""
     paths: dict[str, Path] = {}
     for tensors in files:
         for name, tensor in tensors.items():

@@ -6,7 +6,7 @@
     difference   compare two matrices, weight by weight
     merge        combine several calibrations as one run over all their texts
     convert      GGUF <-> .dat, merged experts <-> separate ones, with notes on what each conversion loses
-    apply_fill   values for experts without tokens, marked in the file so that they are never taken for data
+    apply_fill   values for experts without tokens, marked in the file so that they are never mistaken for data
 
 Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything here is arithmetic on them, in f64.
 """

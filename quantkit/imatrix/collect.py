@@ -1,9 +1,9 @@
 """Collect an importance matrix: run texts through a model and accumulate the squared inputs of every weight.
 
 As in llama-imatrix (llama.cpp b11434 tools/imatrix): chunks of n_ctx tokens, BOS in place of the first if the model
-wants one, several chunks per pass, all tokens in every layer, perplexity over the second half of each chunk. Unlike
-there, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides a
-weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
+uses one, several chunks per pass, all tokens in every layer, perplexity over the second half of each chunk. Unlike
+llama-imatrix, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides
+a weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
 
 To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that nothing of the chunk
 remains in any sum.
@@ -115,7 +115,7 @@ class ImatrixResult:
 
 
 class Watcher:
-    """Receives the progress of a run; does nothing by default."""
+    """A receiver of a run's progress; does nothing by default."""
 
     def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
         """Called when the run starts with chunk ``first`` of n_chunks, n_seq at a time."""
@@ -145,7 +145,7 @@ def imatrix(
     """Collect an importance matrix and write it to ``output`` as llama-imatrix does.
 
     Args:
-        model: a GGUF file. files: texts. chat: conversations, JSON Lines (texts.py). prompt: a text itself.
+        model: a GGUF file. files: texts. chat: conversations, JSON Lines (texts.py). prompt: the text of a prompt.
             tokens: ids, int32 [n].
         output: None collects no matrix, only ``options.layer_similarity``; fusion may then be on.
         in_files: importance matrices to merge into the result.

@@ -97,8 +97,7 @@ def covariance(
     Args:
         model, files, chat, prompt, tokens, options: as for ``imatrix``; the options used are the text's,
             process_output, output_frequency, resume and overwrite.
-        without: chunks to leave out, counted from 0, as dropped by an imatrix run; None: those of the resumed run,
-            or none.
+        without: chunks to skip, counted from 0, as dropped by an imatrix run; None: those of the resumed run, or none.
         progress: called after every chunk of every pass.
         run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory). nodes: a
             cluster, whose nodes take whole passes.

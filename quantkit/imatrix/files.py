@@ -162,7 +162,7 @@ def _shape(entry: ImatrixEntry) -> str:
 
 
 def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
-    """Keep our own keys on which all files agree, and join the sketches of the texts."""
+    """Keep quantkit's keys on which all files agree, and join the sketches of the texts."""
     notes = []
     extra = {
         key: value

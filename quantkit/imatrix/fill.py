@@ -1,10 +1,10 @@
 """Values for experts without tokens, and the record that tells them from data.
 
-An encoder uses ones for an expert without tokens: all columns weigh the same. A fill is another guess:
+An encoder uses ones for an expert without tokens: all columns have the same weight. A fill is another guess:
 
     none       nothing: the count stays 0 and both llama-quantize programs read ones
     ones       x^2 = 1 in every column; the effect of "none", made explicit
-    mean       the mean over the tensor's experts with tokens, every token weighing the same
+    mean       the mean over the tensor's experts with tokens, every token with the same weight
     neighbour  the nearest expert by number that has tokens; the lower of two
 
 A filled expert has a count of 1, the least a file can hold. The file records it: quantkit.imatrix.fill is the policy,

@@ -117,7 +117,7 @@ class Statistics:
 
     @property
     def of_activations(self) -> bool:
-        """Whether all moments are those of E[x]; llama-imatrix leaves L2 Dist out where they are not."""
+        """Whether all moments are those of E[x]; otherwise llama-imatrix omits L2 Dist."""
         return all(t.of_activations for t in self.tensors)
 
 

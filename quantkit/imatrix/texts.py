@@ -90,7 +90,7 @@ def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> TokenizedTe
     """Read conversations and render them by the model's template.
 
     Raises:
-        FormatError: a line is no conversation, or the model has no template.
+        FormatError: a line is not a conversation, or the model has no template.
         ResourceError: jinja2 is not installed.
     """
     with chat_template(source, tokenizer) as child:

@@ -1,7 +1,7 @@
 """Run a loader's table over a file's header and collect the problems that it would refuse.
 
-The order is the loader's: keys, vocabulary, tensors. What contradicts itself in one stage makes the next meaningless,
-so the first stage with problems is the last.
+The order is the loader's: keys, vocabulary, tensors. A contradiction in one stage makes the next meaningless, so the
+first stage with problems is the last.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load(runtime: str, fields: Mapping[str, Field], tensors: Mapping[str, Sequen
 
 
 class _Loader:
-    """A loader at work on one file."""
+    """A loader applied to one file."""
 
     def __init__(
         self,

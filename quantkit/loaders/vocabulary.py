@@ -1,6 +1,6 @@
 """Requirements of the loaders on the tokenizer's keys.
 
-Source: llama_vocab::impl::load in src/llama-vocab.cpp of llama.cpp b11434 and ik_llama.cpp 8337e4cd3, which looks at
+Source: llama_vocab::impl::load in src/llama-vocab.cpp of llama.cpp b11434 and ik_llama.cpp 8337e4cd3, which checks
 fewer kinds.
 """
 

@@ -34,13 +34,13 @@ _BLOCK_INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 def has_windows(b: Builder) -> bool:
-    """Return whether any layer may attend to a window only."""
+    """Return whether any layer may attend only to a window."""
     w = b.arch.window
     return w is not None and window_size(b) > 0 and w.only_if_layers in (0, b.h.n_layer)
 
 
 def is_windowed(b: Builder, layer: int | None = None) -> bool:
-    """Return whether a layer (None: the current one) attends to a window only."""
+    """Return whether a layer (None: the current one) attends only to a window."""
     w, layer = b.arch.window, b.layer if layer is None else layer
     if w is None or not has_windows(b):
         return False
@@ -165,7 +165,7 @@ def gqa(b: Builder, x: Value) -> Value:
 
 
 def gqa_or_one(b: Builder, x: Value) -> Value:
-    """Add attention, or the output matrix alone where the layer has no heads (Deci)."""
+    """Add attention, or only the output matrix if the layer has no heads (Deci)."""
     return gqa(b, x) if n_head_kv(b) else b.mul_mat(x, "attn_output")
 
 

@@ -1,6 +1,6 @@
 """Shape checks of graphs and of fused operations: kernels work on addresses and trust their arguments.
 
-A model whose tensors do not fit together, damaged or hostile, is a FormatError that names the tensor.
+A model with inconsistent tensors, damaged or hostile, raises a FormatError that names the tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHECK = OpTable("check.py")
 
 
 def check_graph(graph: Graph, multiplies: Callable[[TensorType], bool]) -> None:
-    """Raise FormatError if shapes do not fit together, TypeNotSupported for a weight of a type without products."""
+    """Raise FormatError if shapes are inconsistent, TypeNotSupported for a weight of a type without products."""
     for op in graph.ops:
         for matrix in op.matrices():
             t = matrix.tensor.type
@@ -35,7 +35,7 @@ def check_graph(graph: Graph, multiplies: Callable[[TensorType], bool]) -> None:
 
 
 def check_ops(operations: Iterable[Op]) -> None:
-    """Raise FormatError if shapes of operations do not fit, TypeNotSupported for a kind without a check."""
+    """Raise FormatError if shapes of operations are inconsistent, TypeNotSupported for a kind without a check."""
     experts: dict[Value, int] = {}
     for op in operations:
         CHECK[type(op)](op, experts)

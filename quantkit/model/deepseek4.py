@@ -1,10 +1,10 @@
 """DeepSeek V4's attention: a window of positions, and beyond it compressed blocks of one row each.
 
 A token has one row k = norm(kv x) of ``key_length`` columns, which is the key and the value of all heads; the last
-n_rot columns of q and k rotate. As values rotate, too, attention's result is rotated back by the token's own angles.
+n_rot columns of q and k rotate. Values also rotate, so attention's result is rotated back by the token's own angles.
 Groups of heads are then projected by ``attn_output_a``, which has a matrix for each group, and by ``attn_output_b``.
 
-``attention.compress_ratios`` says what a layer attends to besides its window of ``sliding_window`` positions:
+``attention.compress_ratios`` defines what a layer attends to in addition to its window of ``sliding_window`` positions:
 
     0     nothing
     128   a row for every complete block of 128 positions: per column, the sum of its tokens' compressor rows times
@@ -12,9 +12,9 @@ Groups of heads are then projected by ``attn_output_a``, which has a matrix for 
     4     such rows of blocks of 4, each also computed from the block before; only the ``indexer.top_k`` blocks that an
           indexer with its own blocks scores highest
 
-Layers with a ratio use the base ``compress_rope_freq_base`` and, alone, yarn, whose mscale is cancelled. Source:
-llama.cpp b11434 src/models/deepseek4.cpp, llama-kv-cache-dsv4.cpp. It also multiplies keys by a Hadamard matrix, which
-does not change products.
+Only layers with a ratio use the base ``compress_rope_freq_base`` and yarn, whose mscale is cancelled. Source: llama.cpp
+b11434 src/models/deepseek4.cpp, llama-kv-cache-dsv4.cpp. It also multiplies keys by a Hadamard matrix, which does not
+change products.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def compressed_attention(b: Builder, x: Value) -> Value:
     """Add DeepSeek V4's attention.
 
     Raises:
-        FormatError: a tensor or key is missing, or shapes do not fit together.
-        TypeNotSupported: another ratio, which llama.cpp does not support, either.
+        FormatError: a tensor or key is missing, or shapes are inconsistent.
+        TypeNotSupported: another ratio, which llama.cpp does not support either.
     """
     head = b.h.head_k
     n_head = b.h.layer_int("attention.head_count", b.layer)

@@ -1,7 +1,7 @@
 """Layers of Qwen3-Next and Qwen3.5: gated delta nets, in some layers gated attention.
 
-A delta net remembers a sequence in one matrix S [head_k, head_v] a head and in the last input rows of a short
-convolution: its memory does not grow. For every token:
+The state of a delta net is one matrix S [head_k, head_v] per head and the last input rows of a short convolution; it
+does not grow. For every token:
 
     q, k, v = silu(convolution along the sequence of the projection qkv);  q and k to the length 1
     g = -exp(A_log) softplus(a + dt)   (``ssm_a`` holds -exp(A_log))       beta = sigmoid(b)
@@ -23,7 +23,7 @@ from quantkit.model.recurrent import activate, apply_gate, check_width, convolve
 
 
 def delta_net_hybrid(b: Builder, x: Value) -> Value:
-    """Add a delta net or gated attention, whichever the current layer is."""
+    """Add a delta net or gated attention, depending on the current layer."""
     return delta_net(b, x) if is_recurrent(b) else gated_attention(b, x)
 
 

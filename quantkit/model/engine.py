@@ -68,7 +68,7 @@ def load(
         n_ctx: the context that rope factors are chosen for (some models have two sets); None: that of training.
         n_ubatch: tokens of one pass through the layers.
         kv_type: the type of keys and values in the cache: f32, f16 or q8_0.
-        fusion: which operations are fused; None: all, with an observer those that hide nothing from it.
+        fusion: the operations to fuse; None: all, or with an observer those that hide nothing from it.
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: the device of each tensor; None: the CPU.
         mmap: read weights from the mapped file; False: copy them to memory.
@@ -83,7 +83,7 @@ def load(
             (sensitivity/variants.py).
 
     Raises:
-        FormatError: the file is damaged, or lacks tensors or keys that its architecture needs.
+        FormatError: the file is damaged, or lacks required tensors or keys.
         TypeNotSupported: the architecture or a tensor's type is not supported.
         ResourceError: a device is unavailable.
     """
@@ -384,7 +384,7 @@ class Session:
         Args:
             tokens: int32 [n], ids below n_vocab.
             sequences: int32 [n], the sequence of each token, or one for all.
-            outputs: bool [n], the tokens after which logits are wanted; None: all.
+            outputs: bool [n], the tokens after which logits are requested; None: all.
             consume: called with blocks of logits, in order, which are then not returned.
             inputs: float32 [n, width] for each of the graph's ``inputs``.
 

@@ -50,7 +50,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision about one place: kind (of KINDS), layer, and the reason if it is not fused."""
+    """A decision for one place: kind (of KINDS), layer, and the reason if it is not fused."""
 
     kind: str
     layer: int
@@ -134,7 +134,7 @@ def _kind(parts: Sequence[Op | None]) -> str | None:
 
 
 def _obstacle(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int], device_of: DeviceOf) -> str:
-    """Return the reason why these cannot be one operation; empty if they can."""
+    """Return the reason why these cannot be fused; "" if they can."""
     products = [part for part in parts if isinstance(part, MulMat | MulMatId)]
     if len({(part.x, getattr(part, "ids", None)) for part in products}) > 1:
         return "gate and up read different inputs"

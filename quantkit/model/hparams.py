@@ -1,7 +1,7 @@
 """A model's hyperparameters: typed access to the metadata of its architecture.
 
-Keys have no architecture prefix: ``h.int("block_count")``. Only keys that llama.cpp has a default for have one; a
-missing key without a default is an error that names it.
+Keys have no architecture prefix: ``h.int("block_count")``. Keys have a default only if llama.cpp has one; a missing key
+without a default is an error that names it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HParams:
         self.n_expert = self.int("expert_count", 0)
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return the value of a key; FormatError if it is missing and has no default."""
+        """Return the value of a key. Raises FormatError if it is missing and has no default."""
         value = self.source.get(f"{self.arch}.{key}", None)
         if value is not None:
             return value
@@ -75,7 +75,7 @@ class HParams:
         return bool(self.get(key, default))
 
     def layer_int(self, key: str, layer: Integer, default: Any = _REQUIRED) -> Integer:
-        """Return an integer of a layer; the value may be an array with an element a layer."""
+        """Return an integer of a layer; the value may be an array with an element per layer."""
         return self._integer(key, self._layer_value(key, layer, self.get(key, default)))
 
     def xielu(self, key: str, layer: Integer) -> Real:
@@ -96,7 +96,7 @@ class HParams:
         return n
 
     def layer_float(self, key: str, layer: Integer, default: Any = _REQUIRED) -> Real:
-        """Return a number of a layer; the value may be an array with an element a layer."""
+        """Return a number of a layer; the value may be an array with an element per layer."""
         return self._real(key, self._layer_value(key, layer, self.get(key, default)))
 
     def _layer_value(self, key: str, layer: Integer, value: Any) -> Any:

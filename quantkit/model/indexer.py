@@ -10,8 +10,8 @@ Attention then reads the ``top_k`` positions with the largest scores; all, while
 without an indexer (``indexer.types``; GLM 5.2, HY V4) reuse the selection of the last layer that has one.
 
 Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18
-DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which
-does not change their products. Its prediction layers attend to all keys; here they select, as the other layers do.
+DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which does
+not change their products. Its prediction layers attend to all keys; quantkit's select keys like the other layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
         config: rope of their columns.
 
     Raises:
-        FormatError: a tensor or key is missing, shapes do not fit, or no layer before this one has an indexer.
+        FormatError: a tensor or key is missing, shapes are inconsistent, or no earlier layer has an indexer.
     """
     if not _has_indexer(b):
         b.ignore(*(f"indexer.{name}" for name in _TENSORS))

@@ -37,7 +37,7 @@ ALL_LAYERS = 1 << 20
 class Placement:
     """``gpu_layers`` of the model on ``accelerators``; ``rules``: (regular expression, device), first match.
 
-    embeddings: place the token embeddings on the first accelerator, too.
+    embeddings: also place the token embeddings on the first accelerator.
     """
 
     gpu_layers: int = 0

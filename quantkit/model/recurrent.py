@@ -22,7 +22,7 @@ def convolve_silu(b: Builder, x: Value, name: str = "ssm_conv1d", *, bias: bool 
 
 
 def convolve(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value:
-    """Return the causal convolution of x with ``name``, which holds a row of taps for each column."""
+    """Return the causal convolution of x with ``name``, which has a row of taps for each column."""
     weight = b.matrix(f"{name}.weight")
     if prod(weight.tensor.shape[1:]) != x.width or weight.n_in < 2:
         raise FormatError(
@@ -51,7 +51,7 @@ def apply_gate(b: Builder, x: Value, gate: Value, kind: str) -> Value:
 
 
 def check_width(b: Builder, x: Value, width: int) -> None:
-    """Raise FormatError unless x has ``width`` columns, as the metadata say."""
+    """Raise FormatError unless x has the ``width`` columns of the metadata."""
     if x.width != width:
         raise FormatError(
             f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "

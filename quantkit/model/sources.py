@@ -9,7 +9,7 @@
     MergedSource   up and gate experts merged into one tensor, as ik_llama.cpp's ``-muge``. ``quantkit merge-up-gate``
                    does this in the file
 
-All of them take the memory of the tensors they change, and time at every start.
+All of them need memory for the tensors they change, and time at every start.
 """
 
 from __future__ import annotations

@@ -12,20 +12,20 @@ The first of these steps that applies to a tensor decides its type:
     5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the type rules.
                    With --like, the type in that file, which tensors that are kept otherwise have, too.
 
-With --repack or --unrepack none of them is asked (repack.py).
+With --repack or --unrepack, none of these steps applies (repack.py).
 
-Afterwards, in any case, rows that do not divide into blocks get the fallback (--fallback), and interleaved types
-become plain ones in embeddings and where the rows do not divide into groups.
+Afterwards, in any case, rows that are not a multiple of the block get the fallback (--fallback), and interleaved types
+become plain ones in embeddings and where the number of rows is not a multiple of the interleave.
 
 By llama.cpp's rules the result equals llama-quantize b11434's for every tensor, including counters and oddities; they
 are from src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type, tensor_type_fallback). By ik's (--rules
 ik) it equals that of ik_llama.cpp 8337e4cd3, src/llama-quantize.cpp (the loop of llama_model_quantize_internal,
-llama_tensor_get_type, change_type_if_necessary). Class options then apply to the tensors that ik applies them to, such
-as --attn-k-type to attn_kv_b, too.
+llama_tensor_get_type, change_type_if_necessary). Class options then apply to the same tensors as in ik, such as
+--attn-k-type also to attn_kv_b.
 
 Options that have no effect there (rules and class options with --pure, COPY or a float preset; most class options in
-ik's presets of few bits; --attn-qkv-type in ik) have one here. Where a peer would stop, or write rows that cannot be
-read (interleaved per_layer_token_embd), the nearest type that works is taken.
+ik's presets of few bits; --attn-qkv-type in ik) do have an effect here. Where a peer would fail, or write rows that
+cannot be read (interleaved per_layer_token_embd), the nearest type that works is used.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
 class Request:
     """The user's request: TYPE and the options about types.
 
-    ``tree`` is whose rules apply, "mainline" or "ik", by default the preset's. ``fallback``: "next", "error" or a type.
+    ``tree``: the rules that apply, "mainline" or "ik"; default: the preset's. ``fallback``: "next", "error" or a type.
     """
 
     preset: Preset
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def copy(self) -> bool:
-        """True for COPY: tensors stay as they are, except those that an option or rule names."""
+        """True for COPY: tensors remain unchanged, except those that an option or rule names."""
         return self.preset.base is None
 
     @property
@@ -141,17 +141,17 @@ class Choice:
 
     @property
     def step(self) -> str:
-        """The step that decided: ``Reason.kind``."""
+        """The deciding step: ``Reason.kind``."""
         return self.reason.kind
 
     @property
     def copied(self) -> bool:
-        """True if the bytes stay as they are."""
+        """True if the bytes are copied."""
         return self.type == self.source_type and not self.mixed
 
     @property
     def repacked(self) -> bool:
-        """True if values stay as they are, and rows are interleaved or taken apart."""
+        """True if values are unchanged, and rows are interleaved or deinterleaved."""
         return not self.copied and all(
             t is self.type or repacks(t, self.type) for t in self.mixed or (self.source_type,)
         )
@@ -240,12 +240,10 @@ def choose_types(
 ) -> list[Choice]:
     """Return the type of every tensor, in the order given, which must be that of iteration_order().
 
-    (With --keep-split llama-quantize goes by shard and offset instead, and ik_llama.cpp always goes as the source does:
-    give the tensors in that order.)
-    ``mixed`` are the types of tensors whose parts differ in type; if nothing gives such a tensor a type, its choice is
-    ``undecided``.
-    Raises TypeNotSupported for sources that may not be re-quantized, and for rows that do not divide into blocks with
-    ``fallback="error"``.
+    (With --keep-split, llama-quantize iterates by shard and offset, and ik_llama.cpp always uses the source's order:
+    pass the tensors in that order.) ``mixed`` are the types of tensors whose parts differ in type; if nothing gives
+    such a tensor a type, its choice is ``undecided``. Raises TypeNotSupported for sources that may not be re-quantized,
+    and, with ``fallback="error"``, for rows that are not a multiple of the block.
     """
     type_rules = request.type_rules(facts)
     fallback = _fallback_of(request.fallback)
@@ -282,7 +280,7 @@ def _refuse(problem: str, choices: list[Choice], remedy: str, code: str) -> None
 def _choose(
     facts: ModelFacts, t: TensorLike, request: Request, type_rules: TypeRules | None, mixed: tuple[TensorType, ...]
 ) -> Choice:
-    """Take the five steps for one tensor; _fit() checks rows and shapes."""
+    """Apply the five steps to one tensor; _fit() checks rows and shapes."""
     verdict = decide(request.rules, t.name)
     rule = verdict.rule
 
@@ -324,7 +322,7 @@ def _choose(
 
 
 def _with_conflict(conflict: Reason | None, reason: Reason) -> Reason:
-    """Return the reason of a tensor whose class options contradict each other, if they do."""
+    """Return the reason of a tensor with contradictory class options, or None."""
     if conflict is None:
         return reason
     text, options = f"{conflict.text}; {reason.text}", (*conflict.options, *reason.options)
@@ -348,7 +346,7 @@ def _keep_reason(facts: ModelFacts, t: TensorLike, request: Request) -> str | No
 
 
 def _reference_type(like: ReferenceTypes, t: TensorLike) -> tuple[TensorType, Reason]:
-    """Return the type that a tensor has in a file, and why."""
+    """Return the type of a tensor in a file, and the reason."""
     match = like.find(t)
     if match is None:
         return t.type, Reason("missing", "no such tensor")
@@ -397,7 +395,7 @@ def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None, *, ik: bool
 
 
 def contiguous_rows(t: TensorLike) -> int:
-    """Return the rows that stay together however a tensor is cut: the gcd of its rows and those of its parts."""
+    """Return the number of rows that every cut of a tensor keeps together: the gcd of its and its parts' rows."""
     return math.gcd(t.shape[1] if len(t.shape) > 1 else 1, *(part.row_alignment for part in getattr(t, "parts", ())))
 
 

@@ -40,8 +40,8 @@ def runtimes(arch: str) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The decision about one layer's experts: ``tensors`` of the source become ``outputs``, or the reason for leaving
-    them.
+    """The decision about one layer's experts: ``tensors`` of the source become ``outputs``, or the reason why they do
+    not.
     """
 
     prefix: str
@@ -55,8 +55,8 @@ def merge_layer(
 ) -> Layer | None:
     """Decide how to merge one layer; None if its experts are already merged.
 
-    Halves of different types get the type ``reencode``. With ``any_types`` they are merged as they are, for a caller
-    that re-encodes all of it: the result then has the gate's type, and each part its own.
+    Halves of different types get the type ``reencode``. With ``any_types`` they are merged unchanged, for a caller that
+    re-encodes everything: the result then has the gate's type, and each part its own.
     """
     names = tuple(tensor.name for tensor in tensors.values())
     up_first = tensors.get(f"{UP_FIRST}.weight")

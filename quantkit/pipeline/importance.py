@@ -1,4 +1,4 @@
-"""The importance a tensor is quantized with: a row of weights per matrix of the tensor, and where it was found.
+"""The importance a tensor is quantized with: a row of weights per matrix of the tensor, and its source.
 
 A tensor of ggml shape [n_in, n_out, n_expert] needs n_in * n_expert values, expert by expert. The importance matrix has
 them under the tensor's own name or, if calibration saw the same activations under another name (merged or fused
@@ -71,10 +71,10 @@ ALIASES: tuple[Alias, ...] = tuple(_aliases())
 
 
 def matrices_of(name: str, shape: Sequence[int], size: int) -> int:
-    """Return the number of matrices in a tensor, one below the other, each with input columns of its own.
+    """Return the number of matrices in a tensor, one below the other, each with its own input columns.
 
-    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only the ``size``
-    values recorded of its inputs tell their number. llama-quantize refuses to use these.
+    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only the ``size`` of
+    its recorded inputs determines their number. llama-quantize does not use these.
     """
     n_mat = math.prod(shape[2:])
     if name.endswith("attn_output_a.weight") and len(shape) == 2 and size and size % shape[0] == 0:
@@ -116,12 +116,12 @@ class Importance:
     """An importance matrix as quantization uses it: filtered, checked, and looked up tensor by tensor.
 
     Args:
-        imatrix: what read_imatrix returned.
+        imatrix: the result of read_imatrix.
         include, exclude: substrings of entry names (--include-weights, --exclude-weights); not both.
         original_names: names in the output -> names in the source, if layers are pruned and renumbered.
 
     Raises RecipeError if both filters are given, FormatError if an entry that passes them holds NaN, Inf or a negative
-    value (llama-quantize refuses the first two, src/llama-quant.cpp).
+    value (llama-quantize rejects the first two, src/llama-quant.cpp).
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Coverage:
             )
 
     def lines(self) -> list[str]:
-        """Return the report, a line per finding: a summary, then whatever is unusual."""
+        """Return the report, one line per finding: a summary, then anything unusual."""
         idle = self.importance.n_entries - len(self.used) - len(self.unused)
         counts = {
             "not needed": idle,
@@ -310,7 +310,7 @@ def _product(n_in: int, n_mat: int) -> str:
 
 
 def _check_values(imatrix: Imatrix, name: str) -> bool:
-    """Refuse values that no mean of squares has; return whether a row of ones or zeros is possible."""
+    """Refuse values that a mean of squares cannot have; return whether a row of ones or zeros is possible."""
     values = imatrix.values(name)
     check_squares(imatrix.path, name, values)
     return bool(((values == 1) | (values < TINY)).any())
@@ -351,7 +351,7 @@ def check_importance(
 ) -> None:
     """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs.
 
-    ``importance`` is None without a matrix. ``predicts``: the tensor is of an MTP layer, which calibration often
+    ``importance`` is None without a matrix. ``predicts``: the tensor belongs to an MTP layer, which calibration often
     misses.
     """
     if importance is not None and importance.entry is not None:

@@ -1,7 +1,7 @@
 """The metadata of an output: the source's, edited as llama-quantize does (``provenance`` adds the recipe).
 
-Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or leaves it in its place, as
-ik_llama.cpp's, so that headers are equal byte for byte.
+Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or keeps its place, as in ik_llama.cpp,
+so that headers are byte-identical.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Metadata:
         self.ik = ik
 
     def set(self, field: Field) -> None:
-        """Set a field; an existing key moves to the end, or in ik_llama.cpp stays."""
+        """Set a field; an existing key moves to the end, or keeps its place as in ik_llama.cpp."""
         if not self.ik:
             self._fields.pop(field.key, None)
         self._fields[field.key] = field
@@ -64,10 +64,10 @@ class Metadata:
 def parse_override(text: str) -> Field:
     """Return the field of ``--override-kv KEY=TYPE:VALUE``.
 
-    TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a
-    GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here it keeps its sign.
-    ik_llama.cpp stores every int as INT32, with which no loader takes a count of layers, its own included.
-    A str of @FILE is the text of a file, one of @@TEXT the text @TEXT.
+    TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a GGUF
+    type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; quantkit keeps its sign.
+    ik_llama.cpp stores every int as INT32, which no loader, not even its own, accepts as a count of layers. A str of
+    @FILE is the text of a file; @@TEXT is the text @TEXT.
     """
     match = _OVERRIDE.fullmatch(text)
     if match is None:
@@ -186,7 +186,7 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
 def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field], extra: Iterable[Field]) -> None:
     """Set the keys that llama-quantize sets in every file, then the user's and ``extra``; drop split keys.
 
-    ik_llama.cpp sets general.file_type last, which matters in files without one; not so that it beats the user's.
+    ik_llama.cpp sets general.file_type last, which matters in files without one; the user's value takes precedence.
     """
     ftype_field = Field.of("general.file_type", ftype, ValueType.UINT32)
     metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
@@ -200,7 +200,7 @@ def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field],
 def imatrix_fields(imatrix: Imatrix, n_entries: int, *, hide: bool, ik: bool, folders: bool) -> list[Field]:
     """Return llama-quantize's keys about an importance matrix; ``hide`` as ik_llama.cpp's --hide-imatrix does.
 
-    ``folders``: files are named as they were given, as llama-quantize does, not by their names alone.
+    ``folders``: keep the paths of files as given, as llama-quantize does, not only their names.
     """
     format_name = _truncate if folders else lambda path: _truncate(file_name(path))
     dataset = imatrix.datasets[0] if imatrix.datasets else None

@@ -1,4 +1,4 @@
-"""Presets: names of TYPE in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and the tree whose rules apply.
+"""Presets: names of TYPE in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and the project whose rules apply.
 
 A *preset* (llama.cpp's ftype) is a base type and type rules, which are in type_rules.py. Names that both trees have
 follow llama.cpp's rules unless --rules ik is given; ik_llama.cpp's own names follow its rules.
@@ -20,7 +20,7 @@ FTYPE_UNKNOWN = 1024
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One name that TYPE may have.
+    """A name for TYPE.
 
     ``ftype`` goes into general.file_type. ``base`` is None only for COPY. ``trees`` is "mainline", "ik" or "both".
     ``mixes`` is False for a plain tensor type, which every tensor gets.
@@ -169,10 +169,10 @@ def check_target(t: TensorType) -> TensorType:
 def preset_by_name(text: str, tree: str | None = None) -> Preset:
     """Return the preset for TYPE: a preset's name, alias or number, or any tensor type's name, in any case.
 
-    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), and numbers mean what they mean in llama.cpp,
-    if anything. With ``tree`` ("mainline" or "ik", --rules) names and numbers are those of that tree. The name of a
-    tensor type that is no preset gives every tensor that type, without type rules. Raises TypeNotSupported for unknown
-    names, and for those of the other tree.
+    Presets take precedence over tensor types (Q4_K is Q4_K_M, as in llama-quantize), and numbers have llama.cpp's
+    meaning if they have one. With ``tree`` ("mainline" or "ik", --rules) names and numbers are those of that tree. The
+    name of a tensor type that is no preset gives every tensor that type, without type rules. Raises TypeNotSupported
+    for unknown names, and for those of the other project.
     """
     key = text.strip().upper()
     preset = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
@@ -239,9 +239,9 @@ FALLBACK_IK: Mapping[str, str] = {
 
 
 def without_interleaving(t: TensorType) -> TensorType:
-    """Return the type of single rows that takes an interleaved type's place: Q4_K that of Q4_K_R4, Q8_0 of Q8_K_R8.
+    """Return the type of single rows that replaces an interleaved type: Q4_K for Q4_K_R4, Q8_0 for Q8_K_R8.
 
-    As in ik (interleaved_properties); for IQ1_M_R4 that is IQ1_M, which has other values.
+    As in ik (interleaved_properties); for IQ1_M_R4 it is IQ1_M, which has other values.
     """
     return plain_of(t) or BY_NAME["IQ1_M"]
 
@@ -262,7 +262,7 @@ _REPACKED = {
 def repacked_ftype(ftype: int, interleaved: bool) -> int:
     """Return general.file_type after rows were interleaved or de-interleaved; unchanged if it has no counterpart.
 
-    ik gives all sizes of Q3_K, Q4_K and Q5_K one number; back, it becomes that of the medium one.
+    ik uses the same number for all sizes of Q3_K, Q4_K and Q5_K; the inverse gives the medium one.
     """
     numbers = {
         _BY_PRESET_NAME[plain].ftype: _BY_PRESET_NAME[interleaved].ftype
@@ -275,7 +275,7 @@ def repacked_ftype(ftype: int, interleaved: bool) -> int:
 
 
 def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
-    """Return the fallback for ``t`` where rows do not divide, in ik_llama.cpp or llama.cpp; it may not fit either."""
+    """Return the fallback for ``t`` in ik_llama.cpp or llama.cpp if rows do not fit; it may not fit either."""
     stem = t.name.rsplit("_R", 1)[0]
     if t.trees == "mainline" or not (ik or t.trees == "ik"):
         name = FALLBACK.get(t.name, "F16")
@@ -287,6 +287,6 @@ def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
 
 
 def next_dividing(t: TensorType, n: int, *, ik: bool = False) -> TensorType:
-    """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 where that does not divide."""
+    """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 if that does not fit either."""
     fallback = next_type(t, ik=ik)
     return fallback if n % fallback.block == 0 else BY_NAME["F16"]

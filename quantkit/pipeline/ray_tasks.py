@@ -1,12 +1,12 @@
 """Nodes of a Ray cluster as an executor: each pulls batches of jobs on shared files.
 
-A worker process opens source and output once, and refuses if they are not the ones that the driver sees. It reports a
-batch when the bytes are on the disk, because nobody else can flush what is in its memory. Jobs write the same bytes at
-the same place whenever they run, so a batch may run twice. Batches take about ``BATCH_SECONDS``, by what jobs of their
-kind took before; towards the end they are smaller, so that all nodes end together.
+A worker process opens source and output once, and refuses if they are not the files that the driver sees. It reports a
+batch when the bytes are on the disk, because no other process can flush its memory. Jobs always write the same bytes at
+the same place, so a batch may run twice. Batches take about ``BATCH_SECONDS``, estimated from earlier jobs of their
+kind; towards the end they are smaller, so that all nodes finish together.
 
-The driver is the first worker of its own node: its threads take jobs one by one, as they would without a cluster, for
-CPUs that it takes from Ray. So a cluster of one machine starts no process, and what it costs is the connection.
+The driver is the first worker of its own node: its threads take jobs one by one, as without a cluster, on CPUs that it
+reserves from Ray. So a cluster of one machine starts no process, and its only cost is the connection.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class BatchResult(NamedTuple):
 class RayExecutor:
     """The nodes of the cluster at ``address``, with at most ``threads`` CPUs each.
 
-    backend: "cpu"; "auto": nodes use their GPUs, at most ``max_vram`` bytes of each; "cuda": nodes without are skipped.
+    backend: "cpu"; "auto": nodes use their GPUs, at most ``max_vram`` bytes of each; "cuda": nodes without GPUs are
+    skipped.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class RayExecutor:
         return workers_of(self._cpus(node), node.gpus)
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
-        """Run all jobs of a ledger on the nodes; on return none is under way."""
+        """Run all jobs of a ledger on the nodes; no job is in flight on return."""
         if not isinstance(ledger.target, Files):
             raise ResourceError("--ray needs an output file that all nodes can access", "QK-E412")
         mark = secrets.token_hex(16)
@@ -152,7 +153,7 @@ class RayExecutor:
             self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.progress) for n in work.nodes if n.progress)
 
     def cpus_of(self, node: Node) -> int:
-        """Return the number of CPUs used of a node; one that joined late has the same memory."""
+        """Return the number of a node's CPUs to use; a node that joined late has the same memory."""
         return min(self._cpus(node), self._max_cpus)
 
     def reserve_cpus(self, node: Node, is_needed: Callable[[], bool]) -> AbstractContextManager[bool]:
@@ -252,7 +253,7 @@ class _Jobs:
         self.ledger.finish(job, result)
 
     def _finish_batch(self, jobs: Iterable[Job]) -> None:
-        """Count a finished batch; ``jobs`` of it were returned undone."""
+        """Count a finished batch; ``jobs`` of it were returned unprocessed."""
         with self._changed:
             self._returned.extend(jobs)
             self._n_out -= 1
@@ -282,7 +283,7 @@ class _Jobs:
             self._local_thread.join(seconds)
 
     def join(self) -> None:
-        """Return when no thread of this process works any more."""
+        """Wait until no thread of this process is working."""
         if self._local_thread is not None:
             self._local_thread.join()
 
@@ -302,7 +303,7 @@ class _Jobs:
             self.ledger.fail(e)
 
     def _run_locally(self, node: Node, metrics: CpuMetricPool) -> None:
-        """Run jobs until there will be no more."""
+        """Run jobs until none will follow."""
         shared = self.shared
         worker = Worker(shared.source, self.ledger.target, metrics, measure=shared.measure, readahead=2 * node.own_cpus)
         try:
@@ -316,7 +317,7 @@ class _Jobs:
             raise ClusterError(f"node {node.name}: {e.filename or 'the disk'}: {e.strerror or e}") from e
 
     def _next_job(self) -> Job | None:
-        """Return a job for a thread; waits while nodes may leave some, None if there will be none."""
+        """Return a job for a thread; waits while nodes may return some, None if none will follow."""
         with self._changed:
             while self._is_left():
                 if (job := self._pop()) is not None:
@@ -383,7 +384,7 @@ def _check_source(shared: RunSpec) -> None:
 
 
 def _open_output(shared: RunSpec) -> OpenFiles:
-    """Open the output; raises Refused unless it is the file that the driver reserved."""
+    """Open the output. Raises NodeRefusal unless it is the file that the driver reserved."""
     ends = time.monotonic() + _VISIBILITY_SECONDS
     while True:
         try:

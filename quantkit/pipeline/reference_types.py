@@ -1,4 +1,4 @@
-"""``--like FILE``: every tensor gets the type that it has in that file."""
+"""``--like FILE``: every tensor gets its type from that file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HALF = re.compile(rf"(?:{GATE}|{UP})(?=\.)")
 
 @dataclass(frozen=True, eq=False)
 class ReferenceTypes:
-    """The types of a file; ``path`` is as it was given. ``names``: names in the file by names of the output."""
+    """The types of a file; ``path``: as given. ``names``: names in the file by names of the output."""
 
     path: Path
     architecture: str
@@ -37,7 +37,7 @@ class ReferenceTypes:
     def preset(self) -> Preset:
         """The preset of the file's general.file_type, with that number; without a number, the type of most tensors.
 
-        It chooses no type, but the tree whose rules order tensors and keys.
+        It does not choose types, but the rules for the order of tensors and keys.
         """
         types = Counter(self.tensors[name].type.name for name in iteration_order(self.tensors))
         commonest = max(types, key=lambda name: types[name], default="F32")
@@ -72,8 +72,8 @@ class ReferenceTypes:
     def find(self, t: TensorLike) -> tuple[TensorType, str] | None:
         """Return the type of a tensor and the reason; None if the file has no similar tensor.
 
-        Experts that are merged here and apart there, or the other way round, have the same type. Raises FormatError if
-        the shapes differ, RecipeError if halves do.
+        Experts that are merged in one file and separate in the other have the same type. Raises FormatError if the
+        shapes differ, RecipeError if halves do.
         """
         name = self.names.get(t.name, t.name)
         if (match := self.tensors.get(name)) is not None:
@@ -116,7 +116,7 @@ class ReferenceTypes:
 
 
 def read_reference_types(path: Path) -> ReferenceTypes:
-    """Read the types of a file, or of any shard of a model. Raises FormatError if it is no model."""
+    """Read the types of a file, or of any shard of a model. Raises FormatError if it is not a model."""
     with open_model(path) as file:
         tensors, ftype = dict(file.tensors), file.get("general.file_type")
         architecture = file.get("general.architecture")

@@ -1,9 +1,9 @@
 """A source with its up and gate experts merged or split, for merge-up-gate and for quantize.
 
-Nothing is moved yet: every tensor of the result refers to the rows of the source it is made of. merge-up-gate copies
-them, ``quantize --merge-up-gate`` encodes them.
+No data is moved yet: every tensor of the result refers to its rows in the source. merge-up-gate copies them, ``quantize
+--merge-up-gate`` encodes them.
 
-The order of the source's tensors and their shards, which undoing needs, is kept in ``quantkit.merge.*`` keys; the
+The order of the source's tensors and their shards, which the inverse needs, is stored in ``quantkit.merge.*`` keys; the
 inverse removes them.
 """
 
@@ -29,10 +29,10 @@ Decide = Callable[[str, Mapping[str, TensorInfo]], Layer | None]
 
 @dataclass(frozen=True)
 class Regrouped:
-    """The tensors of a source as they go into an output, in order.
+    """The tensors of a source as written to an output, in order.
 
     ``shards`` are their shards, ascending; None if all go to one file. ``changed`` are the layers whose experts are
-    merged or split, ``refused`` those left alone, with the reason.
+    merged or split, ``refused`` the unchanged ones, with the reason.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -63,7 +63,7 @@ class Regrouped:
         return [f"--merge-up-gate merges up and gate experts of {layers}", loading, *self.refusals()]
 
     def refusals(self) -> list[str]:
-        """Return a sentence for each reason why layers are left alone."""
+        """Return a sentence for each reason why layers are not changed."""
         by_reason: dict[str, list[Layer]] = {}
         for layer in self.refused:
             by_reason.setdefault(layer.refusal, []).append(layer)
@@ -95,7 +95,7 @@ def regroup(
         decide: decides about a layer.
         verb: "merge" or "split".
         keep_split: keep the shards of a source that has several.
-        leave: layers to leave alone, by prefix, and why.
+        leave: layers not to change, by prefix, and the reason.
 
     Splitting a file that quantkit merged restores its order of tensors and its shards, and splits only what quantkit
     merged. Raises RecipeError, with the reasons, if no layer changes.
@@ -123,7 +123,7 @@ def regroup(
 
 
 def layer_names(layers: Sequence[Layer]) -> str:
-    """Return the names of layers in short: blk.0 .. blk.46, blk.48."""
+    """Return the abbreviated names of layers: blk.0 .. blk.46, blk.48."""
     runs: list[list[str]] = []
     last: tuple[str, int] | None = None
     for layer in layers:
@@ -206,7 +206,7 @@ def _first_shard(tensor: OutputTensor) -> int:
 
 
 def _restore(source: Source, tensors: list[OutputTensor]) -> tuple[list[OutputTensor], list[int] | None, bool]:
-    """Return the tensors in the recorded order, their shards, and True, if they are the recorded ones."""
+    """Return the tensors in the recorded order, their shards, and True if they are the recorded ones."""
     order = _recorded_order(source)
     by_name = {tensor.name: tensor for tensor in tensors}
     if not order or set(order) != set(by_name) or len(order) != len(tensors):

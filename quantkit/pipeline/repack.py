@@ -1,7 +1,8 @@
 """--repack and --unrepack: interleave rows, or undo it, without changing a value.
 
-As in ik_llama.cpp 8337e4cd3 (iqk_repacked_type) every tensor of a type that has an interleaved one is repacked, if its
-rows make whole groups and it is no embedding. F16 alone stays as it is: ik may make BF16_R16 of it, which loses bits.
+As in ik_llama.cpp 8337e4cd3 (iqk_repacked_type) every tensor of a type that has an interleaved one is repacked if its
+number of rows is a multiple of the group and it is not an embedding. Only F16 remains unchanged: ik may convert it to
+BF16_R16, which loses bits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Repack:
         self.patterns = [Pattern(text, "--repack-pattern") for text in texts]
 
     def choose(self, t: TensorLike, rows: int) -> tuple[TensorType, Reason]:
-        """Return a tensor's type and the reason; ``rows``: its contiguous rows, wherever it is cut."""
+        """Return a tensor's type and the reason; ``rows``: the rows that every cut keeps together."""
         if self.patterns and not any(pattern.search(t.name) for pattern in self.patterns):
             return t.type, _reason("not matched by --repack-pattern")
         return self._interleave(t, rows) if self.interleaved else self._deinterleave(t)

@@ -28,7 +28,7 @@ class _Sums(NamedTuple):
 
 
 def requantize_notes(source: Source, tensors: Sequence[PlannedTensor]) -> list[str]:
-    """Return a note for each pair of types that tensors are re-quantized from and to: the error it adds, and has."""
+    """Return a note for each pair of source and target types of requantized tensors: added and existing error."""
     pairs: dict[tuple[TensorType, TensorType], list[PlannedPart]] = {}
     for part in (part for tensor in tensors for part in tensor.parts):
         if _is_requantized(part.encoding):

@@ -1,8 +1,8 @@
 """Carry out a plan: jobs on threads, bytes under a temporary name, a journal, one atomic rename at the end.
 
-The order of events is what makes a run safe to kill at any moment: the whole file is reserved first; tensors are
-journaled only after their bytes were flushed; the header is written like any other bytes; and the final name
-appears, by rename, only when everything is on the disk.
+The order of events makes a run safe to kill at any moment: the whole file is reserved first; tensors are journaled only
+after their bytes were flushed; the header is written like any other bytes; and the final name appears, by rename, only
+when everything is on the disk.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class Executor(Protocol):
         """The nodes of a cluster that took part in the last run."""
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
-        """Run all jobs; on return none is under way, and failures are in the ledger."""
+        """Run all jobs; on return, no job is in flight and failures are in the ledger."""
 
 
 class RunOptions(TypedDict, total=False):
     """Options of a run.
 
-    threads: worker threads; all available CPUs without. resume: continue an interrupted run of the same plan, if there
-    is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode what was
-    encoded, and sum up the error. observer: callbacks of progress. ray: the address of a Ray cluster whose nodes do the
-    work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs. cache_size:
-    its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on GPUs where they have an encoder, on
-    all or on those of ``devices``, by number; max_vram: bytes of each GPU; verify: number of their jobs that the CPU
-    encodes, too. On a cluster each node uses the GPUs that Ray assigns, and "cuda" skips nodes without.
+    threads: worker threads; None for all available CPUs. resume: continue an interrupted run of the same plan, if there
+    is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode the
+    encoded values, and sum up the error. observer: callbacks of progress. ray: the address of a Ray cluster whose nodes
+    do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
+    cache_size: its new limit in bytes. backend: "cpu", "cuda", or "auto": encode on GPUs that have an encoder, on all
+    or on those of ``devices``, by number; max_vram: bytes per GPU; verify: number of GPU jobs that the CPU also
+    encodes. On a cluster each node uses the GPUs that Ray assigns, and "cuda" skips nodes without GPUs.
     """
 
     threads: int | None
@@ -92,9 +92,9 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run: seconds, tensors resumed from an earlier run, and the error sums where measured.
+    """Result of a run: seconds, tensors resumed from an earlier run, and the error sums, if measured.
 
-    ``nodes``: of a cluster that took part. ``cache``: use of the tensor cache. ``losses``: of tensors encoded with
+    ``nodes``: the cluster nodes that took part. ``cache``: use of the tensor cache. ``losses``: of tensors encoded with
     feedback.
     """
 
@@ -123,15 +123,15 @@ def run_plan(
 
     Args:
         plan: what to write.
-        max_ram: bytes that all workers' buffers may take together.
-        publishing: a context in which finished files get their names; the journal goes after it, so that a run that
-            ends within it can be resumed.
+        max_ram: limit of all workers' buffers together, in bytes.
+        publishing: a context in which finished files get their names; the journal is removed after it, so that a run
+            that ends within it can be resumed.
 
     Raises:
         TypeNotSupported: a type has no encoder or decoder in this version.
-        ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
-        FormatError: the source holds values or blocks that no file should; the partial output is removed.
-        ClusterError: no node of a cluster can go on; what is done is kept.
+        ResourceError: not enough disk space or memory, the output exists, or another run writes it.
+        FormatError: the source has invalid values or blocks; the partial output is removed.
+        ClusterError: no node of a cluster can continue; finished work is kept.
     """
     began = working_seconds()
     cancelled.clear()
@@ -203,7 +203,7 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
 
 
 def _threads(plan: Plan, options: RunOptions) -> Threads:
-    """Return threads, with GPUs where the backend has some; report the choice to the observer."""
+    """Return threads, with GPUs if the backend has them; report the choice to the observer."""
     count, observer = options.get("threads") or available_cpus(), options.get("observer")
     backend, devices = options.get("backend", "cpu"), options.get("devices", ())
     if backend == "cpu" and not devices:

@@ -1,4 +1,4 @@
-"""The runtimes that load a model, by its whole header, and the tensors that their GPUs cannot run.
+"""The runtimes that load a model, judged by its whole header, and the tensors that their GPUs cannot run.
 
 Sources: ``quantkit.loaders`` (keys, vocabulary, tensors, shapes), and the supports_op of CUDA in llama.cpp b11434 and
 ik_llama.cpp 8337e4cd3.
@@ -64,11 +64,11 @@ class Runtime:
 
     @property
     def loads(self) -> bool:
-        """Whether the runtime loads the file; False if that was not checked."""
+        """Whether the runtime loads the file; False if not checked."""
         return not self.problems and not self.not_checked
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the verdict for programs: ``loads`` is null where it was not checked."""
+        """Return the verdict for programs: ``loads`` is null if not checked."""
         return {
             "loads": None if self.not_checked and not self.problems else self.loads,
             "problems": list(self.problems),
@@ -93,9 +93,9 @@ def runtimes(fields: Mapping[str, Field], tensors: Iterable[Entry], *, displaced
     """Return the verdicts of llama.cpp and ik_llama.cpp on a file with this header.
 
     Args:
-        fields: all its metadata, or general.architecture alone, when only architecture and types are looked at.
+        fields: all its metadata, or only general.architecture to check just the architecture and types.
         tensors: name, type and shape of each tensor.
-        displaced: a tensor whose data does not follow that of the tensor before, which llama.cpp refuses.
+        displaced: a tensor whose data does not follow that of the previous tensor, which llama.cpp rejects.
     """
     entries = tuple(tensors)
     mainline, ik = (_runtime(name, fields, entries) for name in TREES)
@@ -113,7 +113,7 @@ def is_known(architecture: str) -> bool:
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
     """Raise FormatError if a header lacks something that every runtime of the architecture needs.
 
-    ``subject`` names the file and, if it is known, the cause. ``extra``: refuse tensors that no runtime knows, too.
+    ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors that no runtime knows.
     """
     arch = _text(fields, "general.architecture")
     checked = [r for r in runtimes(fields, tensors) if not r.not_checked and arch in architectures(r.name)]
@@ -156,7 +156,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
 
 
 def _words(gaps: Sequence[Problem]) -> list[str]:
-    """Return problems in words; those that a command fixes with its name."""
+    """Return problems as text, with the command that fixes them, if any."""
     unknown = {gap.subject for gap in gaps if gap.kind is ProblemKind.UNKNOWN}
     words = []
     if any(MERGED in name for name in unknown):

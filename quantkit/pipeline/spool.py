@@ -1,12 +1,12 @@
 """Outputs in stores. Jobs write to a folder of this machine, the spool, from which the output is uploaded.
 
-``MultipartFiles``, for S3: a file is cut into parts. As soon as all bytes of one are written it is uploaded and its
-place on the disk given back, so the spool holds only parts in progress. The journal lists every uploaded part, so a
-killed run continues the same upload and encodes only what was not uploaded. The object appears when all parts are there
-and the upload is completed; a run that fails aborts it.
+``MultipartFiles``, for S3: a file is divided into parts. When all bytes of a part are written, it is uploaded and its
+disk space released, so the spool contains only parts in progress. The journal lists every uploaded part, so a killed
+run continues the same upload and encodes only what was not uploaded. The object appears when all parts are uploaded and
+the upload is completed; a failed run aborts it.
 
-``WholeFiles``, for other stores: the files lie whole in the spool, as a run on this machine leaves them, and are then
-put where they belong, each under another name until all of it is there.
+``WholeFiles``, for other stores: complete files are written to the spool, as in a local run, and then uploaded, each
+under a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def open_target(plan: Plan, journal: Journal, *, measure: bool, overwrite: bool)
 
 
 class WholeFiles(Files):
-    """Files in the spool that are put into a store when they are finished."""
+    """Files in the spool that are uploaded to a store when finished."""
 
     def __init__(self, urls: Sequence[URL], sizes: Sequence[int], *, overwrite: bool) -> None:
         super().__init__([url.local for url in urls], sizes)
@@ -309,7 +309,7 @@ class MultipartFiles:
             raise self._failure
 
     def close(self) -> None:
-        """Begin no further upload, and wait for those in flight."""
+        """Start no further upload, and wait for those in flight."""
         self._closing = True
         self._end()
 

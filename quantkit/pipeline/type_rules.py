@@ -1,4 +1,4 @@
-"""Type rules of both trees: the form of their tables, and the lookup.
+"""Type rules of llama.cpp and ik_llama.cpp: the form of their tables, and the lookup.
 
 *Type rules* give more bits to the most sensitive tensors (``attn_v``, ``ffn_down`` of some layers, ``output``) and
 sometimes fewer to others. Q4_K_M is "Q4_K, but Q6_K for half of attn_v and ffn_down". They are a set of tables, one per
@@ -74,7 +74,7 @@ class Place:
 
 
 def use_more_bits(i: int, n: int) -> bool:
-    """True for the layers both trees favour: first and last eighth, and every third between (ggml's use_more_bits)."""
+    """True for ggml's use_more_bits layers: the first and last eighth, and every third between."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
@@ -128,7 +128,7 @@ def holds(condition: str, place: Place) -> bool:
 
 
 def pick(rows: Rows, place: Place) -> tuple[TensorType, str] | None:
-    """Return the type of the first of ``rows`` that holds at ``place``, and why; None for the base."""
+    """Return the type of the first of ``rows`` that holds at ``place``, and the reason; None for the base."""
     return next(((BY_NAME[name], condition) for condition, name in rows if holds(condition, place)), None)
 
 
@@ -146,7 +146,7 @@ class TypeRules(ABC):
 
     @abstractmethod
     def choose(self, t: TensorLike) -> tuple[TensorType, Reason]:
-        """Return the type of the next tensor, and why."""
+        """Return the type of the next tensor, and the reason."""
 
     def output_name(self) -> str:
         return "output" if self.facts.has_output else "embeddings, which are also the output"

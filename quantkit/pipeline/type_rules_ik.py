@@ -1,8 +1,8 @@
 """ik_llama.cpp's type rules: rules and order of 8337e4cd3, src/llama-quantize.cpp llama_tensor_get_type.
 
-A tensor belongs to the first branch whose text its name contains. The texts are wide, which decides bytes: "attn_k" is
-also in attn_kv_b, "attn_q" in attn_qkv (so the rules ik has for attn_qkv itself are never reached, and are not here),
-"ffn_gate" in ffn_gate_up_exps.
+A tensor belongs to the first branch whose text its name contains. The texts are broad, which affects the bytes:
+"attn_k" is also in attn_kv_b, "attn_q" in attn_qkv (so ik's rules for attn_qkv itself are never reached, and are
+omitted), "ffn_gate" in ffn_gate_up_exps.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def respects_option(preset: str, option: str) -> bool:
 
 
 class IkTypeRules(TypeRules):
-    """ik's tables, applied to every tensor that is not kept: tensors that options or rules decide count, too."""
+    """ik's tables, applied to every tensor that is not kept, including those decided by options or rules."""
 
     __slots__ = ()
 

@@ -48,7 +48,7 @@ class Draft:
     notes: tuple[str, ...] = ()
 
     def noted(self, lines: Iterable[str]) -> Draft:
-        """Return the draft with more notes; one that it has is not repeated."""
+        """Return the draft with more notes, without repetitions."""
         notes = [line for line in lines if line not in self.notes]
         return replace(self, notes=(*self.notes, *notes)) if notes else self
 
@@ -64,7 +64,7 @@ class Draft:
 
     @property
     def first_nextn_layer(self) -> int:
-        """The first layer of the source that predicts more tokens; beyond all layers if none does."""
+        """The first prediction layer (MTP) of the source; beyond all layers if it has none."""
         arch = self.key("general.architecture")
         layers, n_nextn = self.key(f"{arch}.block_count"), self.key(f"{arch}.nextn_predict_layers")
         return layers - n_nextn if isinstance(layers, int) and isinstance(n_nextn, int) and n_nextn else 1 << 31
@@ -93,7 +93,7 @@ class Draft:
 
 
 def start(source: Source, preset: Preset, options: QuantizeOptions, like: ReferenceTypes | None) -> Draft:
-    """Return the draft of a source with overridden metadata. Raises FormatError for what is no model."""
+    """Return the draft of a source with overridden metadata. Raises FormatError if it is not a model."""
     overrides: dict[str, Field] = {}
     notes: list[str] = []
     for text in options.override_kv:
@@ -108,7 +108,7 @@ def start(source: Source, preset: Preset, options: QuantizeOptions, like: Refere
 
 
 def _check_source(draft: Draft) -> None:
-    """Refuse files without an architecture: they are no models."""
+    """Refuse files without an architecture, which are not models."""
     arch = draft.key("general.architecture")
     if isinstance(arch, str) and arch:
         return

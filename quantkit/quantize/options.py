@@ -1,4 +1,4 @@
-"""Checks of the options of `quantize`, and the names that they and TYPE stand for."""
+"""Checks of the options of `quantize`, and resolution of the names in them and in TYPE."""
 
 from __future__ import annotations
 

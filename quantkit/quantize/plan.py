@@ -43,7 +43,7 @@ _AS_IT_IS = frozenset({"COPY", "REPACK", "UNREPACK"})
 
 
 def is_whole_model(source: Source) -> bool:
-    """Return whether a file is a whole model, which runtimes load: it has a vocabulary."""
+    """Return whether a file is a complete model for runtimes, with a vocabulary."""
     return source.get("tokenizer.ggml.model") is not None and source.get("general.type", "model") == "model"
 
 
@@ -54,7 +54,7 @@ def plan_quantize(
     type: str | TensorType,  # noqa: A002 - the word of the command line
     options: QuantizeOptions | None = None,
 ) -> Plan:
-    """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
+    """Plan a quantization without writing anything; arguments and errors as for ``quantize``."""
     type = str(type)  # noqa: A001
     options = options or QuantizeOptions()
     check_options(type, options)
@@ -74,9 +74,9 @@ def plan_from(
     reads: Sequence[Path] = (),
     identity: str = "",
 ) -> Plan:
-    """Plan the quantization of a source that is open, with options that are checked.
+    """Plan the quantization of an open source with checked options.
 
-    ``reads`` are its files, where it does not name them, ``identity`` what else decides its bytes.
+    ``reads`` are its files, if it does not list them itself, ``identity`` everything else that determines its bytes.
     """
     repack = options.repack or options.unrepack
     if repack and type not in ("REPACK", "UNREPACK"):
@@ -191,13 +191,13 @@ def quantize(
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
         type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
-            for the output, also "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
-        options: everything else that decides what is written.
-        max_ram: bytes (or "2G") that the workers' buffers may take together.
+            for the output, such as "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
+        options: all other settings of the output.
+        max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
     Raises:
-        QuantkitError: see quantkit.errors; then no output has its final name.
+        QuantkitError: see quantkit.errors; no output has its final name then.
     """
     return run_quantize(plan_quantize(source, output, type, options), max_ram=max_ram, **run)
 

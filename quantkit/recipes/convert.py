@@ -124,7 +124,7 @@ def convert_rules(
 
 
 def _rewrite_rule(rule: Rule, source: str, target: str, notes: list[str]) -> str:
-    """Return a rule's pattern in another dialect; append a note if it is the same only for names without capitals."""
+    """Return a rule's pattern in another dialect; append a note if it is equivalent only for lower-case names."""
     pattern = rule.pattern
     if source == target:
         return pattern

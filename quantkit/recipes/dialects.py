@@ -41,8 +41,8 @@ class Recipe:
 def resolve(rules: Sequence[Rule], names: Iterable[str], dialect: str) -> dict[str, TensorType | None]:
     """Return types by name as the program of ``dialect`` does: of the first rule that matches.
 
-    In quantkit, rules for both halves of merged experts also match. Raises RecipeError for a rule that the program does
-    not read.
+    In quantkit, rules for both halves of merged experts also match. Raises RecipeError for a rule that the program
+    cannot read.
     """
     if dialect == "ours":
         verdicts = {name: decide(rules, name).rule for name in names}
@@ -52,7 +52,7 @@ def resolve(rules: Sequence[Rule], names: Iterable[str], dialect: str) -> dict[s
 
 
 def read_rules(path: Path, dialect: str | None = None) -> Recipe:
-    """Return the recipe in a file; ``dialect``: by default detected. Raises RecipeError."""
+    """Return the recipe in a file; ``dialect``: None detects it. Raises RecipeError."""
     try:
         text = read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:
@@ -99,7 +99,8 @@ def detect_dialect(text: str) -> str:
 
 
 def _script_rules(text: str, name: str) -> str | None:
-    """Return the rules in custom="..." of a shell script, after as many empty lines as precede them; None: no such."""
+    """Return the rules in custom="..." of a shell script, after as many empty lines as precede them; None if there are
+    none."""
     blocks = [block for block in _BLOCK.finditer(text) if "=" in block[3]]
     if not blocks:
         return None
@@ -140,7 +141,7 @@ def tree_of(dialect: str) -> str | None:
 def find_differences(
     expected: Mapping[str, TensorType | None], rules: Sequence[tuple[str, TensorType]], dialect: str
 ) -> dict[str, tuple[TensorType | None, TensorType | None]]:
-    """Return the expected and the given type of tensors to which rules of a dialect give another than expected."""
+    """Return the expected and the actual type of tensors that get unexpected types from rules of a dialect."""
     parsed = [Rule(pattern, t, f"rule {i}") for i, (pattern, t) in enumerate(rules, 1)]
     types = resolve(parsed, expected, dialect)
     return {name: (t, types[name]) for name, t in expected.items() if types[name] is not t}

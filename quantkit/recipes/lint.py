@@ -45,8 +45,8 @@ def lint(
 ) -> list[Finding]:
     """Return the problems of the recipe ``path``, for ``model`` if given. Raises RecipeError if it cannot be read.
 
-    ``runtime``: "mainline" or "ik", which must load the file; by default its dialect's. ``imatrix``: there is one,
-    or will be.
+    ``runtime``: "mainline" or "ik", which must load the file; default: the dialect's. ``imatrix``: an importance matrix
+    will be used.
     """
     recipe = read_rules(path, dialect)
     return findings(recipe, None if model is None else read_model(model), runtime, title, imatrix=imatrix)
@@ -60,13 +60,13 @@ def findings(
     In addition to those of recipe.lint_rules:
 
     QK-W020  a type that the runtime, or any, lacks
-    QK-W021  rows that do not divide into blocks
+    QK-W021  rows that are not a multiple of blocks
     QK-W022  a type that needs an importance matrix
     QK-W023  a rule that matches only tensors that are never quantized
-    QK-W024  a number of a layer that also matches longer ones
-    QK-W025  a bare dot that matches more than a dot
+    QK-W024  a layer number that also matches longer numbers
+    QK-W025  an unescaped dot, which matches any character
     QK-W026  a rule that occurs twice
-    QK-W028  a rule that the dialect's program does not read
+    QK-W028  a rule that the dialect's program cannot read
     """
     messages = [
         *_duplicates(recipe.rules),
@@ -146,7 +146,7 @@ def _indivisible_rows(contents: Contents) -> _Messages:
 
 
 def _ineffective(rules: Sequence[Rule], contents: Contents) -> _Messages:
-    """Yield rules that match only tensors that keep their type; a rule that names this type is none."""
+    """Yield rules that match only tensors that keep their type, except rules that set this very type."""
     effective = {id(t.rule) for t in contents.tensors if t.decided_by == "rule"}
     for rule in rules:
         unaffected = [t for t in contents.tensors if t.rule is rule and t.type is not rule.type]
@@ -165,7 +165,7 @@ def _loose_patterns(rules: Sequence[Rule], names: Sequence[str]) -> _Messages:
 
 
 def _extra_matches(rule: Rule, hits: Sequence[str], stricter: Callable[[str], str]) -> list[str]:
-    """Return the matches that a stricter pattern excludes; [] if it is the same, or would match nothing."""
+    """Return the matches that a stricter pattern excludes; [] if it matches the same or nothing."""
     text = stricter(rule.pattern)
     if text == rule.pattern:
         return []

@@ -129,7 +129,7 @@ def _rewrite_token(kind: str, token: str, dialect: str) -> str:
 
 
 def _rewrite_set(token: str, dialect: str) -> str:
-    """Return a set in lower case, as names without capitals are to match."""
+    """Return a set in lower case, which matches lower-case names."""
     text = re.sub(r"\\([dsw])", lambda m: _CLASSES[m[1]], token)
     if invalid := re.search(r"\\[A-Za-z]|[=,\s]", re.sub(r"\[:\^?\w+:\]", "", text)):
         raise NotPortable(f"{invalid[0]!r} in {token}")
@@ -139,7 +139,8 @@ def _rewrite_set(token: str, dialect: str) -> str:
 
 
 class DialectPattern:
-    """A pattern, matched as the program of a dialect does. Raises NotPortable if it reads another, or none."""
+    """A pattern, matched as by the program of a dialect. Raises NotPortable if the program reads it differently or not
+    at all."""
 
     def __init__(self, pattern: str, dialect: str, origin: str) -> None:
         if not pattern.isascii():

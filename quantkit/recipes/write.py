@@ -20,7 +20,7 @@ _FIELD = re.compile(r"(\.)(\w+)((?:\.\w+)*)")
 def write_recipe(
     types: Mapping[str, TensorType], comments: Sequence[str] = (), dialect: str = "ours", *, others: Iterable[str] = ()
 ) -> str:
-    """Return the text of a recipe that gives every tensor of ``types`` its type, by few anchored rules.
+    """Return the text of a recipe that gives every tensor of ``types`` its type, with few anchored rules.
 
     ``dialect``: "ours", "llama.cpp", "ik" or "thireus". ``comments``: lines before the rules (not for llama.cpp).
     ``others``: names of the model's other tensors, which no rule may match. The rules are verified by matching as the

@@ -58,7 +58,7 @@ def search(
 
     Args:
         sensitivity: the result of ``sensitivity``, or its file.
-        source: the model to quantize, of which only the header is read; by default that which was measured.
+        source: the model to quantize, of which only the header is read; default: the measured model.
         options: target and constraints.
         check: quantize and measure the best few.
         progress: called with a line for each step.
@@ -137,11 +137,11 @@ class Finder:
         self._squares: list[Weights] = [np.array([c.squares for c in group.choices]) for group in space.choice_groups]
 
     def best(self, count: int) -> Iterator[Allocation]:
-        """Yield up to ``count`` allocations for the target, the best first.
+        """Yield up to ``count`` allocations for the target, best first.
 
-        Each differs from those before it in a twentieth of the choice groups. In turns they are optimal for the rule of
-        combination (combine.py), for the other rule there, and for plain sums: the most accurate of these differs from
-        size to size, so that all are worth measuring.
+        Each differs from those before it in a twentieth of the choice groups. They are optimal in turn for the rule of
+        combination (combine.py), for the other rule there, and for plain sums: the most accurate of these differs
+        between sizes, so all are worth measuring.
         """
         free_groups = sum(len(group.choices) > 1 for group in self.space.choice_groups)
         min_difference = max(1, round(_MIN_DIFFERENCE * free_groups))
@@ -178,10 +178,10 @@ class Finder:
     def best_for_size(
         self, target: int, exclusions: Sequence[Exclusion] = (), costs: Sequence[Weights] | None = None
     ) -> Allocation | None:
-        """Return the best allocation whose file has at most ``target`` bytes, by ``costs`` or the predicted divergence.
+        """Return the best allocation with a file of at most ``target`` bytes, by ``costs`` or predicted divergence.
 
-        The header contains the rules, so its size is known only afterwards; if the file is too large, it is solved
-        again with less room for tensors.
+        The header contains the rules, so its size is known only afterwards; if the file is too large, the problem is
+        solved again with fewer bytes for tensors.
         """
         room = target - self.header_bytes - self.space.fixed.padded
         for _ in range(_MAX_ROUNDS):
@@ -195,7 +195,7 @@ class Finder:
         return None
 
     def _smallest_for_kld(self, target: float, exclusions: Sequence[Exclusion]) -> Allocation | None:
-        """Return the smallest allocation of at most ``target`` predicted divergence; of equal sizes the best."""
+        """Return the smallest allocation with a predicted divergence of at most ``target``, the best of equal sizes."""
         answer = self._solve_smallest(target, exclusions)
         if answer is None:
             return None
@@ -322,7 +322,7 @@ class Finder:
     # --- messages ---
 
     def _note_limits(self, allocation: Allocation) -> None:
-        """Note other limits of an allocation than its target."""
+        """Add notes on limits of an allocation other than its target."""
         if allocation.gap:
             total = allocation.kld if self.space.quadrature else _sum(self._errors, allocation.picks)
             share = allocation.gap / total if total else 0.0

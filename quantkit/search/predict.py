@@ -38,7 +38,7 @@ class Predictor:
     """Predicted divergence of groups in types, in nats per token.
 
     ``feedback``: prefer measurements with error feedback. ``proxy``: name of the proxy that replaces a missing
-    measurement; None: the one that ranks the measured pairs best.
+    measurement; None: the proxy that ranks the measured pairs best.
     """
 
     def __init__(self, sensitivity: Sensitivity, *, feedback: bool = False, proxy: str | None = None) -> None:

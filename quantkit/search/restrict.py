@@ -52,7 +52,7 @@ def _classes(groups: Iterable[Group]) -> str:
 
 
 class Restrictions:
-    """Permitted types of groups; of each option the first restriction that matches counts."""
+    """Permitted types of groups; the first matching restriction of each option applies."""
 
     def __init__(
         self, groups: Sequence[Group], allow: Iterable[str], at_least: Iterable[str], at_most: Iterable[str]
@@ -80,10 +80,10 @@ class Restrictions:
 def tie_groups(
     groups: Sequence[Group], tied_classes: Iterable[str], pairs: Iterable[tuple[str, str]] = ()
 ) -> list[list[Group]]:
-    """Return lists of groups that get one type: those that ``tied_classes`` names, and ``pairs`` of groups by name.
+    """Return lists of groups that get the same type: those of ``tied_classes``, and ``pairs`` of groups by name.
 
     An item of ``tied_classes`` lists classes, or parts of classes between underscores: with ``up,gate`` the classes
-    ffn_up_exps and ffn_gate_exps of a layer go together, and ffn_up and ffn_gate.
+    ffn_up_exps and ffn_gate_exps of a layer are tied, as are ffn_up and ffn_gate.
     """
     owner = {group.name: group.name for group in groups}
 

@@ -1,4 +1,4 @@
-"""Choice of one item from every row at least cost within limits: an integer program, solved by HiGHS.
+"""Choice of one item from every row at minimum cost within limits: an integer program, solved by HiGHS.
 
 This is the multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger, Knapsack Problems, 2004, chapter 11) with
 any number of limits, and with excluded answers, for the second best. The linear relaxation first drops choices that
@@ -204,7 +204,7 @@ class _Program:
         return picks, np.flatnonzero((reduced_costs <= room) | selected)
 
     def round_shares(self, shares: F64) -> tuple[int, ...] | None:
-        """Return an answer near the relaxation: the lightest choice with a share of each row, greedily improved."""
+        """Return an answer near the relaxation: in each row the lightest choice with a share, greedily improved."""
         picks = []
         for i in range(len(self.costs)):
             span = slice(self.first[i], self.first[i + 1])

@@ -1,7 +1,7 @@
 """``Space``: the choices of a search, types for groups of tensors, with their bytes, read time and divergence.
 
-Bytes are those of ``plan_quantize``: they include fallbacks of rows that do not divide into blocks, merged experts and
-the padding between tensors.
+Bytes are those of ``plan_quantize``: they include fallbacks of rows that are not a multiple of blocks, merged experts
+and the padding between tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChoiceGroup:
-    """Groups that get one type, and the candidates, smallest first."""
+    """Groups that get the same type, and the candidates, smallest first."""
 
     groups: tuple[Group, ...]
     choices: tuple[Choice, ...]
@@ -254,7 +254,8 @@ class Space:
         return {name: group.name for group in self.groups for name in group.tensors}
 
     def _fixed_footprint(self, tensors: Iterable[PlannedTensor]) -> Footprint:
-        """Return the footprint of the tensors of no group; set ``pinned_types``, of those that need a rule to stay."""
+        """Return the footprint of the tensors of no group; set ``pinned_types``, for those that need a rule to keep
+        their type."""
         ungrouped = [t for t in tensors if not self._owners(t)]
         self.pinned_types = {
             t.name: t.type for t in ungrouped if len(t.shape) > 1 and t.name in self._encodable and is_target(t.type)
@@ -348,7 +349,7 @@ class Space:
         return self.combination.total(math.fsum(c.error for c in choices))
 
     def combined_kld(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Return the divergence of groups together; ``parts``: of each its divergence alone, and flips in that."""
+        """Return the divergence of groups together; ``parts``: divergence and flips of each alone."""
         if self.quadrature:
             return math.fsum(kld - flips for kld, flips in parts) + math.hypot(*(flips for _, flips in parts))
         return self.combination.total(math.fsum(self.combination.additive_part(kld) for kld, _ in parts))

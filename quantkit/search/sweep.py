@@ -59,7 +59,7 @@ def search_front(
 
     Args:
         sensitivity: the result of ``sensitivity``, or its file.
-        source: the model, of which only the header is read; by default that which was measured.
+        source: the model, of which only the header is read; default: the measured model.
         options: constraints; a target is ignored.
         points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
         progress: called with a line for each step.

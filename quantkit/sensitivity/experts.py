@@ -2,7 +2,7 @@
 
 A file stores all experts of a tensor in one type, so no search can give a rare expert fewer bits than the others of its
 tensor. Groups are tensors, and a measured cost weighs each expert by how often the text chooses it. The importance
-matrix adds where tokens go, and whether experts with few tokens, whose importance is uncertain, matter.
+matrix adds the routing of tokens, which shows whether experts with few tokens, whose importance is uncertain, matter.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LAYER = "layer_error"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that get one type together.
+    """Tensors that get the same type.
 
     ``name``: unique in a file, such as ``blk.3.ffn_gate_exps``. ``kind``: the class of its tensors (``ffn_gate_exps``).
     ``layer``: None for tensors outside layers. ``tensors``: shapes in ggml's order, by full name.

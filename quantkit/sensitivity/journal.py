@@ -75,7 +75,7 @@ class Journal:
         return bool(head["run"] == self.identity) and self.inputs.matches(head["inputs"])
 
     def add(self, key: Key, values: list[float]) -> None:
-        """Append a measurement; a killed process loses none, since the system holds it."""
+        """Append a measurement; it survives the death of the process, because the system has it."""
         self.measurements[key] = values
         self._append({"of": key, "is": values})
 

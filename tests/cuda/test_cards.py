@@ -420,7 +420,7 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
         assert name in result.output
     result = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
     assert result.exit_code == 2
-    assert "--devices and --verify are for the GPUs of this machine" in " ".join(result.output.split())
+    assert "--devices and --verify apply to the GPUs of this machine" in " ".join(result.output.split())
 
 
 def test_convert_encodes_on_cards(tmp_path: Path) -> None:

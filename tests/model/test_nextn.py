@@ -192,7 +192,7 @@ def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path, llama_bin: Path
     for arguments, words in (
         (["-m", draft], "contains only a prediction layer"),
         (["-m", trunk, "-md", trunk], "-md needs a file that contains only a prediction layer"),
-        (["-m", full, "-md", draft], "has a prediction layer of its own"),
+        (["-m", full, "-md", draft], "has its own prediction layer"),
     ):
         refused = quantkit(*arguments, "--nextn", "-f", tmp_path / "text.txt", "-o", tmp_path / "x.gguf", *NUMBERS)
         assert refused.exit_code != 0

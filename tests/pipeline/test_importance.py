@@ -67,7 +67,7 @@ def test_experts_are_rows() -> None:
     assert result.weights is not None
     assert result.weights.tolist() == [[2, 3, 4, 5], [3, 3.5, 4, 4.5], [1, 1, 1, 1]]
     assert result.ones == 1
-    assert result.notes == ("1 of 3 experts saw no calibration token: all their columns weigh the same",)
+    assert result.notes == ("1 of 3 experts received no calibration token: all their columns have the same weight",)
 
 
 @pytest.mark.parametrize("value", [0, 1e-39])
@@ -170,7 +170,7 @@ def test_every_alias(alias: object) -> None:
     assert result.weights is not None
     assert result.weights.tolist() == entry(experts, 4).sums.tolist()
     quality = "exact" if alias.exact else "approximate"  # type: ignore[attr-defined]
-    assert result.notes[0].startswith(f"has no entry of its own and uses that of {blk(source)} ({quality}: ")
+    assert result.notes[0].startswith(f"has no entry and uses that of {blk(source)} ({quality}: ")
     assert result in importance.coverage([blk(kind)], [result]).aliased
 
 
@@ -331,7 +331,7 @@ def test_coverage_names_strangers_gaps_and_loans() -> None:
         "1 tensors quantized without importance",
         "blk.0.ssm_in.weight: the importance matrix has this entry, but the model has no such tensor",
         "blk.0.ffn_down.weight: the importance matrix has no entry for it",
-        "blk.0.ffn_gate.weight: has no entry of its own and uses that of blk.0.ffn_up.weight (exact: the same input)",
+        "blk.0.ffn_gate.weight: has no entry and uses that of blk.0.ffn_up.weight (exact: the same input)",
     ]
 
 

@@ -471,7 +471,7 @@ def test_what_is_known_of_the_texts_is_joined() -> None:
         [a, Run(3).imatrix(), replace(b, extra={**b.extra, "quantkit.x": Field.of("quantkit.x", 1)})]
     )
     assert "1 of 3 files have no record of their text: overlap checks do not cover it" in merge_of_three.notes
-    assert "keys that differ between the files are dropped: quantkit.x" in merge_of_three.notes
+    assert "dropped keys that differ between the files: quantkit.x" in merge_of_three.notes
 
 
 # --- conversion ---
@@ -505,7 +505,7 @@ def test_what_is_lost_in_a_dat_is_said() -> None:
         "a .dat has no place for: tokens per expert of 6 entries, chunk size, sums of activations (in_sum), statistics,"
         " all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
     )
-    assert notes[1] == "1 entries without a token are left out: blk.0.attn_k.weight"
+    assert notes[1] == "omitted 1 entries without tokens: blk.0.attn_k.weight"
     assert convert(matrix, "dat").notes[2] == "filled experts without tokens with ones in 6 entries"
     assert convert(matrix, "gguf").notes == ()
 

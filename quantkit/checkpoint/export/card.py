@@ -25,7 +25,7 @@ _MOST_RELATED = 1 << 10
 
 
 def card_files(model: GGUFFile) -> dict[str, bytes]:
-    """Return README.md if the metadata have anything for it."""
+    """Return README.md if the metadata has anything for it."""
     lines = [f"{key}: {_yaml(value)}" for key, value in _entries(model)]
     return {"README.md": "\n".join(["---", *lines, "---", ""]).encode("utf-8", "replace")} if lines else {}
 

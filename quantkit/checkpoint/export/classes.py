@@ -1,4 +1,4 @@
-"""The class of transformers that a GGUF file is exported as, and its names of tensors.
+"""The transformers class for the export of a GGUF file, and its tensor names.
 
 The name map (``tensor_names``) knows many names of one kind of tensor; of a class it is the first of those in its row,
 else the first by ``_ORDER``.
@@ -35,8 +35,8 @@ def find_class(meta: ModelMetadata, name: str | None = None) -> tuple[str, Archi
     """Return the model class of a file, its architecture and its HF names.
 
     Args:
-        meta: what the file says.
-        name: the class, if it was given.
+        meta: the file's metadata.
+        name: the requested class, if any.
 
     Raises:
         TypeNotSupported: no class of this architecture can be exported, or not to the one given.
@@ -68,7 +68,7 @@ def _matches(hf_class: HfClass, meta: ModelMetadata) -> bool:
 def tensor_names_of(row: Architecture, hf_class: HfClass) -> dict[str, str]:
     """Return the name in a checkpoint of each kind of tensor of an architecture, ``*`` for the layer.
 
-    Those that the name map cannot tell are there with the suffix that they have in a file.
+    Those that the name map cannot distinguish have their suffix from the file.
     """
     own_names = hf_class.names.split()
     kinds = {f"{rule.kind}{rule.suffix}": rule.name for rule in row.rules if isinstance(rule, AssignKind)}

@@ -1,7 +1,7 @@
 """config.json from the metadata of a GGUF file: the key rules of an architecture, inverted.
 
-What a class gives a key of many names is the one that its configuration has (``class_defaults``). Whatever is made here
-is read by the way here again (``check_keys``), so a key that it does not carry is found.
+If a key has many names, the class uses the one of its configuration (``class_defaults``). The result is converted back
+(``check_keys``), which detects keys that were lost.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_config(meta: ModelMetadata, name: str, row: Architecture, hf_class: HfC
 
 
 def token_ids(model: GGUFFile) -> Json:
-    """Return the ids of special tokens that a configuration names; of those that every class has, null for none."""
+    """Return the ids of special tokens for a configuration; null for missing ones that every class has."""
     ids = {name: model.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()}
     return {
         f"{name}_token_id": number for name, number in ids.items() if number is not None or name in _ALWAYS_IN_CONFIG
@@ -90,7 +90,7 @@ def _vocab_size(model: GGUFFile) -> int:
 def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
     """Convert a configuration back to keys; return notes on keys that the file does not have.
 
-    Raises TypeNotSupported for keys of the architecture that it does not say, or says otherwise.
+    Raises TypeNotSupported for keys of the architecture that it lacks or changes.
     """
     keys = Keys(row.arch, config.path, row.layers(config))
     write_rows((*row.head_keys, *row.base, *row.keys), keys, config)

@@ -40,7 +40,7 @@ NFC = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2ll
 
 
 def pre_tokenizer(name: str) -> tuple[Json | None, Json]:
-    """Return normalizer and pre_tokenizer of a name. Raises TypeNotSupported for one that has none here."""
+    """Return normalizer and pre_tokenizer of a name. Raises TypeNotSupported for an unknown one."""
     row = PRE.get(name)
     patterns = ORIGINAL.get(name, row.patterns if row is not None else ())
     odd = row is None or row.raw or row.metaspace or row.escape_spaces

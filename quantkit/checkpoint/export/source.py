@@ -73,7 +73,7 @@ _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 class ExportSource:
     """An open export: the ``expressions`` of its tensors, and the text ``files`` beside the weights.
 
-    ``origins``: of what tensors of the file each is made; of none if it is metadata there.
+    ``origins``: the file's tensors that each is computed from; none if it is metadata in the file.
     """
 
     model: GGUFFile
@@ -122,7 +122,7 @@ class ExportSource:
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:
-        """Return the file that a tensor is made from."""
+        """Return the file that a tensor is computed from."""
         part = next(self.expressions[tensor.name].parts(), None)
         return str(self.paths[0] if part is None else part.path)
 
@@ -147,12 +147,12 @@ def open_export(
     Args:
         model: an open file.
         outtype: f32, f16, bf16, or auto: the type of the first matrix that is one of them, else bf16.
-        architecture: the class of transformers, where an architecture has several.
-        tokenizer: also make the files of the tokenizer.
+        architecture: the transformers class, if an architecture has several.
+        tokenizer: also write the files of the tokenizer.
 
     Raises:
-        FormatError: the file is broken, or not what its metadata says.
-        TypeNotSupported: an architecture, a key, a tensor, a type or a vocabulary that cannot be exported; why.
+        FormatError: the file is damaged, or contradicts its metadata.
+        TypeNotSupported: an architecture, key, tensor, type or vocabulary that cannot be exported, with the reason.
     """
     if outtype not in (*DTYPES, "auto"):
         raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(DTYPES)}, auto", "QK-E203")
@@ -166,7 +166,7 @@ def open_export(
 
 
 def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> ExportSource:
-    """Read a GGUF file; arguments and errors as for ``open_export``, beside those of wrong metadata."""
+    """Read a GGUF file; arguments and errors as for ``open_export``, except those of wrong metadata."""
     meta = ModelMetadata(model, str(model.get("general.architecture")))
     name, row, hf_class = find_class(meta, architecture)
     dtype, target_type = DTYPES[_first_matrix_type(model) if outtype == "auto" else outtype]
@@ -212,7 +212,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
 
 @contextmanager
 def _temporary_folder(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[Path]:
-    """Yield a directory with the small files of the checkpoint, which the way here reads; errors name the GGUF file."""
+    """Yield a directory with the small files of the checkpoint, which conversion reads; errors name the GGUF file."""
     try:
         with TemporaryDirectory(prefix="quantkit-export-") as name:
             folder = Path(name)
@@ -291,7 +291,8 @@ def _check_round_trip(
 ) -> tuple[set[str], set[str]]:
     """Convert the exported tensors again and require the names and shapes of the GGUF file.
 
-    Return the names of what is F32 in a file of type ``target_type``, too, and of what has the type it is stored in.
+    Return the names of tensors that are also F32 in a file of type ``target_type``, and of those with their stored
+    type.
     """
     stored: dict[str, Expression] = {}
     for name, x in sorted(tensors.items()):
@@ -338,7 +339,7 @@ def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) ->
 
 
 def _keeps_type(x: Expression, as_stored: set[str]) -> bool:
-    """Return whether a tensor keeps its type: whole numbers, and floats that a file has in the checkpoint's type."""
+    """Return whether a tensor keeps its type: integers, and floats already in the checkpoint's type."""
     part = next(x.parts(), None)
     return (
         x.type not in (TYPE_F32, TYPE_F16, TYPE_BF16)

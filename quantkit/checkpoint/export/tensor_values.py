@@ -42,7 +42,7 @@ _RANKS_OF = {"kimi-linear": {"*ssm_a": 4}}
 class EncodedTensor:
     """A tensor as stored; types other than F32, F16, BF16 and I32 are decoded to float32.
 
-    ``scales``: what they are multiplied by, all by one number or each of the matrices by its own.
+    ``scales``: factors, one for all or one per matrix.
     """
 
     path: Path
@@ -120,7 +120,7 @@ class EncodedTensor:
 
 
 def read_tensors(model: GGUFFile, kinds: Mapping[str, str]) -> dict[str, Expression]:
-    """Return a file's tensors by name, with the scales of NVFP4 that lie beside them.
+    """Return a file's tensors by name, with their NVFP4 scales.
 
     Args:
         model: the file.

@@ -1,8 +1,8 @@
 """tokenizer.* keys as the files of a tokenizer that transformers loads: tokenizer.json and tokenizer_config.json.
 
 Byte-level BPE ("gpt2") has its tokens and merges in the file; its pre-tokenizer follows from the name
-(``pre_tokenizers``). Of SentencePiece ("llama") the file has pieces and scores: tokenizer.json gets the merges they
-stand for, as transformers derives them (convert_slow_tokenizer.py, 4.57.6), and tokenizer.model the pieces themselves.
+(``pre_tokenizers``). Of SentencePiece ("llama") the file has pieces and scores: tokenizer.json gets the merges that
+transformers derives from them (convert_slow_tokenizer.py, 4.57.6), and tokenizer.model the pieces themselves.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _tokens_without_embedding(tokens: Tokens) -> Json:
 
 
 def _dump(value: Json) -> bytes:
-    """Return a JSON object with one entry a line: Python's indent is slow on long vocabularies."""
+    """Return a JSON object with one entry per line; Python's indent is slow for long vocabularies."""
     try:
         return _lines(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # bytes of a token that are no UTF-8
@@ -147,7 +147,7 @@ def _write_bpe(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _usable_merges(tokens: Tokens, vocab: dict[str, int], pairs: list[list[str]]) -> list[list[str]]:
-    """Return the merges whose parts and result are tokens: the others would keep the file from loading."""
+    """Return the merges whose parts and result are tokens; others would prevent the file from loading."""
     usable = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
     if len(usable) < len(pairs):
         tokens.notes.append(f"omitted {len(pairs) - len(usable)} merges from tokenizer.json that do not form tokens")
@@ -162,7 +162,7 @@ def _pair(tokens: Tokens, merge: str) -> list[str]:
 
 
 def _write_sentencepiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
-    """SentencePiece's BPE: merges are all pairs of pieces that make a piece, the best first."""
+    """Write SentencePiece's BPE: merges are all pairs of pieces that form a piece, best first."""
     scores, types = tokens.scores(), tokens.types
     vocab = tokens.vocab()
     usable = {text: i for text, i in vocab.items() if types[i] in (NORMAL, UNUSED)}

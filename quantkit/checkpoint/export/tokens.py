@@ -74,11 +74,11 @@ class Tokens:
         return ids
 
     def is_filler(self, number: int) -> bool:
-        """Return whether a token only makes the vocabulary as long as the embeddings."""
+        """Return whether a token only pads the vocabulary to the length of the embeddings."""
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
     def added(self) -> list[Json]:
-        """Return tokens that are not of the model, as tokenizer.json lists them."""
+        """Return the added tokens, as tokenizer.json lists them."""
         return [
             {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
             | {"special": kind != USER_DEFINED}
@@ -87,7 +87,7 @@ class Tokens:
         ]
 
     def vocab(self, without: tuple[int, ...] = ()) -> dict[str, int]:
-        """Return ids by text, but for fillers and tokens of some types."""
+        """Return ids by text, except padding and tokens of some types."""
         numbers: dict[str, int] = {}
         for i, text in enumerate(self.texts):
             if self.is_filler(i) or self.types[i] in without:
@@ -107,9 +107,8 @@ def template(
 ) -> Json | None:
     """Return the post-processor that adds BOS and EOS, if the metadata, or else ``defaults``, enable them.
 
-    They may be plain tokens, whose texts are nothing special within a text. ``words``: of WordPiece, whose texts end
-    with a separator, and have both whatever the file says. ``separates``: another one lies between two texts, if the
-    file does not say.
+    They may be plain tokens, without special meaning within a text. ``words``: for WordPiece, whose texts end with a
+    separator and always have both. ``separates``: another one separates two texts, if the file does not say.
     """
     affixes = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):

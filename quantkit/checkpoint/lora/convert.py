@@ -1,12 +1,12 @@
 """Convert an adapter to a GGUF file, as convert_lora_to_gguf.py (llama.cpp b11434) does.
 
-Names and what becomes of factors follow from the rules of the base's architecture. The runtime multiplies by alpha /
-rank, the rank being that of the tensor, so a file has one alpha for all. Where PEFT has other scales than that program
-assumes, which looks at lora_alpha only, the file has PEFT's:
+Names and transformations of factors follow from the rules of the base's architecture. The runtime multiplies by alpha /
+rank, the rank being that of the tensor, so a file has one alpha for all. If PEFT's scales differ from those of that
+program, which only reads lora_alpha, the file has PEFT's:
 
 * rsLoRA divides by the root of the rank: alpha is lora_alpha times that root.
 * with rank_pattern or alpha_pattern the scales of weights differ: alpha is lora_alpha (with rsLoRA times the root of
-  r), and what a weight's own scale differs by is multiplied into its B.
+  r), and the ratio of a weight's own scale is multiplied into its B.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from quantkit.formats.safetensors import read_checkpoint
 
 
 def open_adapter(folder: Path, *, base: Path | None = None, outtype: str = "f32") -> Checkpoint:
-    """Open an adapter of PEFT.
+    """Open a PEFT adapter.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
-        base: the checkpoint it belongs to, of which config.json is enough; None for the one it names, a directory.
+        base: the checkpoint it belongs to, of which config.json is enough; None for the directory it names.
         outtype: f32, f16, bf16, q8_0, or auto: that of its first matrix.
 
     Raises:
-        FormatError: a file is broken or missing, or the adapter is not of this base, or not to be had as factors.
+        FormatError: a file is damaged or missing, or the adapter belongs to another base or cannot be expressed as
+            factors.
         TypeNotSupported: an architecture that is not converted.
     """
     adapter = read_adapter(folder)
@@ -147,7 +148,7 @@ def _check(
 
 
 def _shapes(base: Path, row: Architecture, context: Context) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the shapes of the base's weights, {} where they are not there, and notes."""
+    """Return the shapes of the base's weights, {} if they are missing, and notes."""
     if not any(base.glob("model*.safetensors")):
         return {}, []
     try:
@@ -159,7 +160,7 @@ def _shapes(base: Path, row: Architecture, context: Context) -> tuple[dict[str, 
 
 
 def _embedding_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the shapes of embeddings that a configuration speaks of."""
+    """Yield the shapes of embeddings in a configuration."""
     width, tokens = config.find("hidden_size", "n_embd"), config.get("vocab_size")
     if isinstance(width, int) and isinstance(tokens, int):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -1,7 +1,7 @@
-"""Adapters merged into the weights of a checkpoint, while they are read.
+"""Adapters merged into the weights of a checkpoint while they are being read.
 
-What PEFT's merge_and_unload gives in float32, before anything else becomes of a weight: it is decoded, the products are
-added, then come the rules of the architecture. One adapter after another, as merging them one by one does.
+The result equals PEFT's merge_and_unload in float32, before other transformations: a weight is decoded, the products
+are added, then the architecture's rules apply. Several adapters are merged one after another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AdapterSpec = tuple[Path, float]
 
 
 def read_adapters(selections: Sequence[AdapterSpec]) -> list[Adapter]:
-    """Return the adapters that are to be merged. Raises FormatError."""
+    """Return the adapters to merge. Raises FormatError."""
     adapters = [read_adapter(path, strength) for path, strength in selections]
     for adapter in adapters:
         if adapter.config.get("alora_invocation_tokens"):
@@ -37,7 +37,7 @@ def read_adapters(selections: Sequence[AdapterSpec]) -> list[Adapter]:
 
 
 def identity(adapters: Sequence[Adapter]) -> str:
-    """Return the part of a fingerprint that adapters decide: digests of their files and their scales."""
+    """Return the adapters' part of a fingerprint: digests of their files and their scales."""
     scales = [[value.scale for value in adapter.weights.values()] for adapter in adapters]
     return "".join(
         f" lora {adapter.digest()} {hashlib.sha256(repr(scale).encode()).hexdigest()}"
@@ -48,7 +48,7 @@ def identity(adapters: Sequence[Adapter]) -> str:
 def text_weights(adapter: Adapter, row: Architecture, context: Context) -> dict[str, tuple[str, LowRank]]:
     """Return the products of an adapter by the names of their weights in the text model, with their own.
 
-    Raises FormatError for one that is not of the text model.
+    Raises FormatError for a weight outside the text model.
     """
     weights: dict[str, tuple[str, LowRank]] = {}
     for name, product in adapter.weights.items():
@@ -63,7 +63,7 @@ def text_weights(adapter: Adapter, row: Architecture, context: Context) -> dict[
 
 
 def check_copies(adapter: Adapter, shapes: dict[str, tuple[int, ...]], row: Architecture, context: Context) -> None:
-    """Refuse a copy of a weight of the base that is of another shape: of a vocabulary that grew, for one."""
+    """Refuse a copy of a base weight with another shape, such as that of a larger vocabulary."""
     for name, t in adapter.copies.items():
         for text, _ in text_tensors(row.stored, name, next(iter(adapter.weights.values())), context):
             if text in shapes and shapes[text] != t.shape:

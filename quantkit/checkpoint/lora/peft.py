@@ -1,9 +1,9 @@
 """PEFT's directory of a LoRA adapter: adapter_config.json and adapter_model.safetensors.
 
-What the two factors of a weight mean follows from both, so everything is checked against both before anything is read.
-PEFT has features under the name of LoRA that are more than a product of two factors; each is refused by name, for a
-file or a merged model without it would be another model. Facts of PEFT 0.17.1: tuners/lora/config.py,
-tuners/lora/model.py, tuners/lora/layer.py, utils/other.py (get_pattern_key).
+The meaning of the two factors of a weight follows from both files, so they are checked before weights are read. Some
+PEFT features called LoRA are more than a product of two factors; each is refused by name, because a file or merged
+model without it would give other results. Facts of PEFT 0.17.1: tuners/lora/config.py, tuners/lora/model.py,
+tuners/lora/layer.py, utils/other.py (get_pattern_key).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter whose files are checked.
+    """An adapter with checked files.
 
     ``weights``: by the name of the weight in the base, in the order of the file. ``alpha``: of weights without a
-    pattern; with rsLoRA times the root of the rank. ``copies`` of weights of the base lie beside the factors.
+    pattern; with rsLoRA times the root of the rank. ``copies``: copies of base weights in the adapter.
     """
 
     path: Path
@@ -113,10 +113,10 @@ def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
 
     Args:
         path: the directory.
-        strength: by what its scale is multiplied.
+        strength: the factor of its scale.
 
     Raises:
-        FormatError: a file is missing or broken, or the adapter is more than factors; the message says what.
+        FormatError: a file is missing or damaged, or the adapter has more than factors.
     """
     config = _config(path)
     patterns = _Patterns(path / CONFIG, config)
@@ -157,7 +157,7 @@ def _config(path: Path) -> Json:
 
 
 class _Patterns:
-    """Rank and alpha of a module, as PEFT finds them in adapter_config.json."""
+    """Rank and alpha of a module, looked up in adapter_config.json like PEFT."""
 
     def __init__(self, where: Path, config: Json) -> None:
         self.where = where
@@ -218,7 +218,7 @@ _Pair = dict[str, tuple[StoredTensor, bool]]
 
 
 def _pairs(path: Path, header: dict[str, StoredTensor]) -> tuple[dict[str, _Pair], dict[str, StoredTensor]]:
-    """Return the factors of each weight of the base, and copies of weights, by the names they have there."""
+    """Return the factors of each weight of the base, and copies of weights, by their names in the base."""
     pairs: dict[str, _Pair] = {}
     copies: dict[str, StoredTensor] = {}
     for t in sorted(header.values(), key=lambda t: (t.offset, t.name)):

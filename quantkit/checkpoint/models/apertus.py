@@ -56,7 +56,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def make_activations(meta: ModelMetadata) -> Iterable[Tensor]:
-    """Make the parameters of each layer's xIELU tensors again (Apertus)."""
+    """Restore the tensors of each layer's xIELU parameters (Apertus)."""
     for name, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ())):
         field = meta.model.get(f"xielu.{name}")
         values = [] if field is None else list(plain(field))

@@ -49,7 +49,7 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True)
 class RenameGates(Rule):
-    """One name for two gates: of attention, and of delta attention."""
+    """A common name of two gates: of attention, and of delta attention."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.layer is None or not tensor.name.endswith(".attention.g_proj.weight"):
@@ -58,7 +58,7 @@ class RenameGates(Rule):
         return (replace(tensor, name=f"model.layers.{tensor.layer}.self_attn.{gate_name}.weight"),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Call both gates by one name."""
+        """Rename both gates to a common name."""
         name = re.sub(r"\.self_attn\.g_(a_)?proj\.", ".attention.g_proj.", tensor.name)
         return None if name == tensor.name else (replace(tensor, name=name),)
 
@@ -87,7 +87,7 @@ V3_RULES = (
 
 
 def refuse_settings(keys: Keys, config: Config) -> None:
-    """Refuse settings of Bailing V3 that llama.cpp does not run."""
+    """Refuse settings of Bailing V3 that llama.cpp does not support."""
     supported = {"no_kda_lora": True, "kda_safe_gate": True, "gated_attention_proj_granularity_type": "head_wise"}
     for key, value in supported.items():
         if config.get(key) != value:

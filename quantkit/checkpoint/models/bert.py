@@ -50,7 +50,7 @@ DISTIL_BASE: tuple[SetKeys, ...] = (Always(".attention.layer_norm_epsilon", 1e-1
 
 
 def cut_positions(config: Config) -> None:
-    """Leave positions that no token has out of the context (RobertaModel)."""
+    """Exclude positions without tokens from the context (RobertaModel)."""
     if "max_position_embeddings" in config:
         config.values["max_position_embeddings"] = config.number("max_position_embeddings") - position_offset(config)
 
@@ -60,7 +60,7 @@ def drop_unused_positions(tensor: Tensor, context: Context) -> Expression:
 
 
 def add_unused_positions(tensor: Tensor, context: Context) -> Expression:
-    """Put the positions first that no token has: zeros."""
+    """Prepend the positions without tokens: zeros."""
     unused = position_offset(context.config)
     return concatenate([Zeros((unused, tensor.x.shape[1]), tensor.x.type), tensor.x]) if unused else tensor.x
 
@@ -78,7 +78,7 @@ _NOMIC = {
 
 
 def prepare_nomic(config: Config) -> None:
-    """Set the training context; refuse settings that llama.cpp does not run (NomicBertModel)."""
+    """Set the training context; refuse settings that llama.cpp does not support (NomicBertModel)."""
     if _is_unigram(config):
         cut_positions(config)
     experts = has_experts(config)
@@ -141,7 +141,7 @@ NEO_KEYS: tuple[SetKeys, ...] = (
 
 
 def prepare_xlm(config: Config) -> None:
-    """Limit the positions of XLM-R; refuse its task adapters, each of which would be a file of its own."""
+    """Limit the positions of XLM-R; refuse its task adapters, each of which would need its own file."""
     if config.get("lora_adaptations"):
         raise TypeNotSupported(
             f"{config.path}: has adapters (lora_adaptations), which this version does not convert", "QK-E305"
@@ -150,7 +150,7 @@ def prepare_xlm(config: Config) -> None:
 
 
 def label_names(config: Config) -> dict[Any, Any]:
-    """Return the labels of a classifier; those that every configuration has are none."""
+    """Return the labels of a classifier; default labels count as none."""
     labels = config.get("id2label") or {}
     if not isinstance(labels, dict):
         raise FormatError(f"{config.path}: id2label is {short(labels)}, not an object", "QK-E112")
@@ -159,7 +159,7 @@ def label_names(config: Config) -> dict[Any, Any]:
 
 
 def position_offset(config: Config) -> int:
-    """Return the number of the first position: behind the padding's."""
+    """Return the number of the first position, after that of padding."""
     return 0 if config.get("pad_token_id") is None else 1 + config.number("pad_token_id")
 
 
@@ -174,7 +174,7 @@ def _is_unigram(config: Config) -> bool:
 
 
 def write_roberta(v: Vocabulary) -> None:
-    """BPE, or pieces of words (RobertaModel)."""
+    """Write a BPE or WordPiece vocabulary (RobertaModel)."""
     if v.model_type == "BPE":
         write_bpe(v)
         set_token_types(v)
@@ -183,7 +183,7 @@ def write_roberta(v: Vocabulary) -> None:
 
 
 def write_jina_bert(v: Vocabulary) -> None:
-    """BERT's or RoBERTa's, as tokenizer_config.json names it (JinaBertV2Model)."""
+    """Write BERT's or RoBERTa's vocabulary, depending on tokenizer_config.json (JinaBertV2Model)."""
     name = v.tokenizer_config.get("tokenizer_class")
     if name == "BertTokenizer":
         write_wordpiece(v)
@@ -346,7 +346,7 @@ def _set_nomic_names(meta: ModelMetadata, config: Json) -> None:
 
 
 def _make_unused_biases(meta: ModelMetadata) -> Iterable[Tensor]:
-    """Make the biases of experts, which llama.cpp leaves out, of zeros."""
+    """Restore the biases of experts, which llama.cpp omits, as zeros."""
     for layer in range(meta.number(".block_count")):
         if f"blk.{layer}.ffn_gate_inp.weight" in meta.model.tensors:
             zeros = Zeros((meta.number(".embedding_length"),))
@@ -354,7 +354,7 @@ def _make_unused_biases(meta: ModelMetadata) -> Iterable[Tensor]:
 
 
 def _rename_ungated(config: Config, name: str) -> str:
-    """Layers without gates call their first matrix otherwise than those with."""
+    """Rename the first matrix of layers without gates."""
     return name.replace(".mlp.fc11.", ".mlp.fc1.") if config.get("activation_function") == "gelu" else name
 
 

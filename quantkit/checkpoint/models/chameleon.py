@@ -66,7 +66,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_image_tokens(meta: ModelMetadata, config: Json) -> None:
-    """Name the tokens that stand for parts of pictures."""
+    """Name the tokens for parts of images."""
     texts = meta.model.get("tokenizer.ggml.tokens")
     numbered = enumerate(() if texts is None else map(str, texts))
     config["vocabulary_map"] = {text: i for i, text in numbered if text == "<image>" or text.startswith("IMGIMG")}

@@ -43,7 +43,7 @@ class DropZeroBiases(OneWayRule):
 
 
 def use_longest_context(config: Config) -> None:
-    """Command R was trained on longer texts than its max_position_embeddings."""
+    """Set the context: Command R was trained on longer texts than its max_position_embeddings."""
     if (length := config.get("model_max_length")) is not None:
         config.values["max_position_embeddings"] = length
 
@@ -51,7 +51,8 @@ def use_longest_context(config: Config) -> None:
 def _rope_width(config: Config) -> int:
     """Return the rotary dimensions of a head.
 
-    transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its own model turns whole heads.
+    transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its model class rotates whole
+    heads.
     """
     return int(config.rotary_part(1.0, "rotary_pct", config.values) * divided_head_dim(config))
 

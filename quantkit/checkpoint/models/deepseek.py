@@ -50,7 +50,7 @@ class SplitLatentHeads(Rule):
         return [replace(tensor, name=tensor.name.replace("kv_b_proj", name), x=x) for name, x in parts]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Make keys and values of the latent one matrix again, head by head."""
+        """Merge the key and value matrices of the latent, head by head."""
         match = re.fullmatch(r"(.*\.)([kv])_b_proj\.weight", tensor.name)
         if match is None:
             return None
@@ -118,9 +118,9 @@ def _yarn_log_multiplier(config: Config) -> float | None:
 
 @dataclass(frozen=True)
 class DropNextnLayers(OneWayRule):
-    """Layers behind num_hidden_layers, which predict more tokens, are left out (DeepseekV2Model.skip_mtp).
+    """Omits prediction layers (MTP) after num_hidden_layers (DeepseekV2Model.skip_mtp).
 
-    ``unless_named``: only if the configuration speaks of none.
+    ``unless_named``: only if the configuration has none.
     """
 
     unless_named: bool = False
@@ -201,7 +201,7 @@ MHA_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
-    """List the layers with an indexer of their own, if the file does (GLM 5)."""
+    """List the layers with their own indexer, if the file does (GLM 5)."""
     types = meta.flags(".attention.indexer.types")
     if types is not None:
         config["indexer_types"] = ["full" if item else "shared" for item in types]

@@ -1,4 +1,4 @@
-"""DeepSeek V4: tensor names of its own, experts in 4 bits, layers whose experts a table chooses.
+"""DeepSeek V4: own tensor names, experts in 4 bits, layers whose experts a table selects.
 
 Facts of llama.cpp b11434, conversion/deepseek.py.
 """
@@ -36,7 +36,7 @@ STORED = (Drop(r"^(aligner\.|image_|mtp\.)"),)
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """A table of numbers of experts, which stay whole numbers."""
+    """A table of expert numbers, which remain integers."""
 
     x: Stored
 
@@ -111,7 +111,7 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class RenameTensors(OneWayRule):
-    """Tensors are named by this file's tables, and typed by how they are stored."""
+    """Names tensors by this file's tables, and types them by their storage."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = re.match(r"layers\.(\d{1,5})\.(.+)$", tensor.name)
@@ -192,7 +192,8 @@ TEMPLATE = Always("tokenizer.chat_template", "-", "text")
 
 
 def write_deepseek4(v: Vocabulary) -> None:
-    """BPE. Without a chat template the reference writes one of llama.cpp's own, we none (DeepseekV4Model)."""
+    """Write a BPE vocabulary. Without a chat template, the reference writes one of llama.cpp, quantkit none
+    (DeepseekV4Model)."""
     write_bpe(v)
     if v.keys.fields["tokenizer.chat_template"].value == "-":
         v.keys.remove("tokenizer.chat_template")

@@ -63,7 +63,7 @@ def _latent_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class RenameMtpEmbedding(Rule):
-    """The embeddings of the layer that predicts more tokens belong to it."""
+    """Move the embeddings of the prediction layer (MTP) into it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name != "model.mtp.embed_tokens.weight":

@@ -88,8 +88,8 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 class ApplyMultipliers(OneWayRule):
     """Multiply the model's multipliers into the weights.
 
-    A multiplier of a layer's inputs (``attention_in``, ``ssm_in``) leaves its bias alone. convert_hf_to_gguf.py b11434
-    multiplies the bias, too, which is another model than transformers'.
+    A multiplier of a layer's inputs (``attention_in``, ``ssm_in``) does not apply to its bias. convert_hf_to_gguf.py
+    b11434 also multiplies the bias, which differs from transformers.
     """
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -168,7 +168,7 @@ def refuse_norm_before_gate(config: Config) -> None:
 
 
 def refuse_heads(keys: Keys, config: Config) -> None:
-    """Refuse an activation that llama.cpp does not run, and an inner size that heads do not divide."""
+    """Refuse an activation that llama.cpp does not support, and an inner size that is not a multiple of the heads."""
     if config.get("hidden_act") not in (None, "silu") or config.number("mamba_d_ssm") % config.number("mamba_d_head"):
         raise FormatError(
             f"{config.path}: hidden_act is not silu, or mamba_d_ssm is not a multiple of mamba_d_head", "QK-E112"
@@ -211,7 +211,7 @@ _MULTIPLIER_NAMES = "attention_in attention_out key ssm_in ssm_out lm_head embed
 
 
 def _set_mamba_heads(meta: ModelMetadata, config: Json) -> None:
-    """Set Mamba's heads (Falcon H1); multipliers are 1: weights have taken them."""
+    """Set Mamba's heads (Falcon H1); multipliers are 1, because they are in the weights."""
     heads = meta.number(".ssm.time_step_rank")
     config |= {
         "mamba_d_head": meta.number(".ssm.inner_size") // max(1, heads),

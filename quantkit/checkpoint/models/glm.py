@@ -34,12 +34,12 @@ from quantkit.errors import FormatError
 
 
 def to_halves(tensor: Tensor, context: Context) -> Expression:
-    """Put the pairs of rope apart, where positions have several dimensions (Glm4Model.normal_to_neox)."""
+    """Separate the pairs of rope if positions have several dimensions (Glm4Model.normal_to_neox)."""
     return _reorder(tensor, context, lambda h, n: (range(h, h + n, 2), range(h + 1, h + n, 2)))
 
 
 def to_pairs(tensor: Tensor, context: Context) -> Expression:
-    """Put them together again: undoes ``to_halves``."""
+    """Interleave the pairs again: the inverse of ``to_halves``."""
     return _reorder(tensor, context, lambda h, n: [range(h + i, h + n, n // 2) for i in range(n // 2)])
 
 
@@ -184,7 +184,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_chatglm_names(meta: ModelMetadata, config: Json) -> None:
-    """Set the values that ChatGLM names otherwise than transformers, too."""
+    """Also set the values under ChatGLM's own names."""
     theta = config.get("rope_theta") or 10000.0
     ratio = config_values.shortest_argument(theta / 10000.0, lambda x: 10000 * x)
     config |= {"layernorm_epsilon": config["rms_norm_eps"], "rope_ratio": ratio, "head_dim": meta.head_width}

@@ -57,7 +57,7 @@ class Shared(Copied):
 
 
 def _set_scaled_rope(keys: Keys, config: Config, alpha: float, width: int) -> None:
-    """Set a base that is scaled by alpha in place of a scale, and the length that is possible by it."""
+    """Set a base scaled by alpha in place of a scale, and the resulting context length."""
     rope = config.rope
     if rope.get("rope_type") != "dynamic":
         return
@@ -228,7 +228,7 @@ VL_KEYS: tuple[SetKeys, ...] = (*DENSE_KEYS, _set_xdrope_sections)
 
 
 def write_hunyuan_moe(v: Vocabulary) -> None:
-    """Hunyuan's ranks, without them tokenizer.json; its config.json names a wrong BOS (HunYuanMoEModel)."""
+    """Write Hunyuan's ranks, else tokenizer.json; its config.json has a wrong BOS (HunYuanMoEModel)."""
     if not v.has(HUNYUAN.file):
         write_bpe(v)
         return
@@ -293,7 +293,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_scaled_base(meta: ModelMetadata, config: Json) -> None:
-    """A base that was scaled by alpha stands for a scale (Hunyuan)."""
+    """Restore the scale from a base scaled by alpha (Hunyuan)."""
     base = meta.get(".rope.freq_base")
     if meta.get(".rope.scaling.type") != "none" or base is None:
         return

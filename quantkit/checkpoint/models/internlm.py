@@ -24,7 +24,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class SplitGroupedHeads(Rule):
-    """Heads of queries that share a key are stored before it and its values; all are put apart (InternLM2Model)."""
+    """Separate query heads, which are stored before the key and value that they share (InternLM2Model)."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith(".attention.wqkv.weight"):
@@ -47,7 +47,7 @@ class SplitGroupedHeads(Rule):
         return [replace(tensor, name=f"blk.{tensor.layer}.attn_{letter}.weight", x=part) for letter, part in parts]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Put queries that share a key before it and its values."""
+        """Store queries before the key and value that they share."""
         match = re.fullmatch(r"blk\.(\d+)\.attn_([qkv])\.weight", tensor.name)
         if match is None:
             return None
@@ -68,7 +68,7 @@ class SplitGroupedHeads(Rule):
 
 
 def write_internlm3(v: Vocabulary) -> None:
-    """SentencePiece; the end of a turn ends a text (InternLM3Model)."""
+    """Write a SentencePiece vocabulary in which the end of a turn ends a text (InternLM3Model)."""
     tokens = sentencepiece_tokens(v)
     set_pieces(v, tokens)
     special = special_tokens(v.folder, n_tokens=len(tokens))

@@ -88,7 +88,7 @@ JAMBA_BASE: tuple[SetKeys, ...] = (
 
 
 def write_jamba(v: Vocabulary) -> None:
-    """SentencePiece, Llama's pieces in a tokenizer.json without a space put before texts (JambaModel), or BPE."""
+    """Write SentencePiece, Llama's pieces in a tokenizer.json without a space before texts, or BPE (JambaModel)."""
     if v.has("tokenizer.model"):
         write_sentencepiece(v)
         return

@@ -145,7 +145,7 @@ class MergeResidualScores(Rule):
         return (replace(tensor, x=Product(norm.x, proj.x), name_in_file=name),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Split into a norm of ones and a projection that holds the product."""
+        """Split into a norm of ones and a projection with the product."""
         if not tensor.name.endswith("_res_proj.weight"):
             return None
         n = size_of(tensor.x)
@@ -155,7 +155,7 @@ class MergeResidualScores(Rule):
 
 @dataclass(frozen=True)
 class AssignGateKinds(OneWayRule):
-    """One name for two gates: of DeepSeek's attention, and of delta attention."""
+    """A common name of two gates: of DeepSeek's attention, and of delta attention."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.layer is None or not tensor.name.endswith(".self_attn.g_proj.weight"):
@@ -165,7 +165,7 @@ class AssignGateKinds(OneWayRule):
 
 
 def negative_exp_of_heads(tensor: Tensor, context: Context) -> Expression:
-    """Return -exp(x) of as many values as there are heads."""
+    """Return -exp(x), one value per head."""
     heads = min(context.config.number("num_attention_heads"), tensor.x.shape[0])
     return Mapped(take(tensor.x, 0, range(heads)), "negative exp")
 
@@ -189,7 +189,7 @@ K3_RULES = (
 
 
 def refuse_rope(keys: Keys, config: Config) -> None:
-    """Refuse rope in latent attention and other gating: llama.cpp runs neither of K3."""
+    """Refuse rope in latent attention and other gating: llama.cpp does not support either for K3."""
     if not config.get("mla_use_nope") or config["moe_router_activation_func"] != "sigmoid":
         raise FormatError(f"{config.path}: K3 needs mla_use_nope and experts selected by sigmoid", "QK-E305")
 

@@ -32,7 +32,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class DropTiedOutput(OneWayRule):
-    """An output matrix that has the values of the embeddings is left out; it follows them."""
+    """Drops an output matrix equal to the embeddings, which it follows."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name == "backbone.embeddings.weight":
@@ -158,7 +158,7 @@ MAMBA2_BASE: tuple[SetKeys, ...] = (
 
 
 def write_mamba(v: Vocabulary) -> None:
-    """Either kind, filled up to a multiple of pad_vocab_size_multiple tokens (Mamba2Model)."""
+    """Write either kind of vocabulary, padded to a multiple of pad_vocab_size_multiple tokens (Mamba2Model)."""
     size, multiple = v.config["vocab_size"], v.config.get("pad_vocab_size_multiple", 16)
     if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
         raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {multiple!r}", "QK-E112")

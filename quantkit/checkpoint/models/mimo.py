@@ -25,7 +25,7 @@ _MTP = 3
 
 
 def layers_with_mtp(config: Config) -> int:
-    """Return the number of layers, those that predict ahead included."""
+    """Return the number of layers, including prediction layers (MTP)."""
     return config.layers + _MTP
 
 
@@ -49,7 +49,7 @@ class RenameMtpLayers(Rule):
 
 
 def refuse_sharded(config: Config, names: Collection[str]) -> None:
-    """Refuse tensors stored in parts for several devices, with scales a part: the generic rules misread them."""
+    """Refuse tensors stored in parts for several devices, with scales per part, which the generic rules misread."""
     quantization = config.get("quantization_config") or {}
     if any(name.endswith("qkv_proj.weight_scale_inv") for name in names):
         raise TypeNotSupported(f"{config.path}: float8 qkv_proj split over several devices is not supported", "QK-E305")

@@ -1,4 +1,4 @@
-"""MiniCPM 1 to 3, and PLM, whose heads are made of a latent as MiniCPM 3's.
+"""MiniCPM 1 to 3, and PLM, whose heads are projected from a latent like MiniCPM 3's.
 
 Facts of llama.cpp b11434, conversion/minicpm.py, conversion/plm.py.
 """

@@ -111,7 +111,7 @@ M1_KEYS: tuple[SetKeys, ...] = (
 def write_minimax_m1(v: Vocabulary) -> None:
     """Write a BPE vocabulary; chat_template.jinja takes precedence.
 
-    Without one the reference writes a template of llama.cpp's own, we that of the tokenizer (MiniMaxText01Model).
+    Without one, the reference writes a template of llama.cpp, quantkit that of the tokenizer (MiniMaxText01Model).
     """
     write_bpe(v)
     if v.has("chat_template.jinja"):
@@ -146,7 +146,7 @@ _IMAGE_SIZES = {"image_size": 28, "patch_size": 14}
 
 
 def _set_lightning_layers(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers of lightning attention: they have queries, keys and values in one."""
+    """Name the layers of lightning attention, which fuse queries, keys and values."""
     linear = set(meta.layers_with("attn_qkv.weight"))
     config["attn_type_list"] = [int(i not in linear) for i in range(meta.number(".block_count"))]
 

@@ -25,7 +25,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class AddQueryNorms(Rule):
-    """Queries and keys are normed without weights, queries scaled: weights of norms that do that come before them."""
+    """Add norm weights for queries and keys, whose norms have no weights but scale queries."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         stem, separator, tail = tensor.name.partition(".self_attn.q_proj.")
@@ -64,7 +64,7 @@ MUSE_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_muse(v: Vocabulary) -> None:
-    """BPE, with the end of a turn (MuseGlimmerModel)."""
+    """Write a BPE vocabulary with the end of a turn (MuseGlimmerModel)."""
     write_bpe(v)
     if (end := next((number for number, text in v.by_id.items() if text == "<|eot|>"), None)) is not None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end)

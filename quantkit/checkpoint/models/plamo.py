@@ -111,7 +111,7 @@ PLAMO3_RULES = (
 
 
 def set_rope_scaling(config: Config) -> None:
-    """Set YaRN, for which the configuration has single keys (Plamo3Model)."""
+    """Set YaRN, for which the configuration has separate keys (Plamo3Model)."""
     factor = config.get("rope_scaling_factor", 1)
     if factor != 1 and "rope_type" not in config.rope:
         config.rope |= {
@@ -256,7 +256,7 @@ _LAYER = "model.layers.layers.*."
 
 
 def _attention_layers(step: int, layers: int) -> list[bool]:
-    """Return which layers attend if one of ``step`` does."""
+    """Return which layers have attention if one of ``step`` does."""
     if layers <= step // 2:
         return [i == layers - 1 for i in range(layers)]
     return [i % step == step // 2 for i in range(layers)]
@@ -289,7 +289,7 @@ def _set_mamba_step(meta: ModelMetadata, config: Json) -> None:
 
 
 def _set_rope_scaling_names(meta: ModelMetadata, config: Json) -> None:
-    """Set the single keys of rope scaling (PLaMo 3)."""
+    """Set the separate keys of rope scaling (PLaMo 3)."""
     rope = config.pop("rope_scaling", None) or {}
     config["rope_scaling_factor"] = rope.get("factor", 1)
     config["initial_context_length"] = rope.get("original_max_position_embeddings", meta.number(".context_length"))

@@ -1,6 +1,6 @@
 """RWKV 6 and 7, and Qwens with their time mixing in place of attention.
 
-RWKV 7 is exported as flash-linear-attention names it, which transformers loads with that package.
+RWKV 7 is exported with the names of flash-linear-attention, which transformers loads with that package.
 
 Facts of llama.cpp b11434, conversion/rwkv.py.
 """
@@ -105,7 +105,8 @@ class ConvertMixing7(Rule):
 
 
 def _sizes(context: str = "") -> tuple[SetKeys, ...]:
-    """Return the rows of sizes that all have; ``context``: what config.json calls a length that no file limits."""
+    """Return the rows of common sizes; ``context``: the name in config.json of the context length, which files do not
+    limit."""
     return (
         Computed(".context_length", lambda config: 1 << 20, names=context),
         Copied(".embedding_length", "hidden_size", required=True),
@@ -219,7 +220,7 @@ def _width_6(config: Config) -> int:
 
 
 def _by_width(narrow: int, wide: int) -> Callable[[Config], int]:
-    """Return a rank that depends on the width of the model: 4096, or another."""
+    """Return a rank that depends on whether the model's width is 4096."""
     return lambda config: wide if config.number("hidden_size") == 4096 else narrow
 
 
@@ -261,7 +262,7 @@ QWEN_BASE_6: tuple[SetKeys, ...] = (
 
 
 def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -> int:
-    """Return the rank of a pair of matrices; where it is null, as their code computes it of the width."""
+    """Return the rank of a pair of matrices; if null, computed from the width like the original code."""
     rank = config[names[0]] if names[0] in config else config[names[1]]
     width = config.number("hidden_size")
     return max(1, round(width**power * factor / 32)) * 32 if rank is None else int(rank)
@@ -308,7 +309,7 @@ def _rwkv_text(path: Path, number: int, line: str) -> str:
 
 
 def write_rwkv(v: Vocabulary) -> None:
-    """Bytes, of the longest token that fits; two new lines end a turn (TextModel._set_vocab_rwkv_world)."""
+    """Write a vocabulary of longest byte matches, in which two newlines end a turn (TextModel._set_vocab_rwkv_world)."""
     path = v.folder / _RWKV
     if not path.exists():
         raise FormatError(f"{v.folder}: has no {_RWKV}, so the vocabulary is missing", "QK-E114")

@@ -19,9 +19,9 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 
 @dataclass(frozen=True)
 class StackHeadNorms(Rule):
-    """Stack the norms of single heads into one tensor, one row a head.
+    """Stack the norms of single heads into one tensor, one row per head.
 
-    convert_hf_to_gguf.py means to do that and drops them: it converts no StableLM that has them (2-12B).
+    convert_hf_to_gguf.py drops them by mistake, so it cannot convert a StableLM that has them (2-12B).
     """
 
     pattern: str = r"(self_attn\.[qk]_layernorm)\.norms\.(\d{1,6})\.weight$"
@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_head_norms(meta: ModelMetadata, config: Json) -> None:
-    """Set whether queries and keys are normed."""
+    """Set whether queries and keys are normalized."""
     config["qk_layernorm"] = meta.has("attn_q_norm.weight")
 
 

@@ -33,7 +33,7 @@ STORED = (
 
 
 def squeeze_ones(tensor: Tensor, context: Context) -> Expression:
-    """Leave out dimensions of one, of matrices that have none as they are released."""
+    """Remove dimensions of one from matrices that have none in releases."""
     return squeeze(tensor, context)
 
 
@@ -92,7 +92,7 @@ KEYS: tuple[SetKeys, ...] = (
 
 
 def rope_factors(config: Config) -> Iterable[Tensor]:
-    """The factors of Llama 3's rope for the part of a head that layers without a window turn; 1 for the rest."""
+    """The factors of Llama 3's rope for the part of a head that layers without a window rotate; 1 for the rest."""
     rope = config.full_rope
     if str(rope.get("rope_type") or "").lower() != "llama3":
         return

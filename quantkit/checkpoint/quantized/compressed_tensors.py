@@ -1,8 +1,8 @@
 """compressed-tensors: integers packed into words, plain ones, 8-bit floats, MXFP4 and NVFP4, also in one model.
 
 pack-quantized: weight_packed I32 [rows, words] holds code + 2^(bits - 1), low bits first, as many as fit in a word (or
-one behind the other across words); weight_scale [rows, groups]; weight_shape; weight_zero_point, packed down the rows;
-weight_g_idx, the group of each column. What bits and groups a weight has, of those in config_groups, its shapes say.
+contiguous across words); weight_scale [rows, groups]; weight_shape; weight_zero_point, packed down the rows;
+weight_g_idx, the group of each column. Its shapes determine which bits and groups of config_groups a weight has.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ MXFP4: 32 values share a power of two.
 In all of them byte i has values 2 i and 2 i + 1, and codes are those of ggml.
 
 NVFP4: a scale of 8 bits (E4M3) for 16 values, and one of float32 for all. ggml's blocks have four scales and 64 values;
-the scale of all is a tensor beside the weight, NAME.scale, that of its inputs NAME.input_scale. ModelOpt's
-weight_scale_2 and input_scale multiply, the global scales of compressed-tensors divide. Rows that do not divide into
-blocks become floats.
+the scale of all is a separate tensor, NAME.scale, that of its inputs NAME.input_scale. ModelOpt's weight_scale_2 and
+input_scale multiply, the global scales of compressed-tensors divide. Rows that are not a multiple of blocks become
+floats.
 """
 
 from __future__ import annotations

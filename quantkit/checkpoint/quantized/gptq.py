@@ -1,9 +1,9 @@
 """GPTQ: qweight I32 [columns * bits / 32, rows], qzeros I32 [groups, rows * bits / 32], scales [groups, rows], g_idx.
 
 Values are scale * (code - zero point) with those of the column's group; stored zero points are less by one unless
-checkpoint_format is gptq_v2. Words hold codes one behind the other, low bits first, of 3 bits across words. With act
-order g_idx has the group of each column in any order. Facts: dequant_gptq of convert_hf_to_gguf.py (b11434), which
-reads 2, 4 and 8 bits; GPTQModel's qlinear for 3.
+checkpoint_format is gptq_v2. Words have contiguous codes, low bits first; codes of 3 bits cross words. With act order
+g_idx has the group of each column in any order. Facts: dequant_gptq of convert_hf_to_gguf.py (b11434), which reads 2, 4
+and 8 bits; GPTQModel's qlinear for 3.
 """
 
 from __future__ import annotations

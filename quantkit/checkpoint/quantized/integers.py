@@ -27,19 +27,19 @@ def decode_integers(
     bits: int = 0,
     raw: Matrix | None = None,
 ) -> Expression:
-    """Return a weight of integers: (code - offset - zero point) * scale, as blocks where that is asked for and exact.
+    """Return a weight of integers: (code - offset - zero point) * scale, as blocks if that is requested and exact.
 
     Args:
-        reader: says whether it is.
+        reader: knows whether it is requested.
         shape: of the weight.
         codes: by rows, one in each element.
-        offset: what stands for zero, where there are no ``zeros``.
+        offset: the code of zero, if there are no ``zeros``.
         scales: by rows.
         group: columns of a scale.
-        zeros: by rows; the offset counts, too.
-        index: the group of each column, where columns are not in order (g_idx).
+        zeros: by rows, added to the offset.
+        index: the group of each column, if columns are not in order (g_idx).
         bits: of a code.
-        raw: the codes as they are packed, by rows.
+        raw: the packed codes, by rows.
     """
     width = group if index is None else 0
     steps = [Step("multiply", scales, width, index)]

@@ -24,7 +24,7 @@ from quantkit.types import TensorType
 
 
 class RowWise(ABC):
-    """An expression that makes whole rows: subclasses have ``shape``, ``type``, ``parts`` and ``fill``."""
+    """An expression of whole rows: subclasses have ``shape``, ``type``, ``parts`` and ``fill``."""
 
     shape: tuple[int, ...]
 
@@ -74,7 +74,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Integers:
-    """Integer codes less ``offset``."""
+    """Integer codes minus ``offset``."""
 
     codes: Matrix
     offset: int = 0
@@ -105,7 +105,7 @@ class Float8:
 
 @dataclass(frozen=True)
 class Float4:
-    """E2M1, two a byte, the first in the low half."""
+    """E2M1, two per byte, the first in the low half."""
 
     codes: Matrix
 
@@ -142,7 +142,7 @@ def _look_up(codes: U8, pairs: npt.NDArray[np.uint64], table: F32, x: F32) -> No
 class Step:
     """Values and the cells of their blocks: ``operation`` is subtract, multiply or divide.
 
-    A cell is for ``width`` columns; with ``index`` (act order) for those that this tensor says.
+    A cell applies to ``width`` columns or, with ``index`` (act order), to the columns in this tensor.
     """
 
     operation: str

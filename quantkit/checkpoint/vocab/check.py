@@ -1,7 +1,7 @@
-"""A check that the written vocabulary tokenizes as the original: it compares the ids of a difficult text.
+"""A check that the written vocabulary tokenizes like the original: it compares the ids of a test text.
 
-A class of models says nothing about its tokenizer, and a name of a pre-tokenizer is a claim. What is written is run by
-the tokenizer that runs GGUF files, what was read by the package tokenizers or by ranks.
+A model class does not determine its tokenizer, and the name of a pre-tokenizer may be wrong. The written vocabulary is
+run by quantkit's GGUF tokenizer, the original by the tokenizers package or by ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAX_SHOWN = 4
 
 
 def check_ids(v: Vocabulary, gguf: Metadata, allowed: bool) -> tuple[str, ...]:
-    """Compare the ids of a difficult text; return notes on differences, or on why nothing was compared.
+    """Compare the ids of the test text; return notes on differences, or the reason why nothing was compared.
 
-    Raises FormatError: --pre makes them differ, unless that is ``allowed``. Without --pre it is llama.cpp that cannot
-    do what the tokenizer does: a name that a hash gave is the model's own there.
+    Raises FormatError: --pre makes them differ, unless that is ``allowed``. Without --pre, a difference is a limit of
+    llama.cpp, because the hash identifies the model's own pre-tokenizer.
     """
     if isinstance(v.source, str):
         return (f"token ids are not checked: {v.source}",)

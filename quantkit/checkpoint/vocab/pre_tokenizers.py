@@ -33,7 +33,7 @@ _MAX_ALTERNATIVES = 4
 def nearest(ends: set[int], ignore_merges: bool) -> tuple[float, list[str]]:
     """Return the highest share of words with equal ends, and the pre-tokenizers that reach it.
 
-    Of several with one share those come first that look up whole words as the tokenizer does (``ignore_merges``).
+    Among equal shares, those that look up whole words like the tokenizer (``ignore_merges``) come first.
     """
     shares: dict[tuple[str, ...], float] = {}
     for pre in PRE.values():

@@ -1,7 +1,7 @@
 """SentencePiece: tokenizer.model as llama.cpp's "llama" vocabulary (TextModel._create_vocab_sentencepiece).
 
-A tokenizer.model is a protobuf message; of it only the pieces are read (field 1: text, score, type), the kind of model
-(field 2, its field 3), and what is done to texts before (field 3).
+A tokenizer.model is a protobuf message; only the pieces are read (field 1: text, score, type), the kind of model (field
+2, its field 3), and the normalization of texts (field 3).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _piece(data: bytes) -> Piece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Yield number and value of each field of a protobuf message. Raises IndexError where it ends too early."""
+    """Yield number and value of each field of a protobuf message. Raises IndexError if it ends too early."""
     position = 0
     while position < len(data):
         tag, position = _varint(data, position)
@@ -141,7 +141,7 @@ def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
 
 
 def phi_tokens(v: Vocabulary) -> list[Piece]:
-    """Return the tokens of Phi 3, where only tokens marked special are control tokens, in tokenizer.json, too."""
+    """Return the tokens of Phi 3, where only tokens marked special are control tokens, also in tokenizer.json."""
     tokens = _pad_tokens(v, "vocab_size")
     added = [(v.where, t.number, t.text, t.special) for t in v.added_in_json] if v.has("tokenizer.json") else []
     for where, number, text, special in (*_decoder_tokens(v), *added):
@@ -161,7 +161,7 @@ def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") 
 
 
 def _pad_tokens(v: Vocabulary, *size_keys: str) -> list[Piece]:
-    """Return the same with the tokens of added_tokens.json in their places."""
+    """Return the tokens with those of added_tokens.json in their places."""
     tokens = plain_tokens(v, *size_keys)
     add_added_tokens(v, tokens)
     return tokens
@@ -189,7 +189,7 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
 
 
 def _is_in_vocabulary(where: Path, number: object, size: int) -> bool:
-    """Return whether a token lies in the vocabulary; others are dropped."""
+    """Return whether a token is in the vocabulary; others are dropped."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise FormatError(f"{where}: {short(number)} is not a token id", "QK-E114")
     return number < size

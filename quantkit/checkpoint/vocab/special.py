@@ -1,7 +1,7 @@
-"""Special tokens, merges and chat templates of any tokenizer, as gguf-py's SpecialVocab (llama.cpp b11434) finds them.
+"""Special tokens, merges and chat templates of any tokenizer, found like gguf-py's SpecialVocab (llama.cpp b11434).
 
-What it gets wrong on purpose is kept: a post-processor is only looked at where texts begin and end, lists of EOS tokens
-are not seen, and of a chat template in two places that of tokenizer_config.json counts.
+Its simplifications are kept: a post-processor is only evaluated for the begin and end of texts, lists of EOS tokens are
+ignored, and the chat template of tokenizer_config.json takes precedence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID_KEYS = {
 
 @dataclass
 class SpecialTokens:
-    """Ids of special tokens and whether to add them, by kind, in the order in which they are found."""
+    """Ids of special tokens and whether to add them, by kind, in the order of discovery."""
 
     n_tokens: int | None = None
     folder: Path = Path()
@@ -45,7 +45,7 @@ class SpecialTokens:
     strip_accents: bool | None = None
 
     def set(self, kind: str, number: object) -> None:
-        """Take the id of a kind, if it has none yet and the id is one of the vocabulary."""
+        """Set the id of a kind if it has none yet and the id is in the vocabulary."""
         if not isinstance(number, int):
             return
         if number < 0:
@@ -286,7 +286,7 @@ def _id(piece: Any, kind: str) -> str | None:
 
 
 def _template(folder: Path, config: Json) -> tuple[Any, str]:
-    """Return the chat template, or a list of named ones, and its file: tokenizer_config.json before all others."""
+    """Return the chat template, or a list of named ones, and its file; tokenizer_config.json takes precedence."""
     if "chat_template" in config:
         return config["chat_template"], "tokenizer_config.json"
     if (folder / "chat_template.jinja").exists():
@@ -305,7 +305,7 @@ def template_file(folder: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return a text with its ends of lines as Python reads them."""
+    """Return a text with line endings normalized as Python does."""
     try:
         return read_text(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:

@@ -1,7 +1,7 @@
 """tekken.json, Mistral's vocabularies: the keys that TextModel._set_vocab_mistral (llama.cpp b11434) sets.
 
 A file has a list of tokens, as bytes in Base64, by rank, of which the first 256 are the bytes themselves; special
-tokens come before them, as many as the file says. Merges are not stored: every two tokens that make up a third are one.
+tokens precede them; the file has their number. Merges are not stored: every two tokens that form a third are one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _TEMPLATES = {"v3": "mistral-v3-tekken", "v7": "mistral-v7-tekken"}
 def write_tekken(v: Vocabulary) -> None:
     """Set the keys of such a vocabulary.
 
-    The chat template is one that llama.cpp has by name, or else that of the checkpoint; convert_hf_to_gguf.py takes
-    one of its own files for versions from 11 on.
+    The chat template is one that llama.cpp knows by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
+    one of its own files from version 11 on.
     """
     path = v.folder / FILE
     data = read_json(path)
@@ -87,7 +87,7 @@ def write_tekken(v: Vocabulary) -> None:
 
 
 def _ids(v: Vocabulary, pattern: Any, ranks: dict[bytes, int], n: int) -> list[int]:
-    """Return the ids of the difficult text, as the package tiktoken finds them."""
+    """Return the ids of the test text, as computed by the tiktoken package."""
     try:
         words = regex.findall(pattern, TEXT)
     except (TypeError, regex.error) as e:
@@ -112,7 +112,7 @@ def _own_template(v: Vocabulary) -> Any:
 
 
 def _special(v: Vocabulary, data: Json, n: int) -> list[str]:
-    """Return the special tokens, filled up to ``n``."""
+    """Return the special tokens, padded to ``n``."""
     path, specials = v.folder / FILE, data.get("special_tokens")
     if specials is None:
         texts: list[Any] = list(_SPECIAL)
@@ -146,7 +146,7 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
 
 
 def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
-    """Return every pair of tokens that is a third, in the order of that one, then of the parts."""
+    """Return every pair of tokens that forms a third, in the order of the third, then of the parts."""
     merges: list[str] = []
     for token in list(ranks)[256:]:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))

@@ -1,9 +1,9 @@
-"""Files of ranks as the package tiktoken reads them: Kimi's tiktoken.model, Hunyuan's hy.tiktoken.
+"""Files of ranks as read by the tiktoken package: Kimi's tiktoken.model, Hunyuan's hy.tiktoken.
 
-A line is a token, in Base64, and its rank, which is its id. Merges are not stored: of each token they are the two parts
-that are left when its bytes are joined by ranks below its own (HunYuanMoEModel.set_vocab and DeepseekV2Model.set_vocab
-of llama.cpp b11434). What splits a text, and most special tokens, stand in programs beside the file, which are not run
-here; so their names are in a table.
+A line is a token, in Base64, and its rank, which is its id. Merges are not stored: for each token, they are the two
+parts that remain when its bytes are joined by ranks below its own (HunYuanMoEModel.set_vocab and
+DeepseekV2Model.set_vocab of llama.cpp b11434). The pre-tokenizer and most special tokens are in Python code of the
+checkpoint, which quantkit does not run, so a table has their names.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Ranks = dict[bytes, int]
 
 @dataclass(frozen=True)
 class RankFile:
-    """A kind of such files: its name, its pre-tokenizer, and the special tokens behind the ranks.
+    """A kind of such files: its name, its pre-tokenizer, and the special tokens after the ranks.
 
-    ``special`` names that of a place among them and of an id; there are at most ``max_special``.
+    ``special``: the name of a special token by its place and id; there are at most ``max_special``.
     """
 
     file: str
@@ -158,7 +158,7 @@ def to_letters(token: bytes) -> str:
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes of a token of byte-level BPE. Raises ValueError if it is none."""
+    """Return the bytes of a token of byte-level BPE. Raises ValueError if it is not one."""
     try:
         return bytes(_BYTES[letter] for letter in text)
     except KeyError as e:

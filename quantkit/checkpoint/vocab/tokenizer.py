@@ -1,4 +1,4 @@
-"""The files of a checkpoint's tokenizer, read once, and its tokens as transformers 4.57.6 would have them."""
+"""The files of a checkpoint's tokenizer, read once, and its tokens as in transformers 4.57.6."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Vocabulary:
 
     @property
     def _is_list(self) -> bool:
-        """Its tokens are in a vocab.txt."""
+        """Whether its tokens are in a vocab.txt."""
         has_other = self.has("tokenizer.json") or self.class_name not in tokenizer_json.CLASSES
         return not has_other and self.has(tokenizer_json.VOCAB_TXT)
 
@@ -138,7 +138,7 @@ class Vocabulary:
         return str(self.model.get("type") or "BPE")
 
     def check_model(self, expected: str) -> None:
-        """Raise FormatError where the model of tokenizer.json is not of the type that is to be written."""
+        """Raise FormatError if the model of tokenizer.json is not of the requested type."""
         if self.model_type != expected:
             raise FormatError(
                 f"{self.where}: its model is {short(self.model_type)}, but this class needs {expected}: copy the "
@@ -159,7 +159,7 @@ class Vocabulary:
 
     @property
     def added_in_json(self) -> Iterator[AddedToken]:
-        """The added tokens of tokenizer.json, as they are listed."""
+        """The added tokens of tokenizer.json, in order."""
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MAX_TOKENS:
@@ -197,7 +197,7 @@ class Vocabulary:
 
     @property
     def named_texts(self) -> set[str]:
-        """Texts of the special tokens that tokenizer_config.json names."""
+        """Texts of the special tokens in tokenizer_config.json."""
         values = (*self.tokenizer_config.values(), *(entry for _, entry in self.decoder_entries))
         contents = (value.get("content") if isinstance(value, dict) else value for value in values)
         return {content for content in contents if isinstance(content, str)}
@@ -236,7 +236,7 @@ class Vocabulary:
 
     @property
     def special_texts(self) -> dict[str, bool]:
-        """Special tokens by their text; True: text is normalized before it is searched for them."""
+        """Special tokens by their text; True: the input is normalized before the search for them."""
         config = self.settings
         extra = config.get("extra_special_tokens") or []
         additional = config.get("additional_special_tokens") or extra
@@ -255,9 +255,9 @@ class Vocabulary:
         return {**{i: text for text, i in self.base.items()}, **{t.number: t.text for t in self.added.values()}}
 
     def run(self) -> None:
-        """Make the tokenizer of the checkpoint the source of the ids that are compared.
+        """Use the checkpoint's tokenizer as the source of the compared ids.
 
-        The process that runs it starts now, and reads tokenizer.json at the same time as this one.
+        Its process starts now and reads tokenizer.json in parallel.
         """
         self.source = self.difficult
         if not PRE_TOKENIZER.missing() and self.has("tokenizer.json"):
@@ -276,7 +276,7 @@ class Vocabulary:
 
     @cached_property
     def library(self) -> Child:
-        """A child with the tokenizer as the package tokenizers runs it: a ``foreign.tokenizer.Tokenizer``."""
+        """A child process with the tokenizer of the tokenizers package: a ``foreign.tokenizer.Tokenizer``."""
         if PRE_TOKENIZER.missing():
             raise missing_packages(PRE_TOKENIZER, hint=f"or set that of {self.where} with --pre")
         if self.model_type == "BPE" and self.model.get("continuing_subword_prefix"):  # it panics where a merge lacks it
@@ -352,7 +352,7 @@ class Vocabulary:
         return PRE_HASHES[digest][0]
 
     def round_trip(self, token: AddedToken) -> str:
-        """Return the text of an added token as encoding and decoding leave it, unless it is normalized."""
+        """Return the text of an added token after encoding and decoding, unless it is normalized."""
         try:
             return token.text if token.normalized else self._spellings[token.text]
         except ResourceError:
@@ -368,15 +368,15 @@ class Vocabulary:
         return {text: clean_up(result, self.tokenizer_config) for text, result in zip(texts, results, strict=True)}
 
     def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text by the package tokenizers. Raises ResourceError without it, and FormatError."""
+        """Return the ids of a text from the tokenizers package. Raises ResourceError without it, and FormatError."""
         ids: list[int] = self.library.call("ids", text, add_special_tokens)
         return ids
 
     def difficult(self) -> tuple[str, list[int]]:
-        """Return a difficult text and its ids by the package tokenizers; errors as of ``ids``.
+        """Return the test text and its ids from the tokenizers package; errors as for ``ids``.
 
-        The text of BPE has no characters that its tokens cannot spell: what is left out, and before or after which
-        merges, is where the package and llama.cpp differ.
+        For BPE, the text omits characters that its tokens cannot spell, because the package and llama.cpp differ in
+        when they drop these.
         """
         text = TEXT
         if self.model_type == "BPE":
@@ -413,7 +413,7 @@ def looks_special(text: str) -> bool:
 
 
 def _check_named(v: Vocabulary, size: int) -> None:
-    """Refuse tokens beyond the vocabulary that only tokenizer_config.json names: transformers adds them."""
+    """Refuse tokens beyond the vocabulary that are only in tokenizer_config.json, which transformers adds."""
     in_json = {token.text for token in v.added_in_json}
     token = next((t for t in v.added.values() if t.number >= size and t.text not in in_json), None)
     if token is None or token.text in v.base:
@@ -434,7 +434,7 @@ def _check_named(v: Vocabulary, size: int) -> None:
 
 
 def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
-    """Return the size of a vocabulary; FormatError if it does not hold its tokens."""
+    """Return the size of a vocabulary. Raises FormatError if its tokens exceed it."""
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_TOKENS:
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}", "QK-E112")
     if size - len(v.by_id) > MAX_PADDING:
@@ -452,7 +452,7 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
 
 
 def dump(value: Json) -> str:
-    """Return an object as JSON that is the same for the same object."""
+    """Return an object as canonical JSON."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -39,7 +39,7 @@ _MASK = 250001
 
 
 def write_t5(v: Vocabulary) -> None:
-    """Pieces with their scores; older models are SentencePiece's BPE."""
+    """Write pieces with their scores; older models are SentencePiece BPE."""
     file = next((name for name in _T5 if v.has(name)), None)
     if file is None:
         raise FormatError(f"{v.folder}: has neither {' nor '.join(_T5)}, so the vocabulary is missing", "QK-E114")
@@ -59,7 +59,7 @@ def write_t5(v: Vocabulary) -> None:
 
 
 def write_xlm(v: Vocabulary) -> None:
-    """Pieces with their scores, of the model's file or, without one, of tokenizer.json."""
+    """Write pieces with their scores, from the model's file or, without one, from tokenizer.json."""
     if v.has(_XLM):
         v.source = f"quantkit does not run SentencePiece, which {_XLM} needs"
         model = read_model(v.folder / _XLM)
@@ -98,7 +98,7 @@ def _padding(first: int, size: int) -> list[Piece]:
 
 
 def _moved(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
-    """Return the tokens of a model's file, which XLM-RoBERTa has in other places."""
+    """Return the tokens of a model's file, which XLM-RoBERTa orders differently."""
     tokens = pieces + _padding(len(pieces), _size(v, len(pieces)))
     tokens = [Piece(text, 0.0, kind) for text, kind in _FIRST] + tokens[3:-1]
     if v.keys.arch == "nomic-bert-moe":

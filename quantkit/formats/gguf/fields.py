@@ -1,4 +1,4 @@
-"""A metadata field: the bytes of its value as in the file, decoded on first use, or made from Python values."""
+"""A metadata field: the bytes of its value as in the file, decoded on first use, or built from Python values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _INT_RANGES: tuple[tuple[ValueType, int, int], ...] = (
 
 @dataclass(frozen=True)
 class Field:
-    """One metadata entry; ``raw`` holds the value's bytes exactly as in the file, so copying copies bytes.
+    """A metadata field; ``raw`` has the value's bytes exactly as in the file, so copying copies bytes.
 
     For an array ``raw`` begins with the item type and the count, and ``item_type`` is set. ``value`` and
     ``array`` decode on first use.
@@ -68,7 +68,7 @@ class Field:
             item_type: the type of an array's items, inferred in the same way; an empty list needs it.
 
         Raises:
-            RecipeError: the key or value cannot be written like this; the message names the key.
+            RecipeError: the key or value cannot be stored; the message names the key.
         """
         check_key(key)
         if isinstance(value, np.ndarray) and value.ndim != 1:
@@ -124,7 +124,7 @@ class Field:
         return struct.unpack("<" + _LETTERS[self.type], self.raw)[0]
 
     def describe(self) -> str:
-        """Return the type in words: "UINT32", "ARRAY of 250 STRING"."""
+        """Return the type as text: "UINT32", "ARRAY of 250 STRING"."""
         return self.type.name if self.item_type is None else f"ARRAY of {self.count} {self.item_type.name}"
 
     def encode(self) -> bytes:
@@ -169,7 +169,7 @@ def _pack(key: str, value_type: ValueType, items: list[Any]) -> bytes:
 
 
 def _is_unicode(items: list[str]) -> bool:
-    """Return whether strings hold no surrogates, which stand for bytes that are not UTF-8."""
+    """Return whether strings have no surrogates, which represent bytes that are not UTF-8."""
     try:
         "".join(items).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Open a model: one file, or all shards of a split one as one."""
+"""Open a model: a single file, or all shards of a split model as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAMPLE = 4096
 
 
 class GGUFFile:
-    """An open model: metadata, tensors and their bytes, over all shards. Made by ``open_gguf``.
+    """An open model: metadata, tensors and their bytes, over all shards. Created by ``open_gguf``.
 
     Attributes:
         paths: all shards in order; one path for a file that is not split.
@@ -73,7 +73,7 @@ class GGUFFile:
 
         Raises:
             KeyError: no tensor of this name.
-            FormatError: the file was opened ``header_only``, or was written to since.
+            FormatError: the file was opened ``header_only``, or has changed since.
             ValueError: the file is closed.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
@@ -98,13 +98,13 @@ class GGUFFile:
             check_unchanged(self.paths)
 
     def expect_writes(self) -> None:
-        """Take changes of the files as they come: this process writes them."""
+        """Accept changes of the files: this process writes them."""
         self._grows = True
 
     def forget(self, tensor: TensorInfo | str) -> None:
         """Release a tensor's pages from this process's memory; views stay valid and read the file again.
 
-        Mapped pages count as resident once touched: who streams through a model calls this behind itself.
+        Mapped pages count as resident once touched: call this after each tensor when streaming through a model.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         with self._lock:
@@ -121,9 +121,9 @@ class GGUFFile:
         return tuple(self.paths)
 
     def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
-        """Fill ``out`` from byte ``offset`` of a tensor on, with pread; ask the kernel for ``readahead`` bytes more.
+        """Fill ``out`` from byte ``offset`` of a tensor on, with pread; ask the kernel for ``readahead`` more bytes.
 
-        Works when closed, too. Raises FormatError when the file ends before, OSError when it cannot be read.
+        Also works when closed. Raises FormatError when the file ends before, OSError when it cannot be read.
         """
         begin = tensor.offset
         read_range(self.paths[tensor.shard], out, begin + offset, readahead, (begin, begin + tensor.nbytes))
@@ -144,7 +144,7 @@ class GGUFFile:
         """Return a SHA-256 that identifies the model, over all headers and both ends of every tensor.
 
         Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor are
-        enough to distinguish trained models. Of objects of a store their entity tags are taken instead of those ends.
+        enough to distinguish trained models. For objects of a store, their entity tags are used instead.
         """
         digest = hashlib.sha256()
         for field in self.fields.values():
@@ -183,11 +183,11 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
     """Open a GGUF file, or, given any shard of a split one, the whole model.
 
     Args:
-        path: the file; shards are looked for beside it under the names of ``split_path``.
-        header_only: accept files whose tensor data is missing or cut off; ``data`` then raises.
+        path: the file; shards are searched beside it under the names of ``split_path``.
+        header_only: accept files whose tensor data is missing or truncated; ``data`` then raises.
 
     Raises:
-        FormatError: a file is broken; the message names file and byte.
+        FormatError: a file is damaged; the message names file and byte.
     """
     location = located(path)
     shard = read_shard(location, 0, header_only)
@@ -203,7 +203,7 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
 
 
 def open_model(path: str | os.PathLike[str]) -> GGUFFile:
-    """Open a model as ``open_gguf`` does; FormatError, too, for a file without a single tensor."""
+    """Open a model like ``open_gguf``; also raises FormatError for a file without tensors."""
     file = open_gguf(path)
     if not file.tensors:
         raise FormatError(
@@ -213,7 +213,7 @@ def open_model(path: str | os.PathLike[str]) -> GGUFFile:
 
 
 def _without_map(shard: Shard) -> Shard:
-    """Copy only the split keys of a later shard, so that thousands of shards do not hold a mapping each."""
+    """Copy only the split keys of a later shard, so that thousands of shards do not each keep a mapping."""
     fields = {key: replace(f, raw=bytes(f.raw)) for key, f in shard.fields.items() if key.startswith("split.")}
     return replace(shard, fields=fields)
 

@@ -61,7 +61,7 @@ class TensorInfo:
 
 
 class _NeedMore(Exception):
-    """The header needs the bytes up to ``end``, which are not read yet."""
+    """The header needs bytes up to ``end`` that have not been read yet."""
 
     def __init__(self, end: int) -> None:
         super().__init__(end)
@@ -71,7 +71,7 @@ class _NeedMore(Exception):
 class _Cursor:
     """Reads one file's bytes, never past their end; ``fail`` raises every error.
 
-    Of a file of ``size`` bytes ``buf`` may hold only the first ones; ``_More`` asks for others.
+    ``buf`` may have only the first of the file's ``size`` bytes; ``_More`` requests others.
     """
 
     def __init__(self, path: Path, buf: memoryview, size: int) -> None:
@@ -85,7 +85,7 @@ class _Cursor:
         return self.size - self.pos
 
     def fail(self, problem: str, offset: int | None = None, code: str = "QK-E102") -> FormatError:
-        """Return an error at byte ``offset``, by default the cursor's."""
+        """Return an error at byte ``offset``; default: the cursor's."""
         return FormatError(f"{self.path}: {problem}, at byte {self.pos if offset is None else offset}", code)
 
     def skip(self, n: int, item: str) -> None:
@@ -174,7 +174,7 @@ def _read_value_type(cur: _Cursor, item: str) -> ValueType:
 
 
 def _skip_array(cur: _Cursor, item: str) -> ValueType:
-    """Step over an array, checking its bounds; return its item type."""
+    """Skip an array, checking its bounds; return its item type."""
     item_type = _read_value_type(cur, f"an item of {item}")
     count_at = cur.pos
     count = cur.u64(f"the count of {item}")
@@ -199,7 +199,7 @@ def _skip_array(cur: _Cursor, item: str) -> ValueType:
 
 
 def _skip_strings(cur: _Cursor, count: int, item: str) -> None:
-    """Step over ``count`` strings; without calls in the loop, for large vocabularies."""
+    """Skip ``count`` strings, without calls in the loop, for large vocabularies."""
     buf = cur.buf
     pos = cur.pos
     last = len(cur.buf) - 8
@@ -252,7 +252,7 @@ class Shard:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file read-only, of an object of a store a copy; raise FormatError if that is not possible."""
+    """Map a file, or a copy of a store's object, read-only. Raises FormatError if that is not possible."""
     if isinstance(path, URL):
         try:
             with path.open("rb") as file:
@@ -276,9 +276,9 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
-    """Read and check the header of one file, which is held then; with ``header_only`` its tensor data may be missing.
+    """Read and check the header of one file, which is then held; with ``header_only`` its tensor data may be missing.
 
-    Of an object of a store only the beginning is read, more and more of it until the header is there.
+    Of an object of a store only the beginning is read, in growing pieces until the header is complete.
     """
     if not isinstance(path, URL):
         try:

@@ -28,7 +28,7 @@ MAX_TENSORS = 1 << 18
 
 
 def short(value: object) -> str:
-    """Return ``value`` for a message: its repr, cut."""
+    """Return ``value`` for a message: its shortened repr."""
     try:
         text = repr(value[:80] if isinstance(value, (str, bytes, list)) else value)
     except (RecursionError, ValueError):  # deeply nested, or a number of thousands of digits
@@ -37,7 +37,7 @@ def short(value: object) -> str:
 
 
 def check_key(key: str, kind: str = "key", error: type[FormatError | RecipeError] = RecipeError) -> bytes:
-    """Return a key or tensor name as the file's bytes; raise ``error`` if it cannot be one."""
+    """Return a key or tensor name as the file's bytes; raise ``error`` if it is invalid."""
     code = "QK-E203" if error is RecipeError else "QK-E107"
     try:
         data = key.encode()
@@ -54,7 +54,8 @@ def n_dims(shape: Sequence[int]) -> int:
 
 
 def checked_bytes(tensor_type: TensorType, shape: Sequence[int]) -> int:
-    """Return a tensor's bytes; raise ValueError for a shape no file holds, TypeNotSupported for the type's.
+    """Return a tensor's bytes. Raises ValueError for an invalid shape, TypeNotSupported for one that the type cannot
+    have.
 
     A scalar has no dimensions, an empty tensor one of 0.
     """

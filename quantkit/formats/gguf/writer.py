@@ -1,4 +1,4 @@
-"""Write GGUF as pure layout: header and offsets are fixed before any data exists."""
+"""Lay out GGUF files: header and offsets are fixed before any data exists."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def layout_gguf(
         fields: the metadata, in order.
         tensors: name, shape (innermost first) and type of each.
         version: 2 or 3.
-        all_dims: write the dimensions as they are, as convert_hf_to_gguf.py does; llama.cpp's own writer drops trailing
-            ones and writes a scalar as [1].
+        all_dims: write all dimensions, as convert_hf_to_gguf.py does; llama.cpp's writer drops trailing ones and writes
+            a scalar as [1].
         pad_header: False: a file without tensors ends with its last key.
         alignment: that of the field general.alignment, or 32 without one; another value is refused.
 
     Raises:
-        FormatError: duplicate keys or names, a name, shape, version or alignment that no file may have.
+        FormatError: duplicate keys or names, an invalid name, shape, version or alignment.
         TypeNotSupported: a type cannot hold a tensor of this shape.
     """
     entries: dict[str, Field] = {}

@@ -11,9 +11,9 @@ A payload, unpacked, has one array after the other, each as four planes of bytes
 which compress better. R positions (rows), N tokens kept in all of them::
 
     f32 log_sum_exp[R]   log(sum(exp(logits))): logit = log p + log_sum_exp
-    f32 residual[R]      the mass of the tokens that are not kept
-    f32 next[R]          log p of the token that came next in the text, kept or not
-    u32 counts[R]        tokens kept: the top_k most probable, fewer when hardly any mass is left
+    f32 residual[R]      the mass of the tokens that are not stored
+    f32 next[R]          log p of the next token of the text, stored or not
+    u32 counts[R]        tokens kept: the top_k most probable, or fewer if little mass is left
     u32 ids[N]           ascending within a row, each the difference to the one before (the first: to 0)
     f32 log_p[N]         their log-probabilities
 
@@ -22,14 +22,14 @@ smallest kept p and b the smallest q of the compared model. Then
 
     least = sum over S of p log(p / q)  +  r log(r / s)   <=   KLD   <=   least + r log(a / b) - r log(r / s) = most
 
-The left holds because merging outcomes cannot raise a divergence (log-sum inequality), the right because no token
-that was left out is more probable than a, nor less than b in the other model. What is missing on the left is exactly
-r times the divergence among the tokens that were left out. Quantization blurs the logits of improbable
-tokens alike, so E, the divergence among the kept tokens with p < a e^2, serves as its estimate::
+The left holds because merging outcomes cannot raise a divergence (log-sum inequality), the right because no omitted
+token is more probable than a, or less probable than b in the other model. The left lacks exactly r times the divergence
+among the omitted tokens. Quantization affects the logits of all improbable tokens similarly, so E, the divergence among
+the kept tokens with p < a e^2, serves as its estimate::
 
     value = min(least + r E, most)                      |value - KLD| <= max(value - least, most - value) + 1e-6
 
-The 1e-6 covers float32. The bound is the worst case, in which everything left out falls on the model's least probable
+The 1e-6 covers float32. The bound is the worst case, in which all omitted mass falls on the model's least probable
 tokens; the estimate is far closer (a test holds it to 1 % of the divergence on a real model).
 """
 
@@ -118,7 +118,7 @@ def pack_rows(rows: CompactRows) -> bytes:
 
 
 def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -> CompactRows:
-    """Return the rows of a payload; FormatError, beginning with ``where``, if they cannot be."""
+    """Return the rows of a payload. Raises FormatError, beginning with ``where``, if it is invalid."""
     if len(raw) < _ROW_BYTES * n_rows:
         raise FormatError(f"{where}: {len(raw)} bytes cannot hold {n_rows} positions", "QK-E122")
     log_sum_exp, residual, following = (_from_planes(raw, 4 * n_rows * i, n_rows, "<f4") for i in range(3))
@@ -173,12 +173,13 @@ def _zstd() -> tuple[Callable[[bytes, int], bytes], Callable[[bytes, int], bytes
 
 
 def compress(data: bytes, codec: str) -> bytes:
-    """Return ``data`` compressed. Raises ResourceError where zstd is wanted and missing."""
+    """Return ``data`` compressed. Raises ResourceError if zstd is requested and missing."""
     return zlib.compress(data, _LEVEL["zlib"]) if codec == "zlib" else _zstd()[0](data, _LEVEL["zstd"])
 
 
 def decompress(data: bytes, size: int, codec: str, where: str) -> bytes:
-    """Return exactly ``size`` bytes; FormatError, beginning with ``where``, if ``data`` holds anything else."""
+    """Return exactly ``size`` decompressed bytes. Raises FormatError, beginning with ``where``, if ``data`` has other
+    content."""
     unpack = _zstd()[1] if codec == "zstd" else lambda data, size: zlib.decompressobj().decompress(data, size + 1)
     try:
         raw = unpack(data, size)
@@ -278,7 +279,7 @@ class CompactLogits:
         return f"quantkit's base logits of {self.model}, top {self.top_k}, {size}, {self.codec}"
 
     def chunk(self, index: int) -> CompactRows:
-        """Return the rows of a chunk, checked; the last one is kept. Any thread may ask."""
+        """Return the checked rows of a chunk; the last chunk is cached. Safe to call from any thread."""
         with self._lock:
             if self._last_chunk is None or self._last_chunk[0] != index:
                 self._last_chunk = (index, self._read(index))

@@ -1,6 +1,6 @@
 """llama.cpp's base logits, as llama-perplexity --save-all-logits writes and --kl-divergence reads them.
 
-Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.cpp's is the same but for the clip)::
+Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.cpp's differs only in the clip)::
 
     "_logits_"  i32 n_ctx  i32 n_vocab  i32 n_chunk
     i32 tokens[n_chunk * n_ctx]
@@ -9,8 +9,8 @@ Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.c
 
     log p = scale * code + min_log_prob         scale = (max - min) / 65535,  min = max(lowest logit, max - clip)
 
-The clip is 16 in llama.cpp and 24 in ik_llama.cpp: everything less probable than e^-clip times the top token
-collapses to code 0. A file does not say which it was written with, and no reader needs to know.
+The clip is 16 in llama.cpp and 24 in ik_llama.cpp: everything less probable than e^-clip times the top token becomes
+code 0. A file does not record its clip, and readers do not need it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<8siii")
 
 
 def row_codes(n_vocab: int) -> int:
-    """Return the uint16 values of a row: four hold scale and minimum, and codes come in pairs."""
+    """Return the number of uint16 values of a row: four for scale and minimum, and codes in pairs."""
     return 2 * ((n_vocab + 1) // 2) + 4
 
 
@@ -88,8 +88,8 @@ def encode_rows(logits: F32, log_sum_exp: F32, clip: float = 16, scratch: F32 | 
 class LlamaLogits:
     """A file of llama.cpp's base logits, open for reading by rows.
 
-    ``chunks`` has the tokens of all chunks; the file has logits for the first ``n_whole``, which is all of them
-    unless the writer was killed.
+    ``chunks`` has the tokens of all chunks; the file has logits for the first ``n_whole``, which is all unless the
+    writer was killed.
     """
 
     magic = b"_logits_"
@@ -131,7 +131,7 @@ class LlamaLogits:
         return f"llama.cpp's base logits, {16 * self.chunks.n_vocab // 8} bytes per position"
 
     def rows(self, chunk: int, first: int, last: int) -> LlamaRows:
-        """Read rows ``first`` to ``last`` (exclusive) of a chunk. Raises FormatError on scales that are none."""
+        """Read rows ``first`` to ``last`` (exclusive) of a chunk. Raises FormatError for invalid scales."""
         n = last - first
         raw = np.empty(n * self._row_bytes, np.uint8)
         offset = self._start + (chunk * self.chunks.rows + first) * self._row_bytes
@@ -192,9 +192,10 @@ class LlamaWriter:
 
 
 class LlamaSharer(LlamaWriter):
-    """Writes rows to a file that another process, perhaps on another machine, has begun.
+    """Writes rows to a file that another process, perhaps on another machine, has created.
 
-    It stays open, so that what is late never gets into a file that took its place. Raises FormatError if it is another.
+    The file stays open, so that late writes never reach a file that replaced it. Raises FormatError if it is another
+    file.
     """
 
     def _begin(self) -> None:

@@ -1,8 +1,8 @@
 """S3 and compatible stores: MinIO, R2, Ceph, Google's XML interface.
 
-s3fs finds bucket, region, endpoint and credentials (AWS_*, ~/.aws, FSSPEC_S3_*) and makes single requests; how often
-they are repeated is decided in ``retry`` alone. Each part that is uploaded goes with its MD5, which the server checks,
-and the entity tag it answers with is compared, too.
+s3fs finds bucket, region, endpoint and credentials (AWS_*, ~/.aws, FSSPEC_S3_*) and makes single requests; only
+``retry`` decides on repetitions. Each uploaded part has its MD5, which the server checks, and the returned entity tag
+is also compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class S3:
         return {"Bucket": bucket, "Key": key}
 
     def _version(self, url: Object) -> dict[str, str]:
-        """Return which version of an object is to be read, if its address names one."""
+        """Return the version of an object to read, if its address names one."""
         version = url.address.partition(VERSION)[2]
         return {"VersionId": version} if version else {}
 
@@ -190,7 +190,8 @@ class S3:
             after = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     def complete(self, url: Object, upload: str, parts: list[UploadedPart], *, overwrite: bool) -> None:
-        """Give the object its name. Raises FileExistsError if one has it, and is not to be overwritten."""
+        """Give the object its name. Raises FileExistsError if an object with this name exists and must not be
+        overwritten."""
         manifest = {"Parts": [{"PartNumber": part.number, "ETag": f'"{part.tag}"'} for part in parts]}
         only_new = {} if overwrite else {"IfNoneMatch": "*"}
 
@@ -238,7 +239,7 @@ class S3:
 
 
 def _listing_facts(info: Mapping[str, Any]) -> Facts:
-    """Return the facts about an object in a listing; those omit encryption, so the tag may be no checksum."""
+    """Return the facts about an object in a listing; those omit encryption, so the tag may not be a checksum."""
     return Facts(int(info["size"]), str(info.get("ETag", "")).strip('"'))
 
 

@@ -79,7 +79,7 @@ def _missing_package(url: Object, package: str) -> ResourceError:
 
 
 class Web:
-    """http:// and https://: ranges and entity tags; no folders, nothing is written."""
+    """http:// and https://: ranges and entity tags; no folders, read-only."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -127,7 +127,7 @@ class Web:
 
 
 def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
-    """Return the facts about the whole object in a response, and whether the response holds all of it."""
+    """Return the facts about the whole object in a response, and whether the response contains all of it."""
     tag = headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
     if status == 200:
         return Facts(int(headers.get("Content-Length", 1 << 62)), tag), True
@@ -164,7 +164,7 @@ class FsspecStore:
         return path
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the file system, with a limit of time if it has one that waits."""
+        """Call a method of the file system, with a time limit if it supports one."""
         if getattr(self.fs, "async_impl", False) and hasattr(self.fs, f"_{name}"):
             return run_on_loop(self.fs.loop, lambda: getattr(self.fs, f"_{name}")(*args, **kwargs))
         return getattr(self.fs, name)(*args, **kwargs)

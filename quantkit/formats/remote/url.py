@@ -29,7 +29,7 @@ _OBJECTS = ("s3", "gs", "abfs", "hf", *_WEB)
 
 
 def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
-    """Return the path that a user wrote: a URL, or a file of this machine, which ``file://`` names, too.
+    """Return the path for a user's text: a URL, or a local file, also as ``file://``.
 
     All inputs and outputs of all commands go through it, so that a place is one place however it is written. ``spool``:
     see ``URL``. Raises ResourceError for an address with a user and a password, where its store takes none.
@@ -82,7 +82,7 @@ class URL(PosixPath):
     folder: URL | None
 
     def __new__(cls, address: str, *arguments: Any) -> URL:
-        """Make one without taking it apart as a path of this machine."""
+        """Construct a URL without parsing it as a local path."""
         return object.__new__(cls)
 
     def __init__(self, address: str, spool: Path | None = None, folder: URL | None = None) -> None:
@@ -115,7 +115,7 @@ class URL(PosixPath):
 
     @property
     def identity(self) -> str:
-        """The address without the parts that do not select the object: a version, slashes at its end."""
+        """The address without parts that do not select the object: a version, trailing slashes."""
         web = self.scheme in _WEB
         base = self._text.removesuffix("?..") if web else self.address.partition(VERSION)[0]
         scheme, _, location = base.partition("://")
@@ -178,7 +178,7 @@ class URL(PosixPath):
 
     @property
     def local(self) -> Path:
-        """The local file that stands for it while it is written; the names of its temporary files begin with it."""
+        """The local file that replaces it while being written, and the prefix of its temporary files."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()
         return (self.spool or default_spool()) / f"{digest[:16]}-{self.identity.rpartition('/')[2][-100:]}"
 
@@ -201,7 +201,7 @@ class URL(PosixPath):
         return self.store.entries(self)
 
     def _folder_facts(self) -> tuple[bool, Facts | None]:
-        """Return whether the folder is listed, and its facts of this object."""
+        """Return whether the folder can be listed, and its facts about this object."""
         if self.folder is None or self.folder.listing is None:
             return False, None
         return True, self.folder.listing.get(self.name)
@@ -250,7 +250,7 @@ class URL(PosixPath):
         return self.glob("*")
 
     def check(self) -> None:
-        """Raise FormatError if the object has changed since it was pinned. Raises OSError, too."""
+        """Raise FormatError if the object has changed since it was pinned. Also raises OSError."""
         if "facts" in self.__dict__ and self.store.facts(self)[:2] != self.facts[:2]:
             raise FormatError(f"{self}: the object was replaced while it was being read; start over", "QK-E109")
 
@@ -269,7 +269,7 @@ class URL(PosixPath):
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:  # type: ignore[override]
-        """Open a copy of the whole object, a file of this machine without a name."""
+        """Open a copy of the whole object, a local file without a name."""
         if set(mode) - set("rbt"):
             raise io.UnsupportedOperation(f"{self}: read-only")
         file: IO[Any] = tempfile.TemporaryFile()  # noqa: SIM115 - returned

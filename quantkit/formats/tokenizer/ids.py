@@ -20,7 +20,7 @@ def read_token_ids(spec: str) -> npt.NDArray[np.int32]:
     """Return the ids, int32 [n], given as "1,2,3" or "@FILE.i32"; there is at least one, and all are >= 0.
 
     Raises:
-        RecipeError: the specification cannot be understood; the message names the part.
+        RecipeError: the specification is invalid; the message names the part.
         FormatError: the file cannot be read, or is not an array of ids; the message names the byte.
     """
     return _from_file(spec[1:]) if spec.startswith("@") else _from_list(spec)

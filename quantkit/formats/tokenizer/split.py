@@ -50,7 +50,7 @@ class Splitter:
 
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Return a pattern with \\p{...} written out: inside brackets as it is, elsewhere in brackets of its own."""
+    """Return a pattern with \\p{...} written out: inside brackets unchanged, elsewhere in its own brackets."""
     out = []
     in_brackets = False
     position = 0

@@ -1,6 +1,7 @@
 """SentencePiece's BPE (tokenizer.ggml.model llama): merge neighbours whose joined text is the best-scored token.
 
-A space is U+2581. What remains and is no token becomes byte tokens <0xXX>. llama.cpp b11434 llm_tokenizer_spm_session.
+A space is U+2581. Remaining symbols that are not tokens become byte tokens <0xXX>. llama.cpp b11434
+llm_tokenizer_spm_session.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Digests of everything that decides the bytes of encoded rows; equal digests mean equal bytes.
+"""Digests of everything that determines the bytes of encoded rows; equal digests mean equal bytes.
 
 The key of an entry is the digest of its encoding (types, encoder and its code, shape, importance) and that of its
-source rows. Source rows are digested while they are read; known digests are looked up by *identity*, which needs no
-reading.
+source rows. Source rows are digested while being read; known digests are looked up by *identity*, without reading.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def importance_digest(part: PlannedPart) -> str | None:
 
 
 def encoding_digest(part: PlannedPart, importance: str | None) -> str:
-    """Return the digest of everything that decides encoded rows except the source rows."""
+    """Return the digest of everything that determines encoded rows except the source rows."""
     pieces, encoding = pieces_of(part), part.encoding
     settings = {
         "from": encoding.source.name,
@@ -115,7 +114,7 @@ def _path_of(folder: Path, module: str) -> Path | None:
 
 @cache
 def package_digest() -> str:
-    """Return a digest of all of quantkit's code: it decides the rows of tensors that are made while they are read."""
+    """Return a digest of all of quantkit's code, which determines the rows of tensors computed while reading."""
     return _digest([version("numpy"), *_files_digests(set(_PACKAGE.rglob("*.py")))])
 
 

@@ -43,7 +43,7 @@ def cpu_reason(part: PlannedPart) -> str | None:
 def conversions_of(part: PlannedPart) -> tuple[Conversion, ...]:
     """Return the forms that a part's rows may have on a GPU; none if the CPU encodes them.
 
-    The CPU decodes types that GPUs cannot. Of an interleaved type GPUs encode single rows, which the CPU interleaves.
+    The CPU decodes types that GPUs cannot. For an interleaved type, GPUs encode single rows, which the CPU interleaves.
     """
     if cpu_reason(part) is not None:
         return ()

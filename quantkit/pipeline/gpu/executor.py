@@ -51,8 +51,8 @@ VRAM_SHARE, METRICS_SHARE = 0.8, 0.5
 class GpuExecutor(Threads):
     """GPUs by name, and ``threads`` threads for jobs that GPUs do not encode.
 
-    max_vram: bytes of each GPU. verify: jobs to encode again on the CPU. say: is called with notes for the user.
-    keep_metrics: whether metrics stay on the GPUs from one run to the next of the same work.
+    max_vram: bytes per GPU. verify: jobs to encode again on the CPU. say: is called with notes for the user.
+    keep_metrics: whether metrics remain on the GPUs between runs of the same work.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GpuExecutor(Threads):
         self.cpu_tensors: set[str] = set()
 
     def run(self, ledger: Work, *, measure: bool) -> None:
-        """Run all jobs of a ledger, or of a part of one; on return none is under way."""
+        """Run all jobs of a ledger, or of a part of one; no job is in flight on return."""
         tensors = ledger.to_encode()
         gpu_parts = [(t, p, forms) for t in tensors for p in t.parts if (forms := conversions_of(p))]
         values = job_values(list(ledger.plan.tensors), self.count, ledger.max_ram)
@@ -243,7 +243,7 @@ class _GpuRun:
         return None
 
     def _report_cpu_tensors(self) -> None:
-        """Report the tensors that the CPU encodes after all, once in all runs."""
+        """Report the tensors that the CPU encodes instead, once over all runs."""
         tensors_by_reason: dict[str, set[str]] = {}
         for tensor in self.ledger.to_encode():
             for part in tensor.parts:

@@ -49,7 +49,8 @@ Step = list[Launch] | Callable[[], None]
 class CUDABackend:
     """Compiler of programs for one device; they share its weights. max_vram: bytes of weights on it.
 
-    cublas: prompts are computed by cuBLAS on weights unpacked to bf16 (cublas.py), the reference of our products.
+    cublas: prompts are computed by cuBLAS on weights unpacked to bf16 (cublas.py), the reference for quantkit's
+    products.
     """
 
     name = "cuda"
@@ -85,7 +86,7 @@ class CUDABackend:
 
 @dataclass
 class Recording:
-    """The steps of a run for one number of tokens and outputs; replay: runs them all, after a second run."""
+    """The steps of a run for one number of tokens and outputs; replay: runs all of them, available after a second run."""
 
     steps: list[Step]
     replay: Callable[[], None] | None = None

@@ -28,7 +28,7 @@ class Weights:
         self._staged: set[str] = set()
 
     def place(self, ops: Sequence[Op]) -> None:
-        """Decide which weights of these operations stay on the host; earlier decisions stand."""
+        """Decide which weights of these operations remain on the host; earlier decisions remain valid."""
         tensors = {m.tensor.name: m.tensor for op in ops for m in op.matrices()}
         if lacking := [t for t in tensors.values() if t.type.id in OWN_IDS and t.type.name not in decoders()]:
             raise TypeNotSupported(
