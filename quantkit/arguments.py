@@ -31,8 +31,8 @@ class Option:
     Attributes:
         help: one sentence.
         group: the heading of --help.
-        kind: how its text is read where the annotation does not tell: "type", "rules", "size", "layers", or "".
-        choices: the values it may have.
+        kind: how its text is parsed, if the annotation does not determine it: "type", "rules", "size", "layers", or "".
+        choices: the allowed values.
         least: the least number.
         metavar: how --help writes the value.
         flags: its names on the command line, where they are not --NAME alone.
@@ -266,6 +266,6 @@ def _evaluate(annotation: Any, module: str) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(annotation, vars(sys.modules[module]))  # noqa: S307 - our own source
+        return eval(annotation, vars(sys.modules[module]))  # noqa: S307 - quantkit's own source
     except NameError:
         return Any

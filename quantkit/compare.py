@@ -182,7 +182,7 @@ def compare(
 
     Raises:
         ResourceError: a file cannot be read.
-        FormatError: a file is broken, or the importance matrix does not match the model.
+        FormatError: a file is damaged, or the importance matrix does not match the model.
         RecipeError: a regular expression is invalid or matches no tensor, or nothing is left to compare.
     """
     if not metadata and tensors is False:

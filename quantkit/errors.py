@@ -94,7 +94,7 @@ CODES = {
     "QK-E400": ErrorCode("A resource is missing.", "See the message."),
     "QK-E401": ErrorCode("A file or directory does not exist.", "Check the path."),
     "QK-E402": ErrorCode("An output already exists.", "Use --overwrite, or choose another name."),
-    "QK-E403": ErrorCode("An output is also an input, or two outputs are the same file.", "Name another output."),
+    "QK-E403": ErrorCode("An output is also an input, or two outputs are the same file.", "Choose another output."),
     "QK-E404": ErrorCode("Another process is writing the output.", "Wait for it, or choose another output."),
     "QK-E405": ErrorCode("A file cannot be read or written.", "Check permissions and the disk."),
     "QK-E406": ErrorCode("There is not enough disk space.", "Free some space, or write elsewhere."),

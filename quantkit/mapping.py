@@ -19,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-#: Begin and end of each mapping, by a number of its own: an address may be mapped anew before its last owner is gone.
+#: Begin and end of each mapping, by number: an address may be mapped again before its last owner has finished.
 _mappings: dict[int, tuple[int, int]] = {}
 _numbers = itertools.count()
 _SIGINFO, _FIXED = 4, 0x10

@@ -19,7 +19,7 @@ DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, Ov
 def record(kind: Any, value: Any, where: str = "") -> Any:
     """Return the JSON value ``value`` as the type ``kind``: a dataclass, a tuple, a mapping, or a plain type.
 
-    Whole numbers have at most 63 bits, others are finite. Raises TypeError or ValueError, naming the place.
+    Integers have at most 63 bits, other numbers are finite. Raises TypeError or ValueError, naming the place.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:

@@ -282,7 +282,7 @@ def _layer_kinds_of(value: Any, model: Model) -> object:
     assumed = _layer_kinds(model)
     n = len(assumed) if isinstance(assumed, list) else 0
     types = [kinds[kind] for kind in value]
-    # Layers that predict more tokens may be named, or not.
+    # Prediction layers (MTP) may be listed or not.
     return [*types, *(assumed[len(types) :] if isinstance(assumed, list) else ())][:n]
 
 

@@ -83,7 +83,7 @@ class Checkpoint:
         self.converted: dict[str, ConvertedTensor] = {item.info.name: item for item in converted}
         self.tensors: dict[str, TensorInfo] = {item.info.name: item.info for item in converted}
         self.outtype = outtype
-        #: What decides its bytes and cannot be told from metadata and stored tensors.
+        #: Further data that determines its bytes, besides metadata and stored tensors.
         self.identity = identity
         self.general = General({}, {})
         self.kind = ""

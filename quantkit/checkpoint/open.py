@@ -84,7 +84,7 @@ class OpenOptions:
     model_name: str | None = None
     #: A JSON file of keys that override those of the model card.
     metadata: Path | None = None
-    #: Layers that predict more tokens: ``with`` them, ``without``, or ``only`` them.
+    #: Prediction layers (MTP): ``with`` them, ``without``, or ``only`` them.
     nextn: str = WITH
     #: Options of ``fusions.FUSIONS``.
     fuse: Collection[str] = ()

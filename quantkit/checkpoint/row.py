@@ -35,7 +35,7 @@ class Architecture:
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
     patch_config: Callable[[Config], None] = field(default=lambda config: None)
-    #: The same by the names of the stored tensors, where config.json does not tell.
+    #: The same by the names of the stored tensors, for settings that config.json lacks.
     inspect_tensors: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
     #: Another row for some configurations of the class.
     dispatch: Callable[[Config], Architecture | None] = field(default=lambda config: None)
@@ -43,7 +43,7 @@ class Architecture:
     synthetic: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
     #: Puts tensors in another order before the rules.
     reorder: Callable[[DecodedTensors, Config], DecodedTensors] = field(default=lambda weights, config: weights)
-    #: It may have layers that predict more tokens behind the others, which --no-nextn and --mtp are about (nextn.py).
+    #: It may have prediction layers (MTP) after the others, which --no-nextn and --mtp select (nextn.py).
     nextn: bool = False
     #: Keys that are set before general.type.
     head_keys: tuple[SetKeys, ...] = ()

@@ -30,7 +30,7 @@ class Tokenizer:
             special_tokens: tokens before and after a text, which replace its template, or None.
         """
         tokenizer = self._tokenizer
-        # All in one call: each compiles the search for all added tokens anew.
+        # All in one call, because each call compiles the search for all added tokens.
         tokenizer.add_tokens([tokenizers.AddedToken(content, **options) for content, options in added])
         # transformers truncates and pads as its caller says, whatever tokenizer.json says.
         tokenizer.no_truncation()

@@ -158,7 +158,7 @@ class Entry:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Not through a link, and not waiting for whoever writes a pipe.
+        # Do not follow links, and do not wait for the writer of a pipe.
         self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             self.header = self._header()

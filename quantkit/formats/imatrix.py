@@ -87,7 +87,7 @@ class Imatrix:
     format: Format = "gguf"
     n_layer_nextn: int = 0
     stats_schema: list[str] = field(default_factory=list)
-    #: Our own keys ("quantkit."): fill policy, calibration text. A .dat has no place for them.
+    #: quantkit's own keys ("quantkit."): fill policy, calibration text. A .dat cannot store them.
     extra: dict[str, Field] = field(default_factory=dict)
 
     @cached_property

@@ -258,7 +258,7 @@ def take_lock(path: Path) -> int:
 
 def drop_lock(path: Path, lock: int) -> None:
     """Remove a file that is locked, and end the lock."""
-    if os.fstat(lock).st_size == 0:  # else somebody's own file has the name
+    if os.fstat(lock).st_size == 0:  # otherwise a user's file has this name
         path.unlink(missing_ok=True)
     os.close(lock)
 

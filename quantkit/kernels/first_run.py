@@ -1,6 +1,6 @@
 """The first run: compile kernels that are not cached on all CPUs, tell the user, and keep the time out of measurements.
 
-``working_seconds`` is a clock that stops meanwhile, so that no figure depends on the state of the cache.
+``working_seconds`` is a clock that stops during compilation, so that no figure depends on the state of the cache.
 """
 
 from __future__ import annotations

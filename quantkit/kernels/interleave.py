@@ -43,9 +43,9 @@ Bits = npt.NDArray[np.int32]
 class Layout:
     """Layout of the rows of an interleaved type in a group of ``type.interleave`` rows.
 
-    A *unit* is what is rearranged at a time: ``values`` values of each row, one block or several. source_bits: for each
-    bit of an interleaved unit, the bit of the rows' units that it holds, these one behind the other; None if rows can
-    only be taken apart. target_bits: for each bit of the rows' units, the bit of the interleaved one.
+    A *unit* is rearranged at a time: ``values`` values of each row, one block or several. source_bits: for each bit of
+    an interleaved unit, the bit of the rows' units that it holds, these one behind the other; None if rows can only be
+    deinterleaved. target_bits: for each bit of the rows' units, the bit of the interleaved one.
     """
 
     type: TensorType
@@ -427,7 +427,7 @@ def interleaved_of(t: TensorType) -> TensorType | None:
 
 @cache
 def layout_of(t: TensorType, n: int = 0, row_type: TensorType | None = None) -> Layout:
-    """Return the layout of an interleaved type for rows of ``n`` values; raise TypeNotSupported if there is none.
+    """Return the layout of an interleaved type for rows of ``n`` values. Raises TypeNotSupported if there is none.
 
     ``row_type``: the type of single rows, by default the base type.
     """

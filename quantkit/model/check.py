@@ -415,7 +415,7 @@ def _wkv(op: ops.Wkv, experts: dict[Value, int]) -> None:
 
 def _rows_of_experts(op: Op, x: Value, ids: Value | None) -> None:
     right = ids is None or x.per in (1, ids.width)
-    fit(right, op, None, f"{x.per} rows a token for {0 if ids is None else ids.width} experts")
+    fit(right, op, None, f"{x.per} rows per token for {0 if ids is None else ids.width} experts")
 
 
 @CHECK.register(ops.Observe)

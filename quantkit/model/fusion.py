@@ -128,7 +128,7 @@ def _fuse_gates(
 def _kind(parts: Sequence[Op | None]) -> str | None:
     if all(isinstance(part, MulMatId) for part in parts):
         return "moe"
-    # Dense tensors that hold gate and up in one are one multiplication already; products of two inputs are no pair.
+    # Dense tensors that hold gate and up in one are already one multiplication; products of two inputs cannot be fused.
     dense = [part for part in parts if isinstance(part, MulMat)]
     return "up_gate" if len(dense) == len(parts) == 2 and dense[0].x is dense[1].x else None
 

@@ -1,6 +1,6 @@
 """Graphs with observing operations: statistics for importance matrices, covariances and similarities.
 
-    every_token     computes all tokens in the last layer, too, not only those whose logits are wanted
+    every_token     computes all tokens in the last layer, too, not only those whose logits are requested
     fewest_rows     computes only outputs where nothing observes the other tokens
     observe         sums of squares of every weight's input; weights of one input share an accumulator
     similarity      cosines of input and output of every layer, its attention, its feed-forward part

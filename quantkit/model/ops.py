@@ -1,8 +1,8 @@
 """The operations of a forward pass, and tables of functions by operation.
 
 A forward pass is a flat list of operations. Values are float32 [rows, width], one row per token; after SelectOutputs
-one row per token whose logits are wanted; rows of expert work are [tokens * n_used, width], the experts of a token side
-by side. A value is written by exactly one operation. backends/reference.py specifies them in numpy.
+one row per token whose logits are requested; rows of expert work are [tokens * n_used, width], the experts of a token
+side by side. A value is written by exactly one operation. backends/reference.py specifies them in numpy.
 
     weights      Matrix    a GGUF tensor, or some of its rows (a half of merged gate and up)
     activations  Value     width, rows per token

@@ -283,8 +283,8 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
         return set(journal.crcs)
     if resume and journal.path.stat().st_size and not overwrite:
         raise ResourceError(
-            f"{journal.path} belongs to another run (the source, type, recipe or imatrix differs) and cannot be "
-            "resumed; start over with --overwrite",
+            f"{journal.path} belongs to another run (the source, type, recipe or imatrix differs), so --resume "
+            "cannot continue it; start over with --overwrite",
             "QK-E409",
         )
     try:

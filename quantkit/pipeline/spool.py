@@ -271,7 +271,7 @@ class MultipartFiles:
             try:
                 if self._failure is None and not self._closing:
                     self._upload(*item)
-            except BaseException as e:  # raised by whoever waits
+            except BaseException as e:  # raised in the waiting thread
                 self._failure = self._failure or e
             with self._free:
                 self._waiting -= 1

@@ -141,7 +141,7 @@ def _indivisible_rows(contents: Contents) -> _Messages:
             names_by_types.setdefault((t.refused_type, t.type, t.shape[0]), []).append(t.name)
     for (requested, fallback, n), names in names_by_types.items():
         reason = f"rows of {n} are not a multiple of blocks of {requested.block}"
-        reason = reason if n % requested.block else "rows do not divide into its groups"
+        reason = reason if n % requested.block else "the number of rows is not a multiple of its groups"
         yield "QK-W021", f"{abbreviate(names)}: {requested} becomes {fallback}: {reason}"
 
 

@@ -570,7 +570,7 @@ class _LayerRun:
 
 
 def full_runs_of(count: int | None, types: int, *, proxies_only: bool = False) -> int | None:
-    """Return how many of ``types`` types of a group run to the end of the model, None for all.
+    """Return the number of a group's ``types`` types that run to the end of the model, None for all.
 
     Args:
         count: as in the options.

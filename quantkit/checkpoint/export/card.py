@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.checkpoint.general import RELATED, parse_related
 from quantkit.formats.gguf import GGUFFile
 
-#: Key of the card -> key behind ``general.``
+#: Key of the model card -> key after ``general.``
 _NAMES = {
     **{
         name: name

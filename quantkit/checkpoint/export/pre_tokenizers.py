@@ -29,7 +29,7 @@ _KIMI = (
 )
 _GPT4O = _CASED.format(_SUFFIX, r"\p{N}{1,3}")
 
-#: Name -> patterns of the original, where those of ``PRE`` are no regular expressions of the original's kind.
+#: Name -> patterns of the original, if those of ``PRE`` are not in the original's regular expression syntax.
 ORIGINAL: dict[str, tuple[str, ...]] = {
     "tekken": (_CASED.format("", r"\p{N}"),),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_GPT4O,)),

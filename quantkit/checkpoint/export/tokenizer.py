@@ -85,7 +85,7 @@ def _dump(value: Json) -> bytes:
     """Return a JSON object with one entry per line; Python's indent is slow for long vocabularies."""
     try:
         return _lines(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # bytes of a token that are no UTF-8
+    except UnicodeEncodeError:  # bytes of a token that are not UTF-8
         return _lines(value, ensure_ascii=True).encode()
 
 

@@ -30,7 +30,7 @@ from quantkit.types import TensorType, type_by_name
 
 _I32 = type_by_name("I32")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-#: Layers that predict more tokens are converted by --mtp there, not here.
+#: Prediction layers (MTP): convert_hf_to_gguf.py converts them with --mtp, quantkit does not.
 STORED = (Drop(r"^(aligner\.|image_|mtp\.)"),)
 
 

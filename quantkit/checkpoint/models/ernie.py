@@ -29,7 +29,7 @@ SPLIT_FUSED = (
     Split(r"up_gate_proj\.weight$", ("gate_proj.weight", "up_proj.weight")),
 )
 
-#: What predicts more tokens is not converted.
+#: The prediction layers (MTP) are not converted.
 DROP_MTP = Drop(r"^model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+")
 
 

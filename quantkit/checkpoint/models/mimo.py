@@ -20,7 +20,7 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
 
 STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
-#: Layers that predict more tokens: of all releases, whose configurations do not say it.
+#: Prediction layers (MTP) of all releases, whose configurations do not have the number.
 _MTP = 3
 
 

@@ -27,7 +27,7 @@ def _set_alibi(meta: ModelMetadata, config: Json) -> None:
     config.setdefault("attn_config", {}).update(
         {
             "alibi": bias > 0,
-            # Later versions of transformers take only a whole number.
+            # Later versions of transformers accept only an integer.
             "alibi_bias_max": (int(bias) if bias.is_integer() else bias) or 8,
         }
     )

@@ -309,7 +309,7 @@ def _rwkv_text(path: Path, number: int, line: str) -> str:
 
 
 def write_rwkv(v: Vocabulary) -> None:
-    """Write a vocabulary of longest byte matches, in which two newlines end a turn (TextModel._set_vocab_rwkv_world)."""
+    """Write a vocabulary of longest byte matches; two newlines end a turn (TextModel._set_vocab_rwkv_world)."""
     path = v.folder / _RWKV
     if not path.exists():
         raise FormatError(f"{v.folder}: has no {_RWKV}, so the vocabulary is missing", "QK-E114")

@@ -57,7 +57,7 @@ def decode_integers(
 def groups_of(scale: StoredTensor, shape: tuple[int, int], have: tuple[int, ...], group: int) -> int:
     """Return the columns that share a scale, for scales of shape ``have``, [rows or 1, groups]. Raises FormatError.
 
-    ``group`` is what the configuration says; 0 or less: a row.
+    ``group``: from the configuration; 0 or less: a row.
     """
     rows, columns = shape
     group = group if 0 < group < columns else columns

@@ -148,7 +148,7 @@ class Columns:
         return slab
 
     def _read(self, first: int, n: int) -> Array:
-        """Return at least ``n`` columns from ``first`` on, as rows; a number of lines is read and transposed at a time."""
+        """Return at least ``n`` columns from ``first`` on, as rows, reading and transposing a few lines at a time."""
         t, dtype = self.tensor, raw_dtype(self.tensor)
         lines, columns = t.shape
         n = min(columns - first, max(n, _SLAB // max(1, lines * dtype.itemsize)))

@@ -34,7 +34,7 @@ _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _END = "<|endoftext|>"
 #: What the package tokenizers may use: a vocabulary of 256 Ki tokens takes some seconds, and 500 MB.
 LIMITS = Limits(seconds=60, memory=4 << 30, answers=64 << 20)
-#: Special tokens that classes have where tokenizer_config.json does not speak of them (null is to speak of them).
+#: Special tokens of classes, used if tokenizer_config.json lacks the key (null counts as present).
 _CLASS_TOKENS: dict[str, Json] = {
     **dict.fromkeys(("Llama", "CodeLlama"), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
     "Gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
@@ -76,8 +76,8 @@ class Vocabulary:
         self.config = config
         self.keys = keys
         self.pre = pre
-        #: Gives a difficult text and its ids by the files that were read, or says why these cannot be run here; the
-        #: writer sets it.
+        #: Returns the test text and its ids from the files that were read, or the reason why quantkit cannot run them;
+        #: set by the writer.
         self.source: Callable[[], tuple[str, list[int]]] | str = "quantkit cannot run its tokenizer"
 
     def has(self, name: str) -> bool:

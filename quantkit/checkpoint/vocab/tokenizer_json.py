@@ -17,7 +17,7 @@ from quantkit.formats.outputs import read_text
 VOCAB_TXT = "vocab.txt"
 #: Classes that are WordPiece with BERT's normalizer.
 CLASSES = ("Bert", "DistilBert")
-#: Their special tokens, where tokenizer_config.json does not speak of them.
+#: Their special tokens, used if tokenizer_config.json lacks them.
 TOKENS = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "sep", "pad", "cls", "mask")}
 
 

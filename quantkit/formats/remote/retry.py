@@ -40,7 +40,7 @@ PATIENCE, FIRST_LOOK = Patience(), Patience(attempts=4, total_seconds=60.0)
 #: Seconds without a byte after which a connection counts as broken, and for a whole request.
 SILENCE, REQUEST = 30.0, 600.0
 
-#: Set when a run is given up: nobody waits any longer.
+#: Set when a run is abandoned, so that no retry waits.
 cancelled = threading.Event()
 
 

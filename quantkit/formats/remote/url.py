@@ -31,8 +31,9 @@ _OBJECTS = ("s3", "gs", "abfs", "hf", *_WEB)
 def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
     """Return the path for a user's text: a URL, or a local file, also as ``file://``.
 
-    All inputs and outputs of all commands go through it, so that a place is one place however it is written. ``spool``:
-    see ``URL``. Raises ResourceError for an address with a user and a password, where its store takes none.
+    All inputs and outputs of all commands go through this function, so that different spellings are the same place.
+    ``spool``: see ``URL``. Raises ResourceError for an address with a user and a password, if its store does not use
+    them.
     """
     if isinstance(place, URL):
         return place if spool is None else URL(place.address, spool)

@@ -1,4 +1,4 @@
-"""Interleave rows, and take them apart: the layouts of kernels/interleave.py as SIMD code.
+"""Interleave and deinterleave rows: the layouts of kernels/interleave.py as SIMD code.
 
 A layout is a table that says for each bit where it comes from; ``_moves`` turns it into straight-line code for a unit.
 Source bytes are loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same
@@ -262,7 +262,7 @@ def interleave_rows(t: TensorType, rows: U8, out: U8) -> None:
     """Interleave rows of a base type as the interleaved type ``t``, without the GIL.
 
     rows: uint8 [n, row bytes of base_of(t)]; out: uint8 [n, row bytes of t]; both C-contiguous, n a multiple of
-    ``t.interleave``. Raises TypeNotSupported if the base type lacks what ``t`` holds, ValueError for other shapes.
+    ``t.interleave``. Raises TypeNotSupported if the base type lacks data of ``t``, ValueError for other shapes.
     """
     layout, units = _checked_layout(t, rows, out)
     interleave_kernel(layout)(

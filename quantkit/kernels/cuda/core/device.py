@@ -1,6 +1,7 @@
 """A CUDA device: its memory, its modules, and launches on one stream. All of CuPy that quantkit uses is in this file.
 
-``Device`` is what the rest needs; the tests bring another one, which runs the same sources on the host.
+``Device`` is the interface that other modules use; the tests have another implementation, which runs the same sources
+on the host.
 """
 
 from __future__ import annotations
@@ -318,7 +319,7 @@ class CUDADevice:
             return self._functions[kernel]
 
     def _allow_shared(self, launch: Launch) -> None:
-        """Ask for more than 48 KiB of shared memory, the source's included, as the driver requires.
+        """Request more than 48 KiB of shared memory, the source's included, as the driver requires.
 
         How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
         shared memory does not keep blocks out, and that launches with other preferences need not wait.
@@ -403,7 +404,7 @@ class CUDADevice:
         return self._cupy
 
     def bytes_free(self) -> int:
-        """Return the bytes of memory that are free, those that CuPy's pool keeps for whoever asks next among them."""
+        """Return the bytes of free memory, including those in CuPy's pool."""
         with self.current():
             self._cupy.get_default_memory_pool().free_all_blocks()
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
@@ -426,7 +427,7 @@ class CUDADevice:
             return float(cuda.get_elapsed_time(start, end)) / 1e3
 
     def _use(self) -> None:
-        """Make this device the thread's current one, for good: a reset would initialize a GPU that nobody asked for."""
+        """Make this device the thread's current one permanently; a reset would initialize an unused GPU."""
         runtime = self._cupy.cuda.runtime
         if runtime.getDevice() != self.index:
             runtime.setDevice(self.index)

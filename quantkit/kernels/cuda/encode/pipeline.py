@@ -189,7 +189,7 @@ class Slot:
         """Allocate; raise ResourceError where the GPU, or CuPy's error where the host, has not enough memory."""
         self.device, self.memory = device, room
         self._addresses: list[int] = []
-        #: What comes back: where it lies in ``_made``, and its bytes.
+        #: The results: their places in ``_made``, and their bytes.
         self._parts: list[tuple[int, int]] = []
         with _ALLOCATION:
             try:
@@ -240,7 +240,7 @@ class Slot:
         return x
 
     def _upload_importances(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the address of each segment's importance, 0 where there is none."""
+        """Return the address of each segment's importance, 0 if there is none."""
         offset, addresses = 0, []
         for _, importance in segments:
             self._weights[offset : offset + importance.size] = importance

@@ -116,7 +116,7 @@ def group_launches(
     rounding: Rounding,
     addresses: Addresses,
 ) -> list[Launch]:
-    """Return the launches that improve rows, as rounding.py's ``round_rows`` says.
+    """Return the launches that improve rows, as described in rounding.py's ``round_rows``.
 
     addresses: of the arrays of ``group_lines``. ValueError if the metric is not for the type's groups.
     """

@@ -86,7 +86,7 @@ class CUDABackend:
 
 @dataclass
 class Recording:
-    """The steps of a run for one number of tokens and outputs; replay: runs all of them, available after a second run."""
+    """The steps of a run for one number of tokens and outputs; replay: runs all of them, after a second run."""
 
     steps: list[Step]
     replay: Callable[[], None] | None = None
