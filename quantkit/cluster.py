@@ -310,7 +310,7 @@ class Cluster:
             guard_mappings()  # Ray has installed its own handlers of signals
             # Ray's own hook, which runs after this one, would first sleep for half a second.
             atexit.register(ray.shutdown)
-            # What Ray says of nodes and memory would go to standard output, which is that of --json.
+            # Ray's messages on nodes and memory would go to standard output, which is reserved for --json.
             with suppress(AttributeError):
                 ray._private.worker.print_to_stdstream = _print_to_stderr
 

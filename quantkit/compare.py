@@ -47,7 +47,7 @@ R = TypeVar("R")
 #: Called with bytes done and bytes in total, both of A.
 Progress = Callable[[int, int], None]
 
-#: Keys that say how a model is packed into files.
+#: Keys that describe how a model is packed into files.
 PACKING = ("split.no", "split.count", "split.tensors.count")
 #: Bytes compared at a time, and values decoded at a time.
 _CHUNK = 1 << 20
@@ -424,7 +424,7 @@ def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
     n = _shape(x)[0]
     rows = math.prod(x.shape[1:]) // matrices
     a_row, b_row = x.type.row_bytes(n), y.type.row_bytes(n)
-    # _PIECE is a multiple of every block; a row with a header stays whole, and so do rows that are interleaved.
+    # _PIECE is a multiple of every block; rows with a header, and interleaved rows, are not split.
     group = max(x.type.interleave, y.type.interleave)
     columns = n if n <= _PIECE or x.type.row_header or y.type.row_header or group > 1 else _PIECE
     step = max(group, _PIECE // n // group * group)

@@ -19,7 +19,7 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.quantize import QuantizeResult, run_quantize
 
-#: What --outtype takes.
+#: Values of --outtype.
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-#: Whether Ctrl-C was pressed: an exception may be of another kind by the time it gets to us.
+#: Whether Ctrl-C was pressed: the exception may be of another kind when it arrives.
 _STATE = {"interrupted": False}
 
 

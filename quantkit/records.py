@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quantkit.types import TensorType, type_by_name
 
-#: What reading a damaged record raises, besides the errors of the file system.
+#: Errors of reading a damaged record, besides those of the file system.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 
 

@@ -51,7 +51,7 @@ _ACTIVATION_NAMES = {
     "mlp_hidden_act": ("nemotron_h", "nemotron_h_moe"),
     "activation": ("falcon",),
 }
-#: Architectures whose classes have one activation, whatever their configurations say.
+#: Architectures whose classes have one activation, regardless of their configurations.
 _SINGLE_ACTIVATION = frozenset(
     {"refact", "gpt-oss", "minimax-m3", "kimi-k3", "grok", "mpt", "bloom", "plm", "smallthinker"}
 )
@@ -62,7 +62,7 @@ _WINDOWS_UNSUPPORTED = frozenset({
     "phi3", "phimoe", "starcoder2", "dots1", "smollm3", "mistral3", "dream",
 })
 # fmt: on
-#: Architectures with tied embeddings, whatever their configurations say.
+#: Architectures with tied embeddings, regardless of their configurations.
 _TIED = frozenset({"gemma4-assistant", "mpt", "openelm", "plamo2"})
 #: Architectures with rope of many kinds, whose converters make it of alpha.
 _SCALED_BY_ALPHA = frozenset({"hunyuan-dense", "hunyuan-moe", "hunyuan_vl"})

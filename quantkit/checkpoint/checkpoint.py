@@ -87,9 +87,9 @@ class Checkpoint:
         self.identity = identity
         self.general = General({}, {})
         self.kind = ""
-        #: What is worth saying about it.
+        #: Notes for the user.
         self.notes: tuple[str, ...] = ()
-        #: What its files say and a GGUF file cannot.
+        #: Settings of its files that a GGUF file cannot express.
         self.omissions: tuple[str, ...] = ()
 
     @property

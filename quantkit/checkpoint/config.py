@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 #: The most bytes of a file of a tokenizer that are read, and of other JSON: objects take thirty times as much memory.
 MAX_JSON, _MAX_SMALL = 1 << 28, 1 << 26
-#: Architectures that stay, although their text_config names another (get_model_architecture).
+#: Architectures that are kept although their text_config names another (get_model_architecture).
 _OUTER = {
     "StepVLForConditionalGeneration",
     "Sarashina2VisionForCausalLM",

@@ -507,7 +507,7 @@ def _negative(x: F32) -> F32:
     return -x
 
 
-#: What ``Mapped`` can do, by name.
+#: The functions of ``Mapped``, by name.
 FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "plus one": _plus_one,
     "minus one": _minus_one,

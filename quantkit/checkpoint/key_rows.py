@@ -227,7 +227,7 @@ def flat_rows(rows: Iterable[SetKeys]) -> Iterator[KeyRow]:
             yield row
 
 
-#: Keys of YaRN, behind .rope.scaling.yarn_ -> names among the parameters of rope.
+#: Keys of YaRN, after .rope.scaling.yarn_ -> names among the parameters of rope.
 _YARN = {
     "ext_factor": "extrapolation_factor",
     "attn_factor": "attention_factor attn_factor",

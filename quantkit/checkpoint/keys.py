@@ -31,7 +31,7 @@ class Keys:
         self.arch, self.where = arch, where
         self.layers, self.file_type = layers, file_type
         self.fields: dict[str, Field] = {}
-        #: What was to become keys and cannot.
+        #: Errors of values that cannot become keys.
         self.omissions: list[str] = []
         self.text("general.architecture", arch)
 

@@ -19,7 +19,7 @@ from quantkit.errors import FormatError, RecipeError
 WITH = "with"
 WITHOUT = "without"
 ONLY = "only"
-#: What a file of the layers that predict has of the rest of the model.
+#: Tensors of the rest of the model in a file of prediction layers.
 _SHARED = {
     "model.embed_tokens.weight",
     "model.norm.weight",
@@ -33,7 +33,7 @@ _SHARED = {
 _LAYER, _MTP = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
 #: Layers in all that llama.cpp loads.
 _MAX_NEXTN = 512
-#: What is stored beside the layers that predict -> its name in each of them (Qwen3-Next and EXAONE).
+#: Tensors stored beside the prediction layers -> their names in each of them (Qwen3-Next and EXAONE).
 MTP_NAMES = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",

@@ -74,7 +74,7 @@ class OpenOptions:
 
     #: f32, f16, bf16, q8_0, tq1_0, tq2_0 or auto: the types of tensors, as convert_hf_to_gguf.py has them.
     outtype: str = "auto"
-    #: Give tensors as they are stored or computed, not rounded to ``outtype``; those that are always F32 are.
+    #: Return tensors as stored or computed, not rounded to ``outtype``, except those that are always F32.
     exact: bool = False
     #: Name of the pre-tokenizer, where its hash is not known.
     pre: str | None = None

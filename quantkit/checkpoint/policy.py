@@ -25,7 +25,7 @@ OUTTYPES = {
     for name, number in (("F32", 0), ("F16", 1), ("BF16", 32), ("Q8_0", 7), ("TQ1_0", 36), ("TQ2_0", 37))
 }
 TYPE_Q8_0 = type_by_name("Q8_0")
-#: What --outtype takes.
+#: Values of --outtype.
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
 _F32_KINDS = (

@@ -13,7 +13,7 @@ from quantkit.checkpoint.tensors import Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
-#: What names of tensors in layers begin with.
+#: The prefix of layers' tensors.
 LAYER = "model.layers.*."
 
 
@@ -60,7 +60,7 @@ class HfClass:
 
     model_type: str
     names: str = ""
-    #: Names of kinds that the name map cannot tell.
+    #: Names of kinds that the name map cannot distinguish.
     kinds: dict[str, str] = field(default_factory=dict)
     #: Values of config.json where the file has no key.
     defaults: Json = field(default_factory=dict)
@@ -83,7 +83,7 @@ class HfClass:
     #: The model type of a whole that has this as its text model, and the key of config.json that holds it there.
     outer_type: str = ""
     text_key: str = "text_config"
-    #: Whether a file of the architecture is of this class. Classes with a condition are asked before those without.
+    #: Whether a file of the architecture is of this class. Classes with a condition are checked first.
     matches: Callable[[ModelMetadata], bool] | None = None
     #: Architectures of this class's files other than that of its row.
     archs: tuple[str, ...] = ()

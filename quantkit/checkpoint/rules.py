@@ -321,7 +321,7 @@ class Inverted(Rule):
         return self.rule(tensor, context)
 
 
-#: What configurations call the number of experts.
+#: Keys of the number of experts.
 EXPERT_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 

@@ -32,7 +32,7 @@ class Tokenizer:
         tokenizer = self._tokenizer
         # All in one call, because each call compiles the search for all added tokens.
         tokenizer.add_tokens([tokenizers.AddedToken(content, **options) for content, options in added])
-        # transformers truncates and pads as its caller says, whatever tokenizer.json says.
+        # transformers truncates and pads as its caller requests, regardless of tokenizer.json.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if byte_level is not None:

@@ -59,9 +59,9 @@ DTYPES = {
 #: The longest header that the safetensors library reads, and the longest index that is read here.
 MAX_HEADER, MAX_INDEX = 100_000_000, 1 << 26
 _MAX_DIMS, _MAX_DIM = 16, 1 << 48
-#: How a file says that it is one of many, and how many are looked for.
+#: The name of a file that is one of many, and the maximum number that is searched.
 _SHARD, _MAX_SHARDS = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"), 10000
-#: Headers that are asked for at the same time.
+#: Headers that are requested in parallel.
 _MAX_REQUESTS = 16
 
 

@@ -52,7 +52,7 @@ class Format:
     mins: bool = False
     #: Whether levels may be negative; products of unsigned levels need no offset.
     signed: bool = True
-    #: What products multiply the scale of a row by; the decoder does not.
+    #: The factor by which products, but not the decoder, multiply the scale of a row.
     row_scale_gain: float = 1.0
     #: CUDA, one or two rows: each value of x takes a register, its byte four times over (ik_dot_forms.cuh).
     byte_replicated: bool = False
@@ -91,8 +91,8 @@ class Format:
         return _is_defined("encode", self, "_ik")
 
 
-#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what
-#: interleaved types hold of them.
+#: The project whose search an encoder follows; they differ in some common types (``Format.ik_encoder``), and in their
+#: interleaved types.
 ENCODERS = ("mainline", "ik")
 #: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
 SYMMETRIC = "symmetric"

@@ -55,7 +55,7 @@ class Layout:
     target_bits: Bits
     #: Bytes of an interleaved unit whose bits 1 .. 7 are running parities.
     signs: npt.NDArray[np.bool_]
-    #: What is XORed to the bytes of an interleaved unit.
+    #: The mask that is XORed to the bytes of an interleaved unit.
     xor: npt.NDArray[np.uint8]
 
     @property

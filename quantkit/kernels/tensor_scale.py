@@ -17,7 +17,7 @@ from quantkit.types import BY_NAME, TensorType
 
 U8 = npt.NDArray[np.uint8]
 
-#: Bytes behind the rows of a tensor: the scale, f32, and padding.
+#: Bytes after the rows of a tensor: the scale, f32, and padding.
 TAIL = 32
 #: Values whose levels share 32 bytes: byte j has those of j, j + 32, j + 64 and j + 96, the first in the high bits.
 _BLOCK = 128

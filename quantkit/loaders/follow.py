@@ -32,7 +32,7 @@ from quantkit.loaders.vocabulary import Vocabulary, read_vocabulary
 
 #: Keys that are read before the architecture's.
 _GENERAL = {"general.name": "str", "general.file_type": "u32"}
-#: How often a loop of a table goes round: layers or experts, of which loaders take at most 1024.
+#: Limit of a table's loops: layers or experts, of which loaders accept at most 1024.
 _MAX_TURNS = 4096
 #: How many dimensions ggml's tensors have.
 _MAX_DIMS = 4

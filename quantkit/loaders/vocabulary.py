@@ -29,7 +29,7 @@ _MODELS = {
 _BPE = {"gpt2", "hybriddna", "whitespace", "gemma4"}
 _NONE = {"no_vocab", "none"}
 
-#: llama.cpp's type of tokens that stand for a byte.
+#: llama.cpp's type of tokens for single bytes.
 _BYTE = 6
 
 #: Keys of special tokens: all UINT32.
@@ -54,7 +54,7 @@ class Vocabulary:
     n_tokens: int
     n_token_types: int
     problems: tuple[Problem, ...] = ()
-    #: Whether there is none, only a size.
+    #: Whether the vocabulary is only a size.
     absent: bool = False
 
 

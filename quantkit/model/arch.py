@@ -171,7 +171,7 @@ class Arch:
     post_norms: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
     #: The epsilon of ``post_norms``; 0: that of the other norms.
     post_norm_eps: float = 0.0
-    #: ``swin_norm`` moves the norms behind attention and the feed-forward layer (Chameleon).
+    #: ``swin_norm`` moves the norms after attention and the feed-forward layer (Chameleon).
     swin_key: bool = False
     #: Layers may lack attention, or both parts (Deci).
     optional_attention: bool = False

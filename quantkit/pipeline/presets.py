@@ -215,8 +215,8 @@ def _did_you_mean(key: str) -> str:
 
 # --- fallbacks of rows that do not divide ----------------------------------------------------------------------
 
-#: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and stops there;
-#: ours are the types of 32 that come closest. A fallback that does not divide either becomes F16.
+#: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and fails on them; quantkit
+#: uses the closest types of 32. A fallback that does not fit either becomes F16.
 FALLBACK: Mapping[str, str] = {
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "Q1_0"), "Q4_0"),
@@ -228,8 +228,8 @@ FALLBACK: Mapping[str, str] = {
 #: Types at which llama-quantize gives up instead of falling back.
 FALLBACK_QUANTKIT = frozenset({"Q1_0", "NVFP4"})
 
-#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; BitNet's and Q1_0's, where ik
-#: stops, are ours.
+#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; those of BitNet and Q1_0, on which ik fails, are
+#: quantkit's.
 FALLBACK_IK: Mapping[str, str] = {
     **dict.fromkeys(("IQ4_K", "Q4_K", "IQ5_KS"), "Q5_0"),
     **dict.fromkeys(("IQ5_K", "Q5_K"), "Q6_0"),

@@ -22,7 +22,7 @@ class Quality(NamedTuple):
     speed: str
 
 
-#: Names of speeds, and the least Mweights/s of one core (AVX-512) that they stand for.
+#: Names of speeds, and their minimum Mweights/s on one core (AVX-512).
 SPEEDS = {"fast": 200, "medium": 20, "slow": 0}
 
 # fmt: off

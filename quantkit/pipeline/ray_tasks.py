@@ -48,7 +48,7 @@ _FLUSH_SECONDS = 0.25
 #: Seconds in which a node must see a file that the driver has written.
 _VISIBILITY_SECONDS = 10.0
 
-#: What the time of a job depends on: source and target type, encoder; and whether the node has GPUs.
+#: Factors of a job's time: source and target type, encoder, and whether the node has GPUs.
 _Kind = tuple[str, str, str]
 _Pace = tuple[_Kind, bool]
 
@@ -212,7 +212,7 @@ class _Jobs:
             live_nodes = [n for n in self.nodes if n.cpus]
             cpus = sum(n.width * n.workers + n.own_cpus for n in live_nodes)
             is_only_worker = not any(n.own_cpus for n in live_nodes) and sum(n.workers for n in live_nodes) == 1
-            # A single worker keeps nobody waiting.
+            # A single worker does not keep others waiting.
             seconds = node.width * (
                 BATCH_SECONDS
                 if is_only_worker

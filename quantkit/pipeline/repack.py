@@ -17,7 +17,7 @@ from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike
 from quantkit.pipeline.type_rules import Reason
 from quantkit.types import BY_NAME, TensorType
 
-#: Why F16 stays.
+#: The reason why F16 is not repacked.
 _LOSSY = Reason("repack", "BF16_R16 would lose bits", case="lossy")
 #: Commas between regular expressions: not those of {1,2} and [a,b].
 _COMMA = re.compile(r",(?![^{}]*\}|[^\[\]]*\])")

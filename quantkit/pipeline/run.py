@@ -45,7 +45,7 @@ from quantkit.pipeline.target import RunTarget
 from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.worker import source_digest
 
-#: Bytes that all buffers together may take, unless told otherwise.
+#: Default limit of all buffers together, in bytes.
 DEFAULT_MAX_RAM = 512 << 20
 
 

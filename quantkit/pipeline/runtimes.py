@@ -25,7 +25,7 @@ TREES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
 #: ggml's tensor names have 64 bytes with the final zero.
 _MAX_TENSOR_NAME = 63
 
-#: Types without CUDA kernels; their tensors stay on the CPU. Of ik's interleaved types, only a few have them.
+#: Types without CUDA kernels; their tensors remain on the CPU. Of ik's interleaved types, only a few have them.
 _CPU_ONLY = frozenset({"TQ1_0", "TQ2_0", "Q8_KV", "I2_S"})
 _INTERLEAVED_ON_CUDA = frozenset(
     {"IQ2_K_R4", "IQ3_K_R4", "IQ4_K_R4", "IQ5_K_R4", "IQ4_KS_R4", "IQ5_KS_R4", "IQ1_S_R4", "IQ1_M_R4"}

@@ -25,7 +25,7 @@ from quantkit.types import BY_NAME, TensorType
 
 #: Which step decided: see ``choose``. "missing": the file of --like lacks the tensor.
 Kind = Literal["kept", "option", "rule", "class", "COPY", "repack", "like", "missing", "preset"]
-#: Cases that the user is told of: class options that contradict each other on merged experts, one that applies to both
+#: Cases reported to the user: class options that contradict each other on merged experts, one that applies to both
 #: halves of these, and F16 that interleaving would round.
 Case = Literal["", "conflict", "both halves", "lossy"]
 

@@ -36,7 +36,7 @@ class Draft:
     options: QuantizeOptions
     #: Metadata of --override-kv, by key.
     overrides: Mapping[str, Field] = field(default_factory=dict)
-    #: The source's tensors, merged or split where that is asked for.
+    #: The source's tensors, merged or split if requested.
     regrouped: Regrouped | None = None
     imatrix: Imatrix | None = None
     importance: Importance | None = None

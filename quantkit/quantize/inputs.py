@@ -24,7 +24,7 @@ from quantkit.types import TensorType
 
 def with_names(draft: Draft) -> Draft:
     """Return the draft with the names of the output's tensors."""
-    # Under both names, because layers may turn out to be left as they are.
+    # Under both names, because layers may not be merged.
     names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.groups.tensors)])
     return replace(draft, renamed=prune_names(names, draft.options.prune_layers))
 

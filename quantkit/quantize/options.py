@@ -46,7 +46,7 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
     _check_repack(options)
 
 
-#: Options that say nothing about types, and may be given with --repack and --unrepack.
+#: Options that do not concern types and may be given with --repack and --unrepack.
 _WITH_REPACK = {"repack", "unrepack", "repack_pattern", "merge_up_gate", "split_up_gate", "prune_layers", "override_kv"}
 _WITH_REPACK |= {"keep_split", "split_max_size", "no_provenance", "allow_requantize", "allow_incomplete"}
 

@@ -38,7 +38,7 @@ from quantkit.quantize.options import check_options, output_path, preset_of, siz
 from quantkit.types import TensorType
 from quantkit.version import __version__
 
-#: TYPEs that change no weight, so that an incomplete model stays as it is.
+#: TYPEs that change no weight, so that an incomplete model is accepted.
 _AS_IT_IS = frozenset({"COPY", "REPACK", "UNREPACK"})
 
 

@@ -37,7 +37,7 @@ from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Overrides
 from quantkit.types import TensorType, type_by_name
 
-#: A type that fits rows of any usual length: a plan with it tells which tensors are encoded at all.
+#: A type that fits rows of any usual length: a plan with it shows which tensors are encoded.
 _PROBE = "F16"
 
 

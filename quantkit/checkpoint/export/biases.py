@@ -15,8 +15,8 @@ from quantkit.checkpoint.config import Json
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-#: Model class -> switch -> names of modules that have a bias if it is true; "": whatever config.json says. Of classes
-#: that are not here transformers has no code, only their own repositories. scripts/record_biases.py makes it.
+#: Model class -> switch -> names of modules that have a bias if it is true; "": with any config.json. transformers has
+#: no code for other classes, only their own repositories. scripts/record_biases.py writes this table.
 BIASES: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "biases.json").read_bytes())
 
 

@@ -21,7 +21,7 @@ from quantkit.formats.gguf import Field, GGUFFile
 from quantkit.formats.gguf.rules import short
 from quantkit.version import __version__
 
-#: Keys that the class says by itself, or no runtime reads.
+#: Keys that the class implies, or that no runtime reads.
 _IGNORED_KEYS = frozenset((".vocab_size", ".attention.causal"))
 #: Special tokens of config.json -> their GGUF keys.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "sep": "seperator", "mask": "mask"}

@@ -61,11 +61,11 @@ from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
 
-#: What --outtype takes, by the dtype of transformers.
+#: Values of --outtype, by the dtype of transformers.
 DTYPES = {"f32": ("float32", TYPE_F32), "f16": ("float16", TYPE_F16), "bf16": ("bfloat16", TYPE_BF16)}
-#: What tensors of layers begin with; T5 has two stacks of them.
+#: Prefixes of layers' tensors; T5 has two stacks.
 _IN_LAYER = re.compile(r"(enc\.|dec\.)?blk\.(\d+)\.")
-#: What is renamed in every checkpoint (``tensors.text_name`` backwards).
+#: Renames in every checkpoint (the inverse of ``tensors.text_name``).
 _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 
 
@@ -135,7 +135,7 @@ class ExportSource:
         return digest.hexdigest()
 
 
-#: What functions of single classes meet where a file's metadata is of other types, shapes or lengths than a model's.
+#: Errors of class-specific functions on metadata of unexpected types, shapes or lengths.
 _METADATA_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 

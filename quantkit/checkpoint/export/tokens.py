@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 #: Keys of ids whose name is not that of the kind.
 ID_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-#: What SentencePiece has in place of a space.
+#: SentencePiece's replacement of a space.
 META = "\u2581"
 
 
@@ -125,7 +125,7 @@ def template(
         before, after = ([token(text, type_id)] if text else [] for text in affixes)
         return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
 
-    # A file says whether a separator is added only if something lies between the two texts of a pair.
+    # A file has this key only if a separator is added between the two texts of a pair.
     meta = tokens.flag("add_sep_token")
     second = sequence_with_affixes("B", 1)
     used = [text for text in affixes if text]

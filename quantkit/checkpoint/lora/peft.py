@@ -28,7 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "F64")
 #: The most patterns of a table: each is tried on every module.
 _MOST_PATTERNS = 4096
-#: Ends of names of factors, and which they are; of embeddings they stand the other way round.
+#: Suffixes of factor names, and the factors; for embeddings they are reversed.
 _ENDS = {
     ".lora_A.weight": ("A", False),
     ".lora_B.weight": ("B", False),
@@ -49,11 +49,11 @@ _UNSUPPORTED = {
     "arrow_config": "experts selected at run time (Arrow)",
     "invocation_string": "an invocation as text: tokenize it into alora_invocation_tokens",
 }
-#: What to do with an adapter that is more than factors.
+#: The remedy for an adapter with more than factors.
 _MERGE_IT = (
     "which GGUF adapters do not support: merge it into its base with PEFT (merge_and_unload) and convert the result"
 )
-#: Beginnings that leave the weights of the base as they are; others are defined on a base that they change.
+#: Initializations that do not change the weights of the base; others modify the base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 

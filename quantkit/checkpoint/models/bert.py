@@ -23,7 +23,7 @@ from quantkit.checkpoint.vocab.unigram import write_nomic, write_xlm
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-#: Embeddings are all they are made for: no heads, and no layer that pools for one.
+#: Only used for embeddings: no heads, and no pooling layer.
 STORED: tuple[Rule, ...] = (
     Rename(r"^bert\.", ""),
     Rename(r"\.gamma$", ".weight", foreign=True),
@@ -67,7 +67,7 @@ def add_unused_positions(tensor: Tensor, context: Context) -> Expression:
 
 POSITIONS = Transform(r"^embeddings\.position_embeddings\.weight$", drop_unused_positions, add_unused_positions)
 
-#: What configurations of Nomic BERT must say, with experts or without.
+#: Required settings of Nomic BERT, with experts or without.
 _NOMIC = {
     "causal": False,
     "prenorm": False,

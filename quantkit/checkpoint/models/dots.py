@@ -26,7 +26,7 @@ from quantkit.errors import FormatError
 
 DOTS3_STORED = (Drop(r"^(vision|audio)_encoder\."),)
 
-#: Values that the runtime takes for granted, where the configuration says anything else.
+#: Values that the runtime assumes, if the configuration differs.
 _REQUIRED = {
     "use_dsa": True,
     "normalization": "RMSNorm",

@@ -207,7 +207,7 @@ def hybrid_arch(config: Config) -> str:
     return "granitemoe" if experts else "granite"
 
 
-#: Gate and up stay in one.
+#: Gate and up remain one tensor.
 WINDOW_EXPERTS = (
     AssignKind(
         r"block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$",

@@ -59,7 +59,7 @@ LFM_KEYS: tuple[SetKeys, ...] = (
 )
 
 BARE_NAMES = (Rename(r"^lfm2\.", ""), Rename(r"^(?!dense_2)", "model.", foreign=True))
-#: The layer behind the others, in a file of its own.
+#: The layer after the others, in a separate file.
 _DENSE_NAME = "dense_2.weight"
 
 

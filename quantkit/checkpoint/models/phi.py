@@ -123,7 +123,7 @@ PHI3_BASE: tuple[SetKeys, ...] = (
     _ROPE_WIDTH,
     Computed(".rope.freq_base", lambda config: config.full_rope.get("rope_theta", 10000.0), "f32", names="rope_theta"),
     FILE_TYPE,
-    # 0 tells Phi 4 from others of the architecture.
+    # 0 distinguishes Phi 4 from others of the architecture.
     number_or(".attention.sliding_window", "sliding_window", 0),
 )
 PHI2_BASE: tuple[SetKeys, ...] = (

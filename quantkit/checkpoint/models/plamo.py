@@ -46,7 +46,7 @@ class AddConstant:
         return (Unadded if self.inverse else Added)(tensor.x, self.value)
 
 
-#: What norms add to their weights.
+#: The constants that norms add to their weights.
 _ADD_NORM_OFFSETS = (
     Transform(r"\.post_mixer_norm\.weight$", AddConstant(1.0 / 5), AddConstant(1.0 / 5, inverse=True)),
     Transform(r"\.post_mlp_norm\.weight$", AddConstant(1.0 / 5**1.5), AddConstant(1.0 / 5**1.5, inverse=True)),

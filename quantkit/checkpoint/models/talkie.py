@@ -62,7 +62,7 @@ RULES = (
     Rename(r"^(.*)(?<!\.weight)$", r"\1.weight", foreign=True),
 )
 
-#: What PyTorch takes where no epsilon is given.
+#: PyTorch's default epsilon.
 KEYS: tuple[SetKeys, ...] = (Always(".attention.layer_norm_rms_epsilon", float(np.finfo(np.float32).eps), "f32"),)
 
 

@@ -31,7 +31,7 @@ from quantkit.formats.safetensors import StoredTensor
 
 #: Orders of columns (actorder) for which the group of each is stored; the others keep columns in order.
 _INDEXED = (True, "group", "dynamic")
-#: What config_groups say about weights: of each group "weights".
+#: The settings of weights in config_groups: "weights" of each group.
 Arguments = dict[str, Any]
 
 

@@ -119,7 +119,7 @@ class Float4:
 
 #: The values of E2M1.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-#: What a byte of two of them stands for, as two float32 in 64 bits.
+#: The values of a byte of two codes, as two float32 in 64 bits.
 _HALVES = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1).reshape(-1).view(np.uint64)
 
 

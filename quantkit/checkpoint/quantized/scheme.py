@@ -13,9 +13,9 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
 
-#: What is wrong with codes that lack a scale.
+#: The error of codes without a scale.
 WITHOUT = "so its values are unknown: the checkpoint is incomplete, download it again"
-#: Dtypes of codes, whose values only scales tell.
+#: Dtypes of codes, whose values depend on scales.
 CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 #: Dtypes of scales and zero points; bytes are exponents (E8M0).
 SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "F8_E4M3", "U8", "I8")

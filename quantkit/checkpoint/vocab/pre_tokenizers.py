@@ -26,7 +26,7 @@ TEXT = (
 #: Hash -> name, and the model whose tokenizer was hashed: scripts/make_pre_hashes.py makes it.
 PRE_HASHES: dict[str, tuple[str, str]] = json.loads((Path(__file__).parent / "pre_hashes.json").read_bytes())
 
-#: How many names are told.
+#: Maximum number of suggested names.
 _MAX_ALTERNATIVES = 4
 
 

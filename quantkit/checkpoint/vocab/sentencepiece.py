@@ -30,7 +30,8 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
 
-#: Types in a tokenizer.model (NORMAL 1 .. BYTE 6) that stay; user-defined pieces (4) become normal ones, as there.
+#: Types in a tokenizer.model (NORMAL 1 .. BYTE 6) that are kept; user-defined pieces (4) become normal ones, as in the
+#: reference.
 _PIECE_TYPES = {2: UNKNOWN, 3: CONTROL, 5: UNUSED, 6: BYTE}
 
 

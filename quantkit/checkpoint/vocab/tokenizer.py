@@ -24,15 +24,15 @@ from quantkit.formats.outputs import read_whole
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 #: More tokens than any vocabulary has.
 MAX_TOKENS = 1 << 24
-#: More unused tokens behind the others than any vocabulary has.
+#: Limit of unused tokens after the others.
 MAX_PADDING = 1 << 16
-#: The number of an added token that goes behind all others.
+#: The id of an added token that follows all others.
 _NEXT = -1
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Classes that replace the post-processor of tokenizer.json: BOS, and perhaps EOS, around the text.
 _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _END = "<|endoftext|>"
-#: What the package tokenizers may use: a vocabulary of 256 Ki tokens takes some seconds, and 500 MB.
+#: Resource limits of the tokenizers package: a vocabulary of 256 Ki tokens needs some seconds, and 500 MB.
 LIMITS = Limits(seconds=60, memory=4 << 30, answers=64 << 20)
 #: Special tokens of classes, used if tokenizer_config.json lacks the key (null counts as present).
 _CLASS_TOKENS: dict[str, Json] = {

@@ -32,7 +32,7 @@ from quantkit.formats.gguf.rules import short
 
 #: Names of T5's file, and XLM-RoBERTa's.
 _T5, _XLM = ("tokenizer.model", "spiece.model"), "sentencepiece.bpe.model"
-#: What XLM-RoBERTa has in place of the first three pieces; its last one it has not.
+#: XLM-RoBERTa's replacements of the first three pieces; it lacks the last one.
 _FIRST = (("<s>", CONTROL), ("<pad>", CONTROL), ("</s>", CONTROL), ("<unk>", UNKNOWN))
 #: Of Nomic's mixture of experts: a token that the file lacks.
 _MASK = 250001

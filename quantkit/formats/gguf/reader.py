@@ -34,7 +34,7 @@ from quantkit.units import round_up
 #: Fewest bytes of a field and a tensor info: bounds for the two counts in the header.
 _MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 4 + 8
 
-#: What a file that is not GGUF may be.
+#: Likely kinds of a file that is not GGUF.
 _OTHER_MAGICS = {
     b"vers": "a Git LFS pointer: fetch the file itself (git lfs pull)",
     b"<!DO": "an HTML page: the download failed",

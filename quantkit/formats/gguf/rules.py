@@ -13,7 +13,7 @@ ALIGNMENT_KEY = "general.alignment"
 
 #: Longest key or tensor name in bytes: the specification's bound for keys.
 MAX_NAME = 65535
-#: Largest alignment: padding must stay small compared with a model.
+#: Largest alignment: padding must remain small compared with a model.
 MAX_ALIGNMENT = 1 << 24
 #: Most strings in one array (vocabularies have up to a few 100k): bounds the time to walk them.
 MAX_STRINGS = 1 << 26

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: Bytes of a request, requests under way at most, and bytes that are kept, beyond what --max-ram counts.
+#: Bytes of a request, maximum number of requests in flight, and bytes that are kept, not counted by --max-ram.
 BLOCK = 8 << 20
 MAX_REQUESTS = 8
 CACHE_BYTES = 128 << 20
-#: Blocks asked for ahead of a reader at least.
+#: Minimum number of blocks requested ahead of a reader.
 _PREFETCH_BLOCKS = 3
 #: How often an object is fetched whose checksum is wrong.
 _COPIES = 3

@@ -21,7 +21,7 @@ from quantkit.formats.remote import retry
 from quantkit.formats.remote.common import Facts, Object, entries_of, pinned_length, run_on_loop
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, Patience, judge, with_retries
 
-#: What is between the name of an object and its version.
+#: The separator of an object's name and its version.
 VERSION = "?versionId="
 _MD5 = re.compile(r"[0-9a-f]{32}")
 #: The smallest and the largest part, and the most of them, that S3 takes.

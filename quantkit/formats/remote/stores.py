@@ -16,7 +16,7 @@ from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pin
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
 from quantkit.formats.remote.s3 import S3
 
-#: What pip has to install for a scheme, where fsspec alone is not enough.
+#: The package of a scheme that needs more than fsspec.
 PACKAGES = {
     "s3": ("s3fs", "s3fs"),
     "gs": ("gcsfs", "gcsfs"),
@@ -85,7 +85,7 @@ class Web:
         self.fs = fs
 
     def facts(self, url: Object) -> Facts:
-        # Of signed addresses only GET is signed, so the first byte is asked for.
+        # Signed addresses are signed only for GET, so the first byte is requested.
         return with_retries(url, lambda: self._ask(url, 0, 1, None)[0], retry.FIRST_LOOK)
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
@@ -138,7 +138,7 @@ def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool
 # ---------------------------------------------------------------- all else
 
 
-#: What file systems of fsspec call the identity of an object.
+#: Names of an object's identity in fsspec's file systems.
 _TAGS = (
     "ETag",
     "etag",

@@ -147,6 +147,6 @@ def _seam_pairs(merges: list[str]) -> str:
 def _letter_bytes(letter: str, text: str) -> bytes:
     if letter in LETTER_BYTES:
         return bytes([LETTER_BYTES[letter]])
-    # llama.cpp's own words for a letter that stands for no byte.
+    # llama.cpp's text for a letter that represents no byte.
     utf8 = letter.encode("utf-8", "surrogateescape")
     return f"[UNK_BYTE_0x{utf8.hex()}".encode() + text.encode("utf-8", "surrogateescape") + b"]"

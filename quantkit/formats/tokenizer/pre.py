@@ -78,7 +78,7 @@ def _cased_words(letters: str, upper: str, low: str, suffix: str, numbers: str) 
     return rf"{prefix}{first}*{last}+{suffix}|{prefix}{first}+{last}*{suffix}|{numbers}|{_TAIL_SLASH}"
 
 
-# Letters beyond ASCII count as both cases; \p{Lo} stands for them.
+# Letters beyond ASCII count as both cases, represented by \p{Lo}.
 _TEKKEN = _cased_words(r"\p{Lo}", "A-Z", "a-z", "", r"\p{N}")
 _GPT4O = _cased_words(r"\p{Lo}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")
 _GRANITE_MULTI = _cased_words(r"\p{Lo}\p{M}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")

@@ -29,7 +29,7 @@ U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 
 _COUNT = 0x110000
-#: What a collapsed character of each category is; anything else is _OTHER.
+#: The collapsed character of each category; all others are _OTHER.
 NUMBER, LETTER, PUNCTUATION, MARK, SYMBOL, HAN_LETTER, HAN = (chr(c) for c in range(0xD1, 0xD8))
 _OTHER_BYTE, _SPACE = 0xD0, 0x0B
 _HAN_RANGES = (

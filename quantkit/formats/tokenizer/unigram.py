@@ -116,7 +116,7 @@ class Unigram:
         self._lengths = longest_by_start(self._tokens)
         defined = [vocab.tokens[i] for i in np.flatnonzero(vocab.types & Attr.USER_DEFINED).tolist()]
         user = [text.encode("utf-8", "surrogateescape") for text in defined]
-        # llama.cpp leaves any beginning of a user-defined token as it is, not only whole ones.
+        # llama.cpp does not change any prefix of a user-defined token, not only complete ones.
         self._protected = {text[:n] for text in user for n in range(1, len(text) + 1)}
         self._seams = Seams(inner_pairs(self._tokens))
         self._normal_words: dict[bytes, bytes] = {}

@@ -90,7 +90,7 @@ _CONTROL = (
     "<|tool_response>",
     "[e~[",
 )
-#: Fill-in-the-middle tokens by their keys: the one the file names stays as it is, else the first text is control.
+#: Fill-in-the-middle tokens by their keys: the one named in the file is unchanged, otherwise the first text is control.
 _FIM: dict[tuple[str, ...], tuple[str, ...]] = {
     ("fim_pre", "prefix"): (
         "<|fim_prefix|>",

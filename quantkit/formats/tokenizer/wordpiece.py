@@ -37,7 +37,7 @@ class WordPiece:
         self._ids = {text.encode("utf-8", "surrogateescape"): i for text, i in vocab.ids.items()}
         self._longest = max(map(len, self._ids), default=0)
         self._cache = WordCache(self._encode_word)
-        #: What a character becomes: text of a word, a word by itself (after "\\1"), a separator " ", nothing.
+        #: The replacement of a character: text of a word, a separate word (after "\\1"), a separator " ", nothing.
         self._roles: dict[str, str] = {}
 
     def encode(self, text: bytes, first: bool) -> list[int]:

@@ -154,7 +154,7 @@ def identity(source: Source, fingerprint: str, part: PlannedPart) -> str | None:
 def _identity_of(path: Path) -> list[int | str] | None:
     """Return the stamp of one version of a file; None for an object in a store without a version."""
     if isinstance(path, URL):
-        # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
+        # A tag may be only a date, so the address also counts, without the signature of a signed one.
         return [str(path), *stamp_of(path)] if path.facts.tag else None
     return stamp_of(path)
 

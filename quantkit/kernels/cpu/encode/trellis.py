@@ -887,7 +887,7 @@ def encode(x, weights, out, row0, row1, tables):
 
 @cache
 def point_format(size: int, bias: int, short: bool = False) -> points.PointFormat:
-    """Return the storage format of points of ``size`` values; ``short``: weights of queries have 8 bits, all else 16."""
+    """Return the storage of points of ``size`` values; ``short``: weights of queries have 8 bits, all else 16."""
     units = points.SHORT if short else {}
     largest = F(64 if bias else 126)
     if size == 8:

@@ -24,7 +24,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 F = np.float32
 
-#: What may be fitted: nothing, an integer, or a half float.
+#: Fitted values: nothing, an integer, or a half float.
 FIXED = 0
 INTEGER = 1
 HALF = 2

@@ -77,7 +77,7 @@ def round_rows(
     return Rounded(blocks, before, after)
 
 
-#: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.
+#: A row is kept if its loss is less by this share, which exceeds the rounding error of float32.
 MARGIN = 1e-4
 
 

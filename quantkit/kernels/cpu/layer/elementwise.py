@@ -305,7 +305,7 @@ decode: Any = None
 
 _WEIGHT, _ROW_BYTES, _EMBED_WIDTH, _EMBED_SCALE, _SCRATCH, _SCRATCH_BYTES, _ROWS_BY = range(2, 9)
 
-#: What names the rows: words of the batch block.
+#: The source of row numbers: words of the batch block.
 ROWS_BY = {"token": TOKENS, "position": POSITIONS}
 
 

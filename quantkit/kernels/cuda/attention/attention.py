@@ -97,7 +97,7 @@ def attention(
 
 @cache
 def most_scratch(layer: AttentionLayer, rows: int, capability: int = 90) -> int:
-    """Return the scratch bytes for up to ``rows`` tokens, the largest that ``attention`` needs for any number of them."""
+    """Return the scratch bytes for up to ``rows`` tokens, the most that ``attention`` needs for any of them."""
     return max(attention(layer, n, capability=capability).scratch for n in range(1, rows + 1))
 
 

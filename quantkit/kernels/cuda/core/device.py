@@ -40,7 +40,7 @@ _TRANSPOSED = 1
 _AS_IS = 0
 
 
-#: What cudaEventQuery says of an event that has not been reached.
+#: cudaEventQuery's result for an event that has not been reached.
 _NOT_READY = 600
 #: Seconds between two looks at a device: at first, and at most.
 _SOON, _SELDOM = 1e-4, 5e-3

@@ -40,7 +40,7 @@ F32 = npt.NDArray[np.float32]
 
 #: Rows that are encoded together may have so many importances.
 SEGMENTS = 64
-#: Elements of a block of threads (each.cuh), and where what encoders write may begin.
+#: Elements of a block of threads (each.cuh), and the alignment of encoders' output.
 _PART, ALIGNED = 1024, 16
 #: Before the encoded rows: whether a value was not finite.
 HEAD = 256
@@ -202,7 +202,7 @@ class Slot:
         self._source, self._importance, self._x, self._work, self._out = (
             self._allocated(nbytes) for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
         )
-        #: Rows as they lie in the file, one behind the other.
+        #: Rows as stored in the file, contiguous.
         self.source: U8 = self.device.host_array(room.source, np.uint8)
         self._weights: F32 = self.device.host_array(room.importance // 4, np.float32)
         self._download: U8 = self.device.host_array(room.out, np.uint8)

@@ -20,7 +20,7 @@ from quantkit.kernels.levels import Bits, Levels, float_bits, levels_of
 from quantkit.types import TensorType
 
 Ints = npt.NDArray[np.int32]
-#: What a bit is of (fields.cuh).
+#: The field of a bit (fields.cuh).
 _LEVEL, _FACTOR, _MINIMUM, _SHIFT, _D, _DMIN = range(1, 7)
 
 
