@@ -20,6 +20,19 @@ from __future__ import annotations
 import errno
 from typing import NamedTuple, Self
 
+__all__ = [
+    "CODES",
+    "ArgumentError",
+    "ClusterError",
+    "ErrorCode",
+    "FormatError",
+    "QualityGate",
+    "QuantkitError",
+    "RecipeError",
+    "ResourceError",
+    "TypeNotSupported",
+]
+
 
 class ErrorCode(NamedTuple):
     """Cause and remedy of the errors with one code."""

@@ -21,7 +21,7 @@ FLOOR = {
 #: Modules of their own kind, neither floor nor verbs.
 STANDALONE = {"cluster"}
 ALLOWED = {
-    "quantkit": {"version", "verbs", "errors", "model"},
+    "quantkit": {"version", "verbs", "errors", "formats", "kernels", "model"},
     "version": set(),
     "types": {"errors"},
     "errors": set(),
@@ -48,7 +48,7 @@ _BLOCK = {"builder", "ops"}
 #: What each module or package within a package may import of the same package, besides itself and the package.
 WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit": {
-        **dict.fromkeys(("bench", "cache"), set[str]()),
+        **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
         "calibration": set(),
         "compare": set(),
         "inspect": set(),

@@ -1,10 +1,11 @@
-"""``diff``: tensors whose types differ between two recipes or files, with their bytes."""
+"""``diff_recipe``: tensors whose types differ between two recipes or files, with their bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.names import tensor_class
 from quantkit.recipes.contents import Contents, is_gguf, read_contents, read_model
 from quantkit.recipes.dialects import Recipe, read_rules
@@ -43,10 +44,12 @@ class RecipeDiff:
         return not (self.changes or self.only_a or self.only_b or self.reordered)
 
 
-def diff(a: Path, b: Path, *, model: Path | None = None, title: str = "COPY") -> RecipeDiff:
+@checked
+def diff_recipe(a: str | Path, b: str | Path, *, model: str | Path | None = None, title: str = "COPY") -> RecipeDiff:
     """Compare two recipes or GGUF files: by the types of a model's tensors, or rule by rule.
 
     ``model``: by default a GGUF file among the two. ``title``: TYPE of tensors that no rule matches.
+    Raises RecipeError for a file that is neither a recipe nor a model.
     """
     files = [path for path in (a, b) if is_gguf(path)]
     if model is None and not files:

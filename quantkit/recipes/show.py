@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.model.placement import Placement, parse_rules
 from quantkit.names import tensor_class
@@ -59,13 +60,14 @@ class RecipeSummary:
     notes: tuple[str, ...]
 
 
-def show(
-    path: Path,
+@checked
+def show_recipe(
+    path: str | Path,
     *,
-    model: Path | None = None,
+    model: str | Path | None = None,
     title: str = "COPY",
     dialect: str | None = None,
-    imatrix: Path | None = None,
+    imatrix: str | Path | None = None,
     gpu_layers: int = 0,
     devices: Sequence[str] = ("CUDA0",),
     overrides: Sequence[str] = (),
@@ -89,7 +91,7 @@ def show(
             raise RecipeError(f"{path} is a recipe: give the model it is for with -m", "QK-E202")
         recipe, header = read_rules(path, dialect), read_model(model)
         contents = contents_of_rules(effective_rules(recipe, header), header, title, imatrix=imatrix)
-        notes += [f"{path.name} is read as {recipe.dialect}"] if dialect is None else []
+        notes += [f"{Path(path).name} is read as {recipe.dialect}"] if dialect is None else []
     rules = [*parse_rules(overrides)]
     rules += [(rf"blk\.{i}{_EXPERTS}", "CPU") for i in range(min(n_cpu_moe, contents.model.n_layer))]
     rules += [(_EXPERTS, "CPU")] if cpu_moe else []

@@ -63,6 +63,8 @@ def search_front(
         options: constraints; a target is ignored.
         points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
         progress: called with a line for each step.
+
+    Raises as ``search``, and RecipeError for fewer than 2 points.
     """
     start = time.monotonic()
     if points < 2:
