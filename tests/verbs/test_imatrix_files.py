@@ -18,11 +18,11 @@ def matrix(data: Path) -> Path:
 
 
 def test_show_has_coverage_of_a_model(matrix: Path, tiny_moe: Path) -> None:
-    own, of_model = quantkit.show_imatrix(matrix), quantkit.show_imatrix(matrix, model=tiny_moe)
-    assert not own.coverage.of_model
+    alone, of_model = quantkit.show_imatrix(matrix), quantkit.show_imatrix(matrix, model=tiny_moe)
+    assert not alone.coverage.of_model
     assert of_model.coverage.of_model
     assert not of_model.coverage.missing
-    assert len(own.statistics.tensors) == len(own.imatrix.entries)
+    assert len(alone.statistics.tensors) == len(alone.imatrix.entries)
     output = quantkit.show_imatrix(matrix, model=tiny_moe, process_output=True).coverage
     assert [t.name for t in output.missing] == ["output.weight"]
 
@@ -49,12 +49,12 @@ def test_the_name_decides_the_format(matrix: Path, tmp_path: Path) -> None:
     dat = quantkit.convert_imatrix(matrix, tmp_path / "m.dat")
     assert dat.format == "dat"
     assert dat.notes
-    again = quantkit.read_imatrix(tmp_path / "m.dat")
+    reread = quantkit.read_imatrix(tmp_path / "m.dat")
     original = quantkit.read_imatrix(matrix)
-    for name in again.entries:
-        assert np.allclose(again.values(name), original.values(name), rtol=1e-6)
-    named = quantkit.convert_imatrix(tmp_path / "m.dat", tmp_path / "x", format="dat", overwrite=True)
-    assert quantkit.read_imatrix(tmp_path / "x").format == named.format == "dat"
+    for name in reread.entries:
+        assert np.allclose(reread.values(name), original.values(name), rtol=1e-6)
+    explicit = quantkit.convert_imatrix(tmp_path / "m.dat", tmp_path / "x", format="dat", overwrite=True)
+    assert quantkit.read_imatrix(tmp_path / "x").format == explicit.format == "dat"
 
 
 def test_refusals(matrix: Path, tmp_path: Path, tiny_moe: Path) -> None:
