@@ -27,6 +27,7 @@ from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.remote import URL
 from quantkit.kernels.tensor_scale import check_rows
 from quantkit.names import span
+from quantkit.pipeline.custom_encoder import CustomEncoder
 from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor, RowSlice, plan_part
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
@@ -44,6 +45,8 @@ class OutputTensor:
     fallback_from: TensorType | None = None
     #: Its encoder: see ``PlannedTensor``.
     encoder: str = ""
+    #: A user's encoder instead.
+    custom: CustomEncoder | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +59,7 @@ class OutputTensor:
 
     def planned_parts(self) -> tuple[PlannedPart, ...]:
         """Decide how each part is encoded."""
-        return tuple(plan_part(part, self.type, self.encoder) for part in self.parts)
+        return tuple(plan_part(part, self.type, self.encoder, self.custom) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,12 @@ class Plan:
     without_feedback: tuple[tuple[str, str], ...] = ()
     #: The notes about error feedback.
     feedback_notes: tuple[str, ...] = ()
+
+    @property
+    def custom_encoders(self) -> tuple[CustomEncoder, ...]:
+        """The users' encoders that some tensors are encoded by."""
+        encodings = (part.encoding for tensor in self.tensors for part in tensor.parts)
+        return tuple(dict.fromkeys(encoding.custom for encoding in encodings if encoding.custom is not None))
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +170,8 @@ def plan_output(
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
     digest.update(" ".join(c.encoder for c in outputs).encode())
+    for name in dict.fromkeys(f"{c.custom.type} = {c.custom}" for c in outputs if c.custom is not None):
+        digest.update(name.encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]

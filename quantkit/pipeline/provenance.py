@@ -1,7 +1,8 @@
 """Provenance of a file: the keys ``quantkit.*``, except ``quantkit.merge.*``, which undoing a merge reads.
 
 =============================  =========================================================================================
-``quantkit.quantize.*``        how the values were encoded: version, recipe, source, SHA-256 of the importance matrix
+``quantkit.quantize.*``        how the values were encoded: version, recipe, source, SHA-256 of the importance matrix,
+                               users' encoders by type
 ``quantkit.feedback.*``        how errors were fed forward then
 ``quantkit.calibration.*``     a sketch of the text that the importance matrix comes from (quantkit.calibration.overlap)
 ``quantkit.copy.*``            what was copied since (COPY, --repack): version, recipe, source, an item for each copy

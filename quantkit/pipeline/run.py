@@ -136,6 +136,7 @@ def run_plan(
     began = working_seconds()
     cancelled.clear()
     check_kernels(plan.tensors)
+    _check_custom_encoders(plan, options)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
     measure, folder = options.get("measure_error", False), options.get("cache")
@@ -178,6 +179,22 @@ def run_plan(
     }
     used = None if cache is None else cache.close()
     return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used, losses)
+
+
+def _check_custom_encoders(plan: Plan, options: RunOptions) -> None:
+    """Refuse encoders from Python where they cannot run, or where their bytes could be taken for another's."""
+    for custom in plan.custom_encoders:
+        if options.get("ray") is not None:
+            raise RecipeError(
+                f"encoders: that of {custom.type} is a function of this process, which no node has: omit ray", "QK-E201"
+            )
+        for name in ("cache", "resume"):
+            if options.get(name) and not custom.key:
+                raise RecipeError(
+                    f"encoders: {custom} has no key that tells its bytes from those of an earlier version: set its "
+                    f"attribute cache_key, or omit {name}",
+                    "QK-E202",
+                )
 
 
 def _executor(plan: Plan, options: RunOptions) -> Executor:

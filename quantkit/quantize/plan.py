@@ -14,6 +14,7 @@ from quantkit.formats.remote import located
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
+from quantkit.pipeline.custom_encoder import custom_encoders
 from quantkit.pipeline.metadata import override_file
 from quantkit.pipeline.plan import Plan, plan_output
 from quantkit.pipeline.reference_types import read_reference_types
@@ -154,6 +155,8 @@ def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan
     notes += bf16_r16_notes(changed)
     if options.encoder is not None and not any(encoding.is_unusual for encoding in encodings):
         notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
+    unused = custom_encoders(options.encoders).keys() - {custom.type.name for custom in plan.custom_encoders}
+    notes += [f"encoders: no tensor is encoded as {name}" for name in sorted(unused)]
     if options.symmetric_q40 and not any(encoding.encoder == SYMMETRIC for encoding in encodings):
         notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
     return notes
