@@ -44,18 +44,18 @@ class CustomEncoder:
         Raises QuantkitError for a function that fails, FormatError for another size of its result.
         """
         try:
-            encoded = self.function(rows, weights if weights.size else None)
+            result = self.function(rows, weights if weights.size else None)
         except QuantkitError:
             raise
         except Exception as e:
             raise QuantkitError(
                 f"tensor {tensor}: the encoder of {self.type}, {self}, failed: {type(e).__name__}: {e}", "QK-E400"
             ) from e
-        out[...] = self._checked(encoded, out.shape, tensor)
+        out[...] = self._checked(result, out.shape, tensor)
 
-    def _checked(self, encoded: Any, shape: tuple[int, ...], tensor: str) -> U8:
-        is_buffer = isinstance(encoded, bytes | bytearray | memoryview)
-        data = np.frombuffer(encoded, np.uint8) if is_buffer else np.asarray(encoded)
+    def _checked(self, result: Any, shape: tuple[int, ...], tensor: str) -> U8:
+        is_buffer = isinstance(result, bytes | bytearray | memoryview)
+        data = np.frombuffer(result, np.uint8) if is_buffer else np.asarray(result)
         if data.dtype != np.uint8 or data.size != shape[0] * shape[1] or (data.ndim > 1 and data.shape != shape):
             raise FormatError(
                 f"tensor {tensor}: the encoder of {self.type}, {self}, returned {data.dtype} {list(data.shape)}; "

@@ -89,10 +89,8 @@ def test_it_gets_the_importance_of_its_columns(data: Path, tiny_moe: Path, tmp_p
     encoder, imatrix = Keyed("1"), data / "tiny-moe-imatrix.gguf"
     options = QuantizeOptions(imatrix=imatrix, pure=True, encoders={"Q4_0": encoder})
     quantkit.quantize(tiny_moe, tmp_path / "own.gguf", "Q4_0", options, threads=2)
-    entries = quantkit.read_imatrix(imatrix)
-    expert = entries.values("blk.0.ffn_up_exps.weight").reshape(
-        entries.entries["blk.0.ffn_up_exps.weight"].counts.size, -1
-    )
+    name, matrix = "blk.0.ffn_up_exps.weight", quantkit.read_imatrix(imatrix)
+    experts = matrix.values(name).reshape(matrix.entries[name].counts.size, -1)
     importances = [importance for _, importance in encoder.calls if importance is not None]
     assert all(any(np.array_equal(row, importance) for importance in importances) for row in experts)
     assert any(importance is None for _, importance in encoder.calls)  # the embeddings'
