@@ -75,6 +75,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "sources"), set()),
         **dict.fromkeys(("fusion", "placement", "cost", "observers", "scale_sites", "selection"), {"ops"}),
         "stages": {"observers", "ops"},
+        "activations": {"observers", "ops", "stages"},
         "check": {"batch", "ops"},
         "builder": {"arch", "hparams", "ops"},
         **dict.fromkeys(("attention", "feed_forward", "hyper_connections", "indexer", "recurrent"), _BLOCK),
@@ -94,7 +95,18 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "ops"},
-        "engine": {"backends", "batch", "check", "cost", "fusion", "graph", "hparams", "ops", "placement"}
+        "engine": {
+            "activations",
+            "backends",
+            "batch",
+            "check",
+            "cost",
+            "fusion",
+            "graph",
+            "hparams",
+            "ops",
+            "placement",
+        }
         | {"selection", "sources"},
     },
     "quantkit.model.backends": {
