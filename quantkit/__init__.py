@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from quantkit.options.imatrix import ImatrixOptions
     from quantkit.options.search import SearchOptions
     from quantkit.options.sensitivity import SensitivityOptions
+    from quantkit.progress import Progress
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
     from quantkit.recipes import convert_recipe, diff_recipe, lint_recipe, parse_recipe, show_recipe, write_recipe
     from quantkit.report import ReportOptions, report
@@ -54,6 +55,7 @@ __all__ = [
     "Field",
     "GGUFFile",
     "ImatrixOptions",
+    "Progress",
     "QuantizeOptions",
     "QuantkitError",
     "ReportOptions",
@@ -123,6 +125,7 @@ _HOME = {
     "Field": "formats.gguf",
     "GGUFFile": "tensors",
     "ImatrixOptions": "options.imatrix",
+    "Progress": "progress",
     "QuantizeOptions": "options.quantize",
     "QuantkitError": "errors",
     "ReportOptions": "report",

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.presets import PRESETS, RULES, Preset
@@ -43,7 +44,7 @@ class TypeRow:
 
 
 @dataclass(frozen=True)
-class TypeCatalog(Sequence[TypeRow]):
+class TypeCatalog(Sequence[TypeRow], HtmlTable):
     """Tensor types in the order of their ids."""
 
     rows: tuple[TypeRow, ...]
@@ -60,6 +61,14 @@ class TypeCatalog(Sequence[TypeRow]):
 
     def __iter__(self) -> Iterator[TypeRow]:
         return iter(self.rows)
+
+    def as_table(self) -> Table:
+        """Return size, error in percent and speed by type."""
+        rows = (
+            (r.type.id, r.type.name, r.type.bpw, r.type.block, r.type.trees, r.error, r.speed, r.type.imatrix)
+            for r in self.rows
+        )
+        return table_of("id, type, bpw, block, trees, error, speed, imatrix", rows)
 
 
 @checked

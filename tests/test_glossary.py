@@ -176,7 +176,6 @@ EXCEPTIONS = {
     "quantkit/report/measure.py": {"known"},
     "quantkit/options/search.py": {"same"},
     "quantkit/options/sensitivity.py": {"together"},
-    "quantkit/sensitivity/measure.py": {"done"},
     # Rows and helpers of the tables of checkpoints, which some 250 rows spell out.
     "scripts/checkpoint_table.py": {"more"},
     "scripts/checkpoint_table_encoders.py": {"given", "more"},

@@ -16,16 +16,16 @@ ROOT = Path(__file__).parent.parent / "quantkit"
 #: What each part may import, besides itself.
 FLOOR = {
     *("version", "types", "errors", "arguments", "extras", "units", "names", "cpus", "foreign", "patterns"),
-    *("mapping", "process", "records"),
+    *("mapping", "process", "progress", "records", "html_table"),
 }
 #: Modules of their own kind, neither floor nor verbs.
 STANDALONE = {"cluster"}
 ALLOWED = {
-    "quantkit": {"version", "verbs", "errors", "formats", "kernels", "model"},
+    "quantkit": {"version", "verbs", "errors", "formats", "kernels", "model", "progress"},
     "version": set(),
     "types": {"errors"},
     "errors": set(),
-    **dict.fromkeys(("units", "names", "cpus", "mapping", "process"), set()),
+    **dict.fromkeys(("units", "names", "cpus", "mapping", "process", "progress", "html_table"), set()),
     "extras": {"errors"},
     "arguments": {"errors", "types"},
     "foreign": {"errors", "names", "units"},

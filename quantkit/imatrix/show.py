@@ -9,6 +9,7 @@ from pathlib import Path
 from quantkit.arguments import checked
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
+from quantkit.html_table import HtmlTable, Table
 from quantkit.imatrix.coverage import HARDLY, Coverage, coverage
 from quantkit.imatrix.difference import Difference, difference
 from quantkit.imatrix.rows import expert_counts
@@ -16,12 +17,17 @@ from quantkit.imatrix.statistics import Statistics, statistics
 
 
 @dataclass(frozen=True, eq=False)
-class ImatrixContents:
+class ImatrixContents(HtmlTable):
     """An importance matrix, its coverage of a model (or of its own entries), and llama-imatrix's statistics."""
 
     imatrix: Imatrix
     coverage: Coverage
     statistics: Statistics
+
+    def as_table(self) -> Table:
+        """Return the table of its coverage."""
+        table = self.coverage.as_table()
+        return table._replace(caption=f"{self.imatrix.path.name}: {len(self.imatrix.entries)} entries, {table.caption}")
 
 
 @checked

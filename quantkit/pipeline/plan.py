@@ -25,12 +25,14 @@ from quantkit.formats.gguf import (
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.remote import URL
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.tensor_scale import check_rows
 from quantkit.names import span
 from quantkit.pipeline.custom_encoder import CustomEncoder
 from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor, RowSlice, plan_part
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
+from quantkit.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class PlannedShard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(HtmlTable):
     """A whole output: ``tensors`` in the order of writing, ``notes`` for the user."""
 
     source: Source
@@ -118,6 +120,19 @@ class Plan:
     def bpw(self) -> float:
         """Bits per weight of the tensor data."""
         return 8 * sum(tensor.nbytes for tensor in self.tensors) / max(1, self.n_values)
+
+    def as_table(self) -> Table:
+        """Return tensors, weights, bytes and bits per weight by type."""
+        groups: dict[TensorType, list[PlannedTensor]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(tensor.type, []).append(tensor)
+        rows = list[tuple[str, int, int, int, float]]()
+        for t, group in groups.items():
+            values, nbytes = sum(p.n_values for p in group), sum(p.nbytes for p in group)
+            rows.append((str(t), len(group), values, nbytes, 8 * nbytes / max(1, values)))
+        rows.sort(key=lambda row: -row[3])
+        caption = f"{self.title}: {format_size(self.nbytes)}, {self.bpw:.3f} bits per weight"
+        return table_of("type, tensors, weights, bytes, bpw", rows, caption)
 
 
 def plan_output(

@@ -37,13 +37,15 @@ from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.content import stamps_of
 from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
-from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
+from quantkit.pipeline.ledger import Ledger, NodeShare, RunObserver
 from quantkit.pipeline.plan import Plan, check_kernels
+from quantkit.pipeline.progress import RunProgress
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.spool import open_target
 from quantkit.pipeline.target import RunTarget
 from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.worker import source_digest
+from quantkit.progress import Progress, ProgressCallback
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20
@@ -69,7 +71,8 @@ class RunOptions(TypedDict, total=False):
 
     threads: worker threads; all available CPUs without. resume: continue an interrupted run of the same plan, if there
     is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode what was
-    encoded, and sum up the error. observer: callbacks of progress. ray: the address of a Ray cluster whose nodes do the
+    encoded, and sum up the error. progress: called with the bytes written so far, or observer: callbacks of all events.
+    ray: the address of a Ray cluster whose nodes do the
     work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs. cache_size:
     its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on GPUs where they have an encoder, on
     all or on those of ``devices``, by number; max_vram: bytes of each GPU; verify: number of their jobs that the CPU
@@ -80,7 +83,8 @@ class RunOptions(TypedDict, total=False):
     resume: bool
     overwrite: bool
     measure_error: bool
-    observer: Progress | None
+    progress: ProgressCallback | None
+    observer: RunObserver | None
     ray: str | None
     cache: str | Path | None
     cache_size: int | None
@@ -134,6 +138,7 @@ def run_plan(
         ClusterError: no node of a cluster can go on; what is done is kept.
     """
     began = working_seconds()
+    options = _with_observer(plan, options)
     cancelled.clear()
     check_kernels(plan.tensors)
     _check_custom_encoders(plan, options)
@@ -179,6 +184,20 @@ def run_plan(
     }
     used = None if cache is None else cache.close()
     return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used, losses)
+
+
+def _with_observer(plan: Plan, options: RunOptions) -> RunOptions:
+    """Return the options with an observer that calls ``progress``, if that is given."""
+    report = options.get("progress")
+    if report is None:
+        return options
+    if options.get("observer") is not None:
+        raise RecipeError("progress and observer both receive the progress of a run: give one of them", "QK-E201")
+
+    def call(current: float, total: float, text: str) -> None:
+        report(Progress(current, total, text))
+
+    return {**options, "observer": RunProgress(call, plan.nbytes)}
 
 
 def _check_custom_encoders(plan: Plan, options: RunOptions) -> None:

@@ -11,6 +11,7 @@ from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
@@ -37,6 +38,7 @@ from quantkit.quantize.inputs import (
 from quantkit.quantize.metadata import metadata_of
 from quantkit.quantize.options import check_options, output_path, preset_of, size_of
 from quantkit.types import TensorType
+from quantkit.units import format_seconds
 from quantkit.version import __version__
 
 #: TYPEs that change no weight, so that an incomplete model stays as it is.
@@ -166,7 +168,7 @@ def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan
 
 
 @dataclass(frozen=True)
-class QuantizeResult:
+class QuantizeResult(HtmlTable):
     """The plan of an output and the result of its run."""
 
     plan: Plan
@@ -176,6 +178,11 @@ class QuantizeResult:
     @property
     def paths(self) -> tuple[Path, ...]:
         return tuple(shard.path for shard in self.plan.shards)
+
+    def as_table(self) -> Table:
+        """Return the plan's table, with the file and the time in its caption."""
+        table = self.plan.as_table()
+        return table._replace(caption=f"{self.paths[0].name}, {table.caption}, {format_seconds(self.run.seconds)}")
 
 
 @checked

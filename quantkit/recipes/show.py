@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.model.placement import Placement, parse_rules
 from quantkit.names import tensor_class
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, layer_of
@@ -24,6 +25,7 @@ from quantkit.recipes.contents import (
     read_model,
 )
 from quantkit.recipes.dialects import read_rules
+from quantkit.units import format_size
 
 #: Experts, as in llama.cpp's --cpu-moe (common/common.h, LLM_FFN_EXPS_REGEX).
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
@@ -46,7 +48,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class RecipeSummary:
+class RecipeSummary(HtmlTable):
     """All sums. ``unnamed``: tensors that can be quantized and that no rule matches."""
 
     contents: Contents
@@ -58,6 +60,13 @@ class RecipeSummary:
     unnamed: tuple[str, ...]
     runtimes: tuple[Runtime, ...]
     notes: tuple[str, ...]
+
+    def as_table(self) -> Table:
+        """Return tensors, weights, bytes and bits per weight by class."""
+        groups = (*self.by_class, self.total)
+        rows = ((g.name, ", ".join(g.types), g.tensors, g.values, g.nbytes, g.bpw, g.token_bytes) for g in groups)
+        header = "class, types, tensors, weights, bytes, bpw, bytes per token"
+        return table_of(header, rows, f"file of {format_size(self.contents.file_bytes)}")
 
 
 @checked
