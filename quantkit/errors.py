@@ -29,7 +29,7 @@ class ErrorCode(NamedTuple):
 
 
 # fmt: off
-#: All codes. They are stable: a code that is no longer used stays reserved. docs/errors.md is their page.
+#: All codes. They are stable: a code that is no longer used stays reserved. docs/reference/errors.md is their page.
 CODES = {
     # Damaged or unexpected files.
     "QK-E100": ErrorCode("A file is damaged or not of the expected kind.", "Download or produce the file again."),

@@ -1,4 +1,4 @@
-"""Write docs/errors.md, the page of error codes, from quantkit.errors.CODES."""
+"""Write docs/reference/errors.md, the page of error codes, from quantkit.errors.CODES."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantkit.errors import CODES
 
-PAGE = Path(__file__).parent.parent / "docs/errors.md"
+PAGE = Path(__file__).parent.parent / "docs/reference/errors.md"
 _AREAS = {
     "1": ("Files", "exit code 1"),
     "2": ("Options, rules and arguments", "exit code 2"),

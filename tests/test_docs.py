@@ -49,7 +49,7 @@ FILES |= headers().keys()  # made when a module is compiled
 #: The same, and what remains of them without the first folders.
 SUFFIXES = {name[start:] for name in FILES for start in (0, *(i + 1 for i, letter in enumerate(name) if letter == "/"))}
 SOURCES = sorted(p for f in FOLDERS for kind in ("py", "cu", "cuh") for p in (ROOT / f).rglob(f"*.{kind}"))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def prose(path: Path) -> Iterator[str]:
