@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -42,7 +42,7 @@ class MarkdownFormatter(click.HelpFormatter):
         for paragraph in re.split(r"\n\s*\n", text):
             self.write(_paragraph(paragraph) + "\n\n")
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         for name, text in rows:
             self.write(f"`{name}`\n:   {markdown(' '.join(text.split())) or '-'}\n\n")
 

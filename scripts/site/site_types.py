@@ -12,7 +12,6 @@ from quantkit.pipeline.quality import QUALITY, SPEEDS
 from quantkit.types import TYPES, TensorType
 
 RUNTIMES = {"both": "llama.cpp, ik_llama.cpp", "mainline": "llama.cpp", "ik": "ik_llama.cpp", "none": "neither"}
-_IMATRIX = {"ignored": "ignored", "used": "used", "required": "required"}
 
 _TYPES_HEAD = f"""\
 # Tensor types
@@ -33,8 +32,8 @@ _PRESETS_HEAD = """\
 
 A preset is a TYPE of `quantkit quantize` that gives tensors different types by the rules of llama-quantize, as `Q4_K_M`
 does. TYPE may also be any [tensor type](types.md), which every matrix then gets, or the number. Presets of both
-programs follow llama.cpp's rules; `--rules ik` applies ik_llama.cpp's. `quantkit types --presets` prints this table, and
-`quantkit quantize --dry-run` the type of every tensor with the reason.
+programs follow llama.cpp's rules; `--rules ik` applies ik_llama.cpp's. `quantkit types --presets` prints this table,
+and `quantkit quantize --dry-run` the type of every tensor with the reason.
 
 ![Rise of perplexity at every preset against bits per weight](../presets.svg)
 
@@ -52,7 +51,7 @@ def _type_row(t: TensorType) -> tuple[object, ...]:
     support = "full" if has_encoder(t) else "decodes" if has_decoder(decoded_as(t)) else "-"
     error = f"{quality.error:.3g}" if quality else ""
     speed = quality.speed if quality else ""
-    return f"`{t.name}`", t.id, f"{t.bpw:g}", t.block, error, speed, _IMATRIX[t.imatrix], RUNTIMES[t.trees], support
+    return f"`{t.name}`", t.id, f"{t.bpw:g}", t.block, error, speed, t.imatrix, RUNTIMES[t.trees], support
 
 
 def types_page() -> str:
