@@ -1,4 +1,7 @@
-"""Names are the field's (docs/glossary.md): nouns for things, verbs for functions, no bare participle or pronoun."""
+"""Names are the field's: nouns for things, verbs for functions, no bare participle or pronoun.
+
+The words are those of docs/explanation/glossary.md.
+"""
 
 from __future__ import annotations
 

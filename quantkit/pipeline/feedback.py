@@ -4,8 +4,8 @@ Rows of token embeddings are read one at a time and multiplied by nothing, so th
 and all columns have equal weights. With this metric no error moves to another column, but scales and levels are still
 chosen together. (How often a token occurs weighs the rows against each other, and no row gives bits to another. The
 squares of the weights of all norms that read the embedding are no better measure, nor are the covariances of the
-weights behind the first norm: see docs/error-feedback.md.) Embeddings that are the output as well have the covariance
-of the output.
+weights behind the first norm: see docs/explanation/error-feedback.md.) Embeddings that are the output as well have the
+covariance of the output.
 
 A metric costs n^3 operations and 8 n^2 bytes, 24 n^2 more while it is made, so that workers share those they need, and
 no more are held than memory allows.
