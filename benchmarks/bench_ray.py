@@ -1,5 +1,5 @@
 """Measure `quantkit quantize --ray` against the same on threads, on the same CPUs, and the model of cost in
-docs/cluster.md against both.
+docs/explanation/cluster.md against both.
 
     benchmarks/bench_ray.py                     a model of 3 GB, to Q4_K_M, IQ4_XS and IQ3_S
 
@@ -11,8 +11,8 @@ compiled. The outputs must be one file, byte for byte; both are flushed to the d
 disturb less, are those of the command and, with Ray, of its workers and of Ray's own processes meanwhile.
 
 Then the model of cost: start-up S is what a model of 100 MB takes with Ray, and on threads, as its own work is little;
-the work W of a type is what threads take, without their start-up. From these two, and the constants in docs/cluster.md,
-the wall time with Ray is predicted.
+the work W of a type is what threads take, without their start-up. From these two, and the constants in
+docs/explanation/cluster.md, the wall time with Ray is predicted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from processes import machine, make_moe, quantkit, run, sha256, work_folder
 
 from quantkit.units import format_size
 
-#: docs/cluster.md: seconds of a batch, what the driver and Ray take for one, what flushing leaves, and for a job.
+#: docs/explanation/cluster.md: seconds of a batch, and those of the driver and Ray for one, of a flush and of a job.
 BATCH, BETWEEN, FLUSH, DRIVER_BATCH, DRIVER_JOB = 3.0, 0.004, 0.015, 0.0014, 20e-6
 #: Values of a job, and bytes of a value of the generated model.
 JOB, VALUE = 1 << 20, 2
@@ -73,7 +73,7 @@ def measure(
 
 
 def predicted(nbytes: int, threads: float, start: Mapping[str, float], *, batches: bool) -> float:
-    """Return T = S + max(W / (n c e), the driver) + E of docs/cluster.md for cores that threads keep busy so long.
+    """Return T = S + max(W / (n c e), the driver) + E for cores that threads keep busy so long.
 
     ``start``: S and E together, with Ray and on threads. Reading and writing are in what threads take. The driver's own
     node has no ``batches``.

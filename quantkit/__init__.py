@@ -1,7 +1,9 @@
 """quantkit: quantize, convert and validate GGUF models, offline and byte-exact.
 
-Every command is a function of the same name: ``quantkit quantize`` is ``quantkit.quantize(...)``. Functions are
-imported on first use, so that the command line starts at once and can be interrupted at any time.
+Every command is a function: ``quantkit quantize`` is ``quantkit.quantize(...)``, ``quantkit merge-up-gate`` is
+``quantkit.merge_up_gate(...)``, and a command of a group has the group's name after its own: ``quantkit recipe lint``
+is ``quantkit.lint_recipe(...)``. ``__all__`` lists the whole public interface. Names are imported on first use, so that
+the command line starts at once and can be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ from typing import TYPE_CHECKING, Any
 from quantkit.version import __version__
 
 if TYPE_CHECKING:
+    from quantkit import errors, evaluate, kernels, recipes
     from quantkit.bench import bench, sweep_bench
     from quantkit.cache import prune_cache, show_cache, verify_cache
     from quantkit.calibration import calibration
+    from quantkit.catalog import presets, types
     from quantkit.compare import compare
     from quantkit.convert import ConvertOptions, convert, plan_convert
     from quantkit.cook import cook, plan_cook
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
-    from quantkit.imatrix import imatrix
+    from quantkit.formats.covariance import Covariances
+    from quantkit.formats.gguf import Field, ValueType, write_gguf
+    from quantkit.formats.imatrix import read_imatrix, write_imatrix
+    from quantkit.imatrix import convert_imatrix, diff_imatrix, imatrix, merge_imatrix, show_imatrix
+    from quantkit.imatrix.covariance import covariance
     from quantkit.inspect import inspect
     from quantkit.lora import convert_lora, plan_convert_lora
     from quantkit.merge import merge_up_gate, split_up_gate
@@ -32,116 +40,167 @@ if TYPE_CHECKING:
     from quantkit.options.imatrix import ImatrixOptions
     from quantkit.options.search import SearchOptions
     from quantkit.options.sensitivity import SensitivityOptions
+    from quantkit.progress import Progress
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
-    from quantkit.recipes import write_recipe
+    from quantkit.recipes import convert_recipe, diff_recipe, lint_recipe, parse_recipe, show_recipe, write_recipe
     from quantkit.report import ReportOptions, report
     from quantkit.search import search, search_front
     from quantkit.sensitivity import read_sensitivity, sensitivity
+    from quantkit.tensors import GGUFFile, open_gguf
 
 __all__ = [
     "ConvertOptions",
+    "Covariances",
     "ExportOptions",
+    "Field",
+    "GGUFFile",
     "ImatrixOptions",
+    "Progress",
     "QuantizeOptions",
     "QuantkitError",
     "ReportOptions",
     "SearchOptions",
     "SensitivityOptions",
+    "ValueType",
     "__version__",
     "bench",
     "calibration",
     "compare",
     "convert",
+    "convert_imatrix",
     "convert_lora",
+    "convert_recipe",
     "cook",
+    "covariance",
+    "diff_imatrix",
+    "diff_recipe",
+    "errors",
+    "evaluate",
     "export",
     "imatrix",
     "inspect",
+    "kernels",
     "kld",
+    "lint_recipe",
     "load",
     "logits",
+    "merge_imatrix",
     "merge_up_gate",
+    "open_gguf",
+    "parse_recipe",
     "perplexity",
     "plan_convert",
     "plan_convert_lora",
     "plan_cook",
     "plan_export",
     "plan_quantize",
+    "presets",
     "prune_cache",
     "quantize",
-    "report",
+    "read_imatrix",
     "read_sensitivity",
+    "recipes",
+    "report",
     "search",
     "search_front",
     "sensitivity",
     "show_cache",
+    "show_imatrix",
+    "show_recipe",
     "split_up_gate",
     "sweep_bench",
+    "types",
     "verify_cache",
+    "write_gguf",
+    "write_imatrix",
     "write_recipe",
 ]
 
-#: The module of every name above.
+#: The module of every name above; "" for a module of this package.
 _HOME = {
+    **dict.fromkeys(("errors", "evaluate", "kernels", "recipes"), ""),
     "ConvertOptions": "options.convert",
+    "Covariances": "formats.covariance",
     "ExportOptions": "options.export",
+    "Field": "formats.gguf",
+    "GGUFFile": "tensors",
     "ImatrixOptions": "options.imatrix",
+    "Progress": "progress",
     "QuantizeOptions": "options.quantize",
     "QuantkitError": "errors",
     "ReportOptions": "report",
     "SearchOptions": "options.search",
     "SensitivityOptions": "options.sensitivity",
+    "ValueType": "formats.gguf",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
     "convert": "convert",
+    "convert_imatrix": "imatrix",
     "convert_lora": "lora",
+    "convert_recipe": "recipes",
     "cook": "cook",
+    "covariance": "imatrix.covariance",
+    "diff_imatrix": "imatrix",
+    "diff_recipe": "recipes",
     "export": "export",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
+    "lint_recipe": "recipes",
     "load": "model.engine",
     "logits": "evaluate",
+    "merge_imatrix": "imatrix",
     "merge_up_gate": "merge",
+    "open_gguf": "tensors",
+    "parse_recipe": "recipes",
     "perplexity": "evaluate",
     "plan_convert": "convert",
     "plan_convert_lora": "lora",
     "plan_cook": "cook",
     "plan_export": "export",
     "plan_quantize": "quantize",
+    "presets": "catalog",
     "prune_cache": "cache",
     "quantize": "quantize",
-    "report": "report",
+    "read_imatrix": "formats.imatrix",
     "read_sensitivity": "sensitivity",
+    "report": "report",
     "search": "search",
     "search_front": "search",
     "sensitivity": "sensitivity",
     "show_cache": "cache",
+    "show_imatrix": "imatrix",
+    "show_recipe": "recipes",
     "split_up_gate": "merge",
     "sweep_bench": "bench",
+    "types": "catalog",
     "verify_cache": "cache",
+    "write_gguf": "formats.gguf",
+    "write_imatrix": "formats.imatrix",
     "write_recipe": "recipes",
 }
 
 
 class _Package(ModuleType):
-    """The package module: an attribute with the name of both a verb and its module is the verb."""
+    """The package module: an attribute with the name of both a function and its module is the function."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if not _HOME[name]:
+            return importlib.import_module(f"quantkit.{name}")
         member = getattr(importlib.import_module(f"quantkit.{_HOME[name]}"), name)
         setattr(self, name, member)
         return member
 
     def __setattr__(self, name: str, value: Any) -> None:
         # An import of the module quantkit.quantize would put it where the function quantkit.quantize belongs.
-        if not (name in _HOME and isinstance(value, ModuleType)):
+        if not (_HOME.get(name) and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOME})
+        return sorted(__all__)
 
 
 sys.modules[__name__].__class__ = _Package

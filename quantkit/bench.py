@@ -247,6 +247,8 @@ def sweep_bench(
         setting: how the model runs; ``n_ubatch`` is the step.
         n_gen: single tokens per step; None: a quarter of the step.
         repetitions: of the first step; the median counts.
+
+    Raises RecipeError for a context that is too small; errors of ``quantkit.load``.
     """
     step = setting.n_ubatch
     single = step // 4 if n_gen is None else n_gen

@@ -20,8 +20,9 @@ from quantkit.cpus import available_cpus
 from quantkit.formats.cache_entry import DamagedEntry, Entry, are_intact
 from quantkit.formats.ranges import Buffers
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.cache.store import Store, StoredEntry, open_store
-from quantkit.units import parse_size
+from quantkit.units import format_size, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(HtmlTable):
     """Contents of a cache and its use so far. Times are seconds since 1970; None without entries."""
 
     folder: Path
@@ -60,6 +61,12 @@ class CacheReport:
         """Return the fields for JSON."""
         names = {"hits": "taken", "hit_bytes": "taken_bytes"}
         return {names.get(name, name): value for name, value in asdict(self).items()} | {"folder": str(self.folder)}
+
+    def as_table(self) -> Table:
+        """Return tensors and bytes by model and type."""
+        rows = ((g.model, g.type, g.entries, g.nbytes) for g in self.groups)
+        caption = f"{self.folder}: {self.entries} tensors, {format_size(self.nbytes)} of {format_size(self.limit)}"
+        return table_of("model, type, tensors, bytes", rows, caption)
 
 
 @dataclass(frozen=True, slots=True)

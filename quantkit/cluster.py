@@ -40,7 +40,8 @@ BATCHES_PER_WORKER = 2
 RETRIES, ATTEMPTS = 2, 3
 #: Seconds to wait for a node when none is left.
 PATIENCE = 60.0
-#: Threads of a worker process that encodes: few for the interpreter's lock, many for memory; see docs/cluster.md.
+#: Threads of a worker process that encodes: few for the interpreter's lock, many for memory
+#: (docs/explanation/cluster.md).
 WIDTH = 8
 _LOOK_SECONDS = 1.0
 _WAIT_SECONDS = 0.5

@@ -32,6 +32,7 @@ from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import Buffers, read_range
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.interleave import can_interleave, is_interleaved
 from quantkit.names import tensor_class
@@ -133,7 +134,7 @@ class ClassComparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(HtmlTable):
     """Two models side by side."""
 
     a: tuple[Path, ...]
@@ -153,6 +154,21 @@ class Comparison:
     def identical(self) -> bool:
         """True if everything compared is equal."""
         return not (self.metadata or self.only_a or self.only_b or any(not t.identical for t in self.tensors or ()))
+
+    def as_table(self) -> Table:
+        """Return counts, relative errors and bytes by class; errors are shares, not percent."""
+        groups = (*self.classes, *([self.total] if self.total is not None else ()))
+        rows = (
+            (
+                *(c.name, c.types, c.tensors, c.identical),
+                None if c.error is None else c.error.relative,
+                None if c.error is None else c.error.weighted_relative,
+                *(c.a_bytes, c.b_bytes),
+            )
+            for c in groups
+        )
+        header = "class, types, tensors, identical, relative error, weighted error, bytes A, bytes B"
+        return table_of(header, rows, f"A: {self.a[0].name}, B: {self.b[0].name}")
 
 
 @checked

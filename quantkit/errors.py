@@ -20,6 +20,19 @@ from __future__ import annotations
 import errno
 from typing import NamedTuple, Self
 
+__all__ = [
+    "CODES",
+    "ArgumentError",
+    "ClusterError",
+    "ErrorCode",
+    "FormatError",
+    "QualityGate",
+    "QuantkitError",
+    "RecipeError",
+    "ResourceError",
+    "TypeNotSupported",
+]
+
 
 class ErrorCode(NamedTuple):
     """Cause and remedy of the errors with one code."""
@@ -29,7 +42,7 @@ class ErrorCode(NamedTuple):
 
 
 # fmt: off
-#: All codes. They are stable: a code that is no longer used remains reserved. docs/errors.md is their page.
+#: All codes. They are stable: a code that is no longer used stays reserved. docs/reference/errors.md is their page.
 CODES = {
     # Damaged or unexpected files.
     "QK-E100": ErrorCode("A file is damaged or not of the expected format.", "Download or produce the file again."),
@@ -109,6 +122,32 @@ CODES = {
     "QK-E450": ErrorCode("No node of the cluster can continue.", "Check the nodes; finished work is kept."),
     # The result misses a quality.
     "QK-E500": ErrorCode("The result exists but does not meet the required quality.", "See the message."),
+}
+#: All codes of warnings: of rules and options whose effect is not what it seems. As stable as those of errors.
+WARNINGS = {
+    "QK-W001": ErrorCode("A rule matches no tensor.", "Compare it with the names in `quantkit inspect`."),
+    "QK-W002": ErrorCode("A rule has no effect: other rules decide all tensors that it matches.", "Put the exception first, or remove the rule."),
+    "QK-W003": ErrorCode("A rule for output.weight also matches attn_output.weight.", r"Write `^output\.weight$`."),
+    "QK-W004": ErrorCode("A rule matches only the up or only the gate half of merged experts, and is ignored.", "Write ffn_(up|gate)_exps, or a rule for ffn_gate_up_exps."),
+    "QK-W005": ErrorCode("llama-quantize lower-cases patterns, which changes classes such as `\\S`.", "Write the class as a set, if both programs read the rule."),
+    "QK-W006": ErrorCode("A rule has no effect: an option takes precedence, or the tensors are never quantized.", "Remove the rule or the option."),
+    "QK-W007": ErrorCode("An option for a tensor type has no effect.", "Remove it; the message says why."),
+    "QK-W008": ErrorCode("NVFP4 is written without the scale of the whole tensor that NVIDIA's checkpoints have.", "Convert such a checkpoint with `quantkit convert`, or choose MXFP4 or Q4_K."),
+    "QK-W010": ErrorCode("llama-quantize would ignore the rules with this TYPE, or with --pure; quantkit applies them.", "Nothing, unless both programs must give the same file."),
+    "QK-W011": ErrorCode("No runtime has all types of the file.", "Choose types of llama.cpp or of ik_llama.cpp only."),
+    "QK-W012": ErrorCode("--ffn-gate-type and --ffn-up-type differ, but the experts are merged.", "Give both the same type."),
+    "QK-W013": ErrorCode("Rules give the up and gate halves of merged experts different types, and are ignored.", "Give both halves one type, or write a rule for ffn_gate_up_exps."),
+    "QK-W014": ErrorCode("Rules for up and gate experts apply to merged experts; llama-quantize would skip these.", "Nothing, unless both programs must give the same file."),
+    "QK-W015": ErrorCode("--ffn-up-type or --ffn-gate-type alone applies to both halves of merged experts.", "Nothing, or give both options."),
+    "QK-W016": ErrorCode("ik_llama.cpp would ignore a class option with this TYPE; quantkit applies it.", "Nothing, unless both programs must give the same file."),
+    "QK-W020": ErrorCode("A type does not exist in the runtime, or in any.", "Choose a type that `quantkit types` lists for the runtime."),
+    "QK-W021": ErrorCode("Rows do not divide into blocks of the type: another type replaces it.", "Choose a type with smaller blocks, such as IQ4_NL or Q8_0."),
+    "QK-W022": ErrorCode("A type needs an importance matrix.", "Give --imatrix FILE."),
+    "QK-W023": ErrorCode("A rule matches only tensors that are never quantized, such as norms.", "Remove the rule."),
+    "QK-W024": ErrorCode("The layer number of a rule also matches longer numbers: blk.1 matches blk.10.", r"End the number with `\.`."),
+    "QK-W025": ErrorCode("An unescaped dot in a rule matches more than a dot.", r"Write `\.`."),
+    "QK-W026": ErrorCode("A rule occurs twice.", "Remove one."),
+    "QK-W028": ErrorCode("The program of the recipe's dialect does not read the rule.", "Rewrite it, or convert the recipe with `quantkit recipe convert`."),
 }
 # fmt: on
 

@@ -18,12 +18,13 @@ from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.types import TYPES
-from quantkit.units import round_up
+from quantkit.units import format_size, round_up
 
 #: Facts about a model, in order: label, and key without the architecture.
 MODEL_FACTS: tuple[tuple[str, str], ...] = (
@@ -98,7 +99,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(HtmlTable):
     """The contents of a file, or of all shards of a split one; ``tensors`` and totals cover the selected tensors."""
 
     path: Path
@@ -136,6 +137,13 @@ class Inspection:
     def total(self) -> Group:
         """All of ``tensors``."""
         return _group("total", self.tensors)
+
+    def as_table(self) -> Table:
+        """Return tensors, weights, bytes and bits per weight by class."""
+        groups = (*self.by_class, self.total)
+        rows = ((g.name, ", ".join(g.types), g.tensors, g.values, g.nbytes, g.bpw) for g in groups)
+        caption = f"{self.path.name}: {self.architecture}, {self.file_type_name}, {format_size(self.file_bytes)}"
+        return table_of("class, types, tensors, weights, bytes, bpw", rows, caption)
 
 
 @checked

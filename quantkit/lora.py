@@ -65,7 +65,7 @@ def plan_convert_lora(
     base: str | Path | None = None,
     outtype: str = "f32",
 ) -> Plan:
-    """Plan the conversion of an adapter without writing anything; arguments as for ``convert_lora``."""
+    """Plan the conversion of an adapter without writing anything; arguments and errors as for ``convert_lora``."""
     if outtype not in OUTTYPES:
         raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(OUTTYPES)}", "QK-E203")
     opened = open_adapter(located(adapter), base=None if base is None else located(base), outtype=outtype)

@@ -50,7 +50,21 @@ def merge_up_gate(
     max_ram: int = DEFAULT_MAX_RAM,
     **run: Unpack[RunOptions],
 ) -> MergePlan:
-    """Merge up and gate experts of ``source`` into ``output``: ``plan_merge_up_gate``, then ``run_merge``."""
+    """Merge up and gate experts of ``source`` into one tensor each, byte for byte, and write ``output``.
+
+    Args:
+        source: a GGUF file or any shard of a split one, of any architecture and any types.
+        output: the file to write.
+        reencode: the type of both halves if their types differ; None leaves such layers unchanged.
+        keep_split: shards as in the source; split_max_size: new shards of at most this many bytes.
+        max_ram: bytes that the workers' buffers may take together.
+        run: threads, resume, overwrite, progress: see ``RunOptions``.
+
+    Raises:
+        RecipeError: no layer can be merged; the message has the reasons.
+        FormatError: the file is broken.
+        ResourceError: the output exists, or does not fit the disk.
+    """
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
     run_merge(plan, max_ram=max_ram, **run)
     return plan
@@ -66,7 +80,10 @@ def split_up_gate(
     max_ram: int = DEFAULT_MAX_RAM,
     **run: Unpack[RunOptions],
 ) -> MergePlan:
-    """Split merged experts of ``source`` into ``output``: ``plan_split_up_gate``, then ``run_merge``."""
+    """Split the merged experts of ``source`` and write ``output``, undoing ``merge_up_gate`` exactly.
+
+    Arguments and errors as for ``merge_up_gate``.
+    """
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
     run_merge(plan, max_ram=max_ram, **run)
     return plan
@@ -146,7 +163,7 @@ def _plan(
 # ---------------------------------------------------------------- importance matrices
 
 
-def merge_imatrix(path: str | Path) -> Imatrix:
+def merge_imatrix_entries(path: str | Path) -> Imatrix:
     """Return an importance matrix with the entries of up and gate experts joined under the merged name.
 
     Both see the same input, so either entry is the merged one; the gate's is taken. Raises FormatError.
@@ -154,7 +171,7 @@ def merge_imatrix(path: str | Path) -> Imatrix:
     return with_entries(read_imatrix(path), _merged_entries)
 
 
-def split_imatrix(path: str | Path) -> Imatrix:
+def split_imatrix_entries(path: str | Path) -> Imatrix:
     """Return an importance matrix with every merged entry under both separate names. Raises FormatError."""
     return with_entries(read_imatrix(path), _separate_entries)
 

@@ -91,6 +91,17 @@ class TensorType:
             )
         return self.row_header + n // self.block * self.block_bytes
 
+    def row_values(self, nbytes: int) -> int:
+        """Return the values of a row of ``nbytes`` bytes, the inverse of ``row_bytes``."""
+        blocks, excess = divmod(nbytes - self.row_header, self.block_bytes)
+        if excess or blocks < 1:
+            head = f"{self.row_header} bytes and " if self.row_header else ""
+            raise TypeNotSupported(
+                f"a row of {self.name} is {head}blocks of {self.block_bytes} bytes; {nbytes} bytes do not divide",
+                "QK-E303",
+            )
+        return blocks * self.block
+
     def tensor_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a tensor of ggml shape ``shape`` (ne order, innermost first); of a scalar it is ()."""
         row, rows = self.row_bytes(shape[0] if shape else 1), math.prod(shape[1:])

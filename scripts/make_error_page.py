@@ -1,34 +1,47 @@
-"""Write docs/errors.md, the page of error codes, from quantkit.errors.CODES."""
+"""Write docs/reference/errors.md, the page of codes, from quantkit.errors.CODES and WARNINGS."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from quantkit.errors import CODES
+from quantkit.errors import CODES, WARNINGS, ErrorCode
 
-PAGE = Path(__file__).parent.parent / "docs/errors.md"
+PAGE = Path(__file__).parent.parent / "docs/reference/errors.md"
 _AREAS = {
-    "1": ("Files", "exit code 1"),
-    "2": ("Options, rules and arguments", "exit code 2"),
-    "3": ("What this version supports", "exit code 1"),
-    "4": ("Disk, memory, packages, devices", "exit code 1"),
-    "5": ("Quality", "exit code 3"),
+    "QK-E1": ("Errors: files", "Exit code 1."),
+    "QK-E2": ("Errors: options, rules and arguments", "Exit code 2."),
+    "QK-E3": ("Errors: what this version supports", "Exit code 1."),
+    "QK-E4": ("Errors: disk, memory, packages, devices", "Exit code 1."),
+    "QK-E5": ("Errors: quality", "Exit code 3."),
+    "QK-W0": (
+        "Warnings: rules and options for types",
+        "Printed by `quantize`, `convert` and `recipe lint`; the exit code stays the same, except that `recipe lint` "
+        "counts some as errors.",
+    ),
 }
+_HEAD = """\
+# Error and warning codes
+
+Every error of the command line ends with a code in brackets; in Python it is `QuantkitError.code`. The
+message names the file, tensor, rule or option; the code stays the same when a message is reworded. Errors in
+the use of the command line itself (a misspelt option) have exit code 2 and no code. A warning begins with its code.
+"""
+
+
+def _row(name: str, code: ErrorCode) -> str:
+    cells = (cell.replace("|", "\\|") for cell in (name, code.cause, code.remedy))
+    return f"| {' | '.join(cells)} |"
 
 
 def error_page() -> str:
     """Return the page as Markdown: a table for each hundred of codes."""
-    lines = [
-        "# Error codes",
-        "",
-        "Every error of the command line ends with a code in brackets; in Python it is `QuantkitError.code`. The",
-        "message names the file, tensor, rule or option; the code stays the same when a message is reworded. Errors in",
-        "the use of the command line itself (a misspelt option) have exit code 2 and no code.",
-    ]
-    for digit, (area, exit_code) in _AREAS.items():
-        lines += ["", f"## {area} ({exit_code})", "", "| code | cause | remedy |", "|---|---|---|"]
-        lines += [f"| {name} | {c.cause} | {c.remedy} |" for name, c in CODES.items() if name[len("QK-E")] == digit]
-    return "\n".join(lines) + "\n"
+    codes: Mapping[str, ErrorCode] = CODES | WARNINGS
+    lines = [_HEAD]
+    for prefix, (title, text) in _AREAS.items():
+        lines += [f"## {title}", "", text, "", "| code | cause | remedy |", "|---|---|---|"]
+        lines += [*(_row(name, code) for name, code in codes.items() if name.startswith(prefix)), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

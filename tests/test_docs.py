@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.kernels.cuda.core.generated import headers
+from site_sources import PAGES, ROOT, generated
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("quantkit", "tests", "scripts", "benchmarks")
 KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
 #: Matches the name of a file, with or without folders: a whole one, without wildcards or <parts> to fill in.
@@ -24,6 +24,8 @@ EXTERNAL = {
     "convert_hf_to_gguf_update.py",
     "convert_lora_to_gguf.py",
     "gguf_convert_endian.py",
+    "gguf_new_metadata.py",
+    "gguf_set_metadata.py",
     "gpu_check.md",
     "OUT/gpu_check.md",
     "OUT.npz",
@@ -46,10 +48,10 @@ EXTERNAL |= {
 
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
 FILES |= headers().keys()  # made when a module is compiled
+FILES |= generated().keys()  # made when the site is built
 #: The same, and what remains of them without the first folders.
 SUFFIXES = {name[start:] for name in FILES for start in (0, *(i + 1 for i, letter in enumerate(name) if letter == "/"))}
 SOURCES = sorted(p for f in FOLDERS for kind in ("py", "cu", "cuh") for p in (ROOT / f).rglob(f"*.{kind}"))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 def prose(path: Path) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Names are the field's (docs/glossary.md): nouns for things, verbs for functions, no bare participle or pronoun."""
+"""Names are the field's: nouns for things, verbs for functions, no bare participle or pronoun.
+
+The words are those of docs/explanation/glossary.md.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,6 @@ EXCEPTIONS = {
     "quantkit/report/measure.py": {"known"},
     "quantkit/options/search.py": {"same"},
     "quantkit/options/sensitivity.py": {"together"},
-    "quantkit/sensitivity/measure.py": {"done"},
     # Rows and helpers of the tables of checkpoints, which some 250 rows spell out.
     "scripts/checkpoint_table.py": {"more"},
     "scripts/checkpoint_table_encoders.py": {"given", "more"},

@@ -16,16 +16,16 @@ ROOT = Path(__file__).parent.parent / "quantkit"
 #: What each part may import, besides itself.
 FLOOR = {
     *("version", "types", "errors", "arguments", "extras", "units", "names", "cpus", "foreign", "patterns"),
-    *("mapping", "process", "records"),
+    *("mapping", "process", "progress", "records", "html_table"),
 }
 #: Modules of their own kind, neither floor nor verbs.
 STANDALONE = {"cluster"}
 ALLOWED = {
-    "quantkit": {"version", "verbs", "errors", "model"},
+    "quantkit": {"version", "verbs", "errors", "formats", "kernels", "model", "progress"},
     "version": set(),
     "types": {"errors"},
     "errors": set(),
-    **dict.fromkeys(("units", "names", "cpus", "mapping", "process"), set()),
+    **dict.fromkeys(("units", "names", "cpus", "mapping", "process", "progress", "html_table"), set()),
     "extras": {"errors"},
     "arguments": {"errors", "types"},
     "foreign": {"errors", "names", "units"},
@@ -48,7 +48,7 @@ _BLOCK = {"builder", "ops"}
 #: What each module or package within a package may import of the same package, besides itself and the package.
 WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit": {
-        **dict.fromkeys(("bench", "cache"), set[str]()),
+        **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
         "calibration": set(),
         "compare": set(),
         "inspect": set(),
@@ -75,6 +75,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "sources"), set()),
         **dict.fromkeys(("fusion", "placement", "cost", "observers", "scale_sites", "selection"), {"ops"}),
         "stages": {"observers", "ops"},
+        "activations": {"observers", "ops", "stages"},
         "check": {"batch", "ops"},
         "builder": {"arch", "hparams", "ops"},
         **dict.fromkeys(("attention", "feed_forward", "hyper_connections", "indexer", "recurrent"), _BLOCK),
@@ -94,7 +95,18 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "ops"},
-        "engine": {"backends", "batch", "check", "cost", "fusion", "graph", "hparams", "ops", "placement"}
+        "engine": {
+            "activations",
+            "backends",
+            "batch",
+            "check",
+            "cost",
+            "fusion",
+            "graph",
+            "hparams",
+            "ops",
+            "placement",
+        }
         | {"selection", "sources"},
     },
     "quantkit.model.backends": {

@@ -27,6 +27,7 @@ from quantkit.calibration.passages import Deduplicator, passage_hash, split_pass
 from quantkit.errors import FormatError, RecipeError, ResourceError, os_error_code
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, read_whole
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 
 CALIBRATION = "calibration.txt"
 EVALUATION = "evaluation.txt"
@@ -68,7 +69,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Corpus(HtmlTable):
     """Both texts, and the options and inputs that they were built from."""
 
     calibration: Part
@@ -95,6 +96,13 @@ class Corpus:
                 for i in self.inputs.files
             ],
         }
+
+    def as_table(self) -> Table:
+        """Return both texts."""
+        rows = (
+            (part.file, part.nbytes, len(part.passages), part.sha256) for part in (self.calibration, self.evaluation)
+        )
+        return table_of("text, bytes, passages, SHA-256", rows)
 
 
 @checked

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quantkit.cli._options import GroupedCommand, claim, echo_notes, on_command_line, option, options
+from quantkit.cli._options import GroupedCommand, echo_notes, on_command_line, option, options
 from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli.imatrix_collect import collect, collect_options
 from quantkit.cli.imatrix_diff import diff
-from quantkit.cli.imatrix_show import experts_of, show
-from quantkit.formats.imatrix import Format, Imatrix, format_of, read_imatrix, write_imatrix
-from quantkit.imatrix import apply_fill, convert, filled_experts, merge, with_names, without_fill
+from quantkit.cli.imatrix_show import show
+from quantkit.imatrix import ImatrixFile, convert_imatrix, merge_imatrix
 from quantkit.names import printable
 from quantkit.options.imatrix import FILLS, FORMATS, NAMES
 from quantkit.units import format_count, format_size
@@ -109,11 +107,7 @@ def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **
     quantkit imatrix merge code.gguf chat.gguf wiki.dat -o all.gguf
     quantkit imatrix merge part-*.gguf -o all.dat
     """
-    output = claim(output, *inputs, model, overwrite=options["overwrite"])
-    imatrices = [read_imatrix(path) for path in inputs]
-    experts = experts_of(model, {name for i in imatrices for name in i.entries})
-    result = merge(imatrices, chunk_size=options["chunk_size"], experts=experts)
-    _finish(output, result.imatrix, result.notes, experts, options)
+    _report(merge_imatrix(inputs, output, model=model, format=options.pop("kind"), **options))
 
 
 @command.command("convert", cls=GroupedCommand, short_help="Convert between GGUF and .dat; rename or fill experts.")
@@ -131,43 +125,18 @@ def convert_command(source: Path, output: Path, model: Path | None, **options: A
     quantkit imatrix convert -m model-bf16.gguf imatrix.dat imatrix.gguf
     quantkit imatrix convert --names separate --fill mean merged.gguf separate.gguf
     """
-    output = claim(output, source, model, overwrite=options["overwrite"])
-    imatrix = read_imatrix(source)
-    _finish(output, imatrix, (), experts_of(model, imatrix.entries), options)
+    _report(convert_imatrix(source, output, model=model, format=options.pop("kind"), **options))
 
 
-def _finish(
-    output: Path, imatrix: Imatrix, notes: Iterable[str], experts: Mapping[str, int], options: Mapping[str, Any]
-) -> None:
-    """Rename, fill, convert and write; print a summary."""
-    kind: Format = options["kind"] or format_of(output)
-    all_notes = list(notes)
-    size = options["chunk_size"]
-    if options["fill"] is not None and imatrix.format == "dat":
-        converted = convert(imatrix, "gguf", chunk_size=size, experts=experts)
-        imatrix, all_notes = converted.imatrix, [*all_notes, *converted.notes]
-    if options["names"] is not None:
-        imatrix = with_names(imatrix, options["names"])
-    if options["fill"] is not None:
-        imatrix = apply_fill(imatrix, options["fill"])
-        all_notes += _fill_notes(imatrix)
-    converted = convert(imatrix, kind, chunk_size=size, experts=experts)
-    write_imatrix(output, converted.imatrix, kind, chunk_size=size)
-    echo_notes(dict.fromkeys((*all_notes, *converted.notes)))
-    result = converted.imatrix
+def _report(file: ImatrixFile) -> None:
+    """Print the notes on a file that was written, and a summary."""
+    echo_notes(file.notes)
+    assert file.path is not None
+    result = file.imatrix
     tokens = result.chunk_count * result.chunk_size
     content = f"{len(result.entries)} entries, {result.chunk_count} chunks"
-    about = f" of {result.chunk_size} tokens ({format_count(tokens)})" if tokens and kind == "gguf" else ""
-    click.echo(f"{printable(str(output))}: {content}{about}, {format_size(output.stat().st_size)}")
-
-
-def _fill_notes(imatrix: Imatrix) -> list[str]:
-    fills = filled_experts(imatrix)
-    left = [n for n, e in without_fill(imatrix).entries.items() if not e.counts.any() and n not in fills]
-    notes = [f"{sum(map(len, fills.values()))} experts without tokens filled in {len(fills)} entries"]
-    if left:
-        notes.append(f"nothing to fill from, since no expert has tokens: {', '.join(left)}")
-    return notes
+    about = f" of {result.chunk_size} tokens ({format_count(tokens)})" if tokens and file.format == "gguf" else ""
+    click.echo(f"{printable(str(file.path))}: {content}{about}, {format_size(file.path.stat().st_size)}")
 
 
 command.add_command(show)

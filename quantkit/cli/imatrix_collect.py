@@ -27,7 +27,7 @@ from quantkit.cli._options import (
 from quantkit.cli._paths import IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place
 from quantkit.cli._plot import Figure, Line, LinePanel, check_plot, draw
 from quantkit.cli._table import table
-from quantkit.cli.imatrix_show import coverage_table, experts_of, findings, show
+from quantkit.cli.imatrix_show import coverage_table, findings, show
 from quantkit.evaluate import Estimate
 from quantkit.extras import CHAT
 from quantkit.formats.imatrix import format_of, read_imatrix, write_imatrix
@@ -44,6 +44,7 @@ from quantkit.imatrix import (
     with_names,
 )
 from quantkit.imatrix.coverage import HARDLY
+from quantkit.imatrix.show import experts_of
 from quantkit.imatrix.snapshot import snapshot_path
 from quantkit.kernels.first_run import working_seconds
 from quantkit.names import printable

@@ -13,10 +13,8 @@ import click
 from quantkit.cli._options import DiffError, GroupedCommand, json_value, option, setting, to_json
 from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli._table import format_list, table
-from quantkit.cli.imatrix_show import experts_of
 from quantkit.errors import QuantkitError
-from quantkit.formats.imatrix import read_imatrix
-from quantkit.imatrix import Difference, TensorDifference, difference
+from quantkit.imatrix import Difference, TensorDifference, diff_imatrix
 from quantkit.names import printable, shorten
 
 _SCOPE, _OUT = "Comparison", "Output"
@@ -54,9 +52,7 @@ def diff(
     quantkit imatrix diff --min-tokens 1000 --fail-above 0.01 llama.cpp.gguf ours.gguf
     """
     try:
-        one, two = (read_imatrix(path, check=False) for path in (a, b))
-        experts = experts_of(model, one.entries.keys() | two.entries.keys())
-        result = difference(one, two, min_tokens=min_tokens, experts=experts)
+        result = diff_imatrix(a, b, model=model, min_tokens=min_tokens)
     except QuantkitError as e:
         raise DiffError(e) from e
     beyond = [] if fail_above is None else result.beyond(fail_above)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from quantkit.cli._options import SHARE, GroupedCommand, claim, json_value, one_
 from quantkit.cli._paths import IMATRIX, MODEL, Place
 from quantkit.cli._plot import check_plot, draw
 from quantkit.cli._table import format_list, table
-from quantkit.formats.gguf import open_model
-from quantkit.formats.imatrix import Imatrix, read_imatrix
+from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.outputs import atomic_write
 from quantkit.imatrix import (
     Coverage,
@@ -25,10 +24,8 @@ from quantkit.imatrix import (
     LayerStatistics,
     Statistics,
     TensorStatistics,
-    coverage,
-    expert_counts,
     filled_experts,
-    statistics,
+    show_imatrix,
 )
 from quantkit.imatrix.coverage import HARDLY
 from quantkit.imatrix.fill import FILL_KEY
@@ -88,9 +85,8 @@ def show(
     if plot is not None:
         kind = check_plot(plot)
         plot = claim(plot, path, model, overwrite=overwrite)
-    imatrix = read_imatrix(path, check=False)
-    covered = coverage_of(imatrix, model, process_output, hardly)
-    figures = statistics(imatrix)
+    contents = show_imatrix(path, model=model, process_output=process_output, hardly=hardly)
+    imatrix, covered, figures = contents.imatrix, contents.coverage, contents.statistics
     if plot is not None:
         with atomic_write(plot) as part:
             part.write_bytes(draw(figure_of(imatrix, covered, figures), kind))
@@ -101,23 +97,6 @@ def show(
     )
     if require_coverage is not None:
         covered.check(require_coverage)
-
-
-def coverage_of(imatrix: Imatrix, model: Path | None, process_output: bool, hardly: int = HARDLY) -> Coverage:
-    """Return the coverage of a model by an importance matrix, or without one of its own entries."""
-    if model is None:
-        return coverage(imatrix, hardly=hardly)
-    with open_model(model) as file:
-        arch = str(file.get("general.architecture", ""))
-        return coverage(imatrix, file.tensors.values(), arch=arch, process_output=process_output, hardly=hardly)
-
-
-def experts_of(model: Path | None, entries: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts of each entry, according to a model's file."""
-    if model is None:
-        return {}
-    with open_model(model) as file:
-        return expert_counts(entries, file.tensors.values())
 
 
 def _text(imatrix: Imatrix, covered: Coverage, figures: Statistics, *, per_tensor: bool) -> str:

@@ -40,9 +40,9 @@ def command(
     Bytes are copied, not re-encoded (except with --reencode): for each expert the gate rows, then the up rows; the same
     for biases. Layers that cannot be merged are left unchanged and listed. `quantkit split-up-gate` undoes it exactly.
     """
-    from quantkit.merge import merge_imatrix, plan_merge_up_gate
+    from quantkit.merge import merge_imatrix_entries, plan_merge_up_gate
 
     cache_run = cache_arguments(cache, cache_size)
     output = located(output, spool)
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
-    run_merge_plan(plan, merge_imatrix, **run, **cache_run)
+    run_merge_plan(plan, merge_imatrix_entries, **run, **cache_run)

@@ -25,7 +25,16 @@ from quantkit.cli._table import fold, format_list, table
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.outputs import atomic_write
 from quantkit.names import printable, shorten
-from quantkit.recipes import DIALECTS, RecipeDiff, RecipeSummary, Sum, convert, diff, lint, show
+from quantkit.recipes import (
+    DIALECTS,
+    RecipeDiff,
+    RecipeSummary,
+    Sum,
+    convert_recipe,
+    diff_recipe,
+    lint_recipe,
+    show_recipe,
+)
 from quantkit.types import TensorType, type_by_name
 from quantkit.units import format_count, format_size
 
@@ -94,7 +103,9 @@ def lint_command(
 
     Exit code 1 if there is an error; warnings alone give 0.
     """
-    findings = lint(recipe, model=model, dialect=dialect, runtime=runtime, title=title, imatrix=imatrix is not None)
+    findings = lint_recipe(
+        recipe, model=model, dialect=dialect, runtime=runtime, title=title, imatrix=imatrix is not None
+    )
     errors = sum(f.severity == "error" for f in findings)
     if as_json:
         rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in findings]
@@ -154,7 +165,7 @@ def show_command(
     Sizes by device are those of weights; caches and buffers come on top. "per token" counts the bytes read to generate
     a token: of experts those in use, of embeddings one row.
     """
-    contents = show(
+    contents = show_recipe(
         recipe,
         model=model,
         title=title,
@@ -264,7 +275,7 @@ def convert_command(
     to_stdout = str(output) == "-"
     if not to_stdout:
         output = claim(output, source, model, overwrite=overwrite)
-    result = convert(source, to, dialect=dialect, model=model, replace=dict(map(_replacement, replace)))
+    result = convert_recipe(source, to, dialect=dialect, model=model, replace=dict(map(_replacement, replace)))
     if to_stdout:
         click.echo(result.text, nl=False)
     else:
@@ -299,7 +310,7 @@ def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: b
     Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
     """
     try:
-        result = diff(a, b, model=model, title=title)
+        result = diff_recipe(a, b, model=model, title=title)
     except QuantkitError as e:
         raise DiffError(e) from e
     click.echo(to_json(_diff_dict(result)) if as_json else _differences(result, full=per_tensor))

@@ -29,7 +29,8 @@ from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.options.sensitivity import MEASUREMENT, RUN, TEXT
-from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, SensitivityProgress, sensitivity
+from quantkit.progress import Progress
+from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, sensitivity
 from quantkit.sensitivity.experts import experts_summary
 from quantkit.units import format_seconds, format_size
 
@@ -118,13 +119,13 @@ class _Bar:
             else None
         )
 
-    def update(self, now: SensitivityProgress) -> None:
+    def update(self, now: Progress) -> None:
         """Show the progress of a run."""
         if self._bar is not None:
             self._bar.total = now.total
             if now.text:
                 self._bar.set_description_str(printable(now.text), refresh=False)
-            self._bar.update(now.done - self._bar.n)
+            self._bar.update(now.current - self._bar.n)
 
     def close(self) -> None:
         """Remove the bar."""

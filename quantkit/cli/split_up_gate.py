@@ -22,8 +22,8 @@ def command(
     Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards, metadata. Also splits files that other
     programs merged.
     """
-    from quantkit.merge import plan_split_up_gate, split_imatrix
+    from quantkit.merge import plan_split_up_gate, split_imatrix_entries
 
     output = located(output, spool)
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
-    run_merge_plan(plan, split_imatrix, **run)
+    run_merge_plan(plan, split_imatrix_entries, **run)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quantkit.catalog import TypeRow, types
+from quantkit.catalog import presets as all_presets
 from quantkit.cli._options import GroupedCommand, claim, option
 from quantkit.cli._paths import Place, preset_use
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.cli._table import table
 from quantkit.formats.outputs import atomic_write
-from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import base_of
-from quantkit.kernels.tensor_scale import decoded_as
-from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
+from quantkit.pipeline.presets import PRESET_ALIASES, Preset
 from quantkit.pipeline.quality import QUALITY
-from quantkit.types import TYPES, TensorType
+from quantkit.types import TensorType
 
 FILE = Place()
 _SCOPE, _OUT = "Selection", "Output"
@@ -63,24 +63,23 @@ TYPE may also be any weight type that `quantkit types` lists, unmixed."""
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
 def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, as_json: bool) -> None:
     """List the tensor types of llama.cpp and ik_llama.cpp, with --presets also their presets."""
-    types = [t for t in TYPES if tree is None or t.is_in(tree)]
-    selected = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
+    catalog, selected = types(tree), all_presets(tree)
     if plot is not None:
         kind, plot = check_plot(plot), claim(plot, overwrite=overwrite)
         with atomic_write(plot) as part:
-            part.write_bytes(draw(_figure(types), kind))
+            part.write_bytes(draw(_figure([row.type for row in catalog]), kind))
     if as_json:
-        result: dict[str, Any] = {"types": [_type_dict(t) for t in types]}
+        result: dict[str, Any] = {"types": [row.as_dict() for row in catalog]}
         if presets:
             result |= {"presets": [_preset_dict(p) for p in selected], "aliases": PRESET_ALIASES}
         click.echo(json.dumps(result, indent=2))
         return
-    click.echo(_type_table(types))
+    click.echo(_type_table(catalog))
     if presets:
         click.echo("\n" + _preset_table(selected))
 
 
-def _type_table(types: list[TensorType]) -> str:
+def _type_table(catalog: Sequence[TypeRow]) -> str:
     header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes"]
     header += ["error", "speed", "imatrix", "refused", "codec"]
     rows = [
@@ -94,25 +93,26 @@ def _type_table(types: list[TensorType]) -> str:
             t.interleave if t.interleave > 1 else "",
             t.family,
             t.trees,
-            f"{quality.error:.3g}" if (quality := QUALITY.get(t.name)) else "",
-            quality.speed if quality else "",
+            "" if row.error is None else f"{row.error:.3g}",
+            row.speed or "",
             t.imatrix,
             t.needs_imatrix,
-            _codec(t),
+            _codec(row),
         )
-        for t in types
+        for row in catalog
+        for t in [row.type]
     ]
     text = table(header, rows, left=(1, 7, 8, 10, 11, 12, 13), droppable=(5, 6, 12, 4, 3))
-    return f"{text}\n\n{len(types)} types.\n{_TYPES_LEGEND}"
+    return f"{text}\n\n{len(rows)} types.\n{_TYPES_LEGEND}"
 
 
-def _codec(t: TensorType) -> str:
-    if has_encoder(t):
+def _codec(row: TypeRow) -> str:
+    if row.encoder:
         return "full"
-    return "decode" if has_decoder(decoded_as(t)) else "-"
+    return "decode" if row.decoder else "-"
 
 
-def _preset_table(presets: list[Preset]) -> str:
+def _preset_table(presets: Sequence[Preset]) -> str:
     header = ["number", "name", "base type", "runtimes", "use", "description"]
     rows = [(p.ftype, p.name, p.base or "", p.trees, preset_use(p) or "-", p.description) for p in presets]
     aliases = ", ".join(f"{alias} is {name}" for alias, name in PRESET_ALIASES.items())
@@ -120,18 +120,6 @@ def _preset_table(presets: list[Preset]) -> str:
         f"{table(header, rows, left=(1, 2, 3, 4, 5))}\n\n"
         f"{len(presets)} presets; as in llama-quantize {aliases}.\n{_PRESETS_LEGEND}"
     )
-
-
-def _type_dict(t: TensorType) -> dict[str, Any]:
-    quality = QUALITY.get(t.name)
-    return {
-        **asdict(t),
-        "bits_per_weight": t.bpw,
-        "weighted_error": quality.error if quality else None,
-        "encoding": quality.speed if quality else None,
-        "encoder": has_encoder(t),
-        "decoder": has_decoder(decoded_as(t)),
-    }
 
 
 def _figure(types: list[TensorType]) -> Scatter:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from quantkit.cook.state import State, StepRecord, value_digest
 from quantkit.errors import QuantkitError, ResourceError
 from quantkit.kernels.first_run import working_seconds
+from quantkit.progress import Progress, ProgressCallback
 
 Facts = dict[str, Any]
 
@@ -128,6 +129,25 @@ class NullObserver:
 
     def finish(self, number: int, count: int, step: Step, record: StepRecord) -> None:
         pass
+
+
+class StepCounter(NullObserver):
+    """An observer that calls a function with the steps done, counting a part of the current one."""
+
+    def __init__(self, report: ProgressCallback) -> None:
+        self.report = report
+        self.number, self.count, self.name = 0, 0, ""
+
+    def start(self, number: int, count: int, decision: Decision) -> None:
+        self.number, self.count, self.name = number, count, decision.step.name
+        self.progress(0, 1, "")
+
+    def progress(self, current: float, total: float, text: str) -> None:
+        share = current / total if total else 0.0
+        self.report(Progress(self.number - 1 + share, self.count, f"{self.name}: {text}" if text else self.name))
+
+    def finish(self, number: int, count: int, step: Step, record: StepRecord) -> None:
+        self.report(Progress(number, count, step.name))
 
 
 @dataclass(frozen=True)

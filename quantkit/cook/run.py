@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.arguments import checked
 from quantkit.cook.config import Config, TargetSettings, read_config, text_consumers
-from quantkit.cook.engine import Decision, NullObserver, Observer, RunRecord, Step, decide, run_steps
+from quantkit.cook.engine import Decision, NullObserver, Observer, RunRecord, Step, StepCounter, decide, run_steps
 from quantkit.cook.report_step import card_path, page_path, report_step
 from quantkit.cook.search_steps import candidates_step, search_step, sensitivity_step
 from quantkit.cook.source import Model, read_source
@@ -31,7 +31,9 @@ from quantkit.extras import CHAT, REPORT, SEARCH, MissingPackages, check_extras,
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart, drop_lock, take_lock
 from quantkit.formats.own_json import read_own_json
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.fallback import fallback_line
+from quantkit.progress import ProgressCallback
 from quantkit.units import format_size
 
 
@@ -53,7 +55,7 @@ class TargetResult:
 
 
 @dataclass(frozen=True)
-class CookResult:
+class CookResult(HtmlTable):
     """Result of a cook: names of the steps that ran, a record per target, and the files of the report, if any."""
 
     executed: tuple[str, ...]
@@ -61,9 +63,14 @@ class CookResult:
     reports: tuple[Path, ...] = ()
     seconds: float = 0.0
 
+    def as_table(self) -> Table:
+        """Return the files with their divergence, in nats per token."""
+        rows = ((t.target, t.path, t.nbytes, t.kld, t.kld_error, t.ppl_ratio) for t in self.targets)
+        return table_of("target, file, bytes, KL divergence, its standard error, perplexity / model's", rows)
+
 
 @dataclass(frozen=True)
-class CookPlan:
+class CookPlan(HtmlTable):
     """A cook before any work: its steps, and the decision about each. ``notes``: for the user."""
 
     config: Config
@@ -72,15 +79,30 @@ class CookPlan:
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...] = field(default=())
 
+    def as_table(self) -> Table:
+        """Return the steps, whether each would run, and its estimated bytes and seconds."""
+        rows = (
+            (d.step.name, d.step.title, d.reason, None if d.up_to_date else d.step.estimate().seconds)
+            for d in self.decisions
+        )
+        return table_of("step, action, state, seconds", rows, f"{self.config.model} to {self.config.output}")
+
 
 @checked
-def cook(config: str | Path | Config, *, targets: Sequence[str] = (), observer: Observer | None = None) -> CookResult:
+def cook(
+    config: str | Path | Config,
+    *,
+    targets: Sequence[str] = (),
+    progress: ProgressCallback | None = None,
+    observer: Observer | None = None,
+) -> CookResult:
     """Run the steps of a TOML file or a ``Config`` that are not up to date.
 
     Args:
         config: a TOML file as ``quantkit cook init`` writes it, or its content.
         targets: targets that replace those of the file: "Q4_K_M", "12.3G", "4.2bpw", "kld=0.01".
-        observer: receives the start, the progress and the end of every step.
+        progress: called with the steps done so far, a part of the current one included, and its name.
+        observer: receives the start, the progress and the end of every step, instead.
 
     Raises:
         RecipeError: an invalid key, value or combination; before any work.
@@ -89,7 +111,9 @@ def cook(config: str | Path | Config, *, targets: Sequence[str] = (), observer: 
         QualityGate: all files are written, and one diverges more than its max_kld.
     """
     settings = read_config(config, targets) if isinstance(config, (str, Path)) else config
-    observer = observer or NullObserver()
+    if progress is not None and observer is not None:
+        raise RecipeError("progress and observer both receive the progress of a cook: give one of them", "QK-E201")
+    observer = observer or (NullObserver() if progress is None else StepCounter(progress))
     plan = plan_cook(settings)
     for note in plan.notes:
         observer.note(note)

@@ -119,7 +119,7 @@ def sensitivity_step(paths: Paths) -> Step:
                 resume=True,
                 overwrite=True,
             ),
-            progress=lambda now: progress(now.done, now.total, now.text),
+            progress=lambda now: progress(now.current, now.total, now.text),
         )
         for note in result.settings.get("notes", ()):
             progress.note(note)

@@ -134,7 +134,7 @@ _HEAD = (
     "#",
     "# A target is a preset (`quantkit types --presets`), or a goal, for which a search finds the best types: a size",
     '# ("12.3G"), bits per weight ("4.2bpw"), or a divergence from the model ("kld=0.01"). "+feedback" after a goal is',
-    "# slower and gives a lower divergence at the same size (docs/error-feedback.md).",
+    "# slower and gives a lower divergence at the same size (docs/explanation/error-feedback.md).",
 )
 #: Heads of tables whose options are not cook's own.
 _HEADS = {

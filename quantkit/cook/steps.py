@@ -21,7 +21,7 @@ from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
 from quantkit.imatrix.covariance import CovarianceProgress, covariance
 from quantkit.imatrix.snapshot import snapshot_path
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.pipeline.progress import RunProgress
 from quantkit.pipeline.run import RunOptions
 
 #: Bytes up to which base logits have the whole vocabulary; beyond, only the most probable tokens.
@@ -120,7 +120,7 @@ class Paths:
             "threads": self.threads or None,
             "resume": True,
             "overwrite": True,
-            "observer": RunProgress(progress, total),
+            "observer": RunProgress(progress, total, progress.note),
         }
 
     @property
@@ -150,32 +150,6 @@ def _size(path: Path, default: int) -> int:
         return path.stat().st_size
     except OSError:
         return default
-
-
-class RunProgress:
-    """Reports the progress of a run of a plan."""
-
-    def __init__(self, progress: StepProgress, total: int) -> None:
-        self.progress, self.total = progress, total
-        self.position, self.stage = 0, ""
-
-    def on_resume(self, tensors: int, nbytes: int) -> None:
-        self.progress.note(f"continues after {tensors} tensors")
-        self.on_write(nbytes)
-
-    def on_write(self, nbytes: int) -> None:
-        self.position += nbytes
-        self.progress(self.position, self.total, self.stage)
-
-    def on_tensor(self, tensor: PlannedTensor) -> None:
-        pass
-
-    def on_note(self, text: str) -> None:
-        self.progress.note(text)
-
-    def on_stage(self, stage: int, stages: int, tokens: int, total: int) -> None:
-        self.stage = f"stage {stage + 1} of {stages}"
-        self.progress(self.position, self.total, self.stage)
 
 
 # ---------------------------------------------------------------- the steps

@@ -24,9 +24,10 @@ from quantkit.evaluate.on_nodes import NodeModel, split_nodes
 from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, loaded_model
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.scoring import score_text
-from quantkit.evaluate.statistics import KldSums, Scores, finite
+from quantkit.evaluate.statistics import Estimate, KldSums, Scores, finite
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 
 
@@ -37,10 +38,25 @@ class KldProgress(NamedTuple):
     n_chunks: int
     sums: KldSums
 
+    @property
+    def current(self) -> int:
+        return self.chunk
+
+    @property
+    def total(self) -> int:
+        return self.n_chunks
+
+    @property
+    def text(self) -> str:
+        return f"KL divergence {self.sums.kld.mean.text(5)}"
+
 
 @dataclass(frozen=True)
-class Kld:
-    """Result of ``kld``. bound: of the error of the mean divergence (0 with llama.cpp's base)."""
+class Kld(HtmlTable):
+    """Result of ``kld``. mean: the mean KL divergence, in nats per token, with its standard error.
+
+    ``sums`` has all other statistics. bound: of the error of the mean divergence (0 with llama.cpp's base).
+    """
 
     model: Path
     base: Path
@@ -54,6 +70,10 @@ class Kld:
     sums: KldSums
     seconds: float
     notes: tuple[str, ...]
+
+    @property
+    def mean(self) -> Estimate:
+        return self.sums.kld.mean
 
     @property
     def bound(self) -> float:
@@ -87,6 +107,22 @@ class Kld:
             "p_diff_rms": sums.rms_p_diff.as_dict(),
             "same_top_p": sums.same_top_p.as_dict(),
         }
+
+    def as_table(self) -> Table:
+        """Return the statistics, with standard errors; divergences in nats per token, probabilities as shares."""
+        sums = self.sums
+        estimates = {
+            "mean KL divergence": sums.kld.mean,
+            "perplexity": sums.nll.ppl,
+            "perplexity of the base": sums.nll_base.ppl,
+            "perplexity / base's": sums.ratio,
+            "root mean square of dp": sums.rms_p_diff,
+            "same top token": sums.same_top_p,
+        }
+        rows: list[tuple[str, float, float | None]] = [(name, *estimate) for name, estimate in estimates.items()]
+        rows += [(f"KL divergence, {label}", value, None) for label, value in sums.kld_distribution().rows]
+        caption = f"{self.model.name}: {sums.n:,} tokens scored, {self.n_chunks} chunks of {self.n_ctx}"
+        return table_of("statistic, value, standard error", rows, caption)
 
 
 @checked

@@ -43,6 +43,7 @@ from quantkit.formats.logits import (
 )
 from quantkit.formats.outputs import Output, atomic_write, check_apart
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 
 F64 = npt.NDArray[np.float64]
@@ -95,9 +96,21 @@ class PerplexityProgress(NamedTuple):
     ppl: Estimate
     log_ppl: Estimate
 
+    @property
+    def current(self) -> int:
+        return self.chunk
+
+    @property
+    def total(self) -> int:
+        return self.n_chunks
+
+    @property
+    def text(self) -> str:
+        return f"perplexity {self.ppl.text(4)}"
+
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(HtmlTable):
     """Result of ``perplexity``; running: the value after each chunk."""
 
     model: Path
@@ -114,6 +127,12 @@ class Perplexity:
     seconds: float
     saved: Path | None = None
     notes: tuple[str, ...] = field(default=())
+
+    def as_table(self) -> Table:
+        """Return the perplexity and its logarithm, with standard errors."""
+        rows = (("perplexity", *self.ppl), ("ln(perplexity)", *self.log_ppl))
+        caption = f"{self.model.name}: {self.n_scored:,} tokens scored, {self.n_chunks} chunks of {self.n_ctx}"
+        return table_of("statistic, value, standard error", rows, caption)
 
 
 @checked

@@ -53,7 +53,7 @@ from quantkit.imatrix.on_nodes import (
     note_likelihoods,
 )
 from quantkit.imatrix.rows import expert_counts
-from quantkit.imatrix.snapshot import Progress, Snapshot, clear, snapshot_path
+from quantkit.imatrix.snapshot import RunState, Snapshot, clear, snapshot_path
 from quantkit.imatrix.statistics import with_stats
 from quantkit.imatrix.texts import Chunks, TokenizedText, chat_part, cut_chunks, text_of, text_part
 from quantkit.kernels.first_run import working_seconds
@@ -68,6 +68,7 @@ from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
 from quantkit.options.imatrix import FILLS, ImatrixOptions
 from quantkit.pipeline.content import FileRecord
+from quantkit.progress import Progress, ProgressCallback
 
 #: Dropped chunks with reasons: "17: blk.3.ffn_down.weight at position 5".
 DROPPED_KEY = "quantkit.imatrix.dropped"
@@ -127,6 +128,16 @@ class Watcher:
         """Called when a chunk is dropped and the run returns to an earlier one."""
 
 
+class _ProgressWatcher(Watcher):
+    """Calls a function after every chunk."""
+
+    def __init__(self, report: ProgressCallback) -> None:
+        self.report = report
+
+    def on_chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
+        self.report(Progress(chunk, n_chunks, "" if ppl is None else f"perplexity {ppl.value:.4f}"))
+
+
 @checked
 def imatrix(
     model: str | Path,
@@ -139,6 +150,7 @@ def imatrix(
     in_files: Sequence[str | Path] = (),
     draft: str | Path | None = None,
     options: ImatrixOptions | None = None,
+    progress: ProgressCallback | None = None,
     watcher: Watcher | None = None,
     **run: Unpack[EvaluationOptions],
 ) -> ImatrixResult:
@@ -150,6 +162,7 @@ def imatrix(
         output: None collects no matrix, only ``options.layer_similarity``; fusion may then be on.
         in_files: importance matrices to merge into the result.
         draft: a file with only the model's prediction layer, which is recorded as well.
+        progress: called after every chunk; watcher: receives all events, instead.
         run: options of quantkit.load; fusion must be off or unspecified. nodes: a cluster to run on.
 
     Raises:
@@ -160,6 +173,9 @@ def imatrix(
     options = options or ImatrixOptions()
     path = None if output is None else resolve_links(output)
     _check(options, path, run)
+    if progress is not None and watcher is not None:
+        raise RecipeError("progress and watcher both receive the progress of a run: give one of them", "QK-E201")
+    watcher = watcher or (Watcher() if progress is None else _ProgressWatcher(progress))
     names = [*map(str, (*files, *chat)), *["prompt"] * (prompt is not None), *["tokens"] * (tokens is not None)]
     prediction_file = None
     if path is not None:
@@ -187,7 +203,7 @@ def imatrix(
         if prediction_file is not None and hidden is not None:
             predictor = Predictor(prediction_file, hidden, options.n_ctx, n_seq, observe_layer, **engine_options)
             stack.enter_context(predictor.model)
-        collector = _Collector(loaded, text, options, path, watcher or Watcher(), earlier, predictor)
+        collector = _Collector(loaded, text, options, path, watcher, earlier, predictor)
         if nodes is not None:
             remote_models = [
                 NodeModel.from_path(model_path, nodes, engine_options)
@@ -347,7 +363,7 @@ class _Collector:
         warning = None if path is None else held_out_warning(path, self._texts())
         self.notes += [] if warning is None else [warning]
         self.bos = bos_of(model, self.notes)
-        self.progress = Progress()
+        self.progress = RunState()
         models = [model.source] if predictor is None else [model.source, predictor.model.source]
         self.snapshot = None if path is None else Snapshot(path, self._identity(), _files(models))
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
@@ -551,7 +567,7 @@ class _Collector:
         if progress is None:
             clear(self.accumulators)
         dropped = {**self.progress.dropped, **bad}
-        self.progress = progress or Progress()
+        self.progress = progress or RunState()
         self.progress.dropped |= dropped
         self.saved_chunk = self.progress.done
         for chunk, reason in bad.items():

@@ -31,7 +31,7 @@ from quantkit.formats.outputs import Output, check_apart, check_free, part_path,
 from quantkit.imatrix.collect import chunks_of
 from quantkit.imatrix.covariance_file import NO_DIGEST, Target, layout
 from quantkit.imatrix.covariance_pass import CovarianceRecording, PassContext, Unit, available_memory, run_on_nodes
-from quantkit.imatrix.snapshot import Progress, Snapshot, clear, snapshot_path
+from quantkit.imatrix.snapshot import RunState, Snapshot, clear, snapshot_path
 from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
@@ -75,6 +75,18 @@ class CovarianceProgress(NamedTuple):
     number: int
     n_passes: int
     inputs: str
+
+    @property
+    def current(self) -> int:
+        return (self.number - 1) * self.n_chunks + self.chunk
+
+    @property
+    def total(self) -> int:
+        return self.n_passes * self.n_chunks
+
+    @property
+    def text(self) -> str:
+        return f"pass {self.number} of {self.n_passes}: {self.inputs}"
 
 
 @checked
@@ -267,7 +279,7 @@ class _Recorder:
                 )
             self.without = sorted(set(without or ()))
             self.target.begin()
-            self._save({}, Progress())
+            self._save({}, RunState())
             return
         self.without = list(state["without"])
         if without is not None and sorted(set(without)) != self.without:
@@ -276,7 +288,7 @@ class _Recorder:
         self.current_units = [Unit(*unit) for unit in state["current"]]
         self.n_written = state["n_written"]
 
-    def _save(self, sums: Any, progress: Progress) -> None:
+    def _save(self, sums: Any, progress: RunState) -> None:
         about = {"n_written": self.n_written, "written": self.stored_units, "current": self.current_units}
         self.snapshot.save(sums, progress, {**about, "without": self.without})
 
@@ -360,7 +372,7 @@ class _Recorder:
                     n = self.n_written + 1
                     progress(CovarianceProgress(n_resumed + end, len(chunks), n, total, _input_range(units)))
                 if end < len(left):
-                    saver.save(begin, end, lambda: self._save(session.accumulators, Progress(n_resumed + end)))
+                    saver.save(begin, end, lambda: self._save(session.accumulators, RunState(n_resumed + end)))
 
             left = chunks[n_resumed:]
             if left:
@@ -376,7 +388,7 @@ class _Recorder:
         self.stored_units += units
         self.current_units = []
         self.n_written += 1
-        self._save({}, Progress())
+        self._save({}, RunState())
 
     def _restore_sums(self, units: list[Unit], sums: Any) -> int:
         """Restore saved sums of these units; return the number of chunks they include."""

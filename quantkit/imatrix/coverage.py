@@ -20,6 +20,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, QualityGate
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.fill import without_fill
 from quantkit.imatrix.rows import EXPERTS, expert_counts, raw, split_experts
 from quantkit.names import tensor_class
@@ -85,7 +86,7 @@ class CoverageGroup:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(HtmlTable):
     """The coverage of a model by an importance matrix."""
 
     tensors: tuple[TensorCoverage, ...]
@@ -145,6 +146,15 @@ class Coverage:
             f"coverage is {100 * self.share:.2f} %, less than the required {100 * floor:g} %: "
             f"{'; '.join(problems[:3])}{omitted}; calibrate on more text, or lower --require-coverage"
         )
+
+    def as_table(self) -> Table:
+        """Return expected and present entries, and tokens of experts, by class of tensors."""
+        rows = (
+            (g.name, g.expected, g.present, g.missing, g.experts, g.never, g.hardly, g.tokens_min, g.tokens_median)
+            for g in self.by_class()
+        )
+        header = "class, expected, entries, missing, experts, without tokens, hardly hit, fewest tokens, median tokens"
+        return table_of(header, rows, f"coverage {100 * self.share:.2f} %")
 
 
 def expected_tensors(

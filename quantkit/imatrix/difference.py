@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.fill import without_fill
 from quantkit.imatrix.rows import EXPERTS, means, raw, split_experts
 
@@ -49,7 +50,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(HtmlTable):
     """The differences between two importance matrices."""
 
     tensors: tuple[TensorDifference, ...]
@@ -68,6 +69,15 @@ class Difference:
             elif t.one_sided:
                 reasons.append(f"{t.name}: {t.one_sided} experts have tokens in one file only")
         return reasons
+
+    def as_table(self) -> Table:
+        """Return the weights, the most different ones first."""
+        ordered = sorted(self.tensors, key=lambda t: (not math.isnan(t.figure), -t.figure))
+        rows = ((t.name, t.relative, t.cosine, t.worst, t.worst_relative, t.tokens_a, t.tokens_b) for t in ordered)
+        header = "weight, relative difference, cosine, worst expert, its difference, tokens A, tokens B"
+        return table_of(
+            header, rows, f"{len(self.tensors)} weights, {len(self.only_a)} only in A, {len(self.only_b)} in B"
+        )
 
 
 def difference(a: Imatrix, b: Imatrix, *, min_tokens: int = 1, experts: Mapping[str, int] | None = None) -> Difference:

@@ -26,7 +26,7 @@ Accumulators = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 
 
 @dataclass
-class Progress:
+class RunState:
     """Progress of a run: finished chunks, including dropped ones; reasons by dropped chunk; the likelihood."""
 
     done: int = 0
@@ -52,7 +52,7 @@ class Snapshot:
         self.identity = identity
         self.model = Origin(model)
 
-    def save(self, accumulators: Accumulators, progress: Progress, metadata: Mapping[str, Any] | None = None) -> None:
+    def save(self, accumulators: Accumulators, progress: RunState, metadata: Mapping[str, Any] | None = None) -> None:
         """Write the sums and ``metadata``, further JSON, atomically. Raises as ``Origin.record``."""
         head = json.dumps(
             {
@@ -66,7 +66,7 @@ class Snapshot:
         with atomic_write(self.path) as part, part.open("wb") as file:
             np.savez(file, allow_pickle=False, **{"\n": np.array(head), **arrays})
 
-    def load(self, accumulators: Accumulators) -> Progress | None:
+    def load(self, accumulators: Accumulators) -> RunState | None:
         """Fill the accumulators from the file and return the progress; None, without a change, if it does not fit."""
         try:
             with np.load(self.path, allow_pickle=False) as saved:
@@ -78,7 +78,7 @@ class Snapshot:
                 }
                 if not self._is_same_run(head) or set(saved.files) != {"\n", *arrays}:
                     return None
-                progress = Progress(**head["progress"])
+                progress = RunState(**head["progress"])
                 progress.dropped = {int(chunk): reason for chunk, reason in progress.dropped.items()}
                 for key, array in arrays.items():
                     array[...] = saved[key]

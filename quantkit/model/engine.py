@@ -1,12 +1,14 @@
 """Running models: ``load`` opens one, ``Model.forward`` returns logits, ``Session`` decodes sequences.
 
+``Model.hidden`` and ``Model.covariances`` return activations.
+
 load -> graph (graph.py) -> fused (fusion.py) -> segments by device (placement.py) -> fused by the backend, checked
 (check.py) -> one program a segment (backends/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +20,10 @@ import numpy.typing as npt
 
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import FormatError, RecipeError
+from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_model
 from quantkit.formats.remote import located
+from quantkit.model.activations import InputCovariance, covariance_graph, residual_stream
 from quantkit.model.backends import Backend, Limits, Observer, Options, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.registry import backend_of
@@ -143,23 +146,25 @@ class Model:
         self.n_vocab = graph.logits.width
         check_devices(placement)
         self.unfused, self._placement = graph, placement
-        self.graph, placed, decisions = self._place(graph)
+        self.graph, placed, decisions = self._place(graph, self._options)
         self._placed_segments = placed
-        self.segments, device_decisions = self._fuse_segments(placed, self.kv_type)
+        self.segments, device_decisions = self._fuse_segments(placed, self.kv_type, self._options)
         self.decisions = (*decisions, *device_decisions)
 
-    def _place(self, graph: Graph) -> tuple[Graph, list[Segment], tuple[Decision, ...]]:
+    def _place(self, graph: Graph, options: Options) -> tuple[Graph, list[Segment], tuple[Decision, ...]]:
         """Return the fused graph, its segments, and the decisions."""
         before = place_ops(graph, self._placement, self.n_layer)
-        fused, decisions = fuse(graph, self._options.fusion, lambda op: before[id(op)])
+        fused, decisions = fuse(graph, options.fusion, lambda op: before[id(op)])
         return fused, split_segments(fused, place_ops(fused, self._placement, self.n_layer)), decisions
 
     def _segments_for(self, n_ctx: int, kv_type: str) -> list[Segment]:
         """Return the segments for sequences of n_ctx tokens and a cache type."""
         graph = without_selection(self.unfused, n_ctx)
         if graph is not self.unfused:
-            return self._fuse_segments(self._place(graph)[1], kv_type)[0]
-        return self.segments if kv_type == self.kv_type else self._fuse_segments(self._placed_segments, kv_type)[0]
+            return self._fuse_segments(self._place(graph, self._options)[1], kv_type, self._options)[0]
+        if kv_type == self.kv_type:
+            return self.segments
+        return self._fuse_segments(self._placed_segments, kv_type, self._options)[0]
 
     def __enter__(self) -> Self:
         return self
@@ -169,12 +174,14 @@ class Model:
     ) -> None:
         self.close()
 
-    def _fuse_segments(self, placed: Sequence[Segment], kv_type: str) -> tuple[list[Segment], list[Decision]]:
+    def _fuse_segments(
+        self, placed: Sequence[Segment], kv_type: str, options: Options
+    ) -> tuple[list[Segment], list[Decision]]:
         """Return segments fused by their backends for a cache type, with every operation checked."""
         segments, decisions = list[Segment](), list[Decision]()
         for segment in placed:
             row = backend_of(segment.device)
-            ops, decided = row.fuse(segment.ops, segment.leaves, self._options, kv_type)
+            ops, decided = row.fuse(segment.ops, segment.leaves, options, kv_type)
             segments.append(replace(segment, ops=list(ops)))
             decisions += decided
         check_ops(op for segment in segments for op in segment.ops)
@@ -281,16 +288,115 @@ class Model:
         limits = Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv)
         return Session(self, limits, self._segments_for(n_ctx, kv))
 
-    def part(self, graph: Graph, limits: Limits) -> Programs:
-        """Return programs of a part of this model's graph, with its ``inputs`` and ``leaves``."""
-        placed, _ = self._place(graph)[1:]
-        return Programs(self, limits, self._fuse_segments(placed, limits.kv_type)[0])
+    def hidden(self, tokens: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Floats:
+        """Return the residual stream after layers, for every token of a new sequence.
+
+        Args:
+            tokens: int32 [n], ids below n_vocab.
+            layers: numbers of layers, from 0, in any order; None: all.
+
+        Returns:
+            float32 [layers, n, n_embd]: what enters the next layer, or the final norm. Of models with several streams
+            (hyper-connections) a row has all of them.
+
+        Raises:
+            RecipeError: there is no such layer.
+            FormatError: a token does not exist.
+        """
+        ids = self._checked_tokens(tokens)
+        graph, values = residual_stream(without_selection(self.unfused, len(ids)), layers)
+        widths = {value.per * value.width for value in values} or {self.n_embd}
+        out = np.empty((len(values), len(ids), max(widths)), np.float32)
+        programs = self.part(graph, self._limits(len(ids)))
+        for start, batch in self._batches(ids):
+            programs.run(batch, {})
+            for row, value in zip(out, values, strict=True):
+                row[start : start + len(batch.tokens)] = programs.read(value).reshape(len(batch.tokens), -1)
+        return out
+
+    def covariances(
+        self, tokens: Sequence[int] | Sequence[Sequence[int]] | Ints, names: Sequence[str] | None = None
+    ) -> dict[str, InputCovariance]:
+        """Return the covariances of the inputs of weights over tokens, by expert: sums of x x^T.
+
+        ``quantkit.covariance`` writes those of a whole text to a file, in passes that fit memory; here they are held:
+        8 n^2 bytes for an input of n columns, times the experts.
+
+        Args:
+            tokens: int32 [n], one sequence, or [sequences, n].
+            names: of tensors, such as "blk.0.ffn_down_exps.weight"; None: all that multiply an input, except the output
+                matrix.
+
+        Returns:
+            A record for each name; weights with one input (q, k and v) share its arrays.
+
+        Raises:
+            RecipeError: a tensor multiplies no input.
+            FormatError: a token does not exist.
+            QuantkitError: an input is NaN or infinite.
+        """
+        windows = np.atleast_2d(np.asarray(tokens, np.int32))
+        for window in windows:
+            self._checked_tokens(window)
+        n_ctx = windows.shape[1]
+        observed = covariance_graph(without_selection(self.unfused, n_ctx), names)
+        programs = self.part(observed.graph, self._limits(n_ctx), self._options.fusion.for_observers())
+        for window in windows:
+            programs.clear()
+            for _, batch in self._batches(window):
+                programs.run(batch, {})
+        for where in programs.take_not_finite():
+            raise QuantkitError(
+                f"{self.path}: at position {where.position} the input of {where.label.split()[0]} is NaN or infinite",
+                "QK-E108",
+            )
+        sums = programs.accumulators
+        records = {
+            label: InputCovariance(sums[label]["sums"], sums[label]["counts"]) for label in observed.labels.values()
+        }
+        return {name: records[label] for name, label in observed.labels.items()}
+
+    def _checked_tokens(self, tokens: Sequence[int] | Ints) -> Ints:
+        """Return tokens as int32 [n]. Raises FormatError if there are none, or one does not exist."""
+        ids = np.asarray(tokens, np.int32).reshape(-1)
+        if not len(ids):
+            raise FormatError("there are no tokens: give at least one", "QK-E203")
+        check_tokens(ids, self.n_vocab, self.path)
+        return ids
+
+    def _limits(self, n_ctx: int) -> Limits:
+        """Return the limits of a run over one sequence, in one batch if its tokens attend to later ones."""
+        return Limits(n_ctx, 1, n_ctx if self.is_bidirectional else min(self.n_ubatch, n_ctx), self.kv_type)
+
+    def _batches(self, ids: Ints) -> Iterator[tuple[int, Batch]]:
+        """Yield the batches of a sequence without outputs, with the index of their first token."""
+        step, nothing = self._limits(len(ids)).n_ubatch, np.empty(0, np.int32)
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            positions = np.arange(start, start + len(part), dtype=np.int32)
+            yield start, Batch(part, positions, np.zeros(len(part), np.int32), nothing)
+
+    def part(self, graph: Graph, limits: Limits, fusion: Fusion | None = None) -> Programs:
+        """Return programs of a part of this model's graph, with its ``inputs`` and ``leaves``.
+
+        fusion: other switches than the model's.
+        """
+        options = self._options if fusion is None else replace(self._options, fusion=fusion)
+        placed, _ = self._place(graph, options)[1:]
+        return Programs(self, limits, self._fuse_segments(placed, limits.kv_type, options)[0])
 
     def backend(self, device: str) -> Backend:
         """Return the backend of a device."""
         if device not in self._backends:
             self._backends[device] = backend_of(device).make(self.source, device, self._options)
         return self._backends[device]
+
+
+def check_tokens(ids: Ints, n_vocab: int, path: Path) -> None:
+    """Raise FormatError for a token that a model does not have."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= n_vocab):
+        bad = int(ids[(ids < 0) | (ids >= n_vocab)][0])
+        raise FormatError(f"there is no token {bad}: {path} has {n_vocab}, from 0", "QK-E203")
 
 
 class Programs:
@@ -425,11 +531,7 @@ class Session:
     def _positions(self, ids: Ints, sequence_ids: Ints) -> Ints:
         """Return the positions of tokens, and advance the sequences."""
         limits = self.limits
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.model.n_vocab):
-            bad = int(ids[(ids < 0) | (ids >= self.model.n_vocab)][0])
-            raise FormatError(
-                f"token {bad} is out of range: {self.model.path} has {self.model.n_vocab}, from 0", "QK-E203"
-            )
+        check_tokens(ids, self.model.n_vocab, self.model.path)
         if len(sequence_ids) and (sequence_ids.min() < 0 or sequence_ids.max() >= limits.n_seq):
             raise FormatError(
                 f"sequence {int(sequence_ids.max())} is out of range: this session has {limits.n_seq}, from 0",

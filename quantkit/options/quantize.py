@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.arguments import Options, declarations, option
 from quantkit.kernels.formats import ENCODERS
+from quantkit.pipeline.custom_encoder import RowEncoder
 from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.recipe import Rule
 
@@ -29,7 +31,13 @@ class QuantizeOptions(Options):
     """Everything about a quantization but the two files and TYPE; names as on the command line.
 
     Each option is declared here alone: the command line, the [quantize] table of cook.toml and their help follow. The
-    order is that in which provenance lists them. ``ready_rules`` are rules that need not be parsed, before all others.
+    order is that in which provenance lists them.
+
+    Only from Python: ``ready_rules``, rules that need not be parsed, before all others (``parse_recipe(text).rules``);
+    ``encoders``, by type a function that replaces quantkit's encoder. It is called with rows, float32 [rows, n], and
+    their importance, float32 [n] or None, some rows of a tensor at a time, from several threads, and returns their
+    bytes, uint8 [rows, row_bytes]. Its name is recorded in the file. The tensor cache and ``resume`` need a function
+    with an attribute ``cache_key``, a text that changes whenever its bytes may.
     """
 
     rules: str | None = option(
@@ -80,6 +88,7 @@ class QuantizeOptions(Options):
         None, "Copy the type of each tensor from this GGUF file instead of using TYPE.", TYPES, metavar="FILE"
     )
     ready_rules: tuple[Rule, ...] = ()
+    encoders: Mapping[str, RowEncoder] | None = None
     recipe: tuple[Path, ...] = option(
         (),
         "Recipe: a file of rules `regex = type`, one per line.",

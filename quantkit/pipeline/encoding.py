@@ -14,6 +14,7 @@ from quantkit.kernels.formats import FORMATS, INTERLEAVED_ENCODERS, SYMMETRIC, e
 from quantkit.kernels.interleave import base_of, is_interleaved, repacks
 from quantkit.kernels.levels import Grouping, all_levels
 from quantkit.kernels.tensor_scale import decoded_as
+from quantkit.pipeline.custom_encoder import CustomEncoder
 from quantkit.pipeline.feedback import Inputs
 from quantkit.types import TensorType
 
@@ -67,6 +68,8 @@ class RowEncoding:
     has_plain_rows: bool
     #: The function that this version lacks, and its type, as "encoder for Q4_0"; "": none.
     missing: str
+    #: A user's encoder, which replaces quantkit's.
+    custom: CustomEncoder | None = None
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -90,12 +93,17 @@ def whole_groups(rows: int, group: int) -> int:
 
 
 def encoding_of(
-    source: TensorInfo, target: TensorType, values: int, inputs: Inputs | None = None, encoder: str = ""
+    source: TensorInfo,
+    target: TensorType,
+    values: int,
+    inputs: Inputs | None = None,
+    encoder: str = "",
+    custom: CustomEncoder | None = None,
 ) -> RowEncoding:
     """Decide how rows of ``values`` values become rows of type ``target``.
 
     inputs: of rows encoded with feedback. encoder: the encoder, one of ``ENCODERS`` or SYMMETRIC; "" for the type's
-    own.
+    own. custom: a user's encoder of the type, instead of these.
     """
     have, decoder_type = source.type, decoded_as(source.type)
     rows = base_of(target)
@@ -125,6 +133,7 @@ def encoding_of(
         is_checked=bool(rows.scales),
         has_plain_rows=action is Action.COPY and _has_plain_rows(source, decoder_type is not have),
         missing=_missing_function(target, decoder_type) if action is Action.ENCODE else "",
+        custom=custom if action is Action.ENCODE else None,
     )
 
 

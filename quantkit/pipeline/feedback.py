@@ -4,7 +4,7 @@ Rows of token embeddings are read one at a time and not multiplied, so the effec
 columns have equal weights. With this metric, no error moves to another column, but scales and levels are still chosen
 together. (Token frequencies would only weight rows against each other, and rows do not share bits. The squared weights
 of the norms that read the embedding are no better, nor are the covariances of the weights after the first norm: see
-docs/error-feedback.md.) Embeddings that are also the output have the covariance of the output.
+docs/explanation/error-feedback.md.) Embeddings that are also the output have the covariance of the output.
 
 A metric costs n^3 operations and 8 n^2 bytes, and 24 n^2 more while it is computed, so workers share metrics, and only
 as many are kept as memory allows.

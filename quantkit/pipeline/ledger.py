@@ -23,7 +23,7 @@ from quantkit.pipeline.target import LedgerTarget, Target
 from quantkit.pipeline.worker import origin_digest
 
 
-class Progress(Protocol):
+class RunObserver(Protocol):
     """Callbacks of a run, called from worker threads, one call at a time."""
 
     def on_resume(self, tensors: int, nbytes: int) -> None:
@@ -112,7 +112,7 @@ class Ledger:
         journal: Journal,
         values: int,
         max_ram: int,
-        observer: Progress | None,
+        observer: RunObserver | None,
         cache: RunCache | None = None,
     ) -> None:
         self.plan = plan

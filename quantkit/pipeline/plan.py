@@ -25,11 +25,14 @@ from quantkit.formats.gguf import (
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.remote import URL
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.tensor_scale import check_rows
 from quantkit.names import span
+from quantkit.pipeline.custom_encoder import CustomEncoder
 from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor, RowSlice, plan_part
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
+from quantkit.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class OutputTensor:
     fallback_from: TensorType | None = None
     #: Its encoder: see ``PlannedTensor``.
     encoder: str = ""
+    #: A user's encoder instead.
+    custom: CustomEncoder | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +61,7 @@ class OutputTensor:
 
     def planned_parts(self) -> tuple[PlannedPart, ...]:
         """Decide how each part is encoded."""
-        return tuple(plan_part(part, self.type, self.encoder) for part in self.parts)
+        return tuple(plan_part(part, self.type, self.encoder, self.custom) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class PlannedShard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(HtmlTable):
     """A whole output: ``tensors`` in the order of writing, ``notes`` for the user."""
 
     source: Source
@@ -92,6 +97,12 @@ class Plan:
     feedback_notes: tuple[str, ...] = ()
 
     @property
+    def custom_encoders(self) -> tuple[CustomEncoder, ...]:
+        """The users' encoders that some tensors are encoded by."""
+        encodings = (part.encoding for tensor in self.tensors for part in tensor.parts)
+        return tuple(dict.fromkeys(encoding.custom for encoding in encodings if encoding.custom is not None))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.layout.nbytes for shard in self.shards)
@@ -109,6 +120,19 @@ class Plan:
     def bpw(self) -> float:
         """Bits per weight of the tensor data."""
         return 8 * sum(tensor.nbytes for tensor in self.tensors) / max(1, self.n_values)
+
+    def as_table(self) -> Table:
+        """Return tensors, weights, bytes and bits per weight by type."""
+        groups: dict[TensorType, list[PlannedTensor]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(tensor.type, []).append(tensor)
+        rows = list[tuple[str, int, int, int, float]]()
+        for t, group in groups.items():
+            values, nbytes = sum(p.n_values for p in group), sum(p.nbytes for p in group)
+            rows.append((str(t), len(group), values, nbytes, 8 * nbytes / max(1, values)))
+        rows.sort(key=lambda row: -row[3])
+        caption = f"{self.title}: {format_size(self.nbytes)}, {self.bpw:.3f} bits per weight"
+        return table_of("type, tensors, weights, bytes, bpw", rows, caption)
 
 
 def plan_output(
@@ -161,6 +185,8 @@ def plan_output(
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
     digest.update(" ".join(c.encoder for c in outputs).encode())
+    for name in dict.fromkeys(f"{c.custom.type} = {c.custom}" for c in outputs if c.custom is not None):
+        digest.update(name.encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]

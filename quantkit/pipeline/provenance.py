@@ -1,7 +1,8 @@
 """Provenance of a file: the keys ``quantkit.*``, except ``quantkit.merge.*``, which serve to undo a merge.
 
 =============================  =========================================================================================
-``quantkit.quantize.*``        how the values were encoded: version, recipe, source, SHA-256 of the importance matrix
+``quantkit.quantize.*``        how the values were encoded: version, recipe, source, SHA-256 of the importance matrix,
+                               users' encoders by type
 ``quantkit.feedback.*``        how error feedback was applied
 ``quantkit.calibration.*``     a sketch of the text that the importance matrix comes from (quantkit.calibration.overlap)
 ``quantkit.copy.*``            later copies (COPY, --repack): version, recipe, source, an item for each copy

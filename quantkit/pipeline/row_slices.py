@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from quantkit.formats.gguf import TensorInfo
+from quantkit.pipeline.custom_encoder import CustomEncoder
 from quantkit.pipeline.encoding import Action, RowEncoding, encoding_of
 from quantkit.pipeline.feedback import Inputs
 from quantkit.pipeline.importance import RowImportance
@@ -74,8 +75,10 @@ class PlannedPart(RowSlice):
         return self.encoding.action is Action.COPY
 
 
-def plan_part(part: RowSlice, target: TensorType, encoder: str = "") -> PlannedPart:
-    """Decide how a part becomes rows of type ``target``; ``encoder``: as for ``encoding_of``."""
+def plan_part(
+    part: RowSlice, target: TensorType, encoder: str = "", custom: CustomEncoder | None = None
+) -> PlannedPart:
+    """Decide how a part becomes rows of type ``target``; ``encoder``, ``custom``: as for ``encoding_of``."""
     return PlannedPart(
         part.source,
         part.importance,
@@ -87,7 +90,7 @@ def plan_part(part: RowSlice, target: TensorType, encoder: str = "") -> PlannedP
         part.source_row,
         part.target_row,
         part.inputs,
-        encoding=encoding_of(part.source, target, part.values, part.inputs, encoder),
+        encoding=encoding_of(part.source, target, part.values, part.inputs, encoder, custom),
     )
 
 

@@ -37,13 +37,15 @@ from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.content import stamps_of
 from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
-from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
+from quantkit.pipeline.ledger import Ledger, NodeShare, RunObserver
 from quantkit.pipeline.plan import Plan, check_kernels
+from quantkit.pipeline.progress import RunProgress
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.spool import open_target
 from quantkit.pipeline.target import RunTarget
 from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.worker import source_digest
+from quantkit.progress import Progress, ProgressCallback
 
 #: Default limit of all buffers together, in bytes.
 DEFAULT_MAX_RAM = 512 << 20
@@ -69,18 +71,20 @@ class RunOptions(TypedDict, total=False):
 
     threads: worker threads; None for all available CPUs. resume: continue an interrupted run of the same plan, if there
     is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode the
-    encoded values, and sum up the error. observer: callbacks of progress. ray: the address of a Ray cluster whose nodes
-    do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
-    cache_size: its new limit in bytes. backend: "cpu", "cuda", or "auto": encode on GPUs that have an encoder, on all
-    or on those of ``devices``, by number; max_vram: bytes per GPU; verify: number of GPU jobs that the CPU also
-    encodes. On a cluster each node uses the GPUs that Ray assigns, and "cuda" skips nodes without GPUs.
+    encoded values, and sum up the error. progress: called with the bytes written so far, or observer: callbacks of all
+    events. ray: the address of a Ray cluster whose nodes do the work; threads are then those of each node. cache: a
+    folder that keeps encoded tensors for other runs. cache_size: its new limit in bytes. backend: "cpu", "cuda", or
+    "auto": encode on GPUs that have an encoder, on all or on those of ``devices``, by number; max_vram: bytes per GPU;
+    verify: number of GPU jobs that the CPU also encodes. On a cluster each node uses the GPUs that Ray assigns, and
+    "cuda" skips nodes without GPUs.
     """
 
     threads: int | None
     resume: bool
     overwrite: bool
     measure_error: bool
-    observer: Progress | None
+    progress: ProgressCallback | None
+    observer: RunObserver | None
     ray: str | None
     cache: str | Path | None
     cache_size: int | None
@@ -134,8 +138,10 @@ def run_plan(
         ClusterError: no node of a cluster can continue; finished work is kept.
     """
     began = working_seconds()
+    options = _with_observer(plan, options)
     cancelled.clear()
     check_kernels(plan.tensors)
+    _check_custom_encoders(plan, options)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
     measure, folder = options.get("measure_error", False), options.get("cache")
@@ -178,6 +184,36 @@ def run_plan(
     }
     used = None if cache is None else cache.close()
     return RunResult(working_seconds() - began, len(resumed), sums, executor.nodes, used, losses)
+
+
+def _with_observer(plan: Plan, options: RunOptions) -> RunOptions:
+    """Return the options with an observer that calls ``progress``, if that is given."""
+    report = options.get("progress")
+    if report is None:
+        return options
+    if options.get("observer") is not None:
+        raise RecipeError("progress and observer both receive the progress of a run: give one of them", "QK-E201")
+
+    def call(current: float, total: float, text: str) -> None:
+        report(Progress(current, total, text))
+
+    return {**options, "observer": RunProgress(call, plan.nbytes)}
+
+
+def _check_custom_encoders(plan: Plan, options: RunOptions) -> None:
+    """Refuse encoders from Python where they cannot run, or where their bytes could be taken for another's."""
+    for custom in plan.custom_encoders:
+        if options.get("ray") is not None:
+            raise RecipeError(
+                f"encoders: that of {custom.type} is a function of this process, which no node has: omit ray", "QK-E201"
+            )
+        for name in ("cache", "resume"):
+            if options.get(name) and not custom.key:
+                raise RecipeError(
+                    f"encoders: {custom} has no key that tells its bytes from those of an earlier version: set its "
+                    f"attribute cache_key, or omit {name}",
+                    "QK-E202",
+                )
 
 
 def _executor(plan: Plan, options: RunOptions) -> Executor:

@@ -25,10 +25,11 @@ def kernel_calls(
     encodings = [encoding for encoding, _, _ in parts]
     changed = [encoding for encoding in encodings if encoding.action is Action.ENCODE]
     on_cpu = [(e, weighted) for e, weighted, name in parts if e.action is Action.ENCODE and name not in elsewhere]
+    with_kernel = [(e, weighted) for e, weighted in on_cpu if e.custom is None]
     repacked = {(e.source, e.target): e for e in encodings if e.action is Action.REPACK}
     sources = dict.fromkeys(e.decoder_type for e in (changed if measure else [e for e, _ in on_cpu]))
     targets = dict.fromkeys(encoding.target for encoding in changed)
-    encoders = dict.fromkeys((e.target, e.encoder, e.encoder == "ik" and weighted) for e, weighted in on_cpu)
+    encoders = dict.fromkeys((e.target, e.encoder, e.encoder == "ik" and weighted) for e, weighted in with_kernel)
     checked_types = dict.fromkeys(encoding.target for encoding in encodings if encoding.is_checked)
     return [
         *(partial(_encode, *arguments) for arguments in encoders),

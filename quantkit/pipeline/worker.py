@@ -280,6 +280,9 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
 
         encoding = part.encoding
+        if encoding.custom is not None:
+            encoding.custom.encode(x, self.importance_of(job, part), out, part.source.name)
+            return ErrorSums()
         encode = encoder(encoding.target, encoding.encoder)
         if part.inputs is None or not encoding.has_feedback or part.inputs.damping(job.matrix) is None:
             encode(x, self.importance_of(job, part), out, 0, len(x))

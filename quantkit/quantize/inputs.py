@@ -11,6 +11,7 @@ from quantkit.formats.imatrix import read_imatrix
 from quantkit.kernels.formats import SYMMETRIC, encoder_for, has_encoder
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
+from quantkit.pipeline.custom_encoder import custom_encoders
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.feedback import CovarianceFile, Feedback
 from quantkit.pipeline.importance import Importance, RowImportance, check_importance
@@ -158,8 +159,15 @@ def _with_choice(
     encoder = "" if choice.copied or choice.repacked else _encoder(choice.type, options)
     if encoder not in ("", encoder_for(choice.type)):
         reason += _ENCODER_NOTES[encoder]
+    custom = custom_encoders(options.encoders).get(choice.type.name) if encoder else None
     return replace(
-        tensor, type=choice.type, reason=reason, parts=parts, fallback_from=choice.fallback_from, encoder=encoder
+        tensor,
+        type=choice.type,
+        reason=reason if custom is None else f"{reason}; encoded by {custom}",
+        parts=parts,
+        fallback_from=choice.fallback_from,
+        encoder=encoder,
+        custom=custom,
     )
 
 

@@ -36,6 +36,7 @@ _SEPARATE_OPTIONS = (
     "feedback",
     "like",
     "ready_rules",
+    "encoders",
     "recipe",
     "tensor_type",
     "tensor_type_file",
@@ -62,13 +63,16 @@ def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor])
     elif draft.feedback is None and not any(tensor.encoder for tensor in tensors):
         provenance.record_copy(metadata, _facts(draft, request))
     else:
-        _record_quantization(metadata, draft, request)
+        _record_quantization(metadata, draft, request, tensors)
     return metadata, notes
 
 
-def _record_quantization(metadata: Metadata, draft: Draft, request: Request) -> None:
+def _record_quantization(metadata: Metadata, draft: Draft, request: Request, tensors: Sequence[OutputTensor]) -> None:
     imatrix = None if draft.options.hide_imatrix else draft.imatrix
     facts = _facts(draft, request)
+    customs = dict.fromkeys(tensor.custom for tensor in tensors if tensor.custom is not None)
+    if customs:
+        facts["encoders"] = "\n".join(f"{custom.type} = {custom}" for custom in customs)
     if imatrix is not None:
         facts["imatrix.sha256"] = imatrix.sha256
     feedback = () if draft.feedback is None else draft.feedback.fields()

@@ -10,6 +10,7 @@ from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import check_encoder
 from quantkit.options.quantize import QuantizeOptions
+from quantkit.pipeline.custom_encoder import custom_encoders
 from quantkit.pipeline.presets import PRESET_ALIASES, RULES, Preset, check_target, preset_by_name
 from quantkit.pipeline.reference_types import LIKE, read_reference_types
 from quantkit.types import TensorType, type_by_name
@@ -43,7 +44,18 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
             "QK-E202",
         )
     check_encoder(options.encoder)
+    _check_encoders(options)
     _check_repack(options)
+
+
+def _check_encoders(options: QuantizeOptions) -> None:
+    """Refuse encoders from Python that are no functions, or of tensors that another option encodes."""
+    encoders = custom_encoders(options.encoders)
+    for name in ("feedback", "calibrate"):
+        if encoders and getattr(options, name):
+            raise RecipeError(f"--{name} chooses the levels that encoders would choose: omit one of them", "QK-E201")
+    if options.symmetric_q40 and "Q4_0" in encoders:
+        raise RecipeError("--symmetric-q40 and encoders both encode Q4_0: omit one of them", "QK-E201")
 
 
 #: Options that do not concern types and may be given with --repack and --unrepack.

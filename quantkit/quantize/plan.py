@@ -11,9 +11,11 @@ from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
+from quantkit.pipeline.custom_encoder import custom_encoders
 from quantkit.pipeline.metadata import override_file
 from quantkit.pipeline.plan import Plan, plan_output
 from quantkit.pipeline.reference_types import read_reference_types
@@ -36,6 +38,7 @@ from quantkit.quantize.inputs import (
 from quantkit.quantize.metadata import metadata_of
 from quantkit.quantize.options import check_options, output_path, preset_of, size_of
 from quantkit.types import TensorType
+from quantkit.units import format_seconds
 from quantkit.version import __version__
 
 #: TYPEs that change no weight, so that an incomplete model is accepted.
@@ -154,6 +157,8 @@ def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan
     notes += bf16_r16_notes(changed)
     if options.encoder is not None and not any(encoding.is_unusual for encoding in encodings):
         notes.append(f"--encoder {options.encoder} is ignored: it is the default for these types")
+    unused = custom_encoders(options.encoders).keys() - {custom.type.name for custom in plan.custom_encoders}
+    notes += [f"encoders: no tensor is encoded as {name}" for name in sorted(unused)]
     if options.symmetric_q40 and not any(encoding.encoder == SYMMETRIC for encoding in encodings):
         notes.append("--symmetric-q40 is ignored: no tensor is encoded as Q4_0")
     return notes
@@ -163,7 +168,7 @@ def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan
 
 
 @dataclass(frozen=True)
-class QuantizeResult:
+class QuantizeResult(HtmlTable):
     """The plan of an output and the result of its run."""
 
     plan: Plan
@@ -173,6 +178,11 @@ class QuantizeResult:
     @property
     def paths(self) -> tuple[Path, ...]:
         return tuple(shard.path for shard in self.plan.shards)
+
+    def as_table(self) -> Table:
+        """Return the plan's table, with the file and the time in its caption."""
+        table = self.plan.as_table()
+        return table._replace(caption=f"{self.paths[0].name}, {table.caption}, {format_seconds(self.run.seconds)}")
 
 
 @checked

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quantkit.errors import RecipeError, os_error_code
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
+from quantkit.formats.remote import located
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import preset_by_name
 from quantkit.pipeline.recipe import Rule
@@ -69,8 +70,9 @@ class Contents:
         return {t.name: t.type for t in self.tensors}
 
 
-def is_gguf(path: Path) -> bool:
+def is_gguf(path: str | Path) -> bool:
     """Return whether a file starts with GGUF's magic; pipes are not read."""
+    path = located(path)
     try:
         if not path.is_file() and path.exists():
             return False
@@ -80,8 +82,9 @@ def is_gguf(path: Path) -> bool:
         raise RecipeError(f"{path}: {e.strerror or e}", os_error_code(e)) from None
 
 
-def read_model(path: Path) -> Model:
+def read_model(path: str | Path) -> Model:
     """Return the header of a model, whose data may be missing. Raises RecipeError."""
+    path = located(path)
     with open_gguf(path, header_only=True) as file:
         architecture = file.get("general.architecture")
         if not isinstance(architecture, str) or not file.tensors:
@@ -113,12 +116,13 @@ def contents_of_file(model: Model) -> Contents:
 
 
 def contents_of_rules(
-    rules: Sequence[Rule], model: Model, title: str = "COPY", *, imatrix: Path | None = None
+    rules: Sequence[Rule], model: Model, title: str = "COPY", *, imatrix: str | Path | None = None
 ) -> Contents:
     """Return the types that ``quantize`` gives the tensors of a model by rules, and by TYPE ``title`` without a match.
 
     Without the importance matrix that a type needs, the size is approximate, with the header of the source.
     """
+    imatrix_path = None if imatrix is None else located(imatrix)
     ik = any(rule.type.trees == "ik" for rule in rules)
     preset = preset_by_name(title)
     tree = "ik" if ik and preset.base is None else None
@@ -138,7 +142,7 @@ def contents_of_rules(
         for t, c in zip(tensors, choices, strict=True)
     )
     options = QuantizeOptions(
-        ready_rules=tuple(rules), rules=tree, allow_requantize=True, ignore_imatrix_rules=True, imatrix=imatrix
+        ready_rules=tuple(rules), rules=tree, allow_requantize=True, ignore_imatrix_rules=True, imatrix=imatrix_path
     )  # fmt: skip
     try:
         return Contents(
@@ -151,7 +155,9 @@ def contents_of_rules(
         )
 
 
-def read_contents(path: Path, model: Model | None, title: str = "COPY", *, dialect: str | None = None) -> Contents:
+def read_contents(
+    path: str | Path, model: Model | None, title: str = "COPY", *, dialect: str | None = None
+) -> Contents:
     """Return the types of a recipe on a model, or of a GGUF file. Raises RecipeError for a recipe without a model."""
     if is_gguf(path):
         return contents_of_file(read_model(path))

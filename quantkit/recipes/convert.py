@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.pipeline.presets import is_target
@@ -34,12 +35,13 @@ class ConvertedRecipe:
     rules: int
 
 
-def convert(
-    path: Path,
+@checked
+def convert_recipe(
+    path: str | Path,
     to: str,
     *,
     dialect: str | None = None,
-    model: Path | None = None,
+    model: str | Path | None = None,
     replace: Mapping[TensorType, TensorType] | None = None,
 ) -> ConvertedRecipe:
     """Convert the recipe ``path`` to the dialect ``to``, or extract that of a GGUF file.
@@ -93,7 +95,7 @@ def _missing_type_note(t: TensorType, target: str, effect: str) -> str:
 def convert_rules(
     recipe: Recipe, target: str, model: Model | None, replace: Mapping[TensorType, TensorType]
 ) -> ConvertedRecipe:
-    """Convert the rules of a recipe; see ``convert``."""
+    """Convert the rules of a recipe; see ``convert_recipe``."""
     notes: list[str] = []
     omitted: list[str] = []
     rules: list[tuple[str, TensorType]] = []

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.outputs import read_whole
-from quantkit.pipeline.recipe import Rule, decide, parse_recipe, parse_tensor_type_file
+from quantkit.formats.remote import located
+from quantkit.pipeline.recipe import Rule, decide, parse_tensor_type_file
+from quantkit.pipeline.recipe import parse_recipe as parse_lines
 from quantkit.recipes.portable import READERS, compile_pattern
 from quantkit.types import TensorType
 
@@ -51,18 +54,20 @@ def resolve(rules: Sequence[Rule], names: Iterable[str], dialect: str) -> dict[s
     return {name: next((t for regex, t in patterns if regex.matches(name)), None) for name in names}
 
 
-def read_rules(path: Path, dialect: str | None = None) -> Recipe:
+def read_rules(path: str | Path, dialect: str | None = None) -> Recipe:
     """Return the recipe in a file; ``dialect``: None detects it. Raises RecipeError."""
+    path = located(path)
     try:
         text = read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:
         raise RecipeError(e.message, e.code) from None
     except UnicodeDecodeError as e:
         raise RecipeError(f"{path} is not a recipe: not a text file (byte {e.start} is not UTF-8)", "QK-E121") from None
-    return parse_rules(text, path.name, dialect)
+    return parse_recipe(text, path.name, dialect)
 
 
-def parse_rules(text: str, name: str, dialect: str | None = None) -> Recipe:
+@checked
+def parse_recipe(text: str, name: str = "the recipe", dialect: str | None = None) -> Recipe:
     """Return the recipe in a text; ``name``: of its file, for messages. Raises RecipeError."""
     if dialect not in (None, *DIALECTS):
         raise RecipeError(f"unknown recipe dialect {dialect!r}: choose one of {', '.join(DIALECTS)}", "QK-E203")
@@ -75,7 +80,7 @@ def parse_rules(text: str, name: str, dialect: str | None = None) -> Recipe:
         raise RecipeError(f"{name} has {lines.count(chr(10))} lines, too many for a recipe", "QK-E204")
     if sum(line.count("=") for line in lines.splitlines() if not line.lstrip().startswith("#")) > _MAX_RULES:
         raise RecipeError(f"{name} has more than {_MAX_RULES} rules, too many for a recipe", "QK-E204")
-    parse = parse_tensor_type_file if detected == "llama.cpp" else parse_recipe
+    parse = parse_tensor_type_file if detected == "llama.cpp" else parse_lines
     comments = [line.strip().lstrip("#").strip() for line in lines.splitlines() if line.strip().startswith("#")]
     return Recipe(name, detected, tuple(parse(lines, name)), tuple(comments))
 

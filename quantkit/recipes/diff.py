@@ -1,10 +1,12 @@
-"""``diff``: tensors whose types differ between two recipes or files, with their bytes."""
+"""``diff_recipe``: tensors whose types differ between two recipes or files, with their bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.names import tensor_class
 from quantkit.recipes.contents import Contents, is_gguf, read_contents, read_model
 from quantkit.recipes.dialects import Recipe, read_rules
@@ -26,7 +28,7 @@ class TypeChange:
 
 
 @dataclass(frozen=True)
-class RecipeDiff:
+class RecipeDiff(HtmlTable):
     """Differences of two recipes; ``by_model`` False: of their rules, and ``reordered`` the common ones."""
 
     changes: tuple[TypeChange, ...] = ()
@@ -42,11 +44,21 @@ class RecipeDiff:
     def identical(self) -> bool:
         return not (self.changes or self.only_a or self.only_b or self.reordered)
 
+    def as_table(self) -> Table:
+        """Return the tensors whose types differ; without a model, the rules that only one recipe has."""
+        if not self.by_model:
+            rules = [*((rule, "A") for rule in self.only_a), *((rule, "B") for rule in self.only_b)]
+            return table_of("rule, only in", rules, f"{self.n_same} rules are in both")
+        rows = ((c.name, c.a or None, c.b or None, c.a_bytes, c.b_bytes) for c in self.changes)
+        return table_of("tensor, type A, type B, bytes A, bytes B", rows, f"{self.n_same} tensors have the same type")
 
-def diff(a: Path, b: Path, *, model: Path | None = None, title: str = "COPY") -> RecipeDiff:
+
+@checked
+def diff_recipe(a: str | Path, b: str | Path, *, model: str | Path | None = None, title: str = "COPY") -> RecipeDiff:
     """Compare two recipes or GGUF files: by the types of a model's tensors, or rule by rule.
 
     ``model``: by default a GGUF file among the two. ``title``: TYPE of tensors that no rule matches.
+    Raises RecipeError for a file that is neither a recipe nor a model.
     """
     files = [path for path in (a, b) if is_gguf(path)]
     if model is None and not files:

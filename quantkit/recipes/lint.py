@@ -1,4 +1,4 @@
-"""``lint``: problems of a recipe: rules without effect, types that a runtime lacks, loose regular expressions."""
+"""``lint_recipe``: problems of a recipe: rules without effect, types that runtimes lack, loose regular expressions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.patterns import Pattern
@@ -34,10 +35,11 @@ class Finding:
     message: str
 
 
-def lint(
-    path: Path,
+@checked
+def lint_recipe(
+    path: str | Path,
     *,
-    model: Path | None = None,
+    model: str | Path | None = None,
     dialect: str | None = None,
     runtime: str | None = None,
     title: str = "COPY",

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.model.placement import Placement, parse_rules
 from quantkit.names import tensor_class
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, layer_of
@@ -23,6 +25,7 @@ from quantkit.recipes.contents import (
     read_model,
 )
 from quantkit.recipes.dialects import read_rules
+from quantkit.units import format_size
 
 #: Experts, as in llama.cpp's --cpu-moe (common/common.h, LLM_FFN_EXPS_REGEX).
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
@@ -45,7 +48,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class RecipeSummary:
+class RecipeSummary(HtmlTable):
     """All sums. ``unnamed``: tensors that can be quantized and that no rule matches."""
 
     contents: Contents
@@ -58,14 +61,22 @@ class RecipeSummary:
     runtimes: tuple[Runtime, ...]
     notes: tuple[str, ...]
 
+    def as_table(self) -> Table:
+        """Return tensors, weights, bytes and bits per weight by class."""
+        groups = (*self.by_class, self.total)
+        rows = ((g.name, ", ".join(g.types), g.tensors, g.values, g.nbytes, g.bpw, g.token_bytes) for g in groups)
+        header = "class, types, tensors, weights, bytes, bpw, bytes per token"
+        return table_of(header, rows, f"file of {format_size(self.contents.file_bytes)}")
 
-def show(
-    path: Path,
+
+@checked
+def show_recipe(
+    path: str | Path,
     *,
-    model: Path | None = None,
+    model: str | Path | None = None,
     title: str = "COPY",
     dialect: str | None = None,
-    imatrix: Path | None = None,
+    imatrix: str | Path | None = None,
     gpu_layers: int = 0,
     devices: Sequence[str] = ("CUDA0",),
     overrides: Sequence[str] = (),
@@ -89,7 +100,7 @@ def show(
             raise RecipeError(f"{path} is a recipe: give its model with -m", "QK-E202")
         recipe, header = read_rules(path, dialect), read_model(model)
         contents = contents_of_rules(effective_rules(recipe, header), header, title, imatrix=imatrix)
-        notes += [f"{path.name} is read as {recipe.dialect}"] if dialect is None else []
+        notes += [f"{Path(path).name} is read as {recipe.dialect}"] if dialect is None else []
     rules = [*parse_rules(overrides)]
     rules += [(rf"blk\.{i}{_EXPERTS}", "CPU") for i in range(min(n_cpu_moe, contents.model.n_layer))]
     rules += [(_EXPERTS, "CPU")] if cpu_moe else []

@@ -32,7 +32,7 @@ def write_recipe(
 def rules_for(
     types: Mapping[str, TensorType], dialect: str = "ours", *, other_names: Iterable[str] = ()
 ) -> list[tuple[str, TensorType]]:
-    """Return the rules of ``write_recipe``: pattern and type."""
+    """Return the rules of ``write_recipe``: pattern and type; errors as there."""
     if dialect not in DIALECTS:
         raise RecipeError(f"unknown recipe dialect {dialect!r}: choose one of {', '.join(DIALECTS)}", "QK-E203")
     tree = tree_of(dialect)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from quantkit.evaluate import Estimate
 from quantkit.formats.own_json import read_own_json
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.content import FileRecord
 from quantkit.records import record
 
@@ -197,7 +198,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(HtmlTable):
     """All numbers of a page."""
 
     title: str
@@ -214,6 +215,15 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON."""
         return json.dumps({"kind": KIND, "format": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    def as_table(self) -> Table:
+        """Return the files, the smallest first; divergences in nats per token."""
+        rows = (
+            (f.name, f.preset, f.nbytes, f.bpw, None if kld is None else kld.value)
+            for f in sorted(self.files, key=lambda f: f.nbytes)
+            for kld in [None if f.quality is None else f.quality.kld]
+        )
+        return table_of("file, preset, bytes, bpw, KL divergence", rows, self.title)
 
 
 def read_data(path: Path) -> Report:

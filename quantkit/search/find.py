@@ -16,6 +16,7 @@ from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.extras import SEARCH, check_extras
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.search import SearchOptions
 from quantkit.search.allocation import Allocation, Check, measure
 from quantkit.search.solve import Answer, Exclusion, Limit, Weights, solve
@@ -32,7 +33,7 @@ _MAX_TANGENTS = 8
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(HtmlTable):
     """Result of ``search``: allocations, the best first (as measured, if they were checked), and notes."""
 
     allocations: tuple[Allocation, ...]
@@ -43,6 +44,14 @@ class SearchResult:
     @property
     def best(self) -> Allocation:
         return self.allocations[0]
+
+    def as_table(self) -> Table:
+        """Return the allocations, the best first; divergences in nats per token."""
+        rows = (
+            (a.nbytes, a.bpw, a.kld, None if a.check is None else a.check.mean.value, len(a.rules))
+            for a in self.allocations
+        )
+        return table_of("bytes, bpw, predicted divergence, measured divergence, rules", rows)
 
 
 @checked

@@ -13,6 +13,7 @@ import numpy as np
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_model
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.search import SearchOptions
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
@@ -36,7 +37,7 @@ class PresetPoint:
 
 
 @dataclass(frozen=True)
-class Front:
+class Front(HtmlTable):
     """Allocations from the smallest to the one of least divergence, each the best of its size, and presets."""
 
     allocations: tuple[Allocation, ...]
@@ -44,6 +45,12 @@ class Front:
     space: Space
     seconds: float
     notes: tuple[str, ...]
+
+    def as_table(self) -> Table:
+        """Return allocations and presets by size; divergences in nats per token."""
+        rows = [("search", a.nbytes, a.bpw, a.kld) for a in self.allocations]
+        rows += [(p.name, p.nbytes, p.bpw, p.kld) for p in self.presets]
+        return table_of("of, bytes, bpw, predicted divergence", sorted(rows, key=lambda row: row[1]))
 
 
 @checked
@@ -63,6 +70,8 @@ def search_front(
         options: constraints; a target is ignored.
         points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
         progress: called with a line for each step.
+
+    Raises as ``search``, and RecipeError for fewer than 2 points.
     """
     start = time.monotonic()
     if points < 2:

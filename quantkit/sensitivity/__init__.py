@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from quantkit.options.sensitivity import SensitivityOptions
 from quantkit.sensitivity.file import Cost, Group, Sensitivity, read_sensitivity
-from quantkit.sensitivity.measure import SensitivityProgress, sensitivity
+from quantkit.sensitivity.measure import sensitivity
 
 __all__ = [
     "Cost",
     "Group",
     "Sensitivity",
     "SensitivityOptions",
-    "SensitivityProgress",
     "read_sensitivity",
     "sensitivity",
 ]

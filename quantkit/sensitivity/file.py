@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from quantkit.arguments import checked
 from quantkit.errors import FormatError
 from quantkit.formats.own_json import read_own_json
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.records import record
 from quantkit.types import TensorType
 
@@ -56,7 +58,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
+class Sensitivity(HtmlTable):
     """The content of a file. ``model`` and ``text`` identify the measured model and text, for people and for checks."""
 
     model: Mapping[str, Any]
@@ -73,6 +75,13 @@ class Sensitivity:
             texts = ",\n  ".join(json.dumps(_plain(row)) for row in rows)
             lines.append(f"{json.dumps(key)}: [\n  {texts}\n]{end}")
         return "\n".join([*lines, "}"]) + "\n"
+
+    def as_table(self) -> Table:
+        """Return the costs, in nats per token, the largest divergence first; unmeasured ones last."""
+        ordered = sorted(self.costs, key=lambda c: math.inf if c.kld is None else -c.kld)
+        rows = ((c.group, str(c.type), c.kld, c.kld_error, c.ln_ppl, c.ln_ppl_error) for c in ordered)
+        header = "group, type, KL divergence, its standard error, ln(perplexity ratio), its standard error"
+        return table_of(header, rows, f"{len(self.groups)} groups")
 
 
 def _plain(row: Group | Cost) -> dict[str, Any]:

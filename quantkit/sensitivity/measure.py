@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ from quantkit.pipeline.content import FileRecord
 from quantkit.pipeline.feedback import CovarianceFile
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.run import DEFAULT_MAX_RAM
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.sensitivity.encode import EncodedPair, Encoder, Encoding, Pair, groups_of, measurable_types, pairs_of
 from quantkit.sensitivity.experts import routings
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
@@ -71,18 +72,6 @@ BASE: Key = ("", "", "base")
 _LOGITS = 256 << 20
 
 
-class SensitivityProgress(NamedTuple):
-    """Progress of a run: ``done`` of ``total`` steps of about equal time, and the current step."""
-
-    done: float
-    total: float
-    text: str
-
-
-#: Receives progress.
-Progress = Callable[[SensitivityProgress], None]
-
-
 @checked
 def sensitivity(
     model: str | Path,
@@ -91,7 +80,7 @@ def sensitivity(
     *,
     tokens: npt.ArrayLike | None = None,
     options: SensitivityOptions | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Sensitivity:
     """Measure the divergence on held-out text that quantizing each group alone causes, and write it to ``out``.
 
@@ -129,7 +118,7 @@ class _Run:
         files: Sequence[str | Path],
         tokens: npt.ArrayLike | None,
         options: SensitivityOptions,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         stack: ExitStack,
     ) -> None:
         self.start_seconds = working_seconds()
@@ -340,7 +329,7 @@ class _Run:
 
     def report(self, current: float, total: float, text: str) -> None:
         if self.progress is not None:
-            self.progress(SensitivityProgress(current, total, text))
+            self.progress(Progress(current, total, text))
 
 
 class _Measurement:

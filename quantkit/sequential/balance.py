@@ -5,7 +5,7 @@ projections times s and columns of down projections divided by s. But blocks of 
 runtimes round inputs to 8 bits with one scale for up to 256 columns: both lose less if no column is much larger than
 its neighbours. s is the inverse fourth root of a column's mean square, so a quarter of the logarithmic differences
 moves to the weights (AWQ, Lin et al. 2023, arXiv:2306.00978, searches such exponents). With half of them, texts unlike
-the calibration text lose more than this one gains (docs/error-feedback.md).
+the calibration text lose more than this one gains (docs/explanation/error-feedback.md).
 """
 
 from __future__ import annotations

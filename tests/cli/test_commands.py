@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
@@ -19,14 +23,10 @@ from quantkit.cli._options import GroupedCommand, GroupedOption
 from quantkit.cli._paths import Place
 
 ROOT = Path(__file__).parents[2]
-#: Commands without a function of their name, and what stands for it.
-WITHOUT_VERB = {
-    "cache": "show_cache, prune_cache and verify_cache: it is a group",
-    "recipe": "write_recipe: it is a group, whose other commands print",
-    "types": "quantkit.types.TYPES is the table",
-}
 #: Files of cli/ that are commands of a group.
 OF_GROUPS = {"imatrix_collect", "imatrix_diff", "imatrix_show"}
+#: Public functions that raise nothing.
+WITHOUT_ERRORS = {"quantkit.recipes.detect_dialect"}
 guide_step = partial(step, "Add a command")
 
 
@@ -51,23 +51,75 @@ ALL = dict(leaf for name, command in COMMANDS_BY_NAME.items() if command is not 
 by_command = pytest.mark.parametrize("name", ALL)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def function_of(name: str) -> str:
+    """Return the name of a command's function: of `recipe lint`, lint_recipe."""
+    return "_".join(reversed(name.split())).replace("-", "_")
+
+
+@by_command
 def test_a_command_is_a_function_of_its_name(name: str) -> None:
-    verb = name.replace("-", "_")
-    assert (verb in quantkit.__all__) != (name in WITHOUT_VERB), f"{guide_step(2)}; {guide_step(1)}"
+    verb = function_of(name)
+    assert verb in quantkit.__all__, f"quantkit.{verb}: {guide_step(2)}; {guide_step(1)}"
+    assert inspect.isfunction(getattr(quantkit, verb)), guide_step(1)
+
+
+def test_a_group_with_options_is_a_function_too() -> None:
+    """`quantkit imatrix -m ..` collects."""
+    groups = {name for name, command in COMMANDS_BY_NAME.items() if isinstance(command, click.Group) and command.params}
+    assert groups == {"imatrix"}
+    assert inspect.isfunction(quantkit.imatrix)
 
 
 def test_names_of_the_package_have_modules() -> None:
-    """The functions are there, and of type checkers' imports as of the others."""
+    """The names are there, and of type checkers' imports as of the others."""
     names = set(quantkit.__all__) - {"__version__"}
     assert names == quantkit._HOME.keys(), guide_step(2)
-    missing = [name for name in names if find_spec(f"quantkit.{quantkit._HOME[name]}") is None]
+    assert len(quantkit.__all__) == len(set(quantkit.__all__))
+    missing = [name for name in names if find_spec(f"quantkit.{quantkit._HOME[name] or name}") is None]
     assert not missing, f"{missing}: {guide_step(1)}"
     assert all(hasattr(quantkit, name) for name in names), guide_step(1)
     source = (ROOT / "quantkit/__init__.py").read_text()
     block = source.split("if TYPE_CHECKING:\n")[1].split("\n__all__")[0]
     imported = {name for line in re.findall(r" import (.+)", block) for name in line.split(", ")}
     assert imported == names, guide_step(2)
+
+
+def test_dir_is_the_public_interface() -> None:
+    assert dir(quantkit) == sorted(quantkit.__all__)
+    code = "import quantkit; print(*dir(quantkit))"  # before anything else is imported
+    listing = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert listing.split() == sorted(quantkit.__all__)
+
+
+PUBLIC_MODULES = [name for name, home in quantkit._HOME.items() if not home]
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_a_public_module_lists_its_names(name: str) -> None:
+    module = getattr(quantkit, name)
+    assert isinstance(module, ModuleType)
+    assert all(hasattr(module, member) for member in module.__all__)
+
+
+PUBLIC = {f"quantkit.{name}": getattr(quantkit, name) for name in quantkit.__all__ if quantkit._HOME.get(name)} | {
+    f"quantkit.{name}.{member}": getattr(getattr(quantkit, name), member)
+    for name in PUBLIC_MODULES
+    for member in getattr(quantkit, name).__all__
+}
+FUNCTIONS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
+
+
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if callable(value)])
+def test_a_public_name_has_a_docstring(name: str) -> None:
+    docstring = inspect.getdoc(PUBLIC[name]) or ""
+    assert re.match(r"[A-Z][^\n]+[.:]", docstring), name
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_says_what_it_raises(name: str) -> None:
+    """Or it does no more than look up a table."""
+    if name not in WITHOUT_ERRORS:
+        assert re.search(r"[Rr]aises|[Ee]rrors? as", inspect.getdoc(PUBLIC[name]) or ""), name
 
 
 def test_a_file_of_cli_is_a_command() -> None:

@@ -158,3 +158,42 @@ def test_refusals_of_dequantize(data: np.ndarray, name: str, n: int, error: type
 def test_importing_quantkit_does_not_load_the_compiler() -> None:
     code = "import sys, quantkit, quantkit.kernels; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_values_per_row_follow_from_the_bytes() -> None:
+    x = np.random.default_rng(5).standard_normal((8, 1024)).astype(np.float32)
+    for t in UNWEIGHTED:
+        blocks = quantize(x, t)
+        assert t.row_values(blocks.shape[1]) == 1024
+        assert np.array_equal(dequantize(blocks, t), dequantize(blocks, t, 1024))
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("Q4_0", 17), ("Q4_0", 0), ("IQ2_KS", 2), ("IQ2_KS", 71)])
+def test_bytes_that_are_no_row(name: str, nbytes: int) -> None:
+    with refuses(TypeNotSupported, "QK-E303", name, nbytes):
+        dequantize(np.zeros((1, nbytes), np.uint8), name)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "IQ2_XXS", "Q4_K_R4", "Q8_0"])
+def test_importance_of_each_expert(name: str) -> None:
+    """Every expert gets the bytes that its rows have with its own importance."""
+    rng = np.random.default_rng(6)
+    x, imatrix = rng.standard_normal((3, 4, 512)).astype(np.float32), rng.random((3, 512)).astype(np.float32)
+    alone = [quantize(x[i], name, imatrix[i]) for i in range(3)]
+    assert np.array_equal(quantize(x, name, imatrix), np.concatenate(alone))
+    shared = quantize(x, name, imatrix[0])
+    assert np.array_equal(shared[:4], alone[0])
+    if name != "Q8_0":
+        assert not np.array_equal(shared[4:8], alone[1])
+
+
+@pytest.mark.parametrize("shape", [(2, 512), (3, 256), (1, 3, 512)])
+def test_importance_of_other_experts_is_refused(shape: tuple[int, ...]) -> None:
+    with refuses(FormatError, "QK-E119"):
+        quantize(np.ones((3, 4, 512), np.float32), "Q4_K", np.ones(shape, np.float32))
+
+
+def test_experts_of_interleaved_rows_are_whole_groups() -> None:
+    x, imatrix = np.ones((2, 6, 256), np.float32), np.ones((2, 256), np.float32)
+    with refuses(FormatError, "QK-E303", "Q4_K_R4"):
+        quantize(x, "Q4_K_R4", imatrix)

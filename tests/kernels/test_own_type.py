@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 from refusals import refuses
 
-from quantkit import types
 from quantkit.cli import cli
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import TensorInfo, open_gguf
@@ -19,7 +18,7 @@ from quantkit.kernels.cpu.unpack import legacy as unpackers
 from quantkit.kernels.cuda.encode.pipeline import can_decode, can_encode
 from quantkit.model.backends.cuda.weights import Weights
 from quantkit.pipeline.presets import preset_by_name
-from quantkit.types import OWN_IDS, TensorType
+from quantkit.types import BY_ID, BY_NAME, OWN_IDS, TensorType
 from small_models import llama_tensors, write_model
 
 
@@ -27,8 +26,8 @@ from small_models import llama_tensors, write_model
 def own_type(monkeypatch: pytest.MonkeyPatch) -> TensorType:
     """Register a type with the blocks of Q4_0, in the places that CONTRIBUTING.md names, but for CUDA."""
     t = TensorType(OWN_IDS[0], "R4_0", "r4_0", 32, 18, 0, 1, "legacy", "none", "used", "", "f16@0")
-    monkeypatch.setitem(types.BY_NAME, t.name, t)
-    monkeypatch.setitem(types.BY_ID, t.id, t)
+    monkeypatch.setitem(BY_NAME, t.name, t)
+    monkeypatch.setitem(BY_ID, t.id, t)
     monkeypatch.setitem(formats.FORMATS, t.name, formats.Format(t, "legacy", "q8_0"))
     for module, verb in ((reference, "decode"), (encoders, "encode"), (unpackers, "unpack")):
         monkeypatch.setattr(module, f"{verb}_r4_0", getattr(module, f"{verb}_q4_0"), raising=False)

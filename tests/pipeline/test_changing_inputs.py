@@ -29,9 +29,10 @@ from quantkit.imatrix.covariance import CovarianceProgress, covariance
 from quantkit.kernels.cpu.digest import digest_of
 from quantkit.model.engine import load
 from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.progress import Progress
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.report import ReportOptions, report
-from quantkit.sensitivity import SensitivityOptions, SensitivityProgress, read_sensitivity, sensitivity
+from quantkit.sensitivity import SensitivityOptions, read_sensitivity, sensitivity
 from small_models import llama_tensors, write_model
 
 Change = Callable[[Path], None]
@@ -236,8 +237,8 @@ class Steps(Watcher):
     def __init__(self, stop: int = 0, act: Callable[[], None] = interrupt) -> None:
         self.count, self.stop, self.act = 0, stop, act
 
-    def __call__(self, now: CovarianceProgress | SensitivityProgress) -> None:
-        if not isinstance(now, SensitivityProgress) or now.text.startswith("measure"):
+    def __call__(self, now: CovarianceProgress | Progress) -> None:
+        if not isinstance(now, Progress) or now.text.startswith("measure"):
             self.on_chunk()
 
     def on_chunk(self, *now: object) -> None:

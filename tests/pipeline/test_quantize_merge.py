@@ -18,7 +18,7 @@ from quantkit.errors import QuantkitError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import write_imatrix
 from quantkit.kernels import quantize as encode
-from quantkit.merge import merge_imatrix, merge_up_gate, split_up_gate
+from quantkit.merge import merge_imatrix_entries, merge_up_gate, split_up_gate
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME
 from small_models import tensor_bytes
@@ -146,7 +146,7 @@ def test_any_model(
 
 def test_importance_may_have_either_name(tmp_path: Path, data: Path, tiny_moe: Path) -> None:
     separate, merged = data / "tiny-moe-imatrix.gguf", tmp_path / "merged.gguf"
-    write_imatrix(merged, merge_imatrix(separate), "gguf")
+    write_imatrix(merged, merge_imatrix_entries(separate), "gguf")
     outputs = []
     for name, path in (("a", separate), ("b", merged)):
         options = QuantizeOptions(imatrix=path, merge_up_gate=True)

@@ -10,7 +10,7 @@ from header_models import DENSE, MLA, MOE, SHARED, Tensor, drawn_up, write_spars
 from test_choose import dry_run as llama_quantize
 from test_choose_ik import dry_run as ik_quantize
 
-from quantkit.recipes import convert, write_recipe
+from quantkit.recipes import convert_recipe, write_recipe
 from quantkit.recipes.contents import read_model
 from quantkit.types import TensorType, type_by_name
 
@@ -54,7 +54,7 @@ def converted(types: dict[str, TensorType], model: Path, dialect: str) -> str:
     recipe = model.with_name("ours.recipe")
     remainder = [name for name in read_model(model).tensors if name not in types]
     recipe.write_text(write_recipe(types, ["types of a test"], "ours", others=remainder))
-    result = convert(recipe, dialect, model=model)
+    result = convert_recipe(recipe, dialect, model=model)
     assert result.proved_tensors
     return result.text
 

@@ -39,7 +39,7 @@ from quantkit.imatrix import (
     with_stats,
     without_fill,
 )
-from quantkit.merge import merge_imatrix
+from quantkit.merge import merge_imatrix_entries
 from quantkit.types import BY_NAME, TensorType
 from zoo import NAMES, ZOO, tensor_infos
 
@@ -614,7 +614,7 @@ def test_renaming_keeps_a_fill_and_its_record(tmp_path: Path) -> None:
     assert filled_experts(merged)["blk.0.ffn_gate_up_exps.weight"] == (1,)
     assert_close(without_fill(with_names(merged, "separate")), emptied(1), 0)
     write_imatrix(tmp_path / "x.gguf", before)
-    assert filled_experts(merge_imatrix(tmp_path / "x.gguf")) == filled_experts(merged)
+    assert filled_experts(merge_imatrix_entries(tmp_path / "x.gguf")) == filled_experts(merged)
 
 
 @pytest.mark.parametrize("line", ["blk.0.ffn_up_exps.weight: 9", "blk.9.x: 1", "blk.0.ffn_up_exps.weight: a", "x"])
@@ -734,7 +734,7 @@ def test_values_that_calibration_cannot_give_are_not_passed_on(tmp_path: Path, v
         check_refused(run(*command, code=1).output, "QK-E118 blk.1.ffn_up_exps.weight 35 128", bad)
         assert sorted(path.name for path in tmp_path.iterdir()) == [bad.name, good.name]
     with refuses(FormatError, "QK-E118", bad):
-        merge_imatrix(bad)
+        merge_imatrix_entries(bad)
     assert run("show", bad).exit_code == 0  # which shows where
     assert run("diff", good, bad, "--fail-above", 0.01, code=1).exit_code == 1
 

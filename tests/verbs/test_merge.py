@@ -18,7 +18,14 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, open_gguf, split_fields, split_path, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.kernels import dequantize
-from quantkit.merge import MergePlan, merge_imatrix, plan_merge_up_gate, plan_split_up_gate, run_merge, split_imatrix
+from quantkit.merge import (
+    MergePlan,
+    merge_imatrix_entries,
+    plan_merge_up_gate,
+    plan_split_up_gate,
+    run_merge,
+    split_imatrix_entries,
+)
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.types import BY_NAME, TYPES, TensorType
 from small_models import tensor_bytes
@@ -268,7 +275,7 @@ def test_shards_are_kept_where_the_record_knows_none(tmp_path: Path, tiny_moe: P
 
 def test_importance_is_renamed_both_ways(data: Path) -> None:
     path = data / "tiny-moe-imatrix.gguf"
-    merged, before = merge_imatrix(path), read_imatrix(path)
+    merged, before = merge_imatrix_entries(path), read_imatrix(path)
     assert "blk.0.ffn_gate_up_exps.weight" in merged.entries
     assert not any("ffn_up_exps" in name or "ffn_gate_exps" in name for name in merged.entries)
     assert len(merged.entries) == len(before.entries) - 4
@@ -295,7 +302,7 @@ def test_the_commands_undo_each_other(tmp_path: Path, data: Path, tiny_moe: Path
     assert json.loads(split.stdout)["written"]
     assert s.read_bytes() == tiny_moe.read_bytes()
     assert split_path.read_bytes() == imatrix.read_bytes()
-    assert split_imatrix(im).entries.keys() == read_imatrix(imatrix).entries.keys()
+    assert split_imatrix_entries(im).entries.keys() == read_imatrix(imatrix).entries.keys()
 
 
 def test_a_dry_run_and_refusals_write_nothing(tmp_path: Path, tiny_moe: Path) -> None:

@@ -18,7 +18,17 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, open_gguf
 from quantkit.pipeline.recipe import Rule
 from quantkit.quantize import QuantizeOptions, quantize
-from quantkit.recipes import DIALECTS, Recipe, convert, detect_dialect, diff, lint, parse_rules, show, write_recipe
+from quantkit.recipes import (
+    DIALECTS,
+    Recipe,
+    convert_recipe,
+    detect_dialect,
+    diff_recipe,
+    lint_recipe,
+    parse_recipe,
+    show_recipe,
+    write_recipe,
+)
 from quantkit.recipes.contents import Model, read_model
 from quantkit.recipes.convert import convert_rules
 from quantkit.recipes.portable import DialectPattern, NotPortable, rewrite
@@ -58,7 +68,7 @@ def test_written_rules_give_exactly_the_types(
 ) -> None:
     strangers = extra_names - types.keys()
     text = write_recipe(types, ["a line"], dialect, others=strangers)
-    read = parse_rules(text, "r", dialect)
+    read = parse_recipe(text, "r", dialect)
     assert read.comments == (() if dialect == "llama.cpp" else ("a line",))
     assert read.types([*types, *strangers]) == {**types, **dict.fromkeys(strangers)}
 
@@ -170,13 +180,13 @@ def test_dialects_are_told_apart(text: str, dialect: str) -> None:
 
 
 def test_a_script_is_read_or_refused(tmp_path: Path) -> None:
-    read = parse_rules(SCRIPT, "s.sh")
+    read = parse_recipe(SCRIPT, "s.sh")
     assert (read.dialect, len(read.rules), read.rules[0].origin) == ("ik", 7, "s.sh:4")
     assert read.comments == ("Attention", "Experts, the first and the last better")
     with refuses(RecipeError, "QK-E204 s.sh $T"):
-        parse_rules('custom="\nattn=$TYPE\n"\n', "s.sh")
+        parse_recipe('custom="\nattn=$TYPE\n"\n', "s.sh")
     with refuses(RecipeError, "QK-E204 s.sh"):
-        parse_rules('custom="a=q4_K"\ncustom2="b=q4_K"\n', "s.sh")
+        parse_recipe('custom="a=q4_K"\ncustom2="b=q4_K"\n', "s.sh")
 
 
 MIXED = "\\Dttn = Q6_K\nblk.1 = iq2_ks\n(?<=gate)_exps = iq3_k\nFFN = iq4_ks\n"
@@ -185,20 +195,22 @@ MIXED = "\\Dttn = Q6_K\nblk.1 = iq2_ks\n(?<=gate)_exps = iq3_k\nFFN = iq4_ks\n"
 @pytest.mark.parametrize("text", [SCRIPT, THIREUS, MIXED])
 @pytest.mark.parametrize("dialect", ["ours", "ik", "thireus"])
 def test_converted_recipes_give_the_same_types(text: str, dialect: str, big: Path, tmp_path: Path) -> None:
-    result = convert(write_recipe_file(tmp_path, text), dialect, model=big)
+    result = convert_recipe(write_recipe_file(tmp_path, text), dialect, model=big)
     model = read_model(big)
     assert not result.omitted
     assert result.proved_tensors == len(model.tensors)
-    assert parse_rules(result.text, "made", dialect).types(model.tensors) == parse_rules(text, "r").types(model.tensors)
+    assert parse_recipe(result.text, "made", dialect).types(model.tensors) == parse_recipe(text, "r").types(
+        model.tensors
+    )
 
 
 def test_types_a_tree_lacks_are_left_out_or_replaced(big: Path, tmp_path: Path) -> None:
     path = write_recipe_file(tmp_path, "attn = iq6_k\nffn = q4_K\n")
-    result = convert(path, "llama.cpp", model=big)
+    result = convert_recipe(path, "llama.cpp", model=big)
     assert result.text == "ffn=q4_k\n"
     assert len(result.omitted) == 1
     assert "llama.cpp has no IQ6_K" in result.notes[0]
-    result = convert(path, "llama.cpp", model=big, replace={BY_NAME["IQ6_K"]: BY_NAME["Q6_K"]})
+    result = convert_recipe(path, "llama.cpp", model=big, replace={BY_NAME["IQ6_K"]: BY_NAME["Q6_K"]})
     assert result.text == "attn=q6_k\nffn=q4_k\n"
     assert not result.omitted
 
@@ -241,10 +253,10 @@ def test_any_rules_there_and_back(rule_lists: list[tuple[list[str], TensorType]]
     recipe = Recipe("r", "ours", tuple(rules))
     for dialect in ("llama.cpp", "ik", "thireus"):
         converted_rules = convert_rules(recipe, dialect, model, {})
-        read = parse_rules(converted_rules.text, "there", dialect)
+        read = parse_recipe(converted_rules.text, "there", dialect)
         assert read.types(model_types) == recipe.types(model_types)
         copy = convert_rules(read, "ours", model, {})
-        assert parse_rules(copy.text, "back", "ours").types(model_types) == recipe.types(model_types)
+        assert parse_recipe(copy.text, "back", "ours").types(model_types) == recipe.types(model_types)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +307,12 @@ def test_llama_cpp_lowers_patterns_and_ik_does_not() -> None:
     ],
 )
 def test_lint(text: str, codes: list[str], big: Path, tmp_path: Path) -> None:
-    assert [f.code for f in lint(write_recipe_file(tmp_path, text), model=big)] == codes
+    assert [f.code for f in lint_recipe(write_recipe_file(tmp_path, text), model=big)] == codes
 
 
 def test_lint_without_a_model(tmp_path: Path) -> None:
-    assert [f.code for f in lint(write_recipe_file(tmp_path, "a = iq4_ks"), runtime="mainline")] == ["QK-W020"]
-    lints = lint(write_recipe_file(tmp_path, "(?<=a)b=q4_K,c=q4_K"))
+    assert [f.code for f in lint_recipe(write_recipe_file(tmp_path, "a = iq4_ks"), runtime="mainline")] == ["QK-W020"]
+    lints = lint_recipe(write_recipe_file(tmp_path, "(?<=a)b=q4_K,c=q4_K"))
     assert [(f.code, f.severity) for f in lints] == [("QK-W028", "error")]
 
 
@@ -308,27 +320,27 @@ def test_rows_that_do_not_divide_are_told(tmp_path: Path) -> None:
     fields = [Field.of("general.architecture", "llama"), Field.of("llama.block_count", 1)]
     infos = [("blk.0.ffn_down.weight", (96, 64), BY_NAME["F16"]), ("blk.0.attn_q.weight", (256, 60), BY_NAME["F16"])]
     model = write_hollow(tmp_path / "m.gguf", fields, infos, {})
-    lints = lint(write_recipe_file(tmp_path, "ffn = q4_K\nattn = q4_0_r8\n"), model=model)
+    lints = lint_recipe(write_recipe_file(tmp_path, "ffn = q4_K\nattn = q4_0_r8\n"), model=model)
     assert [f.code for f in lints] == ["QK-W021", "QK-W021"]
     assert "Q4_K becomes Q5_0: rows of 96 are not a multiple of blocks of 256" in lints[0].message + lints[1].message
 
 
 def test_show_by_class_and_device(big: Path, tmp_path: Path) -> None:
     path = write_recipe_file(tmp_path, THIREUS)
-    table = show(path, model=big, gpu_layers=1000, overrides=["_exps=CPU"])
+    table = show_recipe(path, model=big, gpu_layers=1000, overrides=["_exps=CPU"])
     assert table.contents.exact
     assert {s.name: s.tensors for s in table.by_device} == {"CPU": 3 * LAYERS + 1, "CUDA0": 6 * LAYERS + 2}
     experts = next(s for s in table.by_class if s.name == "ffn_up_exps")
     assert (experts.types, experts.token_bytes) == (("IQ3_K", "IQ2_KS"), experts.nbytes * 8 // EXPERTS)
     assert sum(s.nbytes for s in table.by_layer) == table.total.nbytes
-    one = show(path, model=big, gpu_layers=1000, cpu_moe=True)
+    one = show_recipe(path, model=big, gpu_layers=1000, cpu_moe=True)
     assert one.by_device == table.by_device
-    partial_table = show(path, model=big, gpu_layers=1000, n_cpu_moe=10)
+    partial_table = show_recipe(path, model=big, gpu_layers=1000, n_cpu_moe=10)
     assert {s.name: s.tensors for s in partial_table.by_device}["CPU"] == 31
-    assert not show(big).contents.tensors[0].type.is_quantized
+    assert not show_recipe(big).contents.tensors[0].type.is_quantized
     for options in ({"cpu_moe": True, "n_cpu_moe": 3}, {"overrides": ["exps"]}):
         with pytest.raises(RecipeError):
-            show(path, model=big, **options)
+            show_recipe(path, model=big, **options)
 
 
 def test_of_a_file_and_back(tmp_path: Path) -> None:
@@ -338,15 +350,15 @@ def test_of_a_file_and_back(tmp_path: Path) -> None:
     quantize(model, out, "Q4_0", options)
     recipe = tmp_path / "theirs.recipe"
     for dialect in DIALECTS:
-        recipe.write_text(convert(out, dialect).text)
-        assert diff(recipe, out, model=model).identical, dialect
+        recipe.write_text(convert_recipe(out, dialect).text)
+        assert diff_recipe(recipe, out, model=model).identical, dialect
     with open_gguf(out) as quantized:
         types = {name: t.type for name, t in quantized.tensors.items()}
-    assert {t.name: t.type for t in show(out).contents.tensors} == types
-    assert show(recipe, model=model, title="Q4_0").total.nbytes == show(out).total.nbytes
+    assert {t.name: t.type for t in show_recipe(out).contents.tensors} == types
+    assert show_recipe(recipe, model=model, title="Q4_0").total.nbytes == show_recipe(out).total.nbytes
     recipe.write_text("attn_k = q6_K\n")
-    assert not diff(recipe, out).identical
-    assert not diff(out, model).identical
+    assert not diff_recipe(recipe, out).identical
+    assert not diff_recipe(out, model).identical
 
 
 def test_the_command(big: Path, tmp_path: Path) -> None:
@@ -380,7 +392,7 @@ def test_hostile_recipes(big: Path, tmp_path: Path) -> None:
     ]:
         path.write_bytes(data)
         with refuses(RecipeError, refusal):
-            lint(path, model=big)
+            lint_recipe(path, model=big)
     path.write_text(r"(?:(\w)\1?|\w\w|\w|.)+[!-*] = q4_K")
     with refuses(RecipeError, "QK-E205 r.recipe:1"):
-        lint(path, model=big)
+        lint_recipe(path, model=big)

@@ -28,7 +28,15 @@ bytes.
 from __future__ import annotations
 
 from quantkit.formats.gguf.fields import Field, ValueType
-from quantkit.formats.gguf.model import GGUFFile, open_gguf, open_model, parse_split_path, split_fields, split_path
+from quantkit.formats.gguf.model import (
+    GGUFFile,
+    open_gguf,
+    open_model,
+    open_shards,
+    parse_split_path,
+    split_fields,
+    split_path,
+)
 from quantkit.formats.gguf.reader import TensorInfo
 from quantkit.formats.gguf.writer import Layout, layout_gguf, write_gguf
 
@@ -41,6 +49,7 @@ __all__ = [
     "layout_gguf",
     "open_gguf",
     "open_model",
+    "open_shards",
     "parse_split_path",
     "split_fields",
     "split_path",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -172,7 +172,7 @@ class GGUFFile:
             self._closed = True
             self._maps.clear()
 
-    def __enter__(self) -> GGUFFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
@@ -189,17 +189,22 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
     Raises:
         FormatError: a file is damaged; the message names file and byte.
     """
+    return GGUFFile(open_shards(path, header_only=header_only), header_only)
+
+
+def open_shards(path: str | os.PathLike[str], *, header_only: bool) -> list[Shard]:
+    """Return the headers of all shards of a model; arguments and errors as for ``open_gguf``."""
     location = located(path)
     shard = read_shard(location, 0, header_only)
     count = _split_int(shard, "split.count", 0)
     if count <= 1:
-        return GGUFFile([shard], header_only)
+        return [shard]
     no = _split_int(shard, "split.no")
     paths = _shard_paths(location, no, count)
     shards = [read_shard(paths[0], 0, header_only)]
     shards += [_without_map(read_shard(p, i, header_only)) for i, p in enumerate(paths) if i]
     _check_shards(shards, count)
-    return GGUFFile(shards, header_only)
+    return shards
 
 
 def open_model(path: str | os.PathLike[str]) -> GGUFFile:

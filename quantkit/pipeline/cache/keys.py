@@ -60,6 +60,8 @@ def encoding_digest(part: PlannedPart, importance: str | None) -> str:
         "importance": None if encoding.target.imatrix == "ignored" else importance,
         "feedback": None if part.inputs is None else part.inputs.digest(),
     }
+    if encoding.custom is not None:
+        settings["custom"] = f"{encoding.custom}"
     return _digest(settings)
 
 

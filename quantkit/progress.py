@@ -1,0 +1,26 @@
+"""Progress of verbs: what ``progress=`` is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Progress(NamedTuple):
+    """``current`` of ``total`` units of about equal time (``total`` 0: unknown), and the current step.
+
+    Records of verbs that know more (``KldProgress``) have these fields, too, so one function serves all verbs::
+
+        def show(now):
+            print(f"{now.current / max(now.total, 1):4.0%} {now.text}", end="\\r")
+
+        quantkit.quantize("model-bf16.gguf", "out.gguf", "Q4_K_M", progress=show)
+    """
+
+    current: float
+    total: float
+    text: str = ""
+
+
+#: Called with the progress of a verb, from one thread at a time.
+ProgressCallback = Callable[[Progress], object]

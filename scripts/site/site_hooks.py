@@ -1,0 +1,41 @@
+"""Hooks of mkdocs: generated pages, and links to files of the repository outside docs/."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from site_pages import COPIES, generated_pages
+
+#: Files of the repository, and the pages that have their content.
+_PAGES = COPIES | {"README.md": "index.md", "BENCHMARKS.md": "benchmarks/index.md"}
+_LINK = re.compile(r"(?<!!)\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the generated pages."""
+    for path, text in generated_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Make links to files of the repository links of the site; a file that the site lacks is plain text."""
+    uri = page.file.src_uri
+    is_copy = uri in COPIES.values()
+    folder = "" if is_copy else posixpath.dirname(f"docs/{uri}")
+
+    def mended(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if ":" in target or (path.startswith("docs/") and not is_copy):
+            return match[0]
+        page_uri = _PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+        if files.get_file_from_path(page_uri) is None:
+            return text
+        return f"[{text}]({posixpath.relpath(page_uri, posixpath.dirname(uri) or '.')}{anchor})"
+
+    return _LINK.sub(mended, markdown)
