@@ -62,7 +62,7 @@ def merge_up_gate(
 
     Raises:
         RecipeError: no layer can be merged; the message has the reasons.
-        FormatError: the file is broken.
+        FormatError: the file is damaged.
         ResourceError: the output exists, or does not fit the disk.
     """
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)

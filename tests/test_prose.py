@@ -33,8 +33,8 @@ def test_every_rule_finds_its_example(table: dict[str, str]) -> None:
 PLANTED = {
     "README.md": ("# Title\n\nA long\nparagraph: `as ever` is code, but leave the\nswitch away.\n", [4]),
     "CHANGELOG.md": ("- An item,\n  as ever.\n\n```\nas ever\n```\n", [2]),
-    "docs/how-to/quantize.md": ("| a | b |\n|---|---|\n| x | in order to |\n", [3]),
-    "docs/glossary.md": ("| term | meaning | not |\n|---|---|---|\n| **x** | y | as ever |\n", []),
+    "docs/reference/files.md": ("| a | b |\n|---|---|\n| x | in order to |\n", [3]),
+    "docs/explanation/glossary.md": ("| term | meaning | not |\n|---|---|---|\n| **x** | y | as ever |\n", []),
     "quantkit/cli/quantize.py": (
         'import click\n\n\n@click.command()\n@click.option("-x", help="Write it "\n    "anew.")\n'
         'def command(x: str) -> None:\n    """Quantize a model.\n\n    This is simply a copy.\n    """\n',
@@ -46,8 +46,8 @@ PLANTED = {
         '        f"{path} exists: "\n        f"{path!r} is no file; "\n        "please remove it"\n    )\n',
         [2, 5, 6],
     ),
-    "quantkit/notes.py": (
-        '"""Notes."""\n\n\ndef name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
+    "quantkit/names.py": (
+        '"""Names."""\n\n\ndef name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
         [5, 6],
     ),
 }

@@ -112,7 +112,7 @@ def cook(
     """
     settings = read_config(config, targets) if isinstance(config, (str, Path)) else config
     if progress is not None and observer is not None:
-        raise RecipeError("progress and observer both receive the progress of a cook: give one of them", "QK-E201")
+        raise RecipeError("progress and observer are mutually exclusive: omit one of them", "QK-E201")
     observer = observer or (NullObserver() if progress is None else StepCounter(progress))
     plan = plan_cook(settings)
     for note in plan.notes:

@@ -174,7 +174,7 @@ def imatrix(
     path = None if output is None else resolve_links(output)
     _check(options, path, run)
     if progress is not None and watcher is not None:
-        raise RecipeError("progress and watcher both receive the progress of a run: give one of them", "QK-E201")
+        raise RecipeError("progress and watcher are mutually exclusive: omit one of them", "QK-E201")
     watcher = watcher or (Watcher() if progress is None else _ProgressWatcher(progress))
     names = [*map(str, (*files, *chat)), *["prompt"] * (prompt is not None), *["tokens"] * (tokens is not None)]
     prediction_file = None

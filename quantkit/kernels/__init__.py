@@ -154,8 +154,7 @@ def _weights(
         raise FormatError("the importance matrix contains NaN or Inf; compute it again", "QK-E118")
     if weights.ndim == 2 and math.prod(shape[1:-1]) % t.interleave:
         raise FormatError(
-            f"{t.name} interleaves {t.interleave} rows; {math.prod(shape[1:-1])} rows of an expert are not whole "
-            "groups",
+            f"{t.name} interleaves {t.interleave} rows; {math.prod(shape[1:-1])} rows of an expert are not a multiple",
             "QK-E303",
         )
     return list(np.atleast_2d(weights))

@@ -296,8 +296,8 @@ class Model:
             layers: numbers of layers, from 0, in any order; None: all.
 
         Returns:
-            float32 [layers, n, n_embd]: what enters the next layer, or the final norm. Of models with several streams
-            (hyper-connections) a row has all of them.
+            float32 [layers, n, n_embd]: the input of the next layer, or of the final norm. With several streams
+            (hyper-connections), a row has all of them.
 
         Raises:
             RecipeError: there is no such layer.
@@ -360,7 +360,7 @@ class Model:
         """Return tokens as int32 [n]. Raises FormatError if there are none, or one does not exist."""
         ids = np.asarray(tokens, np.int32).reshape(-1)
         if not len(ids):
-            raise FormatError("there are no tokens: give at least one", "QK-E203")
+            raise FormatError("no tokens: give at least one", "QK-E203")
         check_tokens(ids, self.n_vocab, self.path)
         return ids
 
@@ -396,7 +396,7 @@ def check_tokens(ids: Ints, n_vocab: int, path: Path) -> None:
     """Raise FormatError for a token that a model does not have."""
     if len(ids) and (ids.min() < 0 or ids.max() >= n_vocab):
         bad = int(ids[(ids < 0) | (ids >= n_vocab)][0])
-        raise FormatError(f"there is no token {bad}: {path} has {n_vocab}, from 0", "QK-E203")
+        raise FormatError(f"token {bad} is out of range: {path} has {n_vocab}, from 0", "QK-E203")
 
 
 class Programs:

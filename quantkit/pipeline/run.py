@@ -192,7 +192,7 @@ def _with_observer(plan: Plan, options: RunOptions) -> RunOptions:
     if report is None:
         return options
     if options.get("observer") is not None:
-        raise RecipeError("progress and observer both receive the progress of a run: give one of them", "QK-E201")
+        raise RecipeError("progress and observer are mutually exclusive: omit one of them", "QK-E201")
 
     def call(current: float, total: float, text: str) -> None:
         report(Progress(current, total, text))
@@ -201,17 +201,19 @@ def _with_observer(plan: Plan, options: RunOptions) -> RunOptions:
 
 
 def _check_custom_encoders(plan: Plan, options: RunOptions) -> None:
-    """Refuse encoders from Python where they cannot run, or where their bytes could be taken for another's."""
+    """Refuse encoders from Python if they cannot run, or if their bytes could be confused with another's."""
     for custom in plan.custom_encoders:
         if options.get("ray") is not None:
             raise RecipeError(
-                f"encoders: that of {custom.type} is a function of this process, which no node has: omit ray", "QK-E201"
+                f"encoders: the encoder of {custom.type} is a function of this process, which nodes cannot run: omit "
+                "ray",
+                "QK-E201",
             )
         for name in ("cache", "resume"):
             if options.get(name) and not custom.key:
                 raise RecipeError(
-                    f"encoders: {custom} has no key that tells its bytes from those of an earlier version: set its "
-                    f"attribute cache_key, or omit {name}",
+                    f"encoders: {custom} has no key to distinguish its bytes from those of an earlier version: set "
+                    f"its attribute cache_key, or omit {name}",
                     "QK-E202",
                 )
 

@@ -49,7 +49,7 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
 
 
 def _check_encoders(options: QuantizeOptions) -> None:
-    """Refuse encoders from Python that are no functions, or of tensors that another option encodes."""
+    """Refuse encoders from Python that are not functions, or whose tensors another option encodes."""
     encoders = custom_encoders(options.encoders)
     for name in ("feedback", "calibrate"):
         if encoders and getattr(options, name):

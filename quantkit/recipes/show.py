@@ -25,6 +25,7 @@ from quantkit.recipes.contents import (
     read_model,
 )
 from quantkit.recipes.dialects import read_rules
+from quantkit.recipes.portable import READERS
 from quantkit.units import format_size
 
 #: Experts, as in llama.cpp's --cpu-moe (common/common.h, LLM_FFN_EXPS_REGEX).
@@ -100,7 +101,7 @@ def show_recipe(
             raise RecipeError(f"{path} is a recipe: give its model with -m", "QK-E202")
         recipe, header = read_rules(path, dialect), read_model(model)
         contents = contents_of_rules(effective_rules(recipe, header), header, title, imatrix=imatrix)
-        notes += [f"{Path(path).name} is read as {recipe.dialect}"] if dialect is None else []
+        notes += [f"{Path(path).name}: read in the format of {READERS[recipe.dialect]}"] if dialect is None else []
     rules = [*parse_rules(overrides)]
     rules += [(rf"blk\.{i}{_EXPERTS}", "CPU") for i in range(min(n_cpu_moe, contents.model.n_layer))]
     rules += [(_EXPERTS, "CPU")] if cpu_moe else []
