@@ -126,7 +126,7 @@ CODES = {
 #: All codes of warnings: of rules and options whose effect is not what it seems. As stable as those of errors.
 WARNINGS = {
     "QK-W001": ErrorCode("A rule matches no tensor.", "Compare it with the names in `quantkit inspect`."),
-    "QK-W002": ErrorCode("A rule has no effect: earlier rules match all its tensors.", "Put the exception first, or remove the rule."),
+    "QK-W002": ErrorCode("A rule has no effect: other rules take precedence for all its tensors.", "Put the exception first, or remove the rule."),
     "QK-W003": ErrorCode("A rule for output.weight also matches attn_output.weight.", r"Write `^output\.weight$`."),
     "QK-W004": ErrorCode("A rule matches only the up or only the gate half of merged experts, and is ignored.", "Write ffn_(up|gate)_exps, or a rule for ffn_gate_up_exps."),
     "QK-W005": ErrorCode("llama-quantize lower-cases patterns, which changes classes such as `\\S`.", "Write the class as a set, if both programs read the rule."),

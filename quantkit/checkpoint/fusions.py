@@ -115,7 +115,7 @@ def fuse_tensors(
         for waiting in layer.waiting.values():
             raise context.fail(
                 next(iter(waiting.values())),
-                (f"{layer.fusion.option}: the other tensors of its layer are missing"),
+                f"{layer.fusion.option}: the other tensors of its layer are missing",
                 "QK-E211",
             )
 

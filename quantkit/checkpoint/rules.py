@@ -383,7 +383,7 @@ class StackExperts(Rule):
         absent = next(name for name in names if name not in waiting)
         count = n * len(self.weights) - len(waiting)
         remainder = f" and {count - 1} more" if count > 1 else ""
-        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or it is wrong that {says}"
+        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or this number is wrong: {says}"
 
     def _is_one(self, name: str, layer: int | str, n: int) -> bool:
         """Return whether a tensor is of one of ``n`` experts of a layer."""

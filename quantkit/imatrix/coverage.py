@@ -138,7 +138,7 @@ class Coverage(HtmlTable):
             return
         problems = [f"{t.name} has no entry" for t in self.missing]
         problems += [
-            (f"{t.name}: {t.bad_values} values are negative or not finite") for t in self.tensors if t.bad_values
+            f"{t.name}: {t.bad_values} values are negative or not finite" for t in self.tensors if t.bad_values
         ]
         problems += [f"{t.name}: {t.never} of {t.n_mat} experts without tokens" for t in self.tensors if t.never]
         omitted = f" and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -160,8 +160,8 @@ class Builder:
             ) from None
         if left:
             raise TypeNotSupported(
-                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; this is not an {self.h.arch} "
-                "model as quantkit knows it",
+                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; quantkit knows another "
+                f"model as {self.h.arch}",
                 "QK-E107",
             )
 

@@ -59,7 +59,7 @@ def _count(matrix: Matrix) -> int:
 def _vector(op: Op, matrix: Matrix | None, n: int, purpose: str) -> None:
     if matrix is not None:
         in_range = matrix.columns is None or matrix.columns[1] <= matrix.tensor.shape[0]
-        fit(in_range and _count(matrix) == n, op, matrix, f"where {purpose} has {n} values")
+        fit(in_range and _count(matrix) == n, op, matrix, f"where {purpose} needs {n} values")
 
 
 def _product(op: Op, w: Matrix, x: Value, out: Value, bias: Matrix | None, scale: Matrix | None) -> None:

@@ -490,7 +490,7 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
         lints.append(
             (
                 "QK-W011",
-                (f"no runtime loads {', '.join(own_types)}: neither llama.cpp nor ik_llama.cpp has such a type"),
+                f"no runtime loads {', '.join(own_types)}: neither llama.cpp nor ik_llama.cpp has such a type",
             )
         )
     if conflicts := [c.name for c in choices if c.reason.case == "conflict"]:

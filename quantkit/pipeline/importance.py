@@ -221,7 +221,7 @@ class Importance:
         if ones:
             notes = [
                 *notes,
-                (f"{ones} of {n_mat} experts received no calibration token: all their columns have the same weight"),
+                f"{ones} of {n_mat} experts received no calibration token: all their columns have the same weight",
             ]
         if zeros:
             experts = f" for {zeros} of {n_mat} experts" if n_mat > 1 else ""

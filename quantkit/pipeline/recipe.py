@@ -244,10 +244,10 @@ def decide(rules: Sequence[Rule], name: str) -> Verdict:
 def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
     """Return warnings about ``rules`` for a model with tensors ``names``, in the order of the rules.
 
-    QK-W001 matches nothing; QK-W002 earlier rules decide every tensor it matches; QK-W003 meant for output.weight, but
-    also matches attn_output.weight; QK-W004 matches only one half of merged experts; QK-W005 llama-quantize reads the
-    pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules for the halves
-    apply to merged experts.
+    QK-W001 matches nothing; QK-W002 other rules take precedence for all its tensors; QK-W003 meant for output.weight,
+    but also matches attn_output.weight; QK-W004 matches only one half of merged experts; QK-W005 llama-quantize reads
+    the pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules for the
+    halves apply to merged experts.
     """
     verdicts = {name: decide(rules, name) for name in names}
     owners = _owners(verdicts)
@@ -283,7 +283,7 @@ def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...
     deciding = [owner for name in hits for owner in owners[name]]
     if all(owner is not rule for owner in deciding):
         rule_names = "; ".join(dict.fromkeys(map(str, deciding)))
-        return [Lint("QK-W002", f"{rule} has no effect: earlier rules match all its tensors: {rule_names}")]
+        return [Lint("QK-W002", f"{rule} has no effect: other rules take precedence for all its tensors: {rule_names}")]
     attn = [name for name in hits if _matches_suffix_only(rule, name)]
     if "output.weight" in hits and attn:
         return [Lint("QK-W003", f"{rule} matches output.weight, but also {len(attn)} attn_output.weight; "

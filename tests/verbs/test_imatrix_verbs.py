@@ -502,8 +502,8 @@ def test_what_is_lost_in_a_dat_is_said() -> None:
     matrix.entries["blk.0.attn_k.weight"] = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
     notes = convert(apply_fill(matrix, "mean"), "dat").notes
     assert notes[0] == (
-        "a .dat has no place for: tokens per expert of 6 entries, chunk size, sums of activations (in_sum), statistics,"
-        " all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
+        "lost, because a .dat file cannot store it: tokens per expert of 6 entries, chunk size, sums of activations (in_sum), "
+        "statistics, all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
     )
     assert notes[1] == "omitted 1 entries without tokens: blk.0.attn_k.weight"
     assert convert(matrix, "dat").notes[2] == "filled experts without tokens with ones in 6 entries"
@@ -688,7 +688,8 @@ def test_show_tells_what_is_missing(data: Path, tmp_path: Path, tiny_moe: Path) 
     result = run("show", "-m", tiny_moe, "--require-coverage", "100%", tmp_path / "x.gguf", code=3)
     assert "weights without an entry: 1\n  blk.2.attn_v.weight" in result.output
     assert (
-        "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: has no entry of its own and" in result.output
+        "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: has no entry and uses that of"
+        in result.output
     )
     check_refused(result.output, "QK-E500 99.14 100 blk.2.attn_v.weight")
 
@@ -753,7 +754,7 @@ def test_sums_of_activations_may_be_negative_but_must_be_finite(tmp_path: Path) 
 def test_convert_command(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "a.gguf", emptied(0))
     result = run("convert", tmp_path / "a.gguf", tmp_path / "a.dat")
-    assert "note: a .dat has no place for: tokens per expert of 6 entries" in result.output
+    assert "note: lost, because a .dat file cannot store it: tokens per expert of 6 entries" in result.output
     result = run("convert", "--chunk-size", 256, "--fill", "neighbour", tmp_path / "a.dat", tmp_path / "b.gguf")
     assert "note: 6 experts without tokens filled in 6 entries" in result.output
     copy = read_imatrix(tmp_path / "b.gguf")

@@ -77,7 +77,7 @@ def add_nvfp4(reader: SchemeReader, stored_name: str, base: str, codes: StoredTe
     if shape[-1] % 16 or scales.shape != (*shape[:-1], shape[-1] // 16):
         raise fail(
             scales,
-            (f"scales {list(scales.shape)} do not match {short(codes.name)} {list(stored)}: each must cover 16 values"),
+            f"scales {list(scales.shape)} do not match {short(codes.name)} {list(stored)}: each must cover 16 values",
         )
     matrices = 1
     for n in shape[:-2]:
