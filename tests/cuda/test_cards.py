@@ -158,7 +158,7 @@ def test_the_cpus_file(
     assert is_same(result, expected[weighted])
     cpu = quantize(source, tmp_path / "cpu.gguf", "Q8_0", options(imatrix, weighted), measure_error=True)
     assert result.run.sums == cpu.run.sums
-    assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (rows of 1 are interleaved by the CPU)")
+    assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (the CPU interleaves rows of 1)")
     assert notes[1].startswith("--verify: the CPU also encodes 6 of the 70 GPU jobs, sampled with seed ")
     assert notes[2:] == ["--verify: 6 jobs are identical to the CPU's"]
 

@@ -120,7 +120,7 @@ def test_the_cpus_file(source: Path, cov: Path, expected: QuantizeResult, tmp_pa
     assert is_same(rerun, expected)
     assert rerun.run.cache is not None
     assert rerun.run.cache.hits == rerun.run.cache.tensors == 7
-    assert notes[0] == "--backend cuda: CUDA0, CUDA1 encode 7 tensors (rows of 1 are interleaved by the CPU)"
+    assert notes[0] == "--backend cuda: CUDA0, CUDA1 encode 7 tensors (the CPU interleaves rows of 1)"
     assert notes[-1] == "--verify: 6 jobs are identical to the CPU's"
 
 
@@ -223,7 +223,7 @@ def test_what_cards_do_not_do_is_said(source: Path, cov: Path, tmp_path: Path, m
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0", rules(cov))
     monkeypatch.setattr(choice, "can_round", lambda t: t.name != "Q4_0")
     assert choice.gpus_for(plan, "auto")[1] == (
-        "--backend auto: CUDA0, CUDA1 encode 5 tensors (rows of 1 are interleaved by the CPU), the CPU 2 tensors: "
+        "--backend auto: CUDA0, CUDA1 encode 5 tensors (the CPU interleaves rows of 1), the CPU 2 tensors: "
         "no error feedback for Q4_0 on GPUs (2)"
     )
 

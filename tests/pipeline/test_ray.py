@@ -706,7 +706,7 @@ def test_a_node_chooses_what_it_works_on(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(NodeRefusal, match="CUDA0"):
             replace(node_model, nodes=Nodes(backend="cuda")).load_options(1)
         plan = plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_0")
-        with pytest.raises(NodeRefusal, match="--backend cuda: no GPU can be used: CuPy finds no CUDA device"):
+        with pytest.raises(NodeRefusal, match="--backend cuda: no usable GPU: CuPy finds no CUDA device"):
             choose_gpus(plan, "cuda", 1, 1)
         assert choose_gpus(plan, "auto", 1, 1)[0] == ()
     with fake_cupy.installed(monkeypatch, 2):

@@ -502,8 +502,9 @@ def test_what_is_lost_in_a_dat_is_said() -> None:
     matrix.entries["blk.0.attn_k.weight"] = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
     notes = convert(apply_fill(matrix, "mean"), "dat").notes
     assert notes[0] == (
-        "lost, because a .dat file cannot store it: tokens per expert of 6 entries, chunk size, sums of activations (in_sum), "
-        "statistics, all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
+        "lost, because a .dat file cannot store it: tokens per expert of 6 entries, chunk size, sums of activations "
+        "(in_sum), statistics, all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, "
+        "number of prediction layers"
     )
     assert notes[1] == "omitted 1 entries without tokens: blk.0.attn_k.weight"
     assert convert(matrix, "dat").notes[2] == "filled experts without tokens with ones in 6 entries"
