@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
     from quantkit.formats.covariance import Covariances
-    from quantkit.formats.gguf import Field, ValueType, write_gguf
+    from quantkit.formats.gguf import Field, ValueType
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
     from quantkit.imatrix import convert_imatrix, diff_imatrix, imatrix, merge_imatrix, show_imatrix
     from quantkit.imatrix.covariance import covariance
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from quantkit.report import ReportOptions, report
     from quantkit.search import search, search_front
     from quantkit.sensitivity import read_sensitivity, sensitivity
-    from quantkit.tensors import GGUFFile, open_gguf
+    from quantkit.tensors import GGUFFile, open_gguf, write_gguf
 
 __all__ = [
     "ConvertOptions",
@@ -176,7 +176,7 @@ _HOME = {
     "sweep_bench": "bench",
     "types": "catalog",
     "verify_cache": "cache",
-    "write_gguf": "formats.gguf",
+    "write_gguf": "tensors",
     "write_imatrix": "formats.imatrix",
     "write_recipe": "recipes",
 }

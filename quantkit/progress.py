@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """``current`` of ``total`` units of about equal time (``total`` 0: unknown), and the current step.
+    """The progress of a verb: ``current`` of ``total`` units (0: unknown) of about equal time, and the current step.
 
     Records of verbs that know more (``KldProgress``) have these fields, too, so one function serves all verbs::
 

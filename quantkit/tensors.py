@@ -1,8 +1,10 @@
-"""``open_gguf``: a GGUF file whose tensors are read as values."""
+"""GGUF files for programs: ``open_gguf`` reads tensors as values, ``write_gguf`` writes a file from memory."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import numpy.typing as npt
 from quantkit.arguments import checked
 from quantkit.errors import FormatError
 from quantkit.formats import gguf
-from quantkit.formats.gguf import TensorInfo
+from quantkit.formats.gguf import Field, TensorInfo
+from quantkit.formats.outputs import Output, atomic_write
 from quantkit.kernels.tensor_scale import TAIL, decoded_as, with_row_scales
+from quantkit.types import TensorType, type_by_name
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -85,3 +89,35 @@ def open_gguf(path: str | Path, *, header_only: bool = False) -> GGUFFile:
     Raises FormatError: the file is damaged; the message names file and byte.
     """
     return GGUFFile(gguf.open_shards(path, header_only=header_only), header_only)
+
+
+@checked
+def write_gguf(
+    path: str | os.PathLike[str],
+    fields: Iterable[Field],
+    tensors: Iterable[tuple[str, tuple[int, ...], TensorType | str, Any]],
+    *,
+    version: int = 3,
+    overwrite: bool = False,
+) -> None:
+    """Write a whole GGUF file from memory; it appears under its name once it is complete.
+
+    Args:
+        path: the file to write.
+        fields: the metadata, each of ``Field.of(key, value, ValueType.STRING)`` or of an open file's ``fields``.
+        tensors: name, shape in ggml's order (``ne``, innermost first: numpy's reversed), type or its name, and data:
+            bytes or a contiguous array of them.
+        version: 2 or 3.
+        overwrite: replace a file that exists; one that is open keeps its content.
+
+    Raises:
+        FormatError: names or shapes that no file may have, or the size of the data is not that of the tensor.
+        TypeNotSupported: an unknown type, or one that cannot hold a tensor of this shape.
+        ResourceError: the file exists, is being written by another run, or cannot be written.
+    """
+    with Output(os.fspath(path), overwrite=overwrite) as output, atomic_write(output.path) as part:
+        entries = (
+            (name, shape, type_by_name(kind) if isinstance(kind, str) else kind, data)
+            for name, shape, kind, data in tensors
+        )
+        gguf.write_gguf(part, fields, entries, version=version)

@@ -11,7 +11,7 @@ import pytest
 from refusals import refuses
 
 import quantkit
-from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.errors import FormatError, ResourceError, TypeNotSupported
 from quantkit.kernels import dequantize, quantize
 from quantkit.types import BY_NAME
 
@@ -100,3 +100,22 @@ def test_a_type_by_name_is_written(tmp_path: Path) -> None:
         assert file.tensors["w"].type is BY_NAME["Q8_0"]
     with refuses(TypeNotSupported, "QK-E301", "Q9"):
         write(tmp_path / "b.gguf", "Q9", sample(1, N), (N,))
+
+
+def test_a_file_that_is_open_is_not_cut(tmp_path: Path) -> None:
+    """A tensor of a file may be written into the same file, which is replaced once the new one is complete."""
+    x = sample(EXPERTS, ROWS, N)
+    path = write(tmp_path / "m.gguf", "F32", x)
+    with refuses(ResourceError, "QK-E402 m.gguf"):
+        write(path, "F32", x)
+    with quantkit.open_gguf(path) as file:
+        data = file.data(file.tensors["w"])
+        quantkit.write_gguf(path, file.fields.values(), [("v", (N, ROWS, EXPERTS), "F32", data)], overwrite=True)
+        assert np.array_equal(file.values("w"), x)
+    with quantkit.open_gguf(path) as file:
+        assert np.array_equal(file.values("v"), x)
+    with refuses(FormatError, "QK-E106"):
+        quantkit.write_gguf(path, [], [("v", (N, 1), "F32", b"")], overwrite=True)
+    with quantkit.open_gguf(path) as file:
+        assert list(file.tensors) == ["v"]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

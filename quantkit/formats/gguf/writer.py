@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.arguments import checked
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.fields import Field, checked_alignment
 from quantkit.formats.gguf.rules import (
@@ -21,7 +20,7 @@ from quantkit.formats.gguf.rules import (
     n_dims,
     short,
 )
-from quantkit.types import TensorType, type_by_id, type_by_name
+from quantkit.types import TensorType, type_by_id
 from quantkit.units import round_up
 
 
@@ -116,31 +115,19 @@ def _layout_tensors(
     return b"".join(parts), offsets, size
 
 
-@checked
 def write_gguf(
     path: str | os.PathLike[str],
     fields: Iterable[Field],
-    tensors: Iterable[tuple[str, tuple[int, ...], TensorType | str, Any]],
+    tensors: Iterable[tuple[str, tuple[int, ...], TensorType, Any]],
     *,
     version: int = 3,
 ) -> None:
-    """Write a whole GGUF file at once, from memory; an existing file is replaced.
-
-    Args:
-        path: the file to write.
-        fields: the metadata, each of ``Field.of(key, value, ValueType.STRING)`` or of an open file's ``fields``.
-        tensors: name, shape in ggml's order (``ne``, innermost first: numpy's reversed), type or its name, and data:
-            bytes or a contiguous array of them.
-        version: 2 or 3.
+    """Write a whole file at once; for small files. Each tensor is name, shape, type and its bytes-like data.
 
     Raises:
-        FormatError: names or shapes that no file may have, or the size of the data is not that of the tensor.
-        TypeNotSupported: an unknown type, or one that cannot hold a tensor of this shape.
+        FormatError, TypeNotSupported: as ``layout_gguf``, or the size of the data is not that of the tensor.
     """
-    entries = [
-        (name, shape, type_by_name(kind) if isinstance(kind, str) else kind, data)
-        for name, shape, kind, data in tensors
-    ]
+    entries = list(tensors)
     layout = layout_gguf(fields, [(name, shape, kind) for name, shape, kind, _ in entries], version=version)
     views = [memoryview(data).cast("B") for _, _, _, data in entries]
     for (name, shape, kind, _), view in zip(entries, views, strict=True):
