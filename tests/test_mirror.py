@@ -30,7 +30,8 @@ def test_every_folder_of_tests_is_in_the_table() -> None:
 def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
     names = {path.stem for path in TESTS.glob("test_*.py")}
     assert names == {
-        f"test_{name}" for name in ("docs", "glossary", "guide", "layers", "mirror", "quick", "reasons", "scripts")
+        f"test_{name}"
+        for name in ("docs", "examples", "glossary", "guide", "layers", "mirror", "quick", "reasons", "scripts", "site")
     }
 
 
