@@ -1,9 +1,9 @@
 """quantkit: quantize, convert and validate GGUF models, offline and byte-exact.
 
 Every command is a function: ``quantkit quantize`` is ``quantkit.quantize(...)``, ``quantkit merge-up-gate`` is
-``quantkit.merge_up_gate(...)``, and a command of a group has the group's name behind its own: ``quantkit recipe lint``
-is ``quantkit.lint_recipe(...)``. ``__all__`` lists the whole public interface. Names are imported when first asked for,
-so that the command line starts, and can be interrupted, at once.
+``quantkit.merge_up_gate(...)``, and a command of a group has the group's name after its own: ``quantkit recipe lint``
+is ``quantkit.lint_recipe(...)``. ``__all__`` lists the whole public interface. Names are imported on first use, so that
+the command line starts at once and can be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """The package; a function and its module have one name, which is the function's here."""
+    """The package module: an attribute with the name of both a function and its module is the function."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:

@@ -1,7 +1,7 @@
-"""Arguments of verbs and fields of options, checked by their annotations when they are given, not after all the work.
+"""Arguments of verbs and fields of options, checked against their annotations before any work is done.
 
-A ``TensorType`` is accepted as a name, text as a ``Path``; a single text or path is never a sequence. What only type
-checkers can tell (protocols, arrays, names imported for them alone) is left as it is.
+A ``TensorType`` is accepted as a name, text as a ``Path``; a single text or path is never a sequence. Annotations that
+only type checkers understand (protocols, arrays, names imported for them alone) are not checked.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The declaration of an option, from which command line, cook.toml and help are made (``option``).
+    """The declaration of an option, the single source of its command line option, cook.toml key and help (``option``).
 
     Attributes:
         help: one sentence.
         group: the heading of --help.
-        kind: how its text is read where the annotation does not tell: "type", "rules", "size", "layers", or "".
-        choices: the values it may have.
+        kind: how its text is parsed, if the annotation does not determine it: "type", "rules", "size", "layers", or "".
+        choices: the allowed values.
         least: the least number.
         metavar: how --help writes the value.
         flags: its names on the command line, where they are not --NAME alone.
@@ -65,7 +65,8 @@ def changed_options(options: Any) -> dict[str, Any]:
 
 
 class Options:
-    """Base of dataclasses of options: their values are checked, and get the types of their fields, when one is made.
+    """Base of dataclasses of options, whose values are checked and converted to the types of their fields on
+    construction.
 
     Raises ArgumentError.
     """
@@ -81,10 +82,9 @@ class Options:
 
 
 def checked(function: F) -> F:
-    """Decorate a verb so that arguments it does not know, or of another type, raise ArgumentError; also its
-    ``**options``.
+    """Decorate a verb to raise ArgumentError for unknown arguments and wrong types, also in its ``**options``.
 
-    It raises ArgumentError, with the name that was probably meant, before anything is done.
+    The error suggests a similar name and is raised before any work is done.
     """
 
     @wraps(function)
@@ -111,15 +111,15 @@ def checked(function: F) -> F:
 
 
 def check_names(names: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raise ArgumentError for the first name that is not known."""
+    """Raise ArgumentError for the first unknown name."""
     for name in names:
         if name not in allowed:
             close = get_close_matches(name, list(allowed), 1)
-            raise ArgumentError(f"{where}: there is no {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
+            raise ArgumentError(f"{where} has no argument {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
 
 
 def accept(value: Any, kind: Any, where: str) -> Any:
-    """Convert a value to its annotation. Raises ArgumentError, which begins with ``where``."""
+    """Convert a value to the type of its annotation. Raises ArgumentError, which begins with ``where``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _one_of(value, arguments, where)
@@ -127,7 +127,7 @@ def accept(value: Any, kind: Any, where: str) -> Any:
         return _tuple(value, arguments, where)
     if isinstance(origin, type) and issubclass(origin, Iterable):
         if isinstance(value, (str, bytes, os.PathLike)) and not issubclass(origin, Mapping):
-            raise ArgumentError(f"{where} is {value!r}, where a sequence is wanted: give [{value!r}]")
+            raise ArgumentError(f"{where} must be a sequence, not {value!r}: give [{value!r}]")
         container = Mapping if issubclass(origin, Mapping) else Iterable
         return value if isinstance(value, container) else _refuse(value, origin.__name__, where)
     if is_typeddict(kind):
@@ -145,7 +145,7 @@ def accept(value: Any, kind: Any, where: str) -> Any:
 def _refuse(value: Any, expected: str, where: str) -> Any:
     text = repr(value)
     text = text if len(text) <= 80 else f"{text[:79]}…"
-    raise ArgumentError(f"{where} is {text}, of type {type(value).__name__}, where {expected} is wanted")
+    raise ArgumentError(f"{where} must be {expected}, not {text} ({type(value).__name__})")
 
 
 def _one_of(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
@@ -156,17 +156,17 @@ def _one_of(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
         except ArgumentError as e:
             errors.append(e)
     names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not types.NoneType]
-    raise errors[0] if len(names) == 1 else ArgumentError(f"{where} is {value!r}, where {' or '.join(names)} is wanted")
+    raise errors[0] if len(names) == 1 else ArgumentError(f"{where} must be {' or '.join(names)}, not {value!r}")
 
 
 def _tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes, os.PathLike, Mapping)) or not isinstance(value, Iterable):
-        raise ArgumentError(f"{where} is {value!r}, where a sequence is wanted: give ({value!r},)")
+        raise ArgumentError(f"{where} must be a sequence, not {value!r}: give ({value!r},)")
     values = tuple(value)
     if len(kinds) == 2 and kinds[1] is ...:
         kinds = kinds[:1] * len(values)
     if len(kinds) != len(values):
-        raise ArgumentError(f"{where} has {len(values)} values, where {len(kinds)} are wanted")
+        raise ArgumentError(f"{where} must have {len(kinds)} values, not {len(values)}")
     accepted = tuple(
         accept(item, kind, f"{where}[{i}]") for i, (item, kind) in enumerate(zip(values, kinds, strict=True))
     )
@@ -193,7 +193,7 @@ def _truth(value: Any, where: str) -> bool:
 
 def _integer(value: Any, where: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return int(_refuse(value, "a whole number", where))
+        return int(_refuse(value, "an integer", where))
     return operator.index(value)
 
 
@@ -260,12 +260,12 @@ def _record_fields(function: Any) -> dict[str, tuple[str, str]]:
 
 
 def _evaluate(annotation: Any, module: str) -> Any:
-    """Return an annotation as a type; Any if a name in it is known to type checkers only."""
+    """Return an annotation as a type; Any if it has a name that only type checkers know."""
     if isinstance(annotation, ForwardRef):
         annotation, module = annotation.__forward_arg__, annotation.__forward_module__ or module
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(annotation, vars(sys.modules[module]))  # noqa: S307 - our own source
+        return eval(annotation, vars(sys.modules[module]))  # noqa: S307 - quantkit's own source
     except NameError:
         return Any

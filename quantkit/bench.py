@@ -1,9 +1,9 @@
 """Inference speed: ``quantkit bench`` (llama-bench's tests) and ``quantkit sweep-bench`` (ik_llama.cpp's).
 
 A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at some depth of the context. Each is
-repeated after an untimed warm-up. Beside tokens per second, a result has the bandwidth of reading weights and cache and
-the rate of multiplications, both also as shares of what the device is measured to do. Tokens are random, because
-choosing experts is part of the work.
+repeated after an untimed warm-up. Besides tokens per second, a result has the bandwidth of reading weights and cache
+and the rate of multiplications, both also as shares of the device's measured peak. Tokens are random, because expert
+selection is part of the work.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def bench(
 
     Args:
         model: a GGUF file.
-        tests: what to time.
+        tests: the tests to time.
         settings: how the model runs.
         repetitions: of each test.
         warmup: run each kind of test once, untimed.
@@ -209,7 +209,7 @@ def bench(
         QuantkitError: as ``quantkit.load``.
     """
     if not tests:
-        raise RecipeError("there is nothing to measure: give -p, -n or -pg", "QK-E214")
+        raise RecipeError("nothing to measure: give -p, -n or -pg", "QK-E214")
     n_ctx = max(test.n_depth + test.n_tokens for test in tests)
     for setting in settings:
         with _load(model, setting) as opened:
@@ -254,7 +254,7 @@ def sweep_bench(
     single = step // 4 if n_gen is None else n_gen
     if n_ctx < step + single:
         raise RecipeError(
-            f"a context of {n_ctx} tokens has no room for {step} and {single}: give a larger -c", "QK-E203"
+            f"a context of {n_ctx} tokens is too small for {step} and {single}: give a larger -c", "QK-E203"
         )
     with _load(model, setting) as opened:
         session = opened.session(n_ctx)

@@ -1,4 +1,4 @@
-"""Look after a tensor cache: ``quantkit cache show``, ``prune`` and ``verify``.
+"""Manage a tensor cache: ``quantkit cache show``, ``prune`` and ``verify``.
 
 The commands that encode use it with ``--cache DIR``.
 """
@@ -140,14 +140,14 @@ def _count(run: dict[str, object], key: str) -> int:
 
 @checked
 def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: float | None = None) -> Pruned:
-    """Remove temporary files of killed runs that are older than a day, and the least recently used entries.
+    """Remove the least recently used entries, and temporary files of killed runs older than a day.
 
     Args:
         folder: the cache.
-        to: until it has no more bytes than these (or "10G"); its limit without either argument.
-        older_than: entries unused for so many seconds.
+        to: the size to reach, in bytes (or "10G"); without either argument, the cache's limit.
+        older_than: remove entries unused for this many seconds.
 
-    Raises ResourceError if it is no cache.
+    Raises ResourceError if it is not a cache.
     """
     store = open_store(located(folder), make=False)
     limit = parse_size(to) if isinstance(to, str) else to
@@ -193,7 +193,7 @@ def find_damage(path: Path) -> str:
         with Entry(path) as entry:
             pieces, records = entry.header.pieces, entry.records()
             if records["source"][0].tobytes().hex()[:16] not in path.name:
-                return "its name is another entry's"
+                return "its name belongs to another entry"
             for matrix in range(pieces.matrices):
                 for row in range(0, pieces.rows, pieces.piece):
                     rows = min(pieces.piece, pieces.rows - row)
@@ -202,7 +202,7 @@ def find_damage(path: Path) -> str:
                     if not are_intact(records[pieces.span(matrix, row, rows)], [data]):
                         return f"row {row}{f' of matrix {matrix}' if pieces.matrices > 1 else ''} is damaged"
             if not np.isfinite(records["sums"]).all():
-                return "its error sums are not finite"
+                return "it has error sums that are not finite"
     except FileNotFoundError:  # evicted meanwhile
         return ""
     except OSError as e:

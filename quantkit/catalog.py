@@ -96,7 +96,7 @@ def presets(tree: str | None = None) -> tuple[Preset, ...]:
 
 def _check_tree(tree: str | None) -> None:
     if tree not in (None, *RULES):
-        raise RecipeError(f"there is no tree {tree!r}: give {' or '.join(RULES)}", "QK-E203")
+        raise RecipeError(f"unknown project {tree!r}: choose {' or '.join(RULES)}", "QK-E203")
 
 
 def _row(t: TensorType) -> TypeRow:

@@ -51,7 +51,7 @@ _ANSWER_SECONDS = 10.0
 
 
 class NodeRefusal(Exception):
-    """Raised on a node that cannot take part; the message is the reason."""
+    """A node cannot take part; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Node:
     def divide(self, cpus: int, width: int, *, gpus: bool = False) -> None:
         """Divide ``cpus`` CPUs among workers, at most ``width`` each; on the driver's node, one is this process.
 
-        gpus: let one worker have all, with the GPUs, where there are some.
+        gpus: on a node with GPUs, one worker gets all CPUs and GPUs.
         """
         if gpus and self.gpus:
             self.width = cpus
@@ -90,8 +90,8 @@ class Node:
 class Work(Protocol):
     """Work for a cluster: every worker process gets ``begin`` and ``shared`` once, then single batches.
 
-    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` where a node
-    cannot take part, and QuantkitError for what no node can do.
+    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` if the node
+    cannot take part, and QuantkitError if no node can do the work.
     """
 
     @property
@@ -108,7 +108,7 @@ class Work(Protocol):
         """Set the workers of a new node, and their width."""
 
     def batch(self, node: Node) -> Any | None:
-        """Return a batch for a node; None if all are given out."""
+        """Return a batch for a node; None if all are assigned."""
 
     def finish(self, node: Node, batch: Any, result: Any) -> None:
         """Take the result of a batch."""
@@ -169,16 +169,16 @@ def _ray() -> ModuleType:
             import ray
     except ImportError as e:
         raise ResourceError(
-            f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'",
+            f"--ray needs the package ray, which is not installed ({e}): pip install 'gguf-quantkit[ray]'",
             "QK-E410",
         ) from None
     return ray  # type: ignore[no-any-return]
 
 
 def _check_answers(address: str) -> bool:
-    """Return True if something listens at an address, False if that cannot be known; Ray itself would try for minutes.
+    """Return True if something listens at an address, False if unknown; Ray itself would try for minutes.
 
-    Raises ResourceError if nothing does.
+    Raises ResourceError if nothing listens.
     """
     if address == "local":
         return False
@@ -194,8 +194,8 @@ def _check_answers(address: str) -> bool:
     except (OSError, OverflowError) as e:
         suffix = "" if address == where else f" (that is {where})"
         raise ResourceError(
-            f"--ray {address}{suffix}: no cluster answers there ({getattr(e, 'strerror', None) or e}); "
-            f"`ray start --head` starts one, --ray local one of this machine for this run alone",
+            f"--ray {address}{suffix}: no cluster answers at this address ({getattr(e, 'strerror', None) or e}); "
+            "start one with `ray start --head`, or use --ray local for a temporary one on this machine",
             "QK-E450",
         ) from None
     return True
@@ -234,7 +234,7 @@ def prestart_workers(address: str, threads: int | None, *, gpus: bool = False) -
 
 
 def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
-    """Connect while this process does something else, and call ``callback``; the next ``Cluster`` waits for it.
+    """Connect in the background and call ``callback``; the next ``Cluster`` waits for the connection.
 
     Raises ResourceError at once if nothing answers; the next ``Cluster`` raises other failures.
     """
@@ -256,20 +256,21 @@ def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
 
 
 def _check(address: str) -> ModuleType:
-    """Return Ray. Raises ResourceError without it, and for an address that cannot be."""
+    """Return the ray module. Raises ResourceError if it is missing, or the address is invalid."""
     ray = _ray()
     if address.startswith("ray://"):
         raise ResourceError(
-            f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto", "QK-E203"
+            f"--ray {address}: run this command on a machine of the cluster and give the cluster's HOST:PORT, or auto",
+            "QK-E203",
         )
     return ray
 
 
 class Cluster:
-    """A connection to a cluster, which lasts until the process ends, or leaves.
+    """A connection to a cluster, which lasts until the process disconnects or ends.
 
     ``address`` is HOST:PORT, or "auto" for the cluster that this machine belongs to ($RAY_ADDRESS, if it is set), or
-    "local" for one of this machine and process alone.
+    "local" for a temporary cluster of this machine and process.
     """
 
     #: Whether a ``Cluster`` has connected this process.
@@ -296,21 +297,21 @@ class Cluster:
                 reason = ": ".join(text.splitlines()[0].partition(". ")[0].rstrip(".") for text in reasons)
                 if answers:
                     raise ResourceError(
-                        f"--ray {address}: {reason}; something answers there, but does not let us in: it is another "
-                        f"version than Ray {ray.__version__}, wants a token (RAY_AUTH_MODE=token and the cluster's "
-                        "~/.ray/auth_token), or is no Ray",
+                        f"--ray {address}: {reason}; the address answers but rejects the connection: it runs another "
+                        f"version than Ray {ray.__version__}, requires a token (set RAY_AUTH_MODE=token and copy the "
+                        "cluster's ~/.ray/auth_token), or is not a Ray cluster",
                         "QK-E450",
                     ) from None
                 raise ResourceError(
-                    f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this "
-                    "machine for this run alone",
+                    f"--ray {address}: {reason}; start a cluster with `ray start --head`, or use --ray local for a "
+                    "temporary one on this machine",
                     "QK-E450",
                 ) from None
             Cluster._connected_here = True
             guard_mappings()  # Ray has installed its own handlers of signals
             # Ray's own hook, which runs after this one, would first sleep for half a second.
             atexit.register(ray.shutdown)
-            # What Ray says of nodes and memory would go to standard output, which is that of --json.
+            # Ray's messages on nodes and memory would go to standard output, which is reserved for --json.
             with suppress(AttributeError):
                 ray._private.worker.print_to_stdstream = _print_to_stderr
 
@@ -378,9 +379,9 @@ class Cluster:
         yield False
 
     def run(self, work: Work, local: LocalWorker | None = None) -> dict[str, Node]:
-        """Run work on all nodes and return those that took part. On return no batch is in flight.
+        """Run work on all nodes and return the nodes that took part. No batch is in flight on return.
 
-        local: the share of this process, for which its node has ``own_cpus``.
+        local: the share of this process, for which ``own_cpus`` are reserved on its node.
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
@@ -422,7 +423,7 @@ class Cluster:
         run.refreshed_at, alive = now, self.nodes()
         for node_id in run.nodes.keys() - alive.keys() - run.refused.keys():
             if run.nodes[node_id].cpus:
-                run.work.say(f"node {run.nodes[node_id].name} is gone; others do what it had")
+                run.work.say(f"node {run.nodes[node_id].name} is lost; other nodes take over its work")
                 run.nodes[node_id].cpus = 0
         for new_id in alive.keys() - run.nodes.keys():
             run.work.fit(alive[new_id])
@@ -432,7 +433,7 @@ class Cluster:
         return [node for node in run.nodes.values() if node.cpus and node.id not in run.refused]
 
     def _send_batches(self, run: _Run) -> None:
-        """Fill up the nodes, every worker's first batch before the second."""
+        """Send batches to all nodes, every worker's first before its second."""
         if run.local is not None and run.local.busy and not any(node.workers for node in self._usable(run)):
             while run.retries:
                 run.local.take_back(run.retries.popleft()[0])
@@ -446,18 +447,18 @@ class Cluster:
                     node.in_flight += 1
 
     def _is_left(self, run: _Run) -> bool:
-        """Return whether work remains although no node is usable; the caller waits.
+        """Return whether work remains but no node is usable, so that the caller must wait.
 
         Raises ClusterError after ``PATIENCE``.
         """
         if self._usable(run):
             return False
         if run.refused and not any(node.id not in run.refused for node in run.nodes.values()):
-            raise ClusterError(f"no node can be used: {'; '.join(run.refused.values())}")
+            raise ClusterError(f"no usable node: {'; '.join(run.refused.values())}")
         now = time.monotonic()
         run.no_nodes_since = run.no_nodes_since or now
         if now - run.no_nodes_since > PATIENCE:
-            raise ClusterError(f"no node of the cluster has been there for {PATIENCE:.0f} s")
+            raise ClusterError(f"no node of the cluster has been available for {PATIENCE:.0f} s")
         return True
 
     def _take_results(self, run: _Run) -> None:
@@ -508,7 +509,7 @@ class Cluster:
             attempt -= not node.cpus  # any number of nodes may die
         run.retries.append((flight.batch, attempt))
         if attempt >= ATTEMPTS:
-            raise ClusterError(f"node {node.name}: {value}; it was tried {attempt} times")
+            raise ClusterError(f"node {node.name}: {value}; failed after {attempt} attempts")
 
     def _end(self, run: _Run) -> None:
         """Cancel the batches in flight and wait for their end."""
@@ -525,7 +526,7 @@ _RUNNING: dict[tuple[str, int], Callable[[Any], Any]] = {}
 
 
 def _work(sources: str, run: str, shared: list[Any], threads: int, batch: Any) -> tuple[str, Any]:
-    """Run a batch in a worker process, which keeps its open run; raises nothing, as Ray would retry."""
+    """Run a batch in a worker process, which keeps its open run; never raises, because Ray would retry."""
     try:
         if sources != _sources():
             return "refused", f"it has quantkit {_sources()}, not {sources}"

@@ -48,7 +48,7 @@ R = TypeVar("R")
 #: Called with bytes done and bytes in total, both of A.
 Progress = Callable[[int, int], None]
 
-#: Keys that say how a model is packed into files.
+#: Keys that describe how a model is packed into files.
 PACKING = ("split.no", "split.count", "split.tensors.count")
 #: Bytes compared at a time, and values decoded at a time.
 _CHUNK = 1 << 20
@@ -198,7 +198,7 @@ def compare(
 
     Raises:
         ResourceError: a file cannot be read.
-        FormatError: a file is broken, or the importance matrix does not fit the model.
+        FormatError: a file is damaged, or the importance matrix does not match the model.
         RecipeError: a regular expression is invalid or matches no tensor, or nothing is left to compare.
     """
     if not metadata and tensors is False:
@@ -272,7 +272,7 @@ class _Pairs:
     def __init__(self, a: GGUFFile, b: GGUFFile, names: Pattern | None) -> None:
         selected = {n: None for n in {**a.tensors, **b.tensors} if names is None or names.search(n)}
         if names is not None and not selected:
-            raise RecipeError(f"{names.text!r} is found in the name of no tensor of either file", "QK-E206")
+            raise RecipeError(f"{names.text!r} matches no tensor name of either file", "QK-E206")
         self.both = tuple((a.tensors[n], b.tensors[n]) for n in selected if n in a.tensors and n in b.tensors)
         self.only_a = tuple(a.tensors[n] for n in selected if n not in b.tensors)
         self.only_b = tuple(b.tensors[n] for n in selected if n not in a.tensors)
@@ -307,7 +307,7 @@ class _Buffers(Buffers, threading.local):
 
 
 class _Run:
-    """Compares pairs of tensors on a pool of threads."""
+    """A comparison of tensor pairs on a pool of threads."""
 
     def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: Progress | None) -> None:
         self.a = a
@@ -440,7 +440,7 @@ def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
     n = _shape(x)[0]
     rows = math.prod(x.shape[1:]) // matrices
     a_row, b_row = x.type.row_bytes(n), y.type.row_bytes(n)
-    # _PIECE is a multiple of every block; a row with a header stays whole, and so do rows that are interleaved.
+    # _PIECE is a multiple of every block; rows with a header, and interleaved rows, are not split.
     group = max(x.type.interleave, y.type.interleave)
     columns = n if n <= _PIECE or x.type.row_header or y.type.row_header or group > 1 else _PIECE
     step = max(group, _PIECE // n // group * group)

@@ -1,7 +1,7 @@
 """Convert a checkpoint of Hugging Face: ``quantkit convert``, convert_hf_to_gguf.py and llama-quantize in one pass.
 
 plan_convert(...)  ->  Plan    every type, offset and byte count, from headers alone, nothing written
-convert(...)       ->  QuantizeResult    the plan carried out
+convert(...)       ->  QuantizeResult    carry out the plan
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ def convert(
 
     Args:
         folder: config.json, model*.safetensors, the files of the tokenizer.
-        output: the file to write, in whose name {ftype} stands for the type, or a directory; None for the name that
-            convert_hf_to_gguf.py gives it, in ``folder``.
+        output: the file to write, with {ftype} in its name replaced by the type, or a directory; None for the default
+            name of convert_hf_to_gguf.py, in ``folder``.
         type: as for ``quantize``, "LIKE" with ``quantize.like``; None for a conversion to ``options.outtype``.
-        options: everything else that decides what is converted.
+        options: all other settings of the conversion.
         quantize: options of ``quantize``, with a type.
-        max_ram: bytes (or "2G") that the workers' buffers may take together.
+        max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
     Raises:
-        QuantkitError: see quantkit.errors; then no output has its final name.
+        QuantkitError: see quantkit.errors; no output has its final name then.
     """
     return run_quantize(plan_convert(folder, output, type, options, quantize), max_ram=max_ram, **run)
 
@@ -84,7 +84,7 @@ def plan_convert(
     options: ConvertOptions | None = None,
     quantize: QuantizeOptions | None = None,
 ) -> Plan:
-    """Decide everything about a conversion and write nothing; arguments and errors as for ``convert``."""
+    """Plan a conversion without writing anything; arguments and errors as for ``convert``."""
     options = options or ConvertOptions()
     type = None if type is None else str(type)  # noqa: A001
     _check(options, type, quantize)
@@ -103,13 +103,13 @@ def plan_convert(
         except TypeNotSupported as e:
             if e.code != "QK-E209":
                 raise
-            raise e.extended("; --lossless keeps them as they are") from None
+            raise e.extended("; --lossless keeps them unchanged") from None
         return _check_complete(replace(plan, notes=(*opened.notes, *plan.notes)), opened, options)
     return plan_opened(_open(folder, options, options.outtype), output, options)
 
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:
-    """Plan a conversion without a type, as a checkpoint is opened; ``options`` give the split."""
+    """Plan a conversion without a type, with tensors as the checkpoint is opened; ``options`` set the split."""
     outputs = [_output_tensor(opened, name) for name in opened.tensors]
     plan = plan_output(
         opened,
@@ -129,7 +129,7 @@ def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertO
 
 
 def _check_complete(plan: Plan, opened: Checkpoint, options: ConvertOptions) -> Plan:
-    """Return a plan of a whole model, or of a part that was asked for; raise FormatError for an incomplete one."""
+    """Return a plan of a whole model, or of a requested part. Raises FormatError for an incomplete model."""
     if not options.allow_incomplete and not opened.kind:
         check_complete({f.key: f for f in plan.fields}, plan.entries, str(opened.paths[0]))
     return plan
@@ -141,19 +141,22 @@ def architectures() -> dict[str, str]:
 
 
 def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions | None) -> None:  # noqa: A002
-    """Refuse options that have no meaning in this form."""
+    """Refuse options that do not apply to this form of the command."""
     default = ConvertOptions()
     if options.outtype not in OUTTYPE_NAMES:
-        raise RecipeError(f"--outtype {options.outtype}: there are {', '.join(OUTTYPE_NAMES)}", "QK-E203")
+        raise RecipeError(f"--outtype {options.outtype}: choose one of {', '.join(OUTTYPE_NAMES)}", "QK-E203")
     if options.intermediate not in INTERMEDIATES:
-        raise RecipeError(f"--intermediate {options.intermediate}: there are {', '.join(INTERMEDIATES)}", "QK-E203")
+        raise RecipeError(f"--intermediate {options.intermediate}: choose one of {', '.join(INTERMEDIATES)}", "QK-E203")
     if options.vocab_only and options.merge_lora:
         raise RecipeError("--merge-lora changes weights, and --vocab-only has none: omit one of them", "QK-E201")
     if options.mtp and options.no_nextn:
-        raise RecipeError("--mtp and --no-nextn exclude each other: run twice for two files", "QK-E201")
+        raise RecipeError("--mtp and --no-nextn are mutually exclusive: run twice for two files", "QK-E201")
     if type is None:
         if options.intermediate != default.intermediate:
-            raise RecipeError("--intermediate rounds what is then quantized: give a TYPE, or omit it", "QK-E202")
+            raise RecipeError(
+                "--intermediate is the type that tensors have before they are quantized: give a TYPE, or omit it",
+                "QK-E202",
+            )
         if quantize is not None and (names := changed_options(quantize)):
             raise RecipeError(
                 f"{', '.join('--' + name.replace('_', '-') for name in names)}: options of quantize need a TYPE to "
@@ -164,10 +167,12 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
     for name in _WITHOUT_TYPE:
         if getattr(options, name) != getattr(default, name):
             raise RecipeError(
-                f"--{name.replace('_', '-')} is for a conversion without TYPE: omit one of them", "QK-E201"
+                f"--{name.replace('_', '-')} applies only to a conversion without TYPE: omit one of them", "QK-E201"
             )
     if quantize is not None and (quantize.keep_split or quantize.repack or quantize.unrepack):
-        raise RecipeError("--keep-split, --repack and --unrepack are about GGUF files; a checkpoint is none", "QK-E201")
+        raise RecipeError(
+            "--keep-split, --repack and --unrepack apply to GGUF files only, not to checkpoints", "QK-E201"
+        )
 
 
 def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoint:
@@ -196,7 +201,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
     losses = [*opened.omissions, *unsupported_settings(opened)]
     if losses and options.strict:
         raise TypeNotSupported(
-            "; ".join(losses) + "; --strict refuses to lose this: omit --strict to convert without it", "QK-E305"
+            "; ".join(losses) + "; --strict does not allow this loss: omit --strict to convert without it", "QK-E305"
         )
     opened.notes += tuple(losses)
     return opened
@@ -221,7 +226,7 @@ def _output_tensor(opened: Checkpoint, name: str) -> OutputTensor:
 
 
 def _shards(tensors: Sequence[OutputTensor], options: ConvertOptions) -> list[int] | None:
-    """Return the shard of each tensor, as convert_hf_to_gguf.py splits; None for one file."""
+    """Return the shard of each tensor, split as by convert_hf_to_gguf.py; None for a single file."""
     max_tensors = options.split_max_tensors
     size = size_of(options.split_max_size) if options.split_max_size is not None else 0
     if not max_tensors and not size:

@@ -11,7 +11,7 @@ def available_cpus() -> int:
 
 
 def l2_bytes() -> int:
-    """Return the size of a CPU's L2 cache; 1 MiB where the system does not tell."""
+    """Return the size of a CPU's L2 cache; 1 MiB if unknown."""
     try:
         size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (ValueError, OSError):  # glibc's alone

@@ -1,7 +1,7 @@
-"""Export a GGUF file as a checkpoint of Hugging Face: ``quantkit export``, the way back of ``convert``.
+"""Export a GGUF file as a checkpoint of Hugging Face: ``quantkit export``, the inverse of ``convert``.
 
 plan_export(...)  ->  ExportPlan    every tensor, shard and byte count, from the header alone, nothing written
-run_export(plan)  ->  RunResult     the plan carried out
+run_export(plan)  ->  RunResult     carry out the plan
 export(...)       ->  RunResult     both
 """
 
@@ -73,19 +73,19 @@ def export(
     Args:
         source: a GGUF file, or any of its shards.
         folder: a directory.
-        options: everything else that decides what is written.
-        max_ram: bytes (or "2G") that the workers' buffers may take together.
+        options: all other settings of the output.
+        max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, observer: see ``RunOptions``.
 
     Raises:
-        QuantkitError: see quantkit.errors; then no output has its final name.
+        QuantkitError: see quantkit.errors; no output has its final name then.
     """
     return run_export(plan_export(source, folder, options), max_ram=max_ram, **run)
 
 
 @checked
 def plan_export(source: str | Path, folder: str | Path, options: ExportOptions | None = None) -> ExportPlan:
-    """Decide everything about an export and write nothing; arguments and errors as for ``export``."""
+    """Plan an export without writing anything; arguments and errors as for ``export``."""
     options = options or ExportOptions()
     max_bytes = size_of(options.max_shard_size)
     if max_bytes < 1:
@@ -158,7 +158,7 @@ def run_export(
     """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
 
     When all weights are on the disk they get their names, then the other files appear, config.json last: a directory
-    without it is no checkpoint.
+    without it is not a checkpoint.
     """
     folders = [path for path in _folders(export_plan) if _make_folder(path)]
     try:
@@ -179,9 +179,7 @@ def run_export(
 
 @contextmanager
 def _write_files(export_plan: ExportPlan) -> Iterator[None]:
-    """Write the small files after the weights are renamed; a config.json of other weights never exists beside
-    them.
-    """
+    """Write the small files after the weights are renamed, so that config.json never exists beside other weights."""
     for name in ("config.json", INDEX):
         (export_plan.folder / name).unlink(missing_ok=True)
     yield
@@ -197,7 +195,7 @@ def _check_room(export_plan: ExportPlan) -> None:
     need = export_plan.plan.nbytes + sum(map(len, export_plan.files.values()))
     if need > (free := shutil.disk_usage(export_plan.folder).free):
         raise ResourceError(
-            f"{export_plan.folder}: {format_size(need)} are needed and {format_size(free)} are free", "QK-E406"
+            f"{export_plan.folder}: needs {format_size(need)}, but only {format_size(free)} are free", "QK-E406"
         )
 
 
@@ -213,17 +211,17 @@ def _make_folder(folder: Path) -> bool:
         folder.mkdir()
     except FileExistsError:
         if not folder.is_dir():
-            raise ResourceError(f"{folder} is no directory; name one", "QK-E405") from None
+            raise ResourceError(f"{folder} is not a directory", "QK-E405") from None
         return False
     except FileNotFoundError:
-        raise ResourceError(f"{folder.parent}: no such directory; make it first", "QK-E401") from None
+        raise ResourceError(f"{folder.parent}: no such directory; create it first", "QK-E401") from None
     except OSError as e:
-        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}", os_error_code(e)) from None
+        raise ResourceError(f"{folder} cannot be created: {e.strerror or e}", os_error_code(e)) from None
     return True
 
 
 def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a directory with files that would be overwritten, or that would pass for parts of the checkpoint."""
+    """Refuse a directory with files that would be overwritten or be mistaken for parts of the checkpoint."""
     _check_writable(export_plan.folder)
     check_apart(export_plan.paths, export_plan.plan.source.paths)
     has_journal = os.path.exists(journal_path(export_plan.plan.shards[0].path))
@@ -237,19 +235,20 @@ def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool)
     )
     if foreign_shards:
         raise ResourceError(
-            f"{export_plan.folder}: {foreign_shards[0]} is not part of this checkpoint, but would be "
-            "loaded with it; remove it, or name another directory",
+            f"{export_plan.folder}: {foreign_shards[0]} is not part of this checkpoint, but would be loaded with it; "
+            "remove it, or choose another directory",
             "QK-E402",
         )
     if INDEX in names and INDEX not in own_names and not overwrite:
         raise ResourceError(
-            f"{export_plan.folder / INDEX} exists; give another directory, or --overwrite to replace it", "QK-E402"
+            f"{export_plan.folder / INDEX} exists; choose another directory, or use --overwrite to replace it",
+            "QK-E402",
         )
 
 
 def _check_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ResourceError(f"{folder}: nothing can be written there; name another directory", "QK-E405")
+        raise ResourceError(f"{folder}: is not writable; choose another directory", "QK-E405")
 
 
 def refusal(export_plan: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
@@ -257,7 +256,7 @@ def refusal(export_plan: ExportPlan, *, resume: bool = False, overwrite: bool = 
     if not export_plan.folder.exists():
         parent = export_plan.folder.parent
         if not parent.is_dir():
-            return f"{parent}: no such directory; make it first"
+            return f"{parent}: no such directory; create it first"
     try:
         _check_writable(export_plan.folder if export_plan.folder.exists() else export_plan.folder.parent)
         if not export_plan.folder.exists():

@@ -39,7 +39,7 @@ class MissingPackages(ResourceError):
 
 
 def missing_packages(*extras: Extra, hint: str = "") -> MissingPackages:
-    """Return the error that packages of these extras are missing, with one line of pip; ``hint``: another way."""
+    """Return the error for missing packages of these extras, with one pip command; ``hint``: an alternative."""
     needs = "; ".join(f"{', '.join(e.missing() or e.packages.values())} (for {e.purpose})" for e in extras)
     names = ",".join(sorted({extra.name for extra in extras}))
     error = MissingPackages(f"not installed: {needs}: pip install 'gguf-quantkit[{names}]'{hint and f'; {hint}'}")
@@ -48,6 +48,6 @@ def missing_packages(*extras: Extra, hint: str = "") -> MissingPackages:
 
 
 def check_extras(*extras: Extra, hint: str = "") -> None:
-    """Raise MissingPackages, which names all packages of these extras that are not installed."""
+    """Raise MissingPackages with all packages of these extras that are not installed."""
     if missing := [extra for extra in extras if extra.missing()]:
         raise missing_packages(*missing, hint=hint)

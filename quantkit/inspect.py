@@ -153,11 +153,11 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
     Args:
         path: a file, or any shard of a split model.
         tensors: a regular expression; only tensors whose names it matches are listed and counted.
-        header_only: accept a file whose tensor data is missing or cut off.
+        header_only: accept a file whose tensor data is missing or truncated.
 
     Raises:
-        FormatError: the file is broken; the message names file and byte.
-        RecipeError: ``tensors`` is no regular expression, or no name matches it.
+        FormatError: the file is damaged; the message names file and byte.
+        RecipeError: ``tensors`` is not a regular expression, or matches no name.
     """
     with open_gguf(path, header_only=header_only) as file:
         everything = tuple(file.tensors.values())
@@ -190,7 +190,7 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
 
 
 def _displaced(file: GGUFFile) -> str:
-    """Return the name of the first tensor whose data does not follow that of the tensor before, "" if all do."""
+    """Return the name of the first tensor whose data does not follow that of the previous tensor, "" if all do."""
     ends: dict[int, int] = {}
     for tensor in file.tensors.values():
         if tensor.offset != ends.get(tensor.shard, tensor.offset):
@@ -202,7 +202,7 @@ def _displaced(file: GGUFFile) -> str:
 def file_type_name(ftype: int) -> str:
     """Return the name of a general.file_type in llama.cpp and ik_llama.cpp, or "unknown"."""
     if ftype == FTYPE_UNKNOWN:
-        return "a mixture without a number"
+        return "a mix of types without a preset number"
     names = " or ".join(_file_type_names().get(ftype & ~_GUESSED, ("unknown",)))
     return f"{names}, guessed" if ftype & _GUESSED else names
 
@@ -242,7 +242,7 @@ def _matching(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[
     regex = Pattern(pattern, "--tensors")
     matches = tuple(t for t in tensors if regex.search(t.name))
     if not matches:
-        raise RecipeError(f"{path}: {pattern!r} is found in the name of none of the {len(tensors)} tensors", "QK-E206")
+        raise RecipeError(f"{path}: {pattern!r} matches none of the {len(tensors)} tensor names", "QK-E206")
     return matches
 
 

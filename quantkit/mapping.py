@@ -1,8 +1,8 @@
-"""Mapped files that are cut while they are read: an error instead of the death of the process.
+"""Mapped files that are truncated while being read: an error instead of a crash.
 
-Reading a page of a mapping whose file has become shorter raises SIGBUS, which no ``except`` sees: it kills without a
-word. Where it happens in one of our mappings, its handler puts zeros in place of what is gone, so that whoever reads
-there goes on; ``check_unchanged``, which is asked before and after, then finds that the file was cut.
+Reading a page of a mapping whose file has become shorter raises SIGBUS, which no ``except`` catches: the process dies
+silently. For quantkit's own mappings, a handler maps zeros in place of the missing pages, so that the reader continues;
+``check_unchanged``, called before and after, then detects the truncation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-#: Begin and end of each mapping, by a number of its own: an address may be mapped anew before its last owner is gone.
+#: Begin and end of each mapping, by number: an address may be mapped again before its last owner has finished.
 _mappings: dict[int, tuple[int, int]] = {}
 _numbers = itertools.count()
 _SIGINFO, _FIXED = 4, 0x10
@@ -40,9 +40,9 @@ def map_descriptor(fd: int, nbytes: int) -> memoryview:
 
 
 def guard_mappings() -> bool:
-    """Install the handler unless it is in place, as after a library has installed its own: Ray and faulthandler do.
+    """Install the handler unless it is installed; libraries such as Ray and faulthandler replace it.
 
-    Returns False where there is no such handler: off Linux, and on 32 bits.
+    Returns False on systems without it: not Linux, or 32 bits.
     """
     guard = _guard()
     return guard is not None and guard.install()
@@ -66,7 +66,7 @@ class _Guard:
         self._lock = threading.Lock()
 
     def install(self) -> bool:
-        """Make this the handler of SIGBUS; remember the ones that it replaces."""
+        """Make this the handler of SIGBUS and keep those it replaces."""
         current = ctypes.create_string_buffer(_ACTION.size)
         with self._lock:
             if self._libc.sigaction(int(signal.SIGBUS), None, current) != 0:

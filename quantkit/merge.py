@@ -1,6 +1,6 @@
 """Merge and split up and gate experts: ``quantkit merge-up-gate`` and ``quantkit split-up-gate``.
 
-Each undoes the other exactly. `quantkit quantize --merge-up-gate` and `--split-up-gate` do the same on the way.
+Each undoes the other exactly. `quantkit quantize --merge-up-gate` and `--split-up-gate` do the same while quantizing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A plan, and which layers it changes or leaves alone (``refused``: prefix and reason)."""
+    """A plan, the layers that it changes, and those that it does not (``refused``: prefix and reason)."""
 
     plan: Plan
     changed: tuple[Layer, ...]
@@ -55,14 +55,14 @@ def merge_up_gate(
     Args:
         source: a GGUF file or any shard of a split one, of any architecture and any types.
         output: the file to write.
-        reencode: the type both halves get where their types differ; without, such layers are left alone.
+        reencode: the type of both halves if their types differ; None leaves such layers unchanged.
         keep_split: shards as in the source; split_max_size: new shards of at most this many bytes.
         max_ram: bytes that the workers' buffers may take together.
         run: threads, resume, overwrite, progress: see ``RunOptions``.
 
     Raises:
         RecipeError: no layer can be merged; the message has the reasons.
-        FormatError: the file is broken.
+        FormatError: the file is damaged.
         ResourceError: the output exists, or does not fit the disk.
     """
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
@@ -109,10 +109,10 @@ def plan_merge_up_gate(
     Args:
         source: a GGUF file or any shard of a split one, of any architecture and any types.
         output: the file to write.
-        reencode: the type both halves get where their types differ; without, such layers are left alone.
+        reencode: the type of both halves if their types differ; None leaves such layers unchanged.
         keep_split: shards as in the source; split_max_size: new shards of at most this many bytes.
 
-    Raises RecipeError when no layer can be merged, with the reasons; FormatError for a broken file.
+    Raises RecipeError when no layer can be merged, with the reasons; FormatError for a damaged file.
     """
     t = None if reencode is None else type_by_name(reencode)
     return _plan(
@@ -126,8 +126,8 @@ def plan_split_up_gate(
 ) -> MergePlan:
     """Plan splitting ``ffn_gate_up_exps``; arguments and errors as for ``plan_merge_up_gate``.
 
-    A file that was merged here gets its order of tensors and its shards back; then only what was merged here is
-    taken apart.
+    A file merged by quantkit gets its original order of tensors and shards back; in such a file, only experts that
+    quantkit merged are split.
     """
     return _plan(source, output, split_layer, "split", keep_split, split_max_size)
 
@@ -136,7 +136,7 @@ def _plan(
     source: str | Path, output: str | Path, decide: Decide, verb: str, keep_split: bool, split_max_size: int | None
 ) -> MergePlan:
     if keep_split and split_max_size is not None:
-        raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them", "QK-E201")
+        raise RecipeError("--keep-split and --split-max-size are mutually exclusive: omit one of them", "QK-E201")
     with open_model(source) as opened:
         regrouped = regroup(opened, decide, verb, keep_split=keep_split)
         shards = regrouped.shards if split_max_size is None else None

@@ -1,4 +1,4 @@
-"""Tensor classes, and text from files on one line of a terminal."""
+"""Tensor classes, and text from files made safe for one line of a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def tensor_class(name: str) -> str:
 
 
 def printable(text: object) -> str:
-    """Return a text or path on one line, control characters and invalid UTF-8 escaped: it may come from any file."""
+    """Return a text or path on one line, with control characters and invalid UTF-8 escaped."""
     text = str(text)
     if text.isprintable():
         return text
@@ -26,7 +26,7 @@ def span(names: Sequence[str], noun: str = "tensors") -> str:
 
 
 def grouped(notes: Iterable[tuple[str, str]], noun: str = "tensors") -> list[str]:
-    """Return a line for all notes, each about a name, that differ in nothing but numbers; these become ranges."""
+    """Return one line for all notes, each about a name, that differ only in numbers, which become ranges."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, note in notes:
         groups.setdefault(_NUMBER.sub("#", note), []).append((name, note))
@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 def _with_ranges(notes: Sequence[str]) -> str:
-    """Return the text of notes that differ in numbers alone: 3..17 of 128 experts."""
+    """Return the text of notes that differ only in numbers: 3..17 of 128 experts."""
     ranges = [(min(column, key=int), max(column, key=int)) for column in zip(*map(_NUMBER.findall, notes), strict=True)]
     texts = iter(low if low == high else f"{low}..{high}" for low, high in ranges)
     return _NUMBER.sub(lambda _: next(texts), notes[0])
@@ -53,5 +53,5 @@ def shorten(text: str, width: int) -> str:
 
 
 def file_name(path: str) -> str:
-    """Return the name of a file without its directories, Windows ones included: they reveal whose machine it was."""
+    """Return the name of a file without its directories (also Windows'), which would reveal private data."""
     return path.replace("\\", "/").rpartition("/")[2]

@@ -1,9 +1,9 @@
 """Regular expressions that users write: rules of recipes, ``-ot``, ``--tensors`` and their like.
 
-They run in the ``regex`` package: it knows all that std::regex of llama-quantize knows (RE2, whose time is linear, has
-neither lookahead nor back references), and unlike Python's re it can be stopped. What patterns that backtrack take,
-over all the names they are tried on, is limited for all patterns together; the error names the one that was running.
-Counted repeats are written out when a pattern is compiled: where they may multiply, a child tries that first.
+They run in the ``regex`` package, which supports the whole syntax of llama-quantize's std::regex (RE2, whose time is
+linear, has neither lookahead nor back references) and, unlike Python's re, can be interrupted. The time of backtracking
+over all names is limited for all patterns together; the error names the pattern that was running. Counted repeats are
+expanded when a pattern is compiled: if they may multiply, a child process compiles it first.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Pattern:
         self.text, self.origin = text, origin
         if len(text) > MAX_CHARACTERS:
             raise RecipeError(
-                f"{origin}: a regular expression of {len(text)} characters; at most {MAX_CHARACTERS} are read",
+                f"{origin}: the regular expression has {len(text)} characters, more than {MAX_CHARACTERS}",
                 "QK-E205",
             )
         began = time.thread_time()
@@ -94,23 +94,23 @@ class Pattern:
             raise RecipeError(f"{origin}: {self._quoted} is not a regular expression: {e}", "QK-E205") from None
         _CLOCK.charge(time.thread_time() - began - _COMPILE)
         if _CLOCK.seconds_left <= 0:
-            raise self._too_slow("when it is compiled")
+            raise self._too_slow("during compilation")
 
     @property
     def _quoted(self) -> str:
         return shorten(repr(self.text), 200)
 
     def _try(self, text: str, flags: int) -> None:
-        """Compile it in a child, where it may not grow without end."""
+        """Compile it in a child process with a memory limit."""
         limits = Limits(seconds=math.ceil(TIME_LIMIT), memory=1 << 28)
         with Child("quantkit.foreign.grammars:Grammars", self._quoted, limits=limits) as child:
             try:
                 child.call("regex", text, flags)
             except FormatError as e:
-                raise RecipeError(f"{self.origin}: {printable(e.message)}; write smaller repeats", "QK-E205") from None
+                raise RecipeError(f"{self.origin}: {printable(e.message)}; use smaller repeats", "QK-E205") from None
 
     def search(self, name: str) -> Any:
-        """Return the first match within ``name``, or None. Raises RecipeError when the time of all is up."""
+        """Return the first match within ``name``, or None. Raises RecipeError when the common time limit is reached."""
         began = time.thread_time()
         try:
             return self._regex.search(name, timeout=max(_CLOCK.seconds_left, 1e-3))
@@ -123,12 +123,12 @@ class Pattern:
     def _too_slow(self, occasion: str) -> RecipeError:
         _CLOCK.reset()  # for callers that continue without the pattern
         return RecipeError(
-            f"{self.origin}: {self._quoted} takes too long: more than {TIME_LIMIT:g} s with the patterns before it, "
-            f"{occasion}; rewrite nested repeats such as (.+)+",
+            f"{self.origin}: {self._quoted} takes too long: more than {TIME_LIMIT:g} s together with the patterns "
+            f"before it, {occasion}; rewrite nested repeats such as (.+)+",
             "QK-E205",
         )
 
 
 def _copies(text: str) -> float:
-    """Return an upper bound of the copies of a part of a pattern: the product of all its counted repeats."""
+    """Return an upper bound of the copies of any part of a pattern: the product of all counted repeats."""
     return math.prod(max(1.0, float(count[:9] or 1)) for pair in _COUNT.findall(text) for count in pair)

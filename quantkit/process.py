@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-#: Whether Ctrl-C was pressed: an exception may be of another kind by the time it gets to us.
+#: Whether Ctrl-C was pressed: the exception may be of another kind when it arrives.
 _STATE = {"interrupted": False}
 
 
@@ -28,7 +28,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for any error after Ctrl-C: packages make errors of an import, or a kernel, it ended."""
+    """Raise KeyboardInterrupt for any error after Ctrl-C, because packages turn it into errors of an import or a
+    kernel."""
     try:
         yield
     except Exception as e:
@@ -39,7 +40,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Do not look for garbage: where many objects are made that stay, a sixth to a third of the time goes there."""
+    """Suspend garbage collection, which takes a sixth to a third of the time where many lasting objects are created."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -52,7 +53,7 @@ def no_collection() -> Iterator[None]:
 def open_descriptors() -> None:
     """Open closed standard descriptors on the null device, so that no file gets their numbers.
 
-    Standard streams print what their encoding lacks as escapes.
+    Standard streams escape characters that their encoding lacks.
     """
     for number in range(3):
         with suppress(OSError):

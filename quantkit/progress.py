@@ -1,4 +1,4 @@
-"""Progress of verbs: what ``progress=`` is called with."""
+"""Progress of verbs: the argument of ``progress=`` callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dataclasses from values of JSON, checked field by field: a file of our own may have been damaged, or edited."""
+"""Dataclasses from JSON values, checked field by field, because quantkit's own files may be damaged or edited."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quantkit.types import TensorType, type_by_name
 
-#: What reading a damaged record raises, besides the errors of the file system.
+#: Errors of reading a damaged record, besides those of the file system.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 
 
 def record(kind: Any, value: Any, where: str = "") -> Any:
-    """Return ``value``, from JSON, as the type ``kind``: a dataclass, a tuple, a mapping, or a plain type.
+    """Return the JSON value ``value`` as the type ``kind``: a dataclass, a tuple, a mapping, or a plain type.
 
-    Whole numbers have at most 63 bits, others are finite. Raises TypeError or ValueError, naming the place.
+    Integers have at most 63 bits, other numbers are finite. Raises TypeError or ValueError, naming the place.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -32,7 +32,7 @@ def record(kind: Any, value: Any, where: str = "") -> Any:
         return _tuple(arguments, value, where)
     if origin is Mapping:
         if not isinstance(value, dict):
-            raise TypeError(f"{where} is no table")
+            raise TypeError(f"{where} is not a table")
         return {name: record(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if kind is TensorType:
         return type_by_name(record(str, value, where))
@@ -45,7 +45,7 @@ def record(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def _union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return the value as the first of some kinds that it is of."""
+    """Return the value as the first of several kinds that it matches."""
     if value is None and type(None) in kinds:
         return None
     *first, last = [kind for kind in kinds if kind is not type(None)]
@@ -62,7 +62,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise TypeError(f"{where} is no list")
+        raise TypeError(f"{where} is not a list")
     if len(arguments) == 2 and arguments[1] is ...:
         return tuple(record(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if len(arguments) != len(value):
@@ -86,7 +86,7 @@ def _plain(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} is {value}")
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{where} is no {kind.__name__}")
+        raise TypeError(f"{where} is not of type {kind.__name__}")
     if kind is int and value.bit_length() > 63:
         raise ValueError(f"{where} is too large")
     return value

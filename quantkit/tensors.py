@@ -86,7 +86,7 @@ def open_gguf(path: str | Path, *, header_only: bool = False) -> GGUFFile:
         The open file, a context manager. ``fields`` and ``get(key)`` are its metadata, ``tensors`` its tensor infos by
         name, ``data(name)`` a tensor's bytes, ``values(name)`` its values.
 
-    Raises FormatError: the file is broken; the message names file and byte.
+    Raises FormatError: the file is damaged; the message names file and byte.
     """
     return GGUFFile(gguf.open_shards(path, header_only=header_only), header_only)
 

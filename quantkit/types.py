@@ -1,11 +1,11 @@
-"""THE table of tensor types: every id, name, size and rule of both trees, written once.
+"""The table of tensor types: every id, name, size and rule of llama.cpp and ik_llama.cpp, written once.
 
 Two runtimes read GGUF files: llama.cpp (*mainline*, b11434) and ik_llama.cpp (*ik*, 8337e4cd3). A row of
 ``TYPES`` describes one of their types; enums, help texts, size estimates and tests all follow from it.
 
-A tensor of type t with n values per row takes ``t.row_header + n / t.block * t.block_bytes`` bytes per row.
-An *interleaved* type interleaves the bytes of 4, 8 or 16 rows, their headers first, so only whole groups
-of rows can be addressed.
+A tensor of type t with n values per row has ``t.row_header + n / t.block * t.block_bytes`` bytes per row. An
+*interleaved* type interleaves the bytes of 4, 8 or 16 rows, their headers first, so only whole groups of rows can be
+addressed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quantkit.errors import TypeNotSupported
 class TensorType:
     """One type of tensor data.
 
-    ``imatrix`` is what the encoder does with an importance matrix: "ignored", "used" (when there is one) or
-    "required" (ggml aborts without). ``needs_imatrix`` names the trees ("mainline+ik") whose llama-quantize
-    refuses the type without one. ``trees`` are those that have the type: "both", "mainline", "ik", or "none" for one of
-    your own, whose id is of ``OWN_IDS``. ``scales`` lists a block's float fields as kind@offset, those of a row's header
-    as row:kind@offset; they must be finite.
+    ``imatrix`` says how the encoder treats an importance matrix: "ignored", "used" (if there is one) or "required"
+    (ggml aborts without it). ``needs_imatrix`` names the trees ("mainline+ik") whose llama-quantize refuses the type
+    without one. ``trees`` are those that have the type: "both", "mainline", "ik", or "none" for a user-defined type,
+    with an id of ``OWN_IDS``. ``scales`` lists a block's float fields as kind@offset, those of a row's header as
+    row:kind@offset; they must be finite.
     """
 
     id: int
@@ -49,7 +49,7 @@ class TensorType:
         return self.name
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        """Pickle by name: in another process, too, a type is one object, and code compares with ``is``."""
+        """Pickle by name, so that a type is a single object in other processes as well: code compares with ``is``."""
         return _by_name, (self.name,)
 
     @property
@@ -64,18 +64,19 @@ class TensorType:
 
     @property
     def in_files(self) -> bool:
-        """False for types that no file holds: Q8_K, whose size differs between the trees, and ``ROWS``."""
+        """False for types that files do not contain: Q8_K, whose size differs between the trees, and ``ROWS``."""
         return self.id != 15 and bool(self.ggml_name)
 
     @property
     def fields(self) -> tuple[tuple[bool, str, int], ...]:
-        """The fields of ``scales``: whether it is the row's, its kind, its byte in the row's header or the block."""
+        """The fields of ``scales``: whether it belongs to the row, its kind, and its byte offset in the row header or
+        block."""
         split = [field.partition("@") for field in self.scales.split()]
         return tuple((kind.startswith("row:"), kind.removeprefix("row:"), int(offset)) for kind, _, offset in split)
 
     @property
     def row_scale(self) -> str:
-        """The kind, f32 or f16, of the scale at the head of each row that multiplies all of it; "" if there is none."""
+        """The kind, f32 or f16, of the row scale that precedes each row; "" if there is none."""
         return next((kind for of_row, kind, _ in self.fields if of_row), "")
 
     def is_in(self, tree: str) -> bool:
@@ -86,7 +87,7 @@ class TensorType:
         """Return the bytes of one row of ``n`` values; ``n`` must be a multiple of the block."""
         if n % self.block:
             raise TypeNotSupported(
-                f"{self.name} packs {self.block} values a block; rows of {n} do not divide", "QK-E303"
+                f"{self.name} has blocks of {self.block} values; a row of {n} is not a multiple", "QK-E303"
             )
         return self.row_header + n // self.block * self.block_bytes
 
@@ -106,7 +107,8 @@ class TensorType:
         row, rows = self.row_bytes(shape[0] if shape else 1), math.prod(shape[1:])
         if self.interleave > 1 and (shape[1] if len(shape) > 1 else 1) % self.interleave:
             raise TypeNotSupported(
-                f"{self.name} interleaves {self.interleave} rows; shape {list(shape)} does not divide", "QK-E303"
+                f"{self.name} interleaves {self.interleave} rows; the rows of shape {list(shape)} are not a multiple",
+                "QK-E303",
             )
         if 0 in shape:
             return 0
@@ -245,34 +247,37 @@ def _by_name(name: str) -> TensorType:
 
 
 def has_type(name: str) -> bool:
-    """Return whether ``type_by_name`` finds a name."""
+    """Return whether ``type_by_name`` knows a name."""
     key = name.strip().upper()
     t = BY_NAME.get(ALIASES.get(key, key))
     return t is not None and t not in ROWS
 
 
 def type_by_name(name: str) -> TensorType:
-    """Return the type called ``name``, in any case; raise TypeNotSupported with the nearest names."""
+    """Return the type called ``name``, in any case. Raises TypeNotSupported with similar names."""
     key = name.strip().upper()
     if not has_type(name):
         import difflib
 
         close = difflib.get_close_matches(key, [t.name for t in TYPES], 3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists all types"
         raise TypeNotSupported(f"there is no tensor type {name[:100]!r}{hint}", "QK-E301")
     return BY_NAME[ALIASES.get(key, key)]
 
 
 def type_by_id(type_id: int) -> TensorType:
-    """Return the type of GGUF id ``type_id``; raise TypeNotSupported for removed, unknown and Q8_K."""
+    """Return the type of GGUF id ``type_id``. Raises TypeNotSupported for removed and unknown ids, and Q8_K."""
     t = BY_ID.get(type_id)
     if t is not None and t.in_files:
         return t
     if t is not None:
         raise TypeNotSupported(
-            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; no file may hold it",
+            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; files must not contain "
+            "it",
             "QK-E301",
         )
     if type_id in REMOVED_IDS:
-        raise TypeNotSupported(f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from both trees", "QK-E301")
+        raise TypeNotSupported(
+            f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from llama.cpp and ik_llama.cpp", "QK-E301"
+        )
     raise TypeNotSupported(f"type id {type_id} is unknown to llama.cpp b11434 and ik_llama.cpp 8337e4cd3", "QK-E301")

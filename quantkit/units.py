@@ -1,4 +1,4 @@
-"""Sizes, counts, durations and errors as people write and read them; multiples."""
+"""Sizes, counts, durations and errors as text for people; multiples."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
-#: What ± stands for behind any estimate, and +/- in llama-perplexity's lines. A speed's, as llama-bench's, has a name
-#: of its own.
+#: The meaning of ± after any estimate, and of +/- in llama-perplexity's lines. That of a speed, like llama-bench's, has
+#: another name.
 PLUS_MINUS = "± is one standard error"
 _BINARY = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "48G", "512MiB" or "1000": plain letters are decimal, as in llama-gguf-split.
+    """Return the number of bytes of "48G", "512MiB" or "1000": plain letters are decimal, as in llama-gguf-split.
 
-    Raises ValueError on anything else.
+    Raises ValueError for any other text.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
@@ -51,7 +51,7 @@ def format_shape(shape: Iterable[int]) -> str:
 
 
 def _scaled(n: float, step: int, units: tuple[str, ...]) -> str:
-    """Return a number in the unit, each ``step`` of the one before, in which it has no more digits than needed."""
+    """Return a number in the unit (each is ``step`` times the previous one) in which it has the fewest digits."""
     for unit in units[:-1]:
         if abs(n) < step:
             return f"{n:.{0 if unit == units[0] else 2}f}{unit}"

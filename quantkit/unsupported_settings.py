@@ -1,8 +1,8 @@
 """Settings of a checkpoint that change the model's results and that no GGUF key represents.
 
-llama.cpp's own converter passes over them, and llama.cpp computes with the value that its graph of the architecture
-has (b11434, src/models/*.cpp; most of it is in ``model.arch``). ``SETTINGS`` is the table: names in config.json, and
-what the runtime assumes. Only what config.json says counts, not what a configuration class fills in.
+llama.cpp's converter ignores them, and llama.cpp uses the value in its graph of the architecture (b11434,
+src/models/*.cpp; most of it is in ``model.arch``). ``SETTINGS`` is the table: names in config.json, and what the
+runtime assumes. Only values in config.json count, not defaults of a configuration class.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ACTIVATION_NAMES = {
     "mlp_hidden_act": ("nemotron_h", "nemotron_h_moe"),
     "activation": ("falcon",),
 }
-#: Architectures whose classes have one activation, whatever their configurations say.
+#: Architectures whose classes have one activation, regardless of their configurations.
 _SINGLE_ACTIVATION = frozenset(
     {"refact", "gpt-oss", "minimax-m3", "kimi-k3", "grok", "mpt", "bloom", "plm", "smallthinker"}
 )
@@ -62,7 +62,7 @@ _WINDOWS_UNSUPPORTED = frozenset({
     "phi3", "phimoe", "starcoder2", "dots1", "smollm3", "mistral3", "dream",
 })
 # fmt: on
-#: Architectures with tied embeddings, whatever their configurations say.
+#: Architectures with tied embeddings, regardless of their configurations.
 _TIED = frozenset({"gemma4-assistant", "mpt", "openelm", "plamo2"})
 #: Architectures with rope of many kinds, whose converters make it of alpha.
 _SCALED_BY_ALPHA = frozenset({"hunyuan-dense", "hunyuan-moe", "hunyuan_vl"})
@@ -106,7 +106,7 @@ class Setting:
     """A setting of config.json and the value that a runtime assumes: ``assumed`` returns it, ANY for any value.
 
     ``names``: the first one present counts. ``archs``: the architectures concerned, all if empty. ``interpret``:
-    returns the meaning of a value, None if it has none in this model. ``null`` is a value, too.
+    returns the meaning of a value, None if it has none in this model. ``null`` is also a value.
     """
 
     names: str
@@ -126,10 +126,10 @@ class Setting:
         try:
             value, assumed = self.interpret(model.config[name], model), self.assumed(model)
         except VALUE_ERRORS:
-            return f"{stated}, which is no value that llama.cpp knows"
+            return f"{stated}: llama.cpp does not support this value"
         if assumed is ANY or (value is None and not self.null) or _is_equal(value, assumed):
             return None
-        return f"{stated}, which is lost: llama.cpp computes with {_format(assumed)}"
+        return f"{stated} is lost: llama.cpp uses {_format(assumed)}"
 
 
 def unsupported_settings(opened: Checkpoint) -> list[str]:
@@ -201,7 +201,7 @@ def _clamp(model: Model) -> object:
 
 
 def _query_scale(model: Model) -> object:
-    """Return the number whose root divides q . k: the largest Gemma 2 and 3 use width / heads."""
+    """Return the number whose root divides q . k: width / heads in the largest Gemma 2 and 3."""
     largest = {"gemma2": 46, "gemma3": 62}.get(model.arch)
     is_largest = model.key("block_count") == largest
     return model.key("embedding_length") // model.heads if is_largest else model.head
@@ -224,7 +224,7 @@ def _final_cap(model: Model) -> object:
 
 
 def _window(model: Model) -> object:
-    """Return the window of layers that have one, as the runtime has it."""
+    """Return the window of windowed layers as the runtime sees it."""
     row = model.row
     if row is None:
         return ANY
@@ -241,7 +241,7 @@ _WINDOW_KEY = "attention.sliding_window"
 
 
 def _window_of(value: Any, model: Model) -> object:
-    """Return the window that a configuration means, None if no layer has one or no text is longer."""
+    """Return the window that a configuration sets; None if no layer has one or no text exceeds it."""
     config, types = model.config, model.config.get("layer_types")
     optional = model.arch.startswith("qwen") or model.arch in ("smollm3", "dots1", "dream")
     if not config.get("use_sliding_window", not optional or "sliding_attention" in (types or ())):
@@ -282,7 +282,7 @@ def _layer_kinds_of(value: Any, model: Model) -> object:
     assumed = _layer_kinds(model)
     n = len(assumed) if isinstance(assumed, list) else 0
     types = [kinds[kind] for kind in value]
-    # Layers that predict more tokens may be named, or not.
+    # Prediction layers (MTP) may be listed or not.
     return [*types, *(assumed[len(types) :] if isinstance(assumed, list) else ())][:n]
 
 
@@ -347,7 +347,7 @@ def _rope_losses(model: Model) -> list[str | None]:
     rope = model.config.full_rope
     kind = rope.get("rope_type", rope.get("type"))
     reason = _scaling_loss(str(kind), rope, model) if kind is not None else None
-    message = f"rope scaling {short(kind)} {reason}, so the file has none: llama.cpp does not scale rope"
+    message = f"rope scaling {short(kind)} {reason}; the file has none, and llama.cpp does not scale rope"
     return [
         None if reason is None else message,
         *(_rope_setting_loss(rope, setting, model) for setting in _ROPE_SETTINGS),
@@ -390,7 +390,7 @@ def _yarn_factor(model: Model) -> object:
 
 
 def _yarn_factor_of(value: Any, model: Model) -> object:
-    """Return the factor; one that differs in digits that are left out is the usual one."""
+    """Return the factor; the usual one if it differs only in omitted digits."""
     usual = _yarn_factor(model)
     is_usual = isinstance(value, float) and isinstance(usual, float) and abs(value - usual) < 1e-4
     return usual if is_usual else value

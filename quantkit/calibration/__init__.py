@@ -1,4 +1,4 @@
-"""Calibration text: built from local files with a held-out part, and recognized when it turns up in evaluation.
+"""Calibration text: built from local files with a held-out part, and recognized when it is used for evaluation.
 
 corpus      builds calibration.txt, evaluation.txt and manifest.json
 documents   reads texts, code and JSON Lines

@@ -59,7 +59,7 @@ class Part:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its entry in the manifest."""
+        """Return the entry of the text in the manifest."""
         return {
             "file": self.file,
             "sha256": self.sha256,
@@ -122,16 +122,16 @@ def calibration(
     Args:
         inputs: files and directories.
         output: a directory for calibration.txt, evaluation.txt and manifest.json; None writes nothing.
-        size: largest size of both texts together, in bytes.
+        size: maximum size of both texts together, in bytes.
         heldout: share held out for evaluation, 0 to 0.5.
         seed: of the shuffles.
-        passage: largest size of a passage, in bytes.
+        passage: maximum size of a passage, in bytes.
         include: name patterns for files in directories.
         overwrite: replace files of an earlier run.
 
     Raises:
         RecipeError: values out of range.
-        FormatError: inputs that cannot be read, or without text.
+        FormatError: inputs cannot be read, or have no text.
         ResourceError: an output exists.
 
     All inputs are held in memory.
@@ -150,7 +150,7 @@ def calibration(
     sections = _sections(corpus_files, passage, max(passage, evaluation_size // _SECTIONS))
     if not sections:
         raise FormatError(
-            f"no text in {', '.join(map(str, inputs)) or 'nothing'}: name files or folders with text", "QK-E121"
+            f"no text in {', '.join(map(str, inputs)) or 'nothing'}: give files or folders with text", "QK-E121"
         )
     sections.sort(key=lambda section: key(GAP.join(section)))
     evaluation, remainder = _hold_out(sections, evaluation_size, dedup)
@@ -164,7 +164,9 @@ def calibration(
     )
     corpus = replace(corpus, notes=tuple(_notes(corpus)))
     if not corpus.calibration.passages:
-        raise FormatError(f"nothing is left to calibrate on: no passage fits {size} bytes; raise --size", "QK-E214")
+        raise FormatError(
+            f"nothing is left for calibration: no passage fits into {size} bytes; raise --size", "QK-E214"
+        )
     if folder is not None:
         _write(folder, corpus, overwrite)
     return corpus
@@ -174,9 +176,9 @@ def _check(size: int, heldout: float, passage: int) -> None:
     if not 0 <= heldout <= 0.5:
         raise RecipeError(f"the held-out part must be 0 to 50 % of the size, not {100 * heldout:g} %", "QK-E203")
     if passage < 64:
-        raise RecipeError(f"passages of {passage} bytes are too short to tell repetitions: at least 64", "QK-E203")
+        raise RecipeError(f"passages of {passage} bytes are too short to detect repetitions: at least 64", "QK-E203")
     if size < passage:
-        raise RecipeError(f"a size of {size} bytes holds no passage of {passage} bytes", "QK-E203")
+        raise RecipeError(f"a size of {size} bytes is less than one passage of {passage} bytes", "QK-E203")
 
 
 def _order(seed: int) -> Callable[[str], bytes]:
@@ -240,12 +242,12 @@ def _notes(corpus: Corpus) -> Iterator[str]:
             yield f"{file.path}: {file.zeros} NUL byte{'s' if file.zeros > 1 else ''} dropped"
         if file.n_skipped:
             first = f"first line {file.first_skipped}"
-            yield f"{file.path}: {file.n_skipped} records have no text and are left out, {first}"
+            yield f"{file.path}: skipped {file.n_skipped} records without text, {first}"
     if inputs.not_text:
-        yield f"{inputs.not_text} files in folders are no UTF-8 text"
+        yield f"skipped {inputs.not_text} files in folders that are not UTF-8 text"
     total = corpus.calibration.nbytes + corpus.evaluation.nbytes
     if total < 0.9 * size:
-        yield f"there is less text than --size: {total} of {size} bytes"
+        yield f"less text than --size: {total} of {size} bytes"
     if corpus.options["heldout"] and not corpus.evaluation.passages:
         yield "the held-out part is too small for a single passage: no evaluation text"
 
@@ -258,7 +260,7 @@ def _write(folder: Path, corpus: Corpus, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ResourceError(
-            f"{folder}: cannot be made: {e.strerror or e}; name another folder", os_error_code(e)
+            f"{folder}: cannot be created: {e.strerror or e}; choose another folder", os_error_code(e)
         ) from None
     with ExitStack() as stack:
         for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""Text out of local files: plain text and code as they are, JSON Lines record by record.
+"""Text from local files: plain text and code unchanged, JSON Lines record by record.
 
 A named file that cannot be read is an error. In folders, all UTF-8 text files are read; hidden files are skipped, and
 files that are not text are skipped and counted. Stray zero bytes are dropped; many mean that a file is not text.
@@ -9,7 +9,7 @@ The text of a JSON Lines record is the first of these that exists::
     {"text": ...} or {"content": ...}
     {"instruction": ..., "input": ..., "output": ...}, {"prompt": ..., "completion": ...}, {"question": ..., ...} etc.
 
-Roles are left out: their form is up to a model's chat template (quantkit imatrix --chat applies it).
+Roles are omitted: their form depends on the model's chat template (quantkit imatrix --chat applies it).
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _text_problem(raw: bytes) -> str | None:
     if raw.count(0) * _ZERO_SHARE > len(raw):
-        return f"{raw.count(0)} of {len(raw)} bytes are 0"
+        return f"{raw.count(0)} of {len(raw)} bytes are NUL"
     try:
         raw.decode()
     except UnicodeDecodeError as e:
-        return f"no UTF-8 at byte {e.start}"
+        return f"invalid UTF-8 at byte {e.start}"
     return None
 
 
 def _input(path: Path, raw: bytes) -> Input:
     problem = _text_problem(raw)
     if problem is not None:
-        raise FormatError(f"{path}: not a text file ({problem}): convert it, or leave it out", "QK-E121")
+        raise FormatError(f"{path}: not a text file ({problem}): convert it, or omit it", "QK-E121")
     result = Input(path, raw.count(0))
     text = raw.replace(b"\0", b"").decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     if path.suffix.lower() not in JSON_LINES:
@@ -130,7 +130,7 @@ def _input(path: Path, raw: bytes) -> Input:
             result.first_skipped = result.first_skipped or number
     if result.n_skipped and not result.documents:
         keys = ", ".join((*_TURN_KEYS, *_TEXT_KEYS, *_PART_KEYS))
-        raise FormatError(f"{path}: no record has a text; of each one of these keys is asked: {keys}", "QK-E121")
+        raise FormatError(f"{path}: no record has text under any of the keys {keys}", "QK-E121")
     return result
 
 

@@ -92,7 +92,7 @@ def read_held_out(path: Path, metadata: Mapping[str, Field]) -> HeldOut | None:
     if content is None or files is None:
         return None
     if files.item_type is not ValueType.STRING or len(files.value) != len(content.sha256):
-        raise FormatError(f"{path}: the keys {_PREFIX}* are not as quantkit writes them", "QK-E118")
+        raise FormatError(f"{path}: the keys {_PREFIX}* are malformed", "QK-E118")
     return HeldOut(tuple(files.value), content)
 
 
@@ -130,7 +130,7 @@ def held_out_warning(path: Path, metadata: Mapping[str, Field]) -> str | None:
     ]
     portion = "" if names else f"about {100 * shared.share:.0f} % of "
     return (
-        f"{WARNING}{path} was computed on {portion}{', '.join(names or held_out.files)}, held out by quantkit"
-        " calibration: results on that text will look better than they are; calibrate on the corpus's other part, or"
-        " evaluate on another text"
+        f"{WARNING}{path} was computed on {portion}{', '.join(names or held_out.files)}, which quantkit calibration "
+        "held out: results on that text will look too good; calibrate on the calibration part, or evaluate on "
+        "another text"
     )

@@ -78,7 +78,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of an evaluation text was calibrated on."""
+    """The share of an evaluation text that was used for calibration."""
 
     #: Estimated share of the evaluation's shingles, 0 to 1.
     share: float
@@ -92,12 +92,14 @@ class Overlap:
     def warning(self) -> str | None:
         """A warning for the user, or None."""
         if self.same_text:
-            return "this very text was calibrated on: it says nothing about other texts; evaluate on held-out text"
+            return (
+                "this text was used for calibration: results say nothing about other texts; evaluate on held-out text"
+            )
         if self.share < NOTABLE or self.shared < NOTABLE_HASHES:
             return None
         return (
-            f"about {100 * self.share:.0f} % of this text was calibrated on: results will look better than they are;"
-            f" evaluate on held-out text (quantkit calibration keeps some)"
+            f"about {100 * self.share:.0f} % of this text was used for calibration: results will look too good; "
+            "evaluate on held-out text (quantkit calibration sets some aside)"
         )
 
 
@@ -164,7 +166,7 @@ def _select_below(hashes: U64Array, scale: int) -> U64Array:
 
 
 def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch | Iterable[Sketch]) -> Overlap:
-    """Estimate how much of ``evaluation`` is in ``calibration``: texts, or sketches of them (sketch_of, manifests)."""
+    """Estimate the share of ``evaluation`` that is in ``calibration``: texts, or sketches (sketch_of, manifests)."""
     one = evaluation if isinstance(evaluation, Sketch) else _sketch_evaluation(evaluation)
     if isinstance(calibration, (str, bytes, Sketch)):
         two = calibration if isinstance(calibration, Sketch) else sketch(calibration)
@@ -200,5 +202,5 @@ def read_sketch(path: Path, metadata: Mapping[str, Field], prefix: str = CALIBRA
         or sha256.item_type is not ValueType.STRING
         or scale.value < 1
     ):
-        raise FormatError(f"{path}: the keys {prefix}* are not as quantkit writes them", "QK-E118")
+        raise FormatError(f"{path}: the keys {prefix}* are malformed", "QK-E118")
     return Sketch(int(scale.value), np.unique(hashes.array.astype(np.uint64)), tuple(sha256.value))

@@ -1,4 +1,4 @@
-"""The checkpoint itself: a source whose tensors are made while they are read."""
+"""The checkpoint itself: a source whose tensors are computed while being read."""
 
 from __future__ import annotations
 
@@ -63,10 +63,9 @@ class ConvertedTensor:
 class Checkpoint:
     """An open checkpoint. ``outtype``: the type of files it is opened for; ``general``: the values of general.*.
 
-    ``kind`` is "vocab" or "mtp" if it is opened for that part of the model only.
+    ``kind`` is "vocab" or "mtp" if only that part of the model is opened.
 
-    ``tensors`` have the type in which ``read`` gives them; ``converted`` has the expression of each, and the type that
-    it is to have.
+    ``tensors`` have the type that ``read`` returns; ``converted`` has the expression of each, and its target type.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class Checkpoint:
         self.converted: dict[str, ConvertedTensor] = {item.info.name: item for item in converted}
         self.tensors: dict[str, TensorInfo] = {item.info.name: item.info for item in converted}
         self.outtype = outtype
-        #: What decides its bytes and cannot be told from metadata and stored tensors.
+        #: Further data that determines its bytes, besides metadata and stored tensors.
         self.identity = identity
         self.general = General({}, {})
         self.kind = ""
-        #: What is worth saying about it.
+        #: Notes for the user.
         self.notes: tuple[str, ...] = ()
-        #: What its files say and a GGUF file cannot.
+        #: Settings of its files that a GGUF file cannot express.
         self.omissions: tuple[str, ...] = ()
 
     @property
@@ -117,7 +116,7 @@ class Checkpoint:
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:
-        """Return the file that a tensor, or the first part of it, is in."""
+        """Return the file of a tensor, or of its first part."""
         part = next(self.converted[tensor.name].expr.parts(), None)
         return str(self.paths[0] if part is None else part.path)
 
@@ -148,7 +147,7 @@ class Checkpoint:
 def converted_tensors(
     tensors: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, q8: bool
 ) -> list[ConvertedTensor]:
-    """Return the tensors of the file in order; ``q8``: those of float8 are to be Q8_0."""
+    """Return the tensors of the file in order; ``q8``: store those of float8 as Q8_0."""
     converted: list[ConvertedTensor] = []
     offset = 0  # where it would lie in a file of its own: offsets only give the order
     for name, tensor in tensors:
@@ -176,7 +175,8 @@ def _convert(
         part = next(x.parts(), None)
         where = part.path if part is not None else tensor.name
         raise FormatError(
-            f"{where}: tensor {short(tensor.name)} has the shape {list(x.shape)}; no file holds that", "QK-E305"
+            f"{where}: tensor {short(tensor.name)} has the shape {list(x.shape)}, which GGUF does not support",
+            "QK-E305",
         )
     nbytes = value_bytes(stored_type, size_of(x))
     return ConvertedTensor(TensorInfo(name, x.shape[::-1], stored_type, nbytes, offset, 0), x, tensor.name, target_type)

@@ -49,7 +49,7 @@ def _derive_missing_head_dim(values: Json) -> None:
 class _LayerTypes:
     """Fill in layer_types that is null: every ``period``-th layer has full attention, the others are ``other_kind``.
 
-    ``key`` of the configuration may say another period.
+    ``key`` of the configuration may set another period.
     """
 
     period: int
@@ -65,14 +65,14 @@ class _LayerTypes:
 
 
 def _rename_longrope(values: Json) -> None:
-    """Phi 3's rope_scaling is of the kind longrope, also where it is called su or yarn."""
+    """Phi 3's rope_scaling is of the kind longrope, also if it is called su or yarn."""
     rope = values.get("rope_scaling")
     if isinstance(rope, dict) and rope.get("type") in ("su", "yarn"):
         values["rope_scaling"] = {**rope, "type": "longrope"}
 
 
 def _copy_rope_type(values: Json) -> None:
-    """Kinds of rope were called type before they were called rope_type."""
+    """Read the kind of rope from type, the old name of rope_type."""
     rope = values.get("rope_scaling")
     if isinstance(rope, dict) and "type" in rope:
         values["rope_scaling"] = {**rope, "rope_type": rope["type"]}
@@ -83,7 +83,7 @@ def _use_rope_head_dim(values: Json) -> None:
 
 
 def _llama4_layer_types(values: Json) -> None:
-    """Of Llama 4: layers attend to chunks, but where rope is left out."""
+    """Llama 4: layers attend to chunks, except those without rope."""
     rope = values.get("no_rope_layers")
     interval = values["no_rope_layer_interval"]
     n = values["num_hidden_layers"]
@@ -94,7 +94,7 @@ def _llama4_layer_types(values: Json) -> None:
 
 
 def _falcon_kv_heads(values: Json) -> None:
-    """Falcon: KV heads default to the number of heads; the old name of the width counts."""
+    """Falcon: KV heads default to the number of heads; the old name of the width is accepted."""
     values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
     if values.get("num_kv_heads") is None:
         values["num_kv_heads"] = values.get("num_attention_heads")
@@ -107,7 +107,7 @@ def _derive_dt_rank(values: Json) -> None:
 
 
 def _bloom_hidden_size(values: Json) -> None:
-    """BLOOM's width had another name."""
+    """Accept the old name of BLOOM's width."""
     values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
 
 
@@ -120,7 +120,7 @@ def _nest_text_config(values: Json) -> None:
 
 
 def _lfm2_layer_types(values: Json) -> None:
-    """LFM 2's layers are convolutions, but for those that are listed; its old names count."""
+    """LFM 2's layers are convolutions, except those listed; its old names are accepted."""
     values["intermediate_size"] = values.get("block_ff_dim", values["intermediate_size"])
     values["rope_theta"] = values.get("theta", values["rope_theta"])
     layers, full = values.get("num_hidden_layers"), values.get("full_attn_idxs")

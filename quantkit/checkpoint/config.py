@@ -1,7 +1,7 @@
 """config.json as convert_hf_to_gguf.py (b11434) sees it: with the defaults of transformers' configuration classes.
 
-It loads the file through AutoConfig, so what a class fills in becomes metadata: see ``class_defaults``. Of a model type
-that AutoConfig does not know it reads the JSON as it is, and so do we.
+It loads the file through AutoConfig, so defaults of a class become metadata: see ``class_defaults``. For a model type
+unknown to AutoConfig, it reads the plain JSON, and so does quantkit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 #: The most bytes of a file of a tokenizer that are read, and of other JSON: objects take thirty times as much memory.
 MAX_JSON, _MAX_SMALL = 1 << 28, 1 << 26
-#: Architectures that stay, although their text_config names another (get_model_architecture).
+#: Architectures that are kept although their text_config names another (get_model_architecture).
 _OUTER = {
     "StepVLForConditionalGeneration",
     "Sarashina2VisionForCausalLM",
@@ -45,7 +45,7 @@ def read_json(path: Path, max_bytes: int = _MAX_SMALL) -> Json:
 
 
 def large_json(path: Path) -> Json:
-    """Return the object in a JSON file that is read several times: one object, which nobody may change."""
+    """Return the object in a JSON file that is read several times: a shared object, which must not be changed."""
     stat = path.stat()
     return _read_cached(path, stat.st_mtime_ns, stat.st_size)
 
@@ -61,7 +61,7 @@ def optional_json(path: Path) -> Json | None:
 
 
 class Config:
-    """The hyperparameters of a text model: those of text_config, if there is one, before those outside of it."""
+    """The hyperparameters of a text model: those of text_config, if present, take precedence."""
 
     def __init__(self, path: Path, values: Json) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class Config:
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.values:
-            raise FormatError(f"{self.path}: it has no {key}", "QK-E112")
+            raise FormatError(f"{self.path}: has no {key}", "QK-E112")
         return self.values[key]
 
     def with_values(self, values: Json) -> Config:
@@ -89,13 +89,13 @@ class Config:
         return changed
 
     def without(self, *keys: str) -> Config:
-        """Return a copy that lacks some keys."""
+        """Return a copy without some keys."""
         changed = copy(self)
         changed.values = {key: value for key, value in self.values.items() if key not in keys}
         return changed
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, also one that is null, or ``default`` if the key is missing."""
+        """Return a value, which may be null, or ``default`` if the key is missing."""
         return self.values.get(key, default)
 
     def find(self, *keys: str) -> Any:
@@ -110,10 +110,10 @@ class Config:
         return value
 
     def number(self, *keys: str) -> int:
-        """Return the whole number of the first key present. Raises FormatError if all are absent."""
+        """Return the integer of the first key present. Raises FormatError if all are absent."""
         value = self.find(*keys)
         if value is None:
-            raise FormatError(f"{self.path}: it has no {' or '.join(keys)}", "QK-E112")
+            raise FormatError(f"{self.path}: has no {' or '.join(keys)}", "QK-E112")
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
             raise FormatError(
                 f"{self.path}: {next(k for k in keys if k in self)} is {short(value)}, not a count", "QK-E112"
@@ -122,7 +122,7 @@ class Config:
 
     @property
     def layers(self) -> int:
-        """The number of layers that the configuration speaks of."""
+        """The number of layers in the configuration."""
         n = self.number("n_layers", "num_hidden_layers", "n_layer", "num_layers")
         if n > 1 << 16:
             raise FormatError(f"{self.path}: {n} layers", "QK-E112")
@@ -146,7 +146,7 @@ class Config:
         return rope if isinstance(rope, dict) else {}
 
     def rotary_part(self, default: float | None, key: str = "partial_rotary_factor", rope: Json | None = None) -> float:
-        """Return the part of a head that rope turns: by ``rope``, its parameters; ``default`` without a value."""
+        """Return the share of a head that rope rotates, from its parameters ``rope``; ``default`` without a value."""
         part = (self.rope if rope is None else rope).get(key, default)
         part = default if part is None and default is not None else part
         if not isinstance(part, (int, float)) or not math.isfinite(part) or not 0 <= part <= 1:
@@ -192,7 +192,7 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> str:
     if arch is None and isinstance(ssm := values.get("ssm_cfg"), dict):
         arch = f"{ssm.get('layer', 'Mamba')}ForCausalLM"
     if arch is None:
-        raise FormatError(f"{path}: it names no architectures, so this is no model that can be converted", "QK-E112")
+        raise FormatError(f"{path}: has no architectures, so this is not a model that can be converted", "QK-E112")
     return str(arch)
 
 
@@ -202,7 +202,7 @@ def read_config(folder: Path) -> Config:
     if not path.exists():
         if not folder.is_dir():
             raise FormatError(f"{folder}: no such directory", "QK-E401")
-        raise FormatError(f"{folder}: it has no config.json, so this is no checkpoint", "QK-E101")
+        raise FormatError(f"{folder}: has no config.json, so this is not a checkpoint", "QK-E101")
     return Config(path, unify_text_config(with_defaults(read_json(path))))
 
 

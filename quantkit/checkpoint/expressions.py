@@ -1,12 +1,12 @@
-"""Tensors as they are made from stored ones: small trees, evaluated for any run of their values.
+"""Tensors as functions of stored ones: small trees, evaluated for any range of their values.
 
-An expression has a shape, outermost first, and a type; ``read`` gives values ``[start, start + n)`` of it, counted row
-by row through the whole tensor, and touches no more stored bytes than it must. Most only move bytes, in the type they
-were stored in; those that compute do it in float32 as torch does, and round to float16 where the operand is that
-(bfloat16 becomes float32 before anything is computed, as in convert_hf_to_gguf.py).
+An expression has a shape, outermost first, and a type; ``read`` returns its values ``[start, start + n)``, counted row
+by row through the whole tensor, and reads only the stored bytes it needs. Most only move bytes, in their stored type;
+those that compute use float32 like torch, and round to float16 if the operand is float16 (bfloat16 becomes float32
+before any computation, as in convert_hf_to_gguf.py).
 
 A new one needs ``shape``, ``type`` and ``read``, and is a frozen dataclass, so that it can be passed to any process.
-Types with blocks (MXFP4 that is only moved) work too: values are then asked for in whole rows.
+Types with blocks (MXFP4 that is only moved) also work; values are then requested in whole rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Expression(Protocol):
 
     @property
     def type(self) -> TensorType:
-        """The type of the values as ``read`` gives them."""
+        """The type of the values that ``read`` returns."""
 
     def read(self, start: int, out: U8, readahead: int = 0) -> None:
         """Fill ``out`` with values from ``start`` on; ``readahead`` more bytes will be read next."""
@@ -73,7 +73,7 @@ def value_bytes(t: TensorType, n: int) -> int:
 
 
 def values_in(t: TensorType, nbytes: int) -> int:
-    """Return the number of values of a type in so many bytes."""
+    """Return the number of values of a type in a number of bytes."""
     return nbytes // t.block_bytes * t.block
 
 
@@ -148,7 +148,7 @@ class Stored:
         table = float8_values(t.dtype)
         dtype = np.dtype("u1" if table is not None else _NUMBERS.get(t.dtype, "V"))
         if dtype.kind == "V":
-            raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not read", "QK-E110")
+            raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not supported", "QK-E110")
         data = np.empty(n * dtype.itemsize, np.uint8)
         read_range(t.path, data, t.offset + start * dtype.itemsize, within=(t.offset, t.offset + t.nbytes))
         values = data.view(dtype)
@@ -224,7 +224,7 @@ class Shaped:
 
     def __post_init__(self) -> None:
         if math.prod(self.shape) != size_of(self.x):
-            raise ValueError(f"{self.x.shape} cannot have the shape {self.shape}")
+            raise ValueError(f"{self.x.shape} cannot be reshaped to {self.shape}")
 
     @property
     def type(self) -> TensorType:
@@ -301,7 +301,7 @@ def _with_one_type(xs: Sequence[Expression]) -> tuple[Expression, ...]:
 
 
 def as_floats(x: Expression) -> Expression:
-    """Return ``x`` with blocks (``quantized.blocks``) replaced by the floats that they stand for."""
+    """Return ``x`` with blocks (``quantized.blocks``) replaced by the floats they represent."""
     if x.type.block == 1 or not is_dataclass(x):
         return x
     floats = getattr(x, "floats", None)
@@ -322,7 +322,7 @@ def as_floats(x: Expression) -> Expression:
 class Gathered:
     """Slices along one dimension, chosen by index: parts, permutations, every other row.
 
-    ``axis`` counts from the outermost; ``index`` holds which slices, in the order they are taken (see ``take``).
+    ``axis`` counts from the outermost; ``index``: the selected slices, in order (see ``take``).
     """
 
     x: Expression
@@ -342,7 +342,7 @@ class Gathered:
         return self.x.type
 
     def read(self, start: int, out: U8, readahead: int = 0) -> None:
-        """Read whole slices where a run of values is aligned to them, else single values."""
+        """Read whole slices if a range of values is aligned to them, else single values."""
         inner = math.prod(self.x.shape[self.axis + 1 :])
         n, had = len(self._index), self.x.shape[self.axis]
         count = values_in(self.type, out.size)
@@ -425,7 +425,7 @@ def restore_heads(x: Expression, heads: int) -> Expression:
 
 @dataclass(frozen=True)
 class Transposed:
-    """The last two dimensions exchanged; of blocks, the floats that they stand for."""
+    """The last two dimensions exchanged; of blocks, the floats they represent."""
 
     x: Expression
 
@@ -507,7 +507,7 @@ def _negative(x: F32) -> F32:
     return -x
 
 
-#: What ``Mapped`` can do, by name.
+#: The functions of ``Mapped``, by name.
 FUNCTIONS: dict[str, Callable[[F32], F32]] = {
     "plus one": _plus_one,
     "minus one": _minus_one,
@@ -579,7 +579,7 @@ class Added(ByValue):
 
 @dataclass(frozen=True)
 class Unadded(ByValue):
-    """The values that ``Added`` makes these of."""
+    """The operand of ``Added``."""
 
     value: float
 

@@ -1,7 +1,7 @@
 """Fused tensors of a file: gate and up of experts; queries, keys and values.
 
-The options --fuse-gate-up-exps and --fuse-qkv of convert_hf_to_gguf.py (b11434, ModelBase.modify_tensors): what is
-fused comes where the last of its parts was. ``split_tensors`` is the inverse, for export.
+The options --fuse-gate-up-exps and --fuse-qkv of convert_hf_to_gguf.py (b11434, ModelBase.modify_tensors): a fused
+tensor takes the place of the last of its parts. ``split_tensors`` is the inverse, for export.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FUSIONS = (
 
 @dataclass
 class _Layers:
-    """The parts of one fusion that came already, by layer and suffix."""
+    """The parts of one fusion so far, by layer and suffix."""
 
     fusion: Fusion
     #: The names of parts that may be fused; None: all.
@@ -64,7 +64,7 @@ class _Layers:
         shapes = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}
         if len(shapes) > 1 or len(parts[0].shape) <= axis:
             shape_texts = ", ".join(str(list(x.shape)) for x in parts)
-            raise context.fail(tensor, f"{self.fusion.option}: the shapes {shape_texts} do not fit", "QK-E211")
+            raise context.fail(tensor, f"{self.fusion.option}: the shapes {shape_texts} do not match", "QK-E211")
         yield (
             file_name(self.fusion.fused, layer) + suffix,
             replace(tensor, x=concatenate(parts, axis)),
@@ -86,17 +86,17 @@ class _Layers:
 def fuse_tensors(
     tensors: Iterable[NamedTensor], options: Collection[str], stored: Iterable[str], context: Context
 ) -> Iterator[NamedTensor]:
-    """Yield the tensors of a file with those that ``options`` name fused.
+    """Yield the tensors of a file, with those of ``options`` fused.
 
     Args:
         tensors: names in the file and tensors, in order.
         options: of FUSIONS.
-        stored: the names of the stored tensors: only layers that have queries, keys and values apart are fused.
+        stored: the names of the stored tensors: only layers with separate queries, keys and values are fused.
         context: of the conversion.
 
     Raises:
         RecipeError: the architecture has no such tensor.
-        FormatError: a part never came.
+        FormatError: a part is missing.
     """
     names = context.names
     fusions = [f for f in FUSIONS if f.option in options]
@@ -114,7 +114,9 @@ def fuse_tensors(
     for layer in layers:
         for waiting in layer.waiting.values():
             raise context.fail(
-                next(iter(waiting.values())), f"{layer.fusion.option}: the others of its layer are missing", "QK-E211"
+                next(iter(waiting.values())),
+                f"{layer.fusion.option}: the other tensors of its layer are missing",
+                "QK-E211",
             )
 
 
@@ -136,8 +138,8 @@ def split_tensors(
 
     Args:
         parts: tensors by their names in the file.
-        kinds: what kinds of tensor the architecture has are called in a checkpoint.
-        class_names: names in a checkpoint of those that the class has in one, too.
+        kinds: names in a checkpoint of the architecture's kinds of tensors.
+        class_names: names in a checkpoint of tensors that the class also fuses.
         config: of the checkpoint.
     """
     tensors: dict[str, Expression] = {}

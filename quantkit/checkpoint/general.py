@@ -1,6 +1,6 @@
 """general.*: name and origin of a model, guessed as convert_hf_to_gguf.py (b11434) does.
 
-Sources, the first that knows: the front matter of README.md, _name_or_path of config.json, the name of the directory
+Sources, in order of precedence: the front matter of README.md, _name_or_path of config.json, the name of the directory
 (gguf-py/gguf/metadata.py); generation_config.json gives sampling; --metadata overrides, and --model-name last.
 """
 
@@ -106,7 +106,7 @@ class ParameterCount:
 
     @classmethod
     def from_adapter(cls, total: int) -> ParameterCount:
-        """Count the weights that an adapter changes, as a negative number: it need not change all of the model."""
+        """Count the weights that an adapter changes, as a negative number: it may not change the whole model."""
         return cls(-total, 0, 0, 0)
 
     @property
@@ -127,7 +127,7 @@ def _format_count(n: int) -> str:
 
 @dataclass
 class General:
-    """A model's name, authors, license and more: ``values`` by the key behind ``general.``"""
+    """A model's name, authors, license and more: ``values`` by the key after ``general.``"""
 
     values: Json
     sampling: Json
@@ -145,7 +145,7 @@ class General:
     def write(self, keys: Keys) -> None:
         """Set the keys, in the converter's order."""
         if self.unread:
-            keys.omissions.append(f"{self.unread}: the file does not say how to sample")
+            keys.omissions.append(f"{self.unread}: the GGUF file has no sampling parameters")
         for name, _, kind in SAMPLING:
             if self.sampling.get(name) is not None:
                 with keys.blaming(self._source(f"general.sampling.{name}", "generation_config.json")):
@@ -180,7 +180,7 @@ class General:
         """Return the default name of the output: Llama-3.2-1B-Instruct-BF16.gguf.
 
         ``encoding`` is None for a file without tensors; ``kind`` is "vocab" or "mtp" for a part of the model, whose
-        size the name does not say, and "lora" for an adapter.
+        name has no size, and "lora" for an adapter.
         """
         v = self.values
         base = v.get("basename") if v.get("basename") is not None else v.get("name")
@@ -199,8 +199,8 @@ def read_general(
 
     Args:
         folder: the checkpoint.
-        count: its weights: a size in a name that is far from them is no size.
-        model_name: --model-name, before everything.
+        count: its weights; a number in a name that is far from it is not a size.
+        model_name: --model-name, which takes precedence.
         metadata: --metadata, a JSON file with keys of GGUF.
     """
     overrides = {} if metadata is None else read_json(metadata)
@@ -225,7 +225,7 @@ def read_general(
 
 
 def _generation_config(path: Path) -> tuple[Json, str]:
-    """Return the object in generation_config.json, or an empty one and the error of a broken file."""
+    """Return the object in generation_config.json, or an empty one and the error of a damaged file."""
     try:
         return optional_json(path) or {}, ""
     except FormatError as e:
@@ -294,7 +294,7 @@ def _from_card(general: General, card: Json, total: int) -> None:
 
 
 def parse_related(item: object, total: int) -> Json:
-    """Return the facts about another model, or a dataset, that its name or address holds."""
+    """Return the facts about another model, or a dataset, in its name or address."""
     if isinstance(item, dict):
         return {str(key): value for key, value in item.items()}
     if not isinstance(item, str):
@@ -348,8 +348,8 @@ _TUNED = re.compile(r"chat|instruct|vision|lora", re.IGNORECASE)
 def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
     """Return the parts of ORGANIZATION/NAME: full (the name), organization, basename, finetune, version, size_label.
 
-    ``total`` is the number of weights, 0 if it is not known: a size that is far from it is a length of context. Less
-    than 0: of an adapter, which changes so many, of a model that may be of any larger size.
+    ``total`` is the number of weights, 0 if unknown: a size that is far from it is a context length. Less than 0: the
+    number of weights changed by an adapter, of a model of any larger size.
     """
     empty = dict.fromkeys(("full", "organization", *_PARTS_OF_NAME))
     if " " in model_id:  # a name for people
@@ -433,6 +433,4 @@ def fill_template(name: str, encoding: str) -> str:
     try:
         return name.format(low, outtype=low, ftype=low, OUTTYPE=high, FTYPE=high)
     except (LookupError, ValueError):
-        raise FormatError(
-            f"{name}: in braces only ftype, outtype, FTYPE and OUTTYPE have a meaning", "QK-E203"
-        ) from None
+        raise FormatError(f"{name}: only ftype, outtype, FTYPE and OUTTYPE are allowed in braces", "QK-E203") from None

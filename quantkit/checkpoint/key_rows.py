@@ -1,7 +1,7 @@
 """Rows of keys: config.json to metadata, and back for export.
 
-A row writes one key or several of them (``__call__``), and sets the values of config.json that they stand for
-(``invert``). Rows are in the order of convert_hf_to_gguf.py (b11434), for a file has its keys in that order.
+A row writes one key or several of them (``__call__``), and sets the values of config.json that they represent
+(``invert``). Rows are in the order of convert_hf_to_gguf.py (b11434), which is the order of keys in files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SetConfig = Callable[[ModelMetadata, Json], None]
 class KeyNames:
     """The names of keys in a class's config.json.
 
-    ``names`` are those of rows and class ("": none), ``defaults`` the values of its configuration class: of several
-    names the first that it knows.
+    ``names`` are those of rows and class ("": none), ``defaults`` the values of its configuration class: among several
+    names, the first it has.
     """
 
     def __init__(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class KeyNames:
         return next((name for name in candidates if name in self.defaults), candidates[0] if candidates else "")
 
     def copy(self, key: str, meta: ModelMetadata, config: Json) -> None:
-        """Set a value of config.json to that of a key, unless a row before has set it."""
+        """Set a value of config.json to that of a key, unless an earlier row has set it."""
         value, name = meta.get(key), self.find(key)
         if value is None or not name:
             return
@@ -50,7 +50,7 @@ class KeyNames:
 
 
 class KeyRow(ABC):
-    """A row of keys; the module's docstring describes rows."""
+    """A row of keys; see the module's docstring."""
 
     #: The key that the row writes, "" for several.
     key: str
@@ -59,7 +59,7 @@ class KeyRow(ABC):
 
     @property
     def exported_names(self) -> str:
-        """The names that export takes."""
+        """The names used by export."""
         return self.names
 
     @abstractmethod
@@ -67,18 +67,18 @@ class KeyRow(ABC):
         """Write the keys."""
 
     def invert(self, meta: ModelMetadata, config: Json, names: KeyNames) -> None:
-        """Set the values of config.json that the keys of a file imply; by default, copy the key's value."""
+        """Set the values of config.json that a file's keys imply; default: copy the key's value."""
         if self.key:
             names.copy(self.key, meta, config)
 
 
 @dataclass(frozen=True)
 class Copied(KeyRow):
-    """A key copied from config.json: the first of ``names`` that is there; ``object.name`` is nested.
+    """A key copied from config.json: the first of ``names`` that is present; ``object.name`` is nested.
 
-    ``kind`` is the method of ``Keys`` that writes it. ``required``: an error without it; ``unless_zero``: only if it is
-    something else; ``default``: the value where config.json has none of the names. Null is no value, but for keys that
-    are required or have a default. ``exported``: the names that export takes, where these are others.
+    ``kind`` is the method of ``Keys`` that writes it. ``required``: an error without it; ``unless_zero``: only if not
+    zero; ``default``: the value if config.json has none of the names. Null counts as missing, except for keys that are
+    required or have a default. ``exported``: the names used by export, if they differ.
     """
 
     key: str
@@ -92,7 +92,7 @@ class Copied(KeyRow):
     def __call__(self, keys: Keys, config: Config) -> None:
         name = next((name for name in self.names.split() if _has(config, name)), None)
         if name is None and self.required:
-            raise FormatError(f"{config.path}: it has no {self.names.replace(' ', ' or ')}", "QK-E112")
+            raise FormatError(f"{config.path}: has no {self.names.replace(' ', ' or ')}", "QK-E112")
         value = self.default if name is None else _value(config, name)
         is_optional = not self.required and self.default is None
         if (value is not None or not is_optional) and (value or not self.unless_zero):
@@ -126,7 +126,7 @@ class SwigluLimits(Copied):
 
 @dataclass(frozen=True)
 class Always(KeyRow):
-    """A key that has the same value in all files; ``names``: of config.json that export sets to it."""
+    """A key that has the same value in all files; ``names``: the names in config.json that export sets to it."""
 
     key: str
     value: Any
@@ -141,7 +141,7 @@ class Always(KeyRow):
 class Computed(KeyRow):
     """A key whose value follows from others of config.json; none if it is None.
 
-    ``inverse`` sets these; without one the value is that of ``names`` as it is.
+    ``inverse`` sets these; without one, the value of ``names`` is used unchanged.
     """
 
     key: str
@@ -163,7 +163,7 @@ class Computed(KeyRow):
 
 @dataclass(frozen=True)
 class KeyGroup(KeyRow):
-    """Keys that depend on each other: ``write`` sets them, ``inverse`` what config.json has of them."""
+    """Keys that depend on each other: ``write`` sets them, ``inverse`` their values in config.json."""
 
     write: SetKeys
     inverse: SetConfig
@@ -190,7 +190,7 @@ class WithConfig:
 
 @dataclass(frozen=True)
 class Where:
-    """Rows that apply only where ``condition`` is true."""
+    """Rows that apply only if ``condition`` is true."""
 
     condition: Callable[[Config], bool]
     rows: tuple[SetKeys, ...]
@@ -227,7 +227,7 @@ def flat_rows(rows: Iterable[SetKeys]) -> Iterator[KeyRow]:
             yield row
 
 
-#: Keys of YaRN, behind .rope.scaling.yarn_ -> names among the parameters of rope.
+#: Keys of YaRN, after .rope.scaling.yarn_ -> names among the parameters of rope.
 _YARN = {
     "ext_factor": "extrapolation_factor",
     "attn_factor": "attention_factor attn_factor",
@@ -304,7 +304,7 @@ class _Gating(KeyRow):
         name = config.find(*self.names.split())
         if name is not None and name not in GATING:
             raise FormatError(
-                f"{config.path}: experts are chosen by {short(name)}; known are {', '.join(GATING)}", "QK-E305"
+                f"{config.path}: unknown expert selection {short(name)}; supported are {', '.join(GATING)}", "QK-E305"
             )
         if name is not None:
             keys.u32(self.key, GATING[name])
@@ -365,7 +365,7 @@ EXPERT_WIDTH = Copied(".expert_feed_forward_length", "moe_intermediate_size")
 
 
 def set_layer_types(meta: ModelMetadata, config: Json) -> None:
-    """Set which layers have a window, where the file lists them."""
+    """Set which layers have a window, if the file lists them."""
     slides = meta.flags(".attention.sliding_window_pattern")
     if slides is not None:
         config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]

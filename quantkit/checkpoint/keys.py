@@ -1,7 +1,7 @@
 """Metadata of a converted model: an ordered list of keys.
 
-Order, types and what is left out are those of convert_hf_to_gguf.py (b11434: gguf_writer.py, TextModel.
-set_gguf_parameters): a key that is set again keeps its place, empty strings and lists are not written.
+Order, types and omissions are those of convert_hf_to_gguf.py (b11434: gguf_writer.py, TextModel. set_gguf_parameters):
+a key that is set again keeps its place, empty strings and lists are not written.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ GATING = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 
 
 class Keys:
-    """The keys of an output in the making; those beginning with a dot belong to the architecture.
+    """The keys of an output under construction; those beginning with a dot belong to the architecture.
 
-    ``layers``: the number of layers in the file; ``file_type``: llama.cpp's number of it.
+    ``layers``: the number of layers in the file; ``file_type``: llama.cpp's number of the type.
     """
 
     def __init__(self, arch: str, where: Path, layers: int = 0, file_type: int = 0) -> None:
         self.arch, self.where = arch, where
         self.layers, self.file_type = layers, file_type
         self.fields: dict[str, Field] = {}
-        #: What was to become keys and cannot.
+        #: Errors of values that cannot become keys.
         self.omissions: list[str] = []
         self.text("general.architecture", arch)
 
@@ -59,9 +59,9 @@ class Keys:
         self._set(key, int(value) if isinstance(value, bool) else value, ValueType.INT32)
 
     def f32(self, key: str, value: Any) -> None:
-        """Set a number, which NaN is not."""
+        """Set a number; refuse NaN."""
         if isinstance(value, float) and math.isnan(value):
-            raise FormatError(f"{self.where}: key {key}: NaN is no value", "QK-E112")
+            raise FormatError(f"{self.where}: key {key} is NaN", "QK-E112")
         self._set(key, float(value) if isinstance(value, bool) else value, ValueType.FLOAT32)
 
     def flag(self, key: str, value: Any) -> None:
@@ -84,7 +84,7 @@ class Keys:
         kinds = ((bool, ValueType.BOOL), (str, ValueType.STRING), (int, ValueType.INT32), (float, ValueType.FLOAT32))
         item = next((kind for python, kind in kinds if isinstance(first, python)), None)
         if item is None or set(map(type, values)) != {type(first)}:
-            raise FormatError(f"{self.where}: key {key}: {short(list(values))} is no list of one type", "QK-E112")
+            raise FormatError(f"{self.where}: key {key}: {short(list(values))} is not a list of one type", "QK-E112")
         self._set(key, list(values), ValueType.ARRAY, item)
 
     def counts(self, key: str, values: Sequence[int]) -> None:

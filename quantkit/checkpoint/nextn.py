@@ -1,4 +1,4 @@
-"""Layers that predict more tokens (NextN, MTP) behind the others of a model: with them, without them, only them.
+"""Prediction layers (NextN, MTP) after the other layers of a model: with them, without them, only them.
 
 The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the architectures whose row says ``nextn``.
 """
@@ -19,7 +19,7 @@ from quantkit.errors import FormatError, RecipeError
 WITH = "with"
 WITHOUT = "without"
 ONLY = "only"
-#: What a file of the layers that predict has of the rest of the model.
+#: Tensors of the rest of the model in a file of prediction layers.
 _SHARED = {
     "model.embed_tokens.weight",
     "model.norm.weight",
@@ -33,7 +33,7 @@ _SHARED = {
 _LAYER, _MTP = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
 #: Layers in all that llama.cpp loads.
 _MAX_NEXTN = 512
-#: What is stored beside the layers that predict -> its name in each of them (Qwen3-Next and EXAONE).
+#: Tensors stored beside the prediction layers -> their names in each of them (Qwen3-Next and EXAONE).
 MTP_NAMES = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -47,14 +47,13 @@ def check_nextn(choice: str, row: Architecture, config: Config) -> None:
     """Raise RecipeError for an MTP option that the architecture does not support."""
     if choice != WITH and not row.nextn:
         raise RecipeError(
-            f"{config.path}: {config.architecture} has no layers that predict more tokens, or none that are "
-            f"converted: omit {_OPTION[choice]}",
+            f"{config.path}: {config.architecture} has no prediction layers (MTP) to convert: omit {_OPTION[choice]}",
             "QK-E206",
         )
 
 
 def is_nextn_tensor(name: str, config: Config) -> bool:
-    """Return whether a stored tensor, by its name in the text model, is of a layer that predicts more tokens."""
+    """Return whether a stored tensor, by its name in the text model, belongs to a prediction layer (MTP)."""
     layer = _LAYER.match(name)
     return _MTP.match(name) is not None or (layer is not None and int(layer[1]) >= config.layers)
 
@@ -75,7 +74,7 @@ def nextn_layers(config: Config) -> int:
 
 
 def layers_with_nextn(config: Config) -> int:
-    """Return the number of layers with those that predict more tokens."""
+    """Return the number of layers, including prediction layers (MTP)."""
     return config.layers + nextn_layers(config)
 
 

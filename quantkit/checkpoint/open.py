@@ -74,7 +74,7 @@ class OpenOptions:
 
     #: f32, f16, bf16, q8_0, tq1_0, tq2_0 or auto: the types of tensors, as convert_hf_to_gguf.py has them.
     outtype: str = "auto"
-    #: Give tensors as they are stored or computed, not rounded to ``outtype``; those that are always F32 are.
+    #: Return tensors as stored or computed, not rounded to ``outtype``, except those that are always F32.
     exact: bool = False
     #: Name of the pre-tokenizer, where its hash is not known.
     pre: str | None = None
@@ -84,7 +84,7 @@ class OpenOptions:
     model_name: str | None = None
     #: A JSON file of keys that override those of the model card.
     metadata: Path | None = None
-    #: Layers that predict more tokens: ``with`` them, ``without``, or ``only`` them.
+    #: Prediction layers (MTP): ``with`` them, ``without``, or ``only`` them.
     nextn: str = WITH
     #: Options of ``fusions.FUSIONS``.
     fuse: Collection[str] = ()
@@ -101,7 +101,7 @@ class OpenOptions:
 
     @property
     def kind(self) -> str:
-        """The part of the model that the file holds: "vocab", "mtp", or "" for all of it."""
+        """The part of the model in the file: "vocab", "mtp", or "" for all of it."""
         if self.vocab_only:
             return "vocab"
         return "mtp" if self.nextn == ONLY else ""
@@ -109,7 +109,7 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class _Model:
-    """The text model: its configuration, its row of the registry, its tensors by the names that they have there."""
+    """The text model: its configuration, its row of the registry, its tensors by their names in it."""
 
     path: Path
     config: Config
@@ -125,7 +125,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     """Open the checkpoint in a directory with config.json, model*.safetensors and the files of the tokenizer.
 
     Raises:
-        FormatError: a file is broken, missing or of another model; the message names file and tensor.
+        FormatError: a file is damaged, missing or belongs to another model; the message names file and tensor.
         TypeNotSupported: an architecture or a quantization that is not converted.
     """
     options = options or OpenOptions()
@@ -157,12 +157,12 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
 
 @contextmanager
 def blame_config(folder: Path) -> Iterator[None]:
-    """Turn errors of values that have another type than the functions of a row take them for into FormatErrors."""
+    """Convert errors of values with unexpected types to FormatErrors."""
     try:
         yield
     except VALUE_ERRORS as e:
         path = folder / "config.json"
-        raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}", "QK-E112") from e
+        raise FormatError(f"{path}: a value is invalid for its architecture: {short(str(e))}", "QK-E112") from e
 
 
 def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTensor]]:
@@ -174,7 +174,7 @@ def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTens
 def _select_tensors(
     path: Path, config: Config, row: Architecture, indexed: list[dict[str, StoredTensor]], options: OpenOptions
 ) -> _Model:
-    """Return the model of the stored tensors that the file is made of."""
+    """Return the model with the stored tensors of the file."""
     names = {name for tensors in indexed for name in tensors}
     row.patch_config(config)
     row.inspect_tensors(config, {name for name in names if is_selected(text_name(name) or "", options.nextn, config)})
@@ -182,13 +182,13 @@ def _select_tensors(
     context = Context(config, TensorNames(row.arch, layers))
     stored = stored_tensors(indexed, row, context, options.nextn)
     if options.kind == "mtp" and not any(is_nextn_tensor(name, config) for name in stored):
-        raise FormatError(f"{path}: it has no layers that predict more tokens: omit --mtp", "QK-E206")
+        raise FormatError(f"{path}: has no prediction layers (MTP): omit --mtp", "QK-E206")
     files = tuple(file for tensors in indexed for file in {t.path for t in tensors.values()})
     return _Model(path, config, row, layers, context, stored, files)
 
 
 def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -> DecodedTensors:
-    """Return the weights: decoded where they are quantized, with the adapters merged, in the order of the row."""
+    """Return the weights: decoded if quantized, with the adapters merged, in the order of the row."""
     weights = DecodedTensors({})
     if not options.vocab_only:
         weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
@@ -214,7 +214,7 @@ def _convert_tensors(
 def _metadata(
     model: _Model, tensors: list[ConvertedTensor], outtype: OutType, options: OpenOptions
 ) -> tuple[Keys, General]:
-    """Return the keys of the file but those of the vocabulary, and those of general.* as a record."""
+    """Return the keys of the file except those of the vocabulary, and those of general.* as a record."""
     row, config = model.row, model.config
     keys = Keys(row.arch, config.path, model.layers, outtype.file_type)
     if not options.vocab_only:
@@ -235,8 +235,8 @@ def _lossless_note(weights: DecodedTensors, options: OpenOptions) -> list[str]:
     if options.lossless or not weights.lossless_count:
         return []
     return [
-        f"{weights.lossless_count} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 "
-        "or Q8_0, with every value as it is"
+        f"{weights.lossless_count} weights are symmetric integers with group scales: use --lossless to store them "
+        "exactly, as Q4_0 or Q8_0"
     ]
 
 
@@ -256,7 +256,7 @@ def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
 
 
 def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor]) -> None:
-    """Set which tensors' inputs are not to be rounded to 4 bits."""
+    """Set the tensors whose inputs must not be rounded to 4 bits."""
     modules = weights_only(config)
     if not any(modules.values()):
         return
@@ -274,7 +274,7 @@ def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor])
 def stored_tensors(
     indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context, nextn: str
 ) -> dict[str, Expression]:
-    """Return the stored tensors of the text model, by the names they have there."""
+    """Return the stored tensors of the text model, by their names in it."""
     stored: dict[str, Expression] = {}
     for tensors in indexed:
         for name, tensor in tensors.items():
@@ -283,7 +283,7 @@ def stored_tensors(
                     continue
                 if text in stored:
                     raise FormatError(
-                        f"{tensor.path}: tensor {short(name)}: two tensors are called {short(text)}", "QK-E107"
+                        f"{tensor.path}: tensor {short(name)}: two tensors are named {short(text)}", "QK-E107"
                     )
                 stored[text] = x
     return stored

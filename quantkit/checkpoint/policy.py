@@ -25,7 +25,7 @@ OUTTYPES = {
     for name, number in (("F32", 0), ("F16", 1), ("BF16", 32), ("Q8_0", 7), ("TQ1_0", 36), ("TQ2_0", 37))
 }
 TYPE_Q8_0 = type_by_name("Q8_0")
-#: What --outtype takes.
+#: Values of --outtype.
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
 _F32_KINDS = (
@@ -57,14 +57,14 @@ def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
     if name in OUTTYPES:
         return OUTTYPES[name]
     if name != "auto":
-        raise RecipeError(f"--outtype {name}: there are {', '.join(OUTTYPE_NAMES)}", "QK-E203")
+        raise RecipeError(f"--outtype {name}: choose one of {', '.join(OUTTYPE_NAMES)}", "QK-E203")
     types = (x.type for x in stored if len(x.shape) >= 2)
     first = next((t for t in types if t in (TYPE_BF16, TYPE_F16)), TYPE_F16)
     return OUTTYPES[first.name.lower()]
 
 
 def type_of_float8(name: str, x: Expression) -> TensorType:
-    """Return the type of a tensor that was stored as float8, in a file of --fp8-as-q8."""
+    """Return the type of a tensor stored as float8, in a file of --fp8-as-q8."""
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32
     return TYPE_Q8_0 if x.shape[-1] % TYPE_Q8_0.block == 0 else TYPE_F16
@@ -82,8 +82,8 @@ def type_of(
 
     Args:
         name: its name in the file.
-        x: what it is made of; one whose type has blocks is already encoded and stays so.
-        layer: the layer of the tensor it was made of.
+        x: its expression; one whose type has blocks is already encoded and remains so.
+        layer: the layer of its source tensor.
         names: of the architecture.
         target: the type of the file.
         file_type: the type that its architecture gives it (``Tensor.file_type``).

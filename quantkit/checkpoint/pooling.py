@@ -1,4 +1,4 @@
-"""Pooling of embeddings: the files of sentence-transformers to keys, and back."""
+"""Pooling of embeddings: sentence-transformers files to keys, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POOLING = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 def set_pooling(keys: Keys, config: Config) -> None:
-    """Set the pooling, where the model is made for embeddings (TextModel._try_set_pooling_type)."""
+    """Set the pooling if the model is for embeddings (TextModel._try_set_pooling_type)."""
     folder = config.path.parent
     modules = folder / "modules.json"
     entries = _read_list(modules) if modules.exists() else []
@@ -41,11 +41,13 @@ def set_pooling(keys: Keys, config: Config) -> None:
         )
         mode = next(modes, pooling.get("pooling_mode"))
         if mode not in _POOLING:
-            raise FormatError(f"{path}: only the pooling of {', '.join(_POOLING)} is known", "QK-E305")
+            raise FormatError(f"{path}: only the pooling types {', '.join(_POOLING)} are supported", "QK-E305")
         keys.u32(".pooling_type", _POOLING[mode])
     if (classifier := config.get("classifier_pooling")) is not None:
         if classifier not in ("cls", "mean"):
-            raise FormatError(f"{config.path}: classifier_pooling is {classifier!r}; known are cls and mean", "QK-E305")
+            raise FormatError(
+                f"{config.path}: classifier_pooling is {classifier!r}; supported are cls and mean", "QK-E305"
+            )
         keys.u32(".classifier.pooling_type", _POOLING[classifier])
 
 

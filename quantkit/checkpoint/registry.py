@@ -32,9 +32,9 @@ def find_architecture(config: Config) -> Architecture:
     if row is not None:
         return row.dispatch(config) or row
     similar = get_close_matches(config.architecture, ARCHITECTURES, 3)
-    like = f"; there are {', '.join(similar)}" if similar else ""
+    like = f"; similar classes: {', '.join(similar)}" if similar else ""
     raise TypeNotSupported(
-        f"{config.path}: the class {short(config.architecture)} is not converted by this version{like}: "
-        "`quantkit convert --list` shows all that are",
+        f"{config.path}: the class {short(config.architecture)} is not supported by this version{like}; see `quantkit "
+        "convert --list`",
         "QK-E304",
     )

@@ -13,7 +13,7 @@ from quantkit.checkpoint.tensors import Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
-#: What names of tensors in layers begin with.
+#: The prefix of layers' tensors.
 LAYER = "model.layers.*."
 
 
@@ -35,7 +35,7 @@ class Architecture:
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
     patch_config: Callable[[Config], None] = field(default=lambda config: None)
-    #: The same by the names of the stored tensors, where config.json does not tell.
+    #: The same by the names of the stored tensors, for settings that config.json lacks.
     inspect_tensors: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
     #: Another row for some configurations of the class.
     dispatch: Callable[[Config], Architecture | None] = field(default=lambda config: None)
@@ -43,7 +43,7 @@ class Architecture:
     synthetic: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
     #: Puts tensors in another order before the rules.
     reorder: Callable[[DecodedTensors, Config], DecodedTensors] = field(default=lambda weights, config: weights)
-    #: It may have layers that predict more tokens behind the others, which --no-nextn and --mtp are about (nextn.py).
+    #: It may have prediction layers (MTP) after the others, which --no-nextn and --mtp select (nextn.py).
     nextn: bool = False
     #: Keys that are set before general.type.
     head_keys: tuple[SetKeys, ...] = ()
@@ -53,14 +53,14 @@ class Architecture:
 class HfClass:
     """Tensor names and config.json keys of a class of transformers, for export.
 
-    The name map (``tensor_names``) knows many names of one kind of tensor: ``names`` has those of this class that are
-    not the usual ones. Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py); of classes of remote
-    code, what llama.cpp b11434 (src/models/*.cpp) computes of their files.
+    The name map (``tensor_names``) knows many names of one kind of tensor: ``names`` has the unusual ones of this
+    class. Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py); of classes of remote code, what
+    llama.cpp b11434 (src/models/*.cpp) computes of their files.
     """
 
     model_type: str
     names: str = ""
-    #: Names of kinds that the name map cannot tell.
+    #: Names of kinds that the name map cannot distinguish.
     kinds: dict[str, str] = field(default_factory=dict)
     #: Values of config.json where the file has no key.
     defaults: Json = field(default_factory=dict)
@@ -83,7 +83,7 @@ class HfClass:
     #: The model type of a whole that has this as its text model, and the key of config.json that holds it there.
     outer_type: str = ""
     text_key: str = "text_config"
-    #: Whether a file of the architecture is of this class. Classes with a condition are asked before those without.
+    #: Whether a file of the architecture is of this class. Classes with a condition are checked first.
     matches: Callable[[ModelMetadata], bool] | None = None
     #: Architectures of this class's files other than that of its row.
     archs: tuple[str, ...] = ()

@@ -37,9 +37,9 @@ Change = Callable[[Tensor, Context], Expression]
 
 @dataclass(frozen=True)
 class Rename(Rule):
-    """Replaces the regular expression ``pattern`` in names; with ``when``, only then.
+    """Replaces the regular expression ``pattern`` in names; with ``when``, only if it is true.
 
-    ``foreign``: names of other tools than transformers, which export does not use.
+    ``foreign``: names of tools other than transformers, which export does not use.
     """
 
     pattern: str
@@ -70,7 +70,7 @@ class Rename(Rule):
 class AssignKind(OneWayRule):
     """Assigns a ``kind`` that the name map lacks to tensors whose names match ``pattern``.
 
-    ``name``: the whole of such a name, ``*`` for the layer.
+    ``name``: the complete name, ``*`` for the layer.
     """
 
     pattern: str
@@ -108,7 +108,7 @@ class UseFileType(OneWayRule):
 
 @dataclass(frozen=True)
 class Drop(OneWayRule):
-    """Leaves out tensors whose names match ``pattern``; with ``when``, only then."""
+    """Drops tensors whose names match ``pattern``; with ``when``, only if it is true."""
 
     pattern: str
     when: Callable[[Config], bool] = lambda config: True
@@ -153,7 +153,7 @@ class Transform(Rule):
 
 
 def unchanged(tensor: Tensor, context: Context) -> Expression:
-    """Return the tensor's values: the inverse of a change that a checkpoint may keep."""
+    """Return the tensor unchanged: the inverse of a change that need not be undone."""
     return tensor.x
 
 
@@ -193,7 +193,7 @@ def squeeze(tensor: Tensor, context: Context) -> Expression:
 
 
 def unsqueeze_channels(tensor: Tensor, context: Context) -> Expression:
-    """Return a convolution of single channels as [channels, 1, width]; biases stay."""
+    """Return a convolution of single channels as [channels, 1, width]; biases are unchanged."""
     return tensor.x if len(tensor.x.shape) != 2 else Shaped(tensor.x, (tensor.x.shape[0], 1, tensor.x.shape[1]))
 
 
@@ -238,17 +238,17 @@ def _key_head_count(config: Config) -> int:
 
 
 def permute_rows(tensor: Tensor, heads: int) -> Expression:
-    """Invert the permutation of rows for rope, for so many heads."""
+    """Invert the permutation of rows for rope, for a number of heads."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows make no {heads} heads")
+        raise ValueError(f"its rows do not divide into {heads} heads")
     return permute_heads(x, heads)
 
 
 def restore_rows(tensor: Tensor, heads: int) -> Expression:
     """Permute the rows for rope: the inverse of ``permute_rows``."""
     if heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows make no {heads} heads")
+        raise ValueError(f"its rows do not divide into {heads} heads")
     return restore_heads(tensor.x, heads)
 
 
@@ -257,7 +257,7 @@ class Split(Rule):
     """Splits a tensor along ``axis``, with names ``pattern`` replaced by each of ``names``.
 
     They are equal, or of ``sizes``; ``interleaved``: the parts are every n-th slice, not runs of them. ``always``: all
-    classes have them in one.
+    classes store them in one tensor.
     """
 
     pattern: str
@@ -282,7 +282,7 @@ class Split(Rule):
         ]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Join the parts again, where the class keeps them in one tensor."""
+        """Join the parts again, if the class stores them in one tensor."""
         ends = [(name, re.search(re.escape(name).replace(r"\1", ".*") + r"$", tensor.name)) for name in self.names]
         name = next((name for name, match in ends if match), None)
         if name is None or not (context.fused or self.always):
@@ -294,7 +294,7 @@ class Split(Rule):
         parts = [tensors[part].x for part in self.names]
         axis = self.axis % len(parts[0].shape)
         if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}) > 1:
-            raise context.fail(tensor, f"the parts of {short(joined_name)} are not of one shape")
+            raise context.fail(tensor, f"the parts of {short(joined_name)} differ in shape")
         x = _interleaved(parts, axis) if self.interleaved else concatenate(parts, axis)
         return (replace(tensor, name=joined_name, x=x),)
 
@@ -310,7 +310,7 @@ class Split(Rule):
 
 @dataclass(frozen=True)
 class Inverted(Rule):
-    """A rule the other way round: its inverse on conversion, the rule itself on export."""
+    """A reversed rule: its inverse on conversion, the rule itself on export."""
 
     rule: Rule
 
@@ -321,7 +321,7 @@ class Inverted(Rule):
         return self.rule(tensor, context)
 
 
-#: What configurations call the number of experts.
+#: Keys of the number of experts.
 EXPERT_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -329,9 +329,9 @@ EXPERT_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", 
 class StackExperts(Rule):
     """Stacks the experts of a layer into one tensor for each of ``weights``, in that order.
 
-    They come where the last of them was. ``name`` is that of an expert's tensor, ``{layer}``, ``{expert}`` and
-    ``{weight}`` left open; ``merged`` that of all. Every name in which ``marked`` is found must be one of them. There
-    is one for ``shared`` experts that the configuration speaks of.
+    They take the place of the last expert. ``name`` is that of an expert's tensor, ``{layer}``, ``{expert}`` and
+    ``{weight}`` left open; ``merged`` that of all. Every name that contains ``marked`` must be an expert's. ``shared``:
+    experts of the configuration that share one.
     """
 
     weights: tuple[str, ...] = ("down_proj", "gate_proj", "up_proj")
@@ -347,7 +347,7 @@ class StackExperts(Rule):
             raise context.fail(tensor, "an expert outside of any layer", "QK-E107")
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         if not n:
-            raise context.fail(tensor, "an expert, of which config.json says that there are none", "QK-E107")
+            raise context.fail(tensor, "an expert, but config.json says that the model has none", "QK-E107")
         parts = context.gather(self, tensor.layer, tensor.name, tensor, n * len(self.weights))
         return () if parts is None else list(self._merge(parts, tensor, tensor.layer, n, context))
 
@@ -362,7 +362,7 @@ class StackExperts(Rule):
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         x = tensor.x
         if len(x.shape) != 3 or x.shape[0] != n:
-            raise context.fail(tensor, f"its shape {list(x.shape)} is not that of {n} experts")
+            raise context.fail(tensor, f"its shape {list(x.shape)} does not match {n} experts")
         return [
             replace(
                 tensor,
@@ -373,17 +373,17 @@ class StackExperts(Rule):
         ]
 
     def missing(self, waiting: Collection[str], layer: int | str, context: Context) -> str:
-        """Return why experts of a layer wait: which tensors are not there, or are too many."""
+        """Return the reason why experts of a layer are incomplete: missing or extra tensors."""
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         count_key = next(key for key in EXPERT_COUNTS if key in context.config)
         says = f"{context.config.path} says {count_key} {context.config[count_key]}"
         if (stray := next((name for name in waiting if not self._is_one(name, layer, n)), None)) is not None:
-            return f"{short(stray)} is of an expert too many: {says}"
+            return f"{short(stray)} belongs to an extra expert: {says}"
         names = (self.name.format(layer=layer, expert=e, weight=w) for e in range(n) for w in self.weights)
         absent = next(name for name in names if name not in waiting)
         count = n * len(self.weights) - len(waiting)
         remainder = f" and {count - 1} more" if count > 1 else ""
-        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or {says} wrongly"
+        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or this number is wrong: {says}"
 
     def _is_one(self, name: str, layer: int | str, n: int) -> bool:
         """Return whether a tensor is of one of ``n`` experts of a layer."""
@@ -402,7 +402,7 @@ class StackExperts(Rule):
             mismatch = next((expert for expert in experts if expert.x.shape != experts[0].x.shape), None)
             if mismatch is not None:
                 raise context.fail(
-                    mismatch, f"{list(mismatch.x.shape)}, not {list(experts[0].x.shape)} as other experts"
+                    mismatch, f"{list(mismatch.x.shape)}, but other experts have {list(experts[0].x.shape)}"
                 )
             name = self.merged.format(layer=last.layer, weight=weight)
             yield replace(last, name=name, x=stack([expert.x for expert in experts]))
@@ -426,7 +426,7 @@ ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 
 def is_tied(config: Config) -> bool:
-    """Return whether the embeddings are the output matrix, too."""
+    """Return whether the embeddings are also the output matrix."""
     return bool(config.get("tie_word_embeddings", False))
 
 

@@ -1,8 +1,7 @@
 """Names of tensors: in a GGUF file of each architecture, and in checkpoints.
 
-Facts of llama.cpp b11434 (tensor_mapping of gguf-py), for its text models. A kind of tensor is named as in the
-file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``; what follows a colon tells apart kinds that have one
-name in files.
+Facts of llama.cpp b11434 (tensor_mapping of gguf-py), for its text models. A kind of tensor is named as in the file;
+``*`` is the layer, in a kind ``blk.LAYER.``; a suffix after a colon distinguishes kinds with the same name in files.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TensorNames:
         """Raise TypeNotSupported for an architecture whose tensors are not known."""
         if arch not in KINDS:
             raise TypeNotSupported(
-                f"this version does not know which tensors the architecture {arch} has: tensor_kinds.json lacks it",
+                f"this version does not know the tensors of architecture {arch}: it is missing from tensor_kinds.json",
                 "QK-E304",
             )
         self.arch, self.kinds = arch, KINDS[arch].split()
@@ -42,7 +41,7 @@ class TensorNames:
                 )
 
     def find(self, name: str) -> str | None:
-        """Return the name in a file of the tensor ``name`` of a checkpoint, None if it is not known."""
+        """Return the name in a file of the tensor ``name`` of a checkpoint, None if unknown."""
         for suffix in ("", ".weight", ".bias"):
             if name.endswith(suffix) and (kind := self._find(name.removesuffix(suffix))) is not None:
                 return kind + suffix

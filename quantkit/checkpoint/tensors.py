@@ -1,9 +1,9 @@
 """Rules that convert the tensors of a checkpoint to those of a GGUF file.
 
-A rule is a function of one tensor: it returns what takes its place, in order, nothing if it drops or holds it back, or
-None if the tensor does not concern it. The rules of an architecture (``architectures.ROWS``) are applied one after
-another to whatever the one before gave; what is left is named by ``TensorNames``. For export a rule also has an
-inverse (``Rule.invert``); those of a row are inverted from the last to the first.
+A rule is a function of one tensor: it returns the replacements in order, nothing if it drops or holds back the tensor,
+or None if it does not apply. The rules of an architecture (``architectures.ROWS``) are applied one after another, each
+to the results of the previous one; ``TensorNames`` names the results. For export a rule also has an inverse
+(``Rule.invert``); those of a row are inverted from the last to the first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OF_FILE = "of the file"
 class Tensor:
     """A tensor during conversion: its name in the checkpoint, its expression, and its layer (the first number there).
 
-    ``name_in_file`` is set by rules that know it; the name map is not asked then. ``file_type``: its type in every
-    file, or OF_FILE: that of the file, whatever its kind.
+    ``name_in_file``: set by rules that know it, instead of the name map. ``file_type``: its type in every file, or
+    OF_FILE: that of the file, regardless of its kind.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Context:
     waiting: dict[tuple[int, int | str], dict[str, Tensor]] = field(default_factory=dict)
 
     def gather(self, rule: Rule, place: int | str, part: str, tensor: Tensor, count: int) -> dict[str, Tensor] | None:
-        """Hold a tensor back until all ``count`` parts of a place are there; return them then.
+        """Hold a tensor back until all ``count`` parts of a place are complete; then return them.
 
-        A place is a layer, or the name of what the parts are joined to.
+        A place is a layer, or the name of the joined tensor.
         """
         parts = self.waiting.setdefault((id(rule), place), {})
         parts[part] = tensor
@@ -70,17 +70,17 @@ class Context:
         if name is not None:
             return name
         if tensor.layer is not None and tensor.layer >= layers:
-            raise self.fail(
-                tensor, f"{self.config.path} says that there are {layers} layers: one of them is wrong", "QK-E107"
-            )
-        raise self.fail(tensor, "this architecture has no such tensor; nothing is left out silently", "QK-E107")
+            raise self.fail(tensor, f"{self.config.path} says {layers} layers: one of them is wrong", "QK-E107")
+        raise self.fail(
+            tensor, "this architecture has no such tensor, and quantkit does not drop tensors silently", "QK-E107"
+        )
 
 
 @dataclass
 class InverseContext(Context):
     """The context of inverses, from a file's tensors to a checkpoint's.
 
-    ``fused``: the class stores as one tensor what the file, or another class, has as several.
+    ``fused``: the class stores as one tensor several tensors of the file or of another class.
     """
 
     fused: bool = False
@@ -98,7 +98,7 @@ class Rule(ABC):
         """Return the tensors that replace ``tensor``, in order; None if the rule does not apply to it."""
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Return the tensors that the rule made ``tensor`` of, as ``__call__`` does.
+        """Return the tensors from which the rule computes ``tensor``, in the form of ``__call__``.
 
         Raises:
             TypeNotSupported: the rule has no inverse, so its architecture cannot be exported.
@@ -110,7 +110,7 @@ class Rule(ABC):
         )
 
     def missing(self, waiting: Collection[str], place: int | str, context: Context) -> str:
-        """Return why tensors of a place that the rule holds back never came out."""
+        """Return the reason why tensors that the rule holds back are incomplete."""
         return _MISSING
 
 
@@ -193,12 +193,12 @@ def named_tensors(
     Args:
         stored: the tensors of the checkpoint, under the names of its text model.
         rules: of the architecture.
-        context: what the rules know.
-        extra: tensors that are not stored, which come before.
-        first: tensors that come before all others.
+        context: for the rules.
+        extra: tensors that are not stored, which come first.
+        first: tensors that precede all others.
 
     Raises:
-        FormatError: a tensor has no name in a file, or was held back and never came out.
+        FormatError: a tensor has no name in files, or belongs to an incomplete group.
     """
     names: set[str] = set()
     repackable, unsorted = (
@@ -208,7 +208,7 @@ def named_tensors(
     for tensor in chain(repacked, _apply_to_weights((*extra, *unsorted), rules, context)):
         name = tensor.name_in_file or context.name_in_file(tensor)
         if name in names:
-            raise context.fail(tensor, f"{name} is there twice", "QK-E107")
+            raise context.fail(tensor, f"{name} occurs twice", "QK-E107")
         names.add(name)
         yield name, tensor
     by_id = {id(rule): rule for rule in rules}
@@ -217,7 +217,7 @@ def named_tensors(
         reason = _MISSING if rule is None else rule.missing(waiting, place, context)
         raise context.fail(
             next(iter(waiting.values())),
-            f"{len(waiting)} tensors wait for others of their layer: {reason}",
+            f"{len(waiting)} tensors need others of their layer: {reason}",
             "QK-E105",
         )
 
@@ -232,8 +232,8 @@ def _apply_to_weights(tensors: Iterable[Tensor], rules: Sequence[Rule], context:
 def _sort_by_parts(tensors: Iterable[Tensor], stored: Sequence[Tensor]) -> list[Tensor]:
     """Sort tensors by the position of the last source tensor of each.
 
-    So convert_hf_to_gguf.py writes what it repacks: the experts of a layer in one piece for each weight, as soon as all
-    of that weight are there, which they need not be in the same shard.
+    This is the order in which convert_hf_to_gguf.py writes repacked tensors: the experts of a layer, weight by weight,
+    when all of a weight are complete, possibly across shards.
     """
     places = {(part.path, part.offset): i for i, tensor in enumerate(stored) for part in tensor.x.parts()}
     return sorted(tensors, key=lambda t: max((places[part.path, part.offset] for part in t.x.parts()), default=0))
@@ -249,7 +249,7 @@ def apply_rules(rules: Sequence[Rule], tensor: Tensor, context: Context) -> list
 
 
 def invert_rules(rules: Sequence[Rule], tensor: Tensor, context: InverseContext) -> list[Tensor]:
-    """Return the tensors that rules were applied to, by their inverses from the last to the first."""
+    """Return the original tensors, by the rules' inverses from last to first."""
     tensors = [tensor]
     for rule in reversed(rules):
         results = [(t, rule.invert(t, context)) for t in tensors]

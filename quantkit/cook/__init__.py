@@ -7,7 +7,7 @@
 
 config.py and targets.py: settings; engine.py and state.py: which steps are up to date; steps.py, search_steps.py,
 target_steps.py and report_step.py: the steps; run.py: all together. Every step calls a public function of this package
-as its command does, so that its files are those of the commands run by hand.
+like its command, so its files are those of commands run by hand.
 """
 
 from __future__ import annotations

@@ -52,27 +52,25 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Texts to calibrate on and to measure on, of the kind that the model is for.
+    """Texts for calibration and measurement, like those the model is used for.
 
-    Without `evaluation`, a corpus is made of files and folders, and a part of it is held out. With it, texts are files
-    that are used unchanged.
+    Without `evaluation`, a corpus is built from files and folders, and a part of it is held out. With it, texts are
+    files that are used unchanged.
     """
 
-    text: tuple[Path, ...] = key(paths, "files, or files and folders to make a corpus of", (), '["path/to/texts"]')
-    evaluation: Path | None = key(
-        path, "text to measure on; by default a held-out part of `text`", None, '"heldout.txt"'
-    )
+    text: tuple[Path, ...] = key(paths, "files, or files and folders to build a corpus from", (), '["path/to/texts"]')
+    evaluation: Path | None = key(path, "text to measure on; default: a held-out part of `text`", None, '"heldout.txt"')
     chat: tuple[Path, ...] = key(
-        paths, "chats, JSON lines, rendered by the model's template (needs jinja2)", (), '["chats.jsonl"]'
+        paths, "chats in JSON lines, rendered with the model's template (needs jinja2)", (), '["chats.jsonl"]'
     )
-    include: tuple[str, ...] = key(words, "only these files of folders", (), '["*.py", "*.md"]')
-    size: int = key(size, "largest size of the corpus", 1_000_000, '"1M"')
+    include: tuple[str, ...] = key(words, "only these files in folders", (), '["*.py", "*.md"]')
+    size: int = key(size, "maximum size of the corpus", 1_000_000, '"1M"')
     heldout: float = key(share, "held-out share of the corpus", 0.1, '"10%"')
     seed: int = key(integer(0), "seed of the corpus", 0)
 
     @property
     def is_corpus(self) -> bool:
-        """Whether a corpus is made of the texts, with a held-out part."""
+        """Whether a corpus is built from the texts, with a held-out part."""
         return self.evaluation is None and bool(self.text)
 
 
@@ -82,9 +80,9 @@ class ImatrixSettings:
 
     run: bool = key(flag, "false: quantize without an importance matrix", True)
     file: Path | None = key(path, "an existing importance matrix", None, '"imatrix.gguf"')
-    ctx: int | None = key(integer(4), "context size of a chunk", None, "512")
-    chunks: int | None = key(count_or_all, "100 do for dense models, experts want all", None, '"all"')
-    process_output: bool = key(flag, "collect for output.weight, too", False)
+    ctx: int | None = key(integer(4), "tokens per chunk", None, "512")
+    chunks: int | None = key(count_or_all, "100 are enough for dense models; with experts, use all", None, '"all"')
+    process_output: bool = key(flag, "collect for output.weight as well", False)
     covariance: Path | None = key(path, "existing covariances, for +feedback", None, '"cov.gguf"')
 
 
@@ -93,7 +91,7 @@ class CheckSettings:
     """Every file is compared with the model on held-out text that no choice depends on."""
 
     run: bool = key(flag, "false: no check", True)
-    ctx: int | None = key(integer(4), "context size of a chunk", None, "512")
+    ctx: int | None = key(integer(4), "tokens per chunk", None, "512")
     chunks: int | None = key(count_or_all, 'number of chunks, or "all"', 64)
     logits: str = key(
         choice("auto", "llama.cpp", "compact"), "format of the base logits: auto, llama.cpp, compact", "auto"
@@ -108,29 +106,31 @@ class SensitivitySettings:
     """
 
     types: tuple[str, ...] = key(
-        words, "by default those that fit the goals", (), '["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]'
+        words, "default: those that fit the goals", (), '["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]'
     )
     groups: str = key(choice(*GROUPS), f"quantized together: {', '.join(GROUPS)}", "class-layer")
-    ctx: int | None = key(integer(4), "context size of a chunk", None, "512")
+    ctx: int | None = key(integer(4), "tokens per chunk", None, "512")
     chunks: int | None = key(count_or_all, 'number of chunks, or "all"', 16)
     full_runs: int | None = key(
-        full_runs, "types of a group that run to the end; the others follow from their errors", None, '"auto"'
+        full_runs, "types per group that run to the end; the others are estimated from their errors", None, '"auto"'
     )
-    proxies_only: bool = key(flag, "true: only estimates, without a pass over text for each group and type", False)
-    feedback: bool = key(flag, "true: also as +feedback encodes, where a goal has it; hours on large models", False)
+    proxies_only: bool = key(flag, "true: only estimate, without running the text for each group and type", False)
+    feedback: bool = key(
+        flag, "true: also measure with error feedback if a goal has +feedback; hours on large models", False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
     """Constraints of searches."""
 
-    types: tuple[str, ...] = key(words, "by default all that were measured", (), '["Q3_K", "Q4_K"]')
-    same: tuple[str, ...] = key(words, "classes that get one type, layer by layer", (), '["up,gate"]')
+    types: tuple[str, ...] = key(words, "default: all measured types", (), '["Q3_K", "Q4_K"]')
+    same: tuple[str, ...] = key(words, "classes that get the same type in each layer", (), '["up,gate"]')
     allow: tuple[str, ...] = key(words, "only these types", (), '["attn_v=Q6_K,Q8_0"]')
-    at_least: tuple[str, ...] = key(words, "no type of fewer bits", (), '["output=Q6_K"]')
-    at_most: tuple[str, ...] = key(words, "no type of more bits", (), '["_exps=Q4_K"]')
-    candidates: int = key(integer(1, 64), "recipes that are measured for each goal; the best is used", 3)
-    time_limit: float = key(positive, "seconds of the solver for each recipe", 60.0, "60")
+    at_least: tuple[str, ...] = key(words, "minimum type", (), '["output=Q6_K"]')
+    at_most: tuple[str, ...] = key(words, "maximum type", (), '["_exps=Q4_K"]')
+    candidates: int = key(integer(1, 64), "recipes to measure for each goal; the best is used", 3)
+    time_limit: float = key(positive, "time limit of the solver in seconds, for each recipe", 60.0, "60")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +157,13 @@ class TargetSettings:
     """A target with its settings; ``quantize``: options of quantize for it alone."""
 
     target: Target = key(_target, "a preset, 12.3G, 4.2bpw or kld=0.01", example='"IQ2_M+feedback"')
-    name: str | None = key(name_of_files, "the end of its file's name", None, '"IQ2_M-better"')
-    max_kld: float | None = key(positive, "fail if it diverges more", None, "0.2")
+    name: str | None = key(name_of_files, "ending of the file name", None, '"IQ2_M-better"')
+    max_kld: float | None = key(positive, "fail if the mean KL divergence exceeds this", None, "0.2")
     quantize: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Its part of the names of files and steps."""
+        """The label in names of files and steps."""
         return self.name or self.target.file_suffix
 
 
@@ -183,17 +183,19 @@ class TopSettings:
 
     model: Path = key(path, "a Hugging Face directory, or a GGUF file of BF16, F16 or F32", example='""')
     targets: tuple[Target, ...] = key(_targets, "presets, sizes, bits per weight, divergences", ())
-    name: str | None = key(name_of_files, "files are called NAME-TARGET.gguf", None)
-    output: Path | None = key(path, "folder of the quantized files", None)
-    work: Path | None = key(path, "folder of everything in between: imatrix, logits, recipes", None)
+    name: str | None = key(name_of_files, "output files are named NAME-TARGET.gguf", None)
+    output: Path | None = key(path, "folder for the quantized files", None)
+    work: Path | None = key(path, "folder for intermediate files: imatrix, logits, recipes", None)
     runtime: str = key(
-        choice("llama.cpp", "ik_llama.cpp"), 'types that a search may use; "ik_llama.cpp" has more', "llama.cpp"
+        choice("llama.cpp", "ik_llama.cpp"),
+        ('runtime whose types a search may use; "ik_llama.cpp" has more'),
+        "llama.cpp",
     )
-    merge_up_gate: bool = key(flag, "merge up and gate experts: faster, for runtimes that know it", False)
+    merge_up_gate: bool = key(flag, "merge up and gate experts: faster, in runtimes that support it", False)
     threads: int = key(integer(0, 1 << 16), "0: all CPUs", 0)
-    max_ram: int | None = key(size, "memory for weights; the rest is streamed", None, '"16G"')
-    cache: Path | None = key(path, "folder of encoded tensors, kept for other recipes", None, '"~/.cache/tensors"')
-    cache_size: int | None = key(size, "largest size of that folder", None, '"50G"')
+    max_ram: int | None = key(size, "maximum memory for weights; the rest is streamed", None, '"16G"')
+    cache: Path | None = key(path, "cache folder for encoded tensors, shared by recipes", None, '"~/.cache/tensors"')
+    cache_size: int | None = key(size, "maximum size of the cache folder", None, '"50G"')
 
 
 #: The tables of a file, by the names of ``Config``'s fields.
@@ -240,7 +242,8 @@ class Config:
         return tuple(t for t in self.targets if t.target.goal is not None)
 
     def options(self, target: TargetSettings, **overrides: Any) -> QuantizeOptions:
-        """Return the options of quantize for a target: its own override those of all; a goal ignores those of types."""
+        """Return the options of quantize for a target: its own options override the common ones; a goal ignores those
+        that set types."""
         common, specific = dict(self.quantize), dict(target.quantize)
         if target.target.goal is not None:
             common = {name: value for name, value in common.items() if independent_of_search(name)}
@@ -301,9 +304,9 @@ def _assemble(
 ) -> Config:
     """Return the settings, with defaults for missing names."""
     if not targets:
-        raise location.error("targets", 'nothing to cook: write targets = ["Q4_K_M", "4.2bpw"]', "QK-E214")
+        raise location.error("targets", 'no targets: write targets = ["Q4_K_M", "4.2bpw"]', "QK-E214")
     if len(targets) > _MAX_TARGETS:
-        raise location.error("targets", f"{len(targets)} of them; at most {_MAX_TARGETS} are cooked at once")
+        raise location.error("targets", f"{len(targets)} targets, more than {_MAX_TARGETS}")
     name = top.name or model_name(top.model)
     output = top.output or location.folder / f"{name}-cooked"
     values = {
@@ -336,16 +339,16 @@ def _check(config: Config, location: TableLocation) -> None:
             raise location.error("targets", f"{settings.target.text} occurs twice; give one of them another name")
         by_label[settings.label] = settings
         if settings.max_kld is not None and not config.check.run:
-            raise location.error("max_kld", f"{settings.label} is not checked: omit [check] run", "QK-E202")
+            raise location.error("max_kld", f"{settings.label} needs the check: omit [check] run = false", "QK-E202")
         if settings.target.goal is not None and (
             refused := sorted(n for n in settings.quantize if not independent_of_search(n))
         ):
             raise location.error(
-                refused[0], f"{settings.label} gets the types that are searched for; see [search] allow"
+                refused[0], f"the search chooses the types of {settings.label}: use [search] allow instead"
             )
     texts = config.calibration
     if texts.evaluation is not None and not texts.text and config.imatrix.file is None and config.imatrix.run:
-        raise location.error("text", "[calibration] evaluation is given, but no text to calibrate on", "QK-E202")
+        raise location.error("text", "[calibration] evaluation is set, but there is no calibration text", "QK-E202")
     if len({config.output, config.work, config.model}) < 3:
         raise location.error("output", "model, output and work must be different paths", "QK-E403")
 

@@ -1,8 +1,8 @@
-"""Steps of a cook, and the decision which of them to run, as ``make`` does, by content instead of time.
+"""Steps of a cook, and the decision which of them to run: like ``make``, but by content instead of time.
 
 A step is up to date if its *parts*, a digest of each file that it reads and of each of its options, and its outputs are
-those of its record in ``cook.json``. Parts that differ are the reason to run it again. A step that runs again to the
-same bytes causes no other to run. An interrupted run leaves a record of the unfinished step: files under the names of
+those of its record in ``cook.json``. Parts that differ are the reason to run it again. A step that reproduces the same
+bytes does not cause others to run. An interrupted run leaves a record of the unfinished step: files under the names of
 its outputs are then its own, and it resumes, or starts over if its parts have changed.
 """
 
@@ -42,11 +42,11 @@ class StepEstimate:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A step: the inputs and options that decide its outputs, and the function that writes them.
+    """A step: the inputs and options that determine its outputs, and the function that writes them.
 
     ``name``: unique, "imatrix" or "quantize Q4_K_M"; ``title``: a description. ``inputs``: files it reads, by label; a
-    function where a step of ``after`` decides the name. ``outputs``: likewise. ``options``: everything else that
-    decides its outputs. ``late_options``: options that are known only when the inputs exist. ``run``: writes the
+    function if a step of ``after`` determines the name. ``outputs``: likewise. ``options``: everything else that
+    determines its outputs. ``late_options``: options that are known only when the inputs exist. ``run``: writes the
     outputs and returns facts; after an interruption it is called again, and resumes or starts over. ``is_complete``:
     whether existing outputs are complete after an interruption; None: unknown.
     """
@@ -74,9 +74,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step is up to date; otherwise the reason to run it.
+    """Whether a step is up to date, or the reason to run it. ``parts``: None if earlier steps determine them.
 
-    ``parts``: None if earlier steps decide them. ``is_first``: the step never ran, not even in part.
+    ``is_first``: the step never ran, not even in part.
     """
 
     step: Step
@@ -214,7 +214,7 @@ def decide_step(step: Step, state: State) -> Decision:
         return Decision(step, False, _describe_changes(record.parts, parts), parts)
     for path in step.output_paths():
         if not os.path.lexists(path):
-            return Decision(step, False, f"{path.name} is gone", parts)
+            return Decision(step, False, f"{path.name} is missing", parts)
         if not state.is_unchanged(path):
             return Decision(step, False, f"{path.name} was changed", parts)
     return Decision(step, True, "up to date", parts, record)
@@ -258,6 +258,6 @@ def _run_step(step: Step, parts: Mapping[str, str], state: State, observer: Obse
         facts = step.run(_ObserverProgress(observer))
     missing = [path for path in outputs if not os.path.isfile(path)]
     if missing:
-        raise QuantkitError(f"{step.name} ended without {missing[0]}: run it again", "QK-E405")
+        raise QuantkitError(f"{step.name} ended without producing {missing[0]}: run it again", "QK-E405")
     state.finish(step.name, parts, outputs, working_seconds() - start, facts)
     return state.steps[step.name]

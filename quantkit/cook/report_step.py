@@ -20,7 +20,7 @@ def page_path(paths: Paths) -> Path:
 
 
 def card_path(paths: Paths) -> Path:
-    """Return the path of the model card, whose name hubs expect."""
+    """Return the path of the model card, with the name that hubs expect."""
     return paths.config.output / "README.md"
 
 

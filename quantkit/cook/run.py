@@ -105,14 +105,14 @@ def cook(
         observer: receives the start, the progress and the end of every step, instead.
 
     Raises:
-        RecipeError: a key, value or combination that cannot be followed; before any work.
-        ResourceError: an extra is not installed, an output is a file of another origin, or another cook is running in
-            the same folder.
+        RecipeError: an invalid key, value or combination; before any work.
+        ResourceError: an extra is not installed, an output was written by another program, or another cook is running
+            in the same folder.
         QualityGate: all files are written, and one diverges more than its max_kld.
     """
     settings = read_config(config, targets) if isinstance(config, (str, Path)) else config
     if progress is not None and observer is not None:
-        raise RecipeError("progress and observer both receive the progress of a cook: give one of them", "QK-E201")
+        raise RecipeError("progress and observer are mutually exclusive: omit one of them", "QK-E201")
     observer = observer or (NullObserver() if progress is None else StepCounter(progress))
     plan = plan_cook(settings)
     for note in plan.notes:
@@ -179,7 +179,7 @@ def _read_source(config: Config) -> Model:
     """Return the model, from its headers. Raises MissingPackages for all extras that this and later steps need."""
     extras = [*([SEARCH] if config.goals else ()), *([CHAT] if config.calibration.chat else ())]
     extras += [REPORT] if config.report.run else []
-    hint = "--no-report cooks without a report" if config.report.run and REPORT.missing() else ""
+    hint = "use --no-report to omit the report" if config.report.run and REPORT.missing() else ""
     try:
         model = read_source(config.model, config.work / "model.gguf", config.convert)
     except MissingPackages as e:
@@ -193,30 +193,31 @@ def _check_inputs(config: Config, paths: Paths) -> None:
     texts, consumers = config.calibration, text_consumers(config)
     if consumers and not texts.text and not texts.chat and not (texts.evaluation and config.imatrix.file):
         raise RecipeError(
-            f"{config.origin}: there is no text, and {', '.join(consumers)} need{'s' * (len(consumers) == 1)} one: "
-            'give some MB of what the model is for (-f TEXT, or [calibration] text = ["notes.txt", "~/src"])',
+            f"{config.origin}: {', '.join(consumers)} need{'s' * (len(consumers) == 1)} a text: give some MB of text "
+            'that the model is used for (-f TEXT, or [calibration] text = ["notes.txt", "~/src"])',
             "QK-E202",
         )
     held_out = config.check.run or bool(config.goals)
     if held_out and texts.evaluation is None and not texts.text:
         raise RecipeError(
-            f"{config.origin}: conversations alone hold nothing out: give [calibration] evaluation, too", "QK-E202"
+            f"{config.origin}: no part of conversations is held out: also give [calibration] evaluation", "QK-E202"
         )
     for path in (*texts.text, *texts.chat, texts.evaluation, config.imatrix.file, config.imatrix.covariance):
         if path is not None and not path.is_file() and not (path in texts.text and path.is_dir()):
             if path.exists():
                 raise ResourceError(f"{path}: not a regular file ({config.origin})", "QK-E120")
-            raise ResourceError(f"{path}: there is no such file ({config.origin})", "QK-E401")
+            raise ResourceError(f"{path}: no such file ({config.origin})", "QK-E401")
     if texts.evaluation is not None and any(path.is_dir() for path in (*texts.text, texts.evaluation)):
         raise RecipeError(
-            f"{config.origin}: [calibration] text names a folder; with an evaluation text it must name files",
+            f"{config.origin}: [calibration] text contains a folder; with an evaluation text it must list files only",
             "QK-E201",
         )
     for folder in (path for path in texts.text if path.is_dir()):
         for inner in (config.output, config.work):
             if _is_within(inner, folder):
                 raise RecipeError(
-                    f"{inner} lies in {folder}, whose files are the text: cook to another folder", "QK-E403"
+                    f"{inner} is inside {folder}, whose files are the calibration text: choose another folder",
+                    "QK-E403",
                 )
 
 
@@ -226,7 +227,7 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def _check_targets(paths: Paths) -> list[str]:
-    """Raise the error of the first target that headers show to be impossible; return notes on the others."""
+    """Raise an error for the first target that is impossible according to the headers; return notes on the others."""
     config, model = paths.config, paths.model
     notes: list[str] = []
     for settings in config.targets:
@@ -240,9 +241,9 @@ def _check_targets(paths: Paths) -> list[str]:
             notes.append(f"{settings.label}: {line}")
         goal = settings.target.goal
         if goal is not None and goal.kind == "size" and goal.value >= model.nbytes:
-            notes.append(f"{settings.label}: the model itself has {format_size(model.nbytes)}")
+            notes.append(f"{settings.label}: larger than the model itself ({format_size(model.nbytes)})")
     if config.merge_up_gate and not model.can_merge_experts:
-        notes.append("merge_up_gate changes nothing: the model has no up and gate experts to merge")
+        notes.append("merge_up_gate is ignored: the model has no up and gate experts to merge")
     return notes
 
 
@@ -256,7 +257,7 @@ def _check_outputs(paths: Paths, steps: Sequence[Step]) -> None:
     for path in (paths.config.output, paths.config.work):
         existing = next((ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor)), None)
         if existing is not None and not existing.is_dir():
-            raise ResourceError(f"{path}: {existing} is a file; name a folder", "QK-E405")
+            raise ResourceError(f"{path}: {existing} is a file; choose a folder", "QK-E405")
 
 
 def _check_disk_space(folder: Path, decisions: Sequence[Decision]) -> list[str]:
@@ -266,7 +267,9 @@ def _check_disk_space(folder: Path, decisions: Sequence[Decision]) -> list[str]:
     free = shutil.disk_usage(existing).free
     if required <= free:
         return []
-    return [f"warning: about {format_size(required)} will be written, and {format_size(free)} are free in {existing}"]
+    return [
+        (f"warning: about {format_size(required)} will be written, but only {format_size(free)} are free in {existing}")
+    ]
 
 
 @contextmanager
@@ -277,7 +280,7 @@ def _lock_folder(work: Path) -> Iterator[None]:
         work.mkdir(parents=True, exist_ok=True)
         lock = take_lock(path)
     except BlockingIOError:
-        raise ResourceError(f"{work}: another cook is at work there; wait for it or stop it", "QK-E404") from None
+        raise ResourceError(f"{work}: another cook is using this folder; wait for it or stop it", "QK-E404") from None
     except OSError as e:
         raise ResourceError(f"{work}: cannot be written: {e.strerror or e}", os_error_code(e)) from None
     try:

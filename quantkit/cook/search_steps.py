@@ -42,7 +42,7 @@ def sensitivity_path(paths: Paths) -> Path:
 
 
 def sensitivity_types(paths: Paths) -> tuple[str, ...]:
-    """Return the types to measure: those of the settings, or those that fit the goals."""
+    """Return the types to measure: those of the settings, or types that fit the goals."""
     config = paths.config
     if config.sensitivity.types:
         return tuple(type_by_name(name).name for name in config.sensitivity.types)
@@ -141,7 +141,7 @@ def sensitivity_step(paths: Paths) -> Step:
 
     return Step(
         "sensitivity",
-        f"sensitivity of each group of tensors in {len(types)} types",
+        f"sensitivity of each group of tensors to {len(types)} types",
         inputs,
         options,
         (out,),
@@ -157,7 +157,7 @@ def candidates_step(paths: Paths) -> Step:
     return logits_step(
         paths,
         "candidates",
-        "base logits on the text that chooses between recipes",
+        "base logits on the text used to compare recipes",
         paths.sensitivity_text,
         paths.candidate_logits,
         settings.ctx,
@@ -236,7 +236,7 @@ def search_step(paths: Paths, settings: TargetSettings) -> Step:
 
 
 def _write_search(paths: Paths, settings: TargetSettings, result: SearchResult) -> Facts:
-    """Write the recipe and the other results; return these."""
+    """Write the recipe and the other results; return the latter."""
     best, label = result.best, settings.label
     kld = None if best.check is None else best.check.sums.kld.mean
     facts: Facts = {

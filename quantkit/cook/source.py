@@ -22,8 +22,8 @@ _CTX = 512
 class Model:
     """A model to cook: ``path`` as given, and facts from its headers.
 
-    ``nbytes``: size of the unquantized GGUF file; ``weights``: number of all weights; ``active``: of those that a token
-    multiplies by.
+    ``nbytes``: size of the unquantized GGUF file; ``weights``: number of all weights; ``active``: number of weights
+    used per token.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Model:
 def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
     """Return a model, from its headers; ``gguf_path``: the file that a checkpoint will be converted to.
 
-    Raises ResourceError if there is no model, RecipeError if it is quantized already.
+    Raises ResourceError if there is no model, RecipeError if it is already quantized.
     """
     if path.is_dir():
         try:
@@ -67,16 +67,18 @@ def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
         except QuantkitError as e:
             if e.code != "QK-E115":
                 raise
-            raise e.extended('; for quantkit cook that is [convert] pre = "NAME"') from None
+            raise e.extended('; in cook.toml: [convert] pre = "NAME"') from None
         return _model(path, plan.source, plan.nbytes, convert, plan.notes)
     if not path.exists():
-        raise ResourceError(f"{path}: there is no such model: name a Hugging Face directory, or a GGUF file", "QK-E401")
+        raise ResourceError(
+            f"{path}: no such file or directory: give a Hugging Face directory or a GGUF file", "QK-E401"
+        )
     with open_model(path) as source:
         quantized = next((t for t in source.tensors.values() if t.type.is_quantized), None)
         if quantized is not None:
             raise RecipeError(
-                f"{path}: {quantized.name} is {quantized.type} already; cook from the model of 16 or 32 bits, or from "
-                "what `quantkit export` makes of this one",
+                f"{path}: {quantized.name} is already {quantized.type}; use the 16- or 32-bit model, or the output of "
+                "`quantkit export` for this one",
                 "QK-E209",
             )
         nbytes = sum(shard.stat().st_size for shard in source.paths)
@@ -86,7 +88,7 @@ def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
 def _model(path: Path, source: Source, nbytes: int, convert: ConvertOptions, notes: tuple[str, ...] = ()) -> Model:
     arch = source.get("general.architecture")
     if not isinstance(arch, str):
-        raise FormatError(f"{path}: no model: it has no general.architecture", "QK-E123")
+        raise FormatError(f"{path}: not a model: it has no general.architecture", "QK-E123")
 
     def read_count(key: str, default: int = 0) -> int:
         value = source.get(f"{arch}.{key}", default)

@@ -40,7 +40,7 @@ def starter(
     """Return the text of a file in ``folder``, with defaults for a model, and notes.
 
     ``model``: None to write example paths; an unreadable model becomes a note. ``pre``: its pre-tokenizer. ``texts``:
-    calibration texts; by default one next to the model, by its usual names.
+    calibration texts; default: a file beside the model with a usual name.
     """
     description, notes = None, tuple[str, ...]()
     try:
@@ -79,7 +79,7 @@ def starter(
             *_comment(head),
             *_key_lines(f"{table_name}.", keys_of(table), values, examples),
         ]
-    lines += ["", "# A target with settings of its own, and any of [quantize]:", "# [[target]]"]
+    lines += ["", "# A target with its own settings, including any of [quantize]:", "# [[target]]"]
     lines += _key_lines("", {**TARGET_KEYS, "tensor_type": keys_of(QuantizeOptions)["tensor_type"]}, {}, {})
     return "\n".join(lines) + "\n", notes
 
@@ -130,14 +130,16 @@ def _toml_string(text: str) -> str:
 _HEAD = (
     "# Settings of `quantkit cook`. `quantkit cook FILE --dry-run` shows the plan; without --dry-run it runs.",
     "# Up-to-date steps are skipped: change a key, run it again, and only what depends on that key is redone.",
-    "# A line with # before its key shows the default, or an example. Paths begin in the folder of this file.",
+    "# A commented-out key shows its default or an example. Paths are relative to the folder of this file.",
     "#",
-    "# A target is a preset (`quantkit types --presets`), or a goal, for which the best types are searched: a size",
-    '# ("12.3G"), bits per weight ("4.2bpw"), or a divergence from the model ("kld=0.01"). "+feedback" behind it is',
+    "# A target is a preset (`quantkit types --presets`), or a goal, for which a search finds the best types: a size",
+    '# ("12.3G"), bits per weight ("4.2bpw"), or a divergence from the model ("kld=0.01"). "+feedback" after a goal is',
     "# slower and gives a lower divergence at the same size (docs/explanation/error-feedback.md).",
 )
 #: Heads of tables whose options are not cook's own.
 _HEADS = {
-    "convert": "A checkpoint becomes a GGUF file first.",
-    "quantize": "Options of `quantkit quantize` for all targets. Goals ignore those about types: a search decides.",
+    "convert": "A checkpoint is first converted to a GGUF file.",
+    "quantize": (
+        "Options of `quantkit quantize` for all targets. Goals ignore those that set types: the search chooses them."
+    ),
 }

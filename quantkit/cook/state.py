@@ -54,7 +54,7 @@ class UnfinishedStep:
 class State:
     """State of a work folder. Its paths are relative to the folder, so that outputs and work can be moved together.
 
-    With ``planning``, files without a saved digest are not read: steps that depend on them run in any case.
+    With ``planning``, files without a saved digest are not read: steps that depend on them always run.
     """
 
     def __init__(self, folder: Path, *, planning: bool = False) -> None:
@@ -69,7 +69,7 @@ class State:
     def _read(self) -> None:
         if not os.path.lexists(self.path):
             return
-        content = read_own_json(self.path, "a state of quantkit cook; move it away to start anew", _parse_state)
+        content = read_own_json(self.path, "a state file of quantkit cook; move it away to start over", _parse_state)
         self.steps = dict(content.steps)
         self.unfinished = dict(content.unfinished)
         self._saved_digests = dict(content.digests)
@@ -102,7 +102,7 @@ class State:
     def _folder_digest(self, folder: Path) -> str:
         """Return a digest of the names and contents of a folder's files.
 
-        Of a checkpoint only the files next to config.json count, without GGUF files: outputs may be among them.
+        For a checkpoint, only files beside config.json count, without GGUF files, which may be outputs.
         """
         digest = hashlib.sha256()
         flat = (folder / "config.json").is_file()
@@ -143,13 +143,13 @@ class State:
     # ------------------------------------------------------------ steps
 
     def begin(self, name: str, parts: Mapping[str, str], outputs: Iterable[Path]) -> None:
-        """Record the start of a step, before it writes. Raises ResourceError for a file of another origin."""
+        """Record the start of a step, before it writes. Raises ResourceError for a file written by another program."""
         outputs = list(outputs)
         for path in outputs:
             if os.path.lexists(path) and not self.may_replace(path):
                 raise ResourceError(
-                    f"{path} exists, and quantkit cook did not make it, or it was changed since: move it away, or "
-                    "cook to another folder",
+                    f"{path} exists, but quantkit cook did not write it, or it has changed since: move it away, or "
+                    "choose another folder",
                     "QK-E402",
                 )
         if not self.can_resume(name, parts):
@@ -189,7 +189,7 @@ class _Content:
 
 def _parse_state(data: Any) -> _Content:
     if data.pop("kind") != _KIND or data.pop("version") != _VERSION:
-        raise ValueError(f"another kind of file, or another version than {_VERSION}")
+        raise ValueError(f"not a state file of version {_VERSION}")
     data["unfinished"] = data.pop("begun")
     content: _Content = record(_Content, data)
     return content
@@ -204,10 +204,10 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _existing_shards(path: Path) -> list[Path]:
-    """Return all existing shards of a model, given one of them; the path alone if it is no shard."""
+    """Return all existing shards of a model, given one of them; only the path itself if it is not a shard."""
     return [shard for shard in sorted(set(shards_of(path))) if shard.exists()] or [path]
 
 
 def value_digest(value: object) -> str:
-    """Return a digest of a value of JSON; other values, such as paths, count as their text."""
+    """Return a digest of a JSON value; other values, such as paths, are converted to text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -33,14 +33,14 @@ _BYTES_PER_TOKEN = 4
 
 
 class PlanCache:
-    """The plan that was made last. Only one is kept, as a plan may hold an importance matrix in memory."""
+    """The last plan. Only one is kept, because a plan may have an importance matrix in memory."""
 
     def __init__(self) -> None:
         self._key: object = None
         self._plan: Plan | None = None
 
     def get(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of ``key``, made by ``make`` unless it is the one kept."""
+        """Return the plan of ``key``, computed by ``make`` unless it is the last one."""
         if self._plan is None or key != self._key:
             self._plan, self._key = make(), key
         return self._plan
@@ -51,7 +51,7 @@ class PlanCache:
 
 @dataclass(frozen=True)
 class Paths:
-    """All paths of a cook, with the settings and the model that decide them; ``plans``: shared by its steps."""
+    """All paths of a cook, with the settings and the model that determine them; ``plans``: shared by its steps."""
 
     config: Config
     model: Model
@@ -115,7 +115,7 @@ class Paths:
         return options
 
     def run_options(self, progress: StepProgress, total: int) -> RunOptions:
-        """Return the options of a run that resumes its own interrupted work and replaces other."""
+        """Return the options of a run that resumes its own interrupted work and replaces other outputs."""
         return {
             "threads": self.threads or None,
             "resume": True,
@@ -190,7 +190,7 @@ def texts_step(paths: Paths) -> Step:
     nbytes = settings.size if settings.evaluation is None else None
     return Step(
         "texts",
-        "texts to calibrate, to measure and to check on",
+        "texts for calibration, measurement and check",
         inputs,
         options,
         tuple(outputs),
@@ -220,7 +220,7 @@ class _ChunkProgress(Watcher):
         self.progress(chunk, n_chunks, "" if ppl is None else f"perplexity {ppl.value:.4f}")
 
     def on_drop(self, chunk: int, why: str, back_to: int) -> None:
-        self.progress.note(f"chunk {chunk + 1} is left out: {why} is NaN or infinite")
+        self.progress.note(f"skipped chunk {chunk + 1}: {why} is NaN or infinite")
 
 
 def _calibration_inputs(paths: Paths) -> dict[str, Path]:
@@ -232,7 +232,7 @@ def _calibration_inputs(paths: Paths) -> dict[str, Path]:
 
 
 def _collection_options(ctx: int, chunks: int | None, process_output: bool) -> ImatrixOptions:
-    """Return the options of a collection that resumes its own interrupted work and replaces other."""
+    """Return the options of a collection that resumes its own interrupted work and replaces other outputs."""
     return ImatrixOptions(
         n_ctx=ctx,
         n_batch=_batch_size(ctx),

@@ -32,7 +32,7 @@ def key(read: Reader, help: str, default: Any = MISSING, example: str | None = N
         read: reads and checks its value.
         help: its meaning, for the file that `cook init` writes.
         default: its value if the key is missing; without a default the key is required.
-        example: a value, as TOML, for that file; by default the default.
+        example: a value, as TOML, for that file; default: the default value.
     """
     return field(default=default, metadata={"read": read, "help": help, "example": example})
 
@@ -63,7 +63,7 @@ def _key(f: Any) -> Key:
 
 
 def as_toml(value: Any) -> str:
-    """Return a default as TOML, of which JSON's strings, numbers and lists are a part."""
+    """Return a default as TOML, which includes JSON's strings, numbers and lists."""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
@@ -90,7 +90,7 @@ class TableLocation:
     table: str = ""
 
     def error(self, name: str, problem: str, code: str = "QK-E208") -> RecipeError:
-        """Return the error about a key."""
+        """Return the error for a key."""
         table = f"[{self.table}] " if self.table else ""
         return RecipeError(f"{self.origin}: {table}{shorten(printable(name), 60)}: {problem}", code)
 
@@ -130,12 +130,14 @@ def read_values(
 def _unknown(name: str, allowed: Iterable[str], tables: Mapping[str, Iterable[str]]) -> str:
     matches = get_close_matches(name, list(allowed), 1, 0.6)
     if matches:
-        return f"there is no such key; did you mean {matches[0]}?"
+        return f"unknown key; did you mean {matches[0]}?"
     owners = [table for table, keys in tables.items() if name in keys]
     if owners:
-        return f"it is a key of {' and '.join(f'[{table}]' if table else 'the top of the file' for table in owners)}"
+        return (
+            f"this key belongs to {' and '.join(f'[{table}]' if table else 'the top of the file' for table in owners)}"
+        )
     matches = get_close_matches(name, [table for table in tables if table], 1, 0.6)
-    return f"there is no such key{f'; did you mean [{matches[0]}]?' if matches else ''}; there are {', '.join(allowed)}"
+    return f"unknown key{f'; did you mean [{matches[0]}]?' if matches else ''}; allowed are {', '.join(allowed)}"
 
 
 # ---------------------------------------------------------------- readers
@@ -149,9 +151,9 @@ def flag(value: Any, _: Path) -> bool:
 
 
 def word(value: Any, _: Path) -> str:
-    """Read a text of one line."""
+    """Read one line of text."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("write a text of one line, in quotes")
+        raise ValueError("write one line of text, in quotes")
     return value.strip()
 
 
@@ -159,12 +161,12 @@ def name_of_files(value: Any, folder: Path) -> str:
     """Read a part of file names."""
     text = word(value, folder)
     if "/" in text or text.startswith(".") or len(text.encode()) > 120:
-        raise ValueError("a part of file names has no slash, no dot at its beginning, and at most 120 bytes")
+        raise ValueError("write at most 120 bytes without a slash and without a leading dot")
     return text
 
 
 def choice(*names: str) -> Reader:
-    """Read one of some words."""
+    """Read one of several words."""
 
     def read(value: Any, _: Path) -> str:
         if not isinstance(value, str) or value not in names:
@@ -175,11 +177,11 @@ def choice(*names: str) -> Reader:
 
 
 def integer(least: int, most: int = 1 << 31) -> Reader:
-    """Read a whole number within bounds."""
+    """Read an integer within bounds."""
 
     def read(value: Any, _: Path) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"write a whole number from {least}{f' to {most}' if most < 1 << 31 else ''}")
+            raise ValueError(f"write an integer from {least}{f' to {most}' if most < 1 << 31 else ''}")
         return value
 
     return read
@@ -190,7 +192,7 @@ def count_or_all(value: Any, _: Path) -> int | None:
     if value == "all":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-        raise ValueError('write a number above 0, or "all"')
+        raise ValueError('write a number greater than 0, or "all"')
     return value
 
 
@@ -209,14 +211,14 @@ def share(value: Any, _: Path) -> float:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         fraction = float(value)
     if not 0 <= fraction <= 0.5:
-        raise ValueError('write a share up to a half: 0.05 or "5%"')
+        raise ValueError('write a share of at most one half: 0.05 or "5%"')
     return fraction
 
 
 def positive(value: Any, _: Path) -> float:
-    """Read a number above 0."""
+    """Read a number greater than 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ValueError("write a number above 0")
+        raise ValueError("write a number greater than 0")
     return float(value)
 
 
@@ -234,12 +236,12 @@ def size(value: Any, _: Path) -> int:
 
 
 def path(value: Any, folder: Path) -> Path:
-    """Read a path; one that is not absolute begins in the folder of the file."""
+    """Read a path; a relative path starts at the folder of the file."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("write a path, in quotes")
     location = located(value)
     if isinstance(location, URL):
-        raise ValueError("a file of this machine is needed; download it first")
+        raise ValueError("must be a local file; download it first")
     try:
         return folder / location.expanduser()
     except RuntimeError as e:
@@ -258,7 +260,7 @@ def paths(value: Any, folder: Path) -> tuple[Path, ...]:
     if isinstance(value, str):
         return (path(value, folder),)
     if not isinstance(value, list):
-        raise ValueError('write a path, or several: ["a.txt", "b.txt"]')
+        raise ValueError('write one path, or a list: ["a.txt", "b.txt"]')
     return tuple(path(item, folder) for item in value)
 
 
@@ -267,5 +269,5 @@ def words(value: Any, folder: Path) -> tuple[str, ...]:
     if isinstance(value, str):
         return (word(value, folder),)
     if not isinstance(value, list):
-        raise ValueError('write a word, or several: ["a", "b"]')
+        raise ValueError('write one word, or a list: ["a", "b"]')
     return tuple(word(item, folder) for item in value)

@@ -85,7 +85,7 @@ class _Quantization:
 
     @cached_property
     def inputs(self) -> dict[str, Path]:
-        """The files it reads, by label."""
+        """The input files, by label."""
         inputs = {"the model": self.paths.source}
         if self.options.imatrix is not None:
             inputs["the importance matrix"] = self.options.imatrix
@@ -99,11 +99,11 @@ class _Quantization:
 
     @property
     def has_feedback(self) -> bool:
-        """Whether rounding errors are fed forward, by either option."""
+        """Whether error feedback is used, by either option."""
         return self.settings.target.feedback or self.settings.target.calibrate
 
     def plan(self) -> Plan:
-        """Return the plan, which is made again only after an input has changed. The inputs exist."""
+        """Return the plan, computed again only after an input has changed. The inputs must exist."""
         stamps = stamps_of(shard for path in self.inputs.values() for shard in shards_of(path) if shard.exists())
         return self.paths.plans.get((self.output, stamps), self._make_plan)
 
@@ -188,10 +188,9 @@ def goal_bytes(paths: Paths, settings: TargetSettings) -> int | None:
 
 
 def planning_options(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:
-    """Return options that plan approximately the same sizes without the files that other steps write.
+    """Return options for a plan of approximately the same size without files that other steps write.
 
-    ``recipe``: the recipe is the user's, and is kept. Where there will be an importance matrix, types that need one are
-    allowed.
+    ``recipe``: keep the user's recipe. If there will be an importance matrix, types that need one are allowed.
     """
     return replace(
         options,
@@ -210,7 +209,7 @@ def first_shard(paths: Paths, settings: TargetSettings) -> Path:
         return out
     shards = sorted(out.parent.glob(f"{glob.escape(out.stem)}-00001-of-?????.gguf"))
     if not shards:
-        raise ResourceError(f"{out}: there is no file of {settings.label}", "QK-E401")
+        raise ResourceError(f"{out}: the file of {settings.label} does not exist", "QK-E401")
     return max(shards, key=lambda path: path.stat().st_mtime_ns)
 
 

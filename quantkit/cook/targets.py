@@ -2,7 +2,7 @@
 
 Q4_K_M          a preset, or a tensor type, with its rules
 12.3G           the recipe of least divergence of at most this size (G: 1000^3 bytes, GiB: 1024^3)
-4.2bpw          the one of least divergence of at most so many bits per weight
+4.2bpw          the recipe of least divergence of at most this many bits per weight
 kld=0.01        the smallest one of at most this divergence from the model, in nats per token
 Q2_K+feedback   with error feedback, by the covariances of imatrix --covariance; also for goals
 Q2_K+calibrate  with error feedback layer by layer, quantize --calibrate
@@ -39,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A file to make: by a ``preset``, or by a ``goal`` to search for. ``text``: the target in its canonical form."""
+    """A file to produce: by a ``preset``, or by a ``goal`` to search for. ``text``: its canonical form."""
 
     text: str
     preset: str | None = None
@@ -49,7 +49,7 @@ class Target:
 
     @property
     def file_suffix(self) -> str:
-        """Its part of the names of files: Q4_K_M, 12.3G, kld0.01-feedback."""
+        """The label in file names: Q4_K_M, 12.3G, kld0.01-feedback."""
         return self.text.replace("=", "").replace("+", "-")
 
 
@@ -60,9 +60,11 @@ def parse_target(text: str) -> Target:
     base, *modifiers = (part.strip() for part in text.strip().split("+"))
     for modifier in modifiers:
         if modifier not in _MODIFIERS:
-            raise RecipeError(f"target {text!r}: +{modifier} is not known{_suggest(modifier, _MODIFIERS)}", "QK-E203")
+            raise RecipeError(
+                f"target {text!r}: unknown modifier +{modifier}{_suggest(modifier, _MODIFIERS)}", "QK-E203"
+            )
     if len(modifiers) > 1:
-        raise RecipeError(f"target {text!r}: give one of {' and '.join(f'+{m}' for m in _MODIFIERS)}", "QK-E201")
+        raise RecipeError(f"target {text!r}: omit one of {' and '.join(f'+{m}' for m in _MODIFIERS)}", "QK-E201")
     feedback, calibrate = (modifier in modifiers for modifier in _MODIFIERS)
     suffix = "".join(f"+{modifier}" for modifier in modifiers)
     goal = _goal(base, text)
@@ -73,7 +75,7 @@ def parse_target(text: str) -> Target:
 
 
 def _goal(base: str, text: str) -> Goal | None:
-    """Return the goal in a target without its +words; None if it is no goal."""
+    """Return the goal in a target without its +words; None if it is not a goal."""
     if match := re.fullmatch(rf"kld\s*(?:=|<=)\s*({_NUMBER})", base, re.IGNORECASE):
         return Goal("kld", _within(float(match[1]), _KLD, text, "nats per token"))
     if match := re.fullmatch(rf"({_NUMBER})\s*bpw", base, re.IGNORECASE):
@@ -93,7 +95,7 @@ def _goal(base: str, text: str) -> Goal | None:
 
 def _within(value: float, bounds: tuple[float, float], text: str, unit: str) -> float:
     if not (math.isfinite(value) and bounds[0] <= value <= bounds[1]):
-        raise RecipeError(f"target {text!r}: from {bounds[0]:g} to {bounds[1]:g} {unit}", "QK-E203")
+        raise RecipeError(f"target {text!r}: must be {bounds[0]:g} to {bounds[1]:g} {unit}", "QK-E203")
     return value
 
 
@@ -102,7 +104,7 @@ def _preset(base: str, text: str) -> str:
         preset = preset_by_name(base)
     except TypeNotSupported:
         hint = _suggest(base.upper(), [p.name for p in PRESETS])
-        raise RecipeError(f"target {text!r}: there is no preset {base!r}{hint}; {_SYNTAX}", "QK-E301") from None
+        raise RecipeError(f"target {text!r}: no preset {base!r}{hint}; {_SYNTAX}", "QK-E301") from None
     if preset.base is None:
         raise RecipeError(f"target {text!r}: {preset.name} quantizes nothing; {_SYNTAX}", "QK-E203")
     return preset.name

@@ -37,12 +37,12 @@ def make_texts(settings: TextSettings, folder: Path, sensitivity: Path, check: P
         held_out = corpus.evaluation.text.encode()
         if not held_out:
             raise FormatError(
-                "[calibration] too little text to hold a part of it out: give more text, or an evaluation text",
+                "[calibration] too little text to hold out a part: give more text, or an evaluation text",
                 "QK-E121",
             )
     parts = split_text(held_out, _SENSITIVITY_SHARE)
     if not all(parts):
-        raise FormatError("[calibration] the evaluation text is too short to be divided: give more text", "QK-E121")
+        raise FormatError("[calibration] the evaluation text is too short to split: give more text", "QK-E121")
     for path, part in zip((sensitivity, check), parts, strict=True):
         with atomic_write(path) as file:
             file.write_bytes(part)

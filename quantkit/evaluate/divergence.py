@@ -1,10 +1,10 @@
 """KL divergence of a model from a base: llama-perplexity --kl-divergence, on base logits of either kind.
 
-The tokens come from the base file. Each scored position has one divergence sum(p log(p / q)) of the model's
-prediction q from the base's p; five scalars are kept per position. With llama.cpp's base the sum leaves out tokens with
-log p <= -16, as llama.cpp does; with ours, tokens missing from the file are estimated, with a bound on the error.
+The tokens come from the base file. Each scored position has one divergence sum(p log(p / q)) of the model's prediction
+q from the base's p; five scalars are kept per position. With llama.cpp's base, the sum omits tokens with log p <= -16,
+as llama.cpp does; with quantkit's format, tokens missing from the file are estimated, with a bound on the error.
 
-Another vocabulary and a truncated file, which llama.cpp accepts, are errors.
+Another vocabulary or a truncated file, which llama.cpp accepts, is an error.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def kld(
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: if given, must be that of the base. chunks: the number of its chunks to use; None: all.
+        n_ctx: if given, must equal that of the base. chunks: the number of its chunks to use; None: all.
 
     Raises:
         FormatError: the base is damaged or truncated.
@@ -154,12 +154,12 @@ def kld(
         raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: omit -c", "QK-E203")
     nodes, load_options = split_nodes(load)
     if nodes is not None and not isinstance(model, (str, Path)):
-        raise RecipeError("a cluster runs models from files: give a path", "QK-E210")
+        raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
     with loaded_model(model, text.n_ctx, load_options) as loaded:
         if loaded.n_vocab != text.n_vocab:
             raise QuantkitError(
-                f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
-                f" {loaded.n_vocab}: these are not the same model",
+                f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has "
+                f"{loaded.n_vocab}: use base logits of the same model",
                 "QK-E207",
             )
         run, windows = _KldRun(file, n, progress), text.tokens[:n]
@@ -191,8 +191,8 @@ def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
     n = file.chunks.n_chunks if chunks is None else min(chunks, file.chunks.n_chunks)
     if n > file.n_whole:
         raise FormatError(
-            f"{file.path}: only {file.n_whole} of its {file.chunks.n_chunks} chunks are whole: it was truncated; write"
-            f" it again, or use --chunks {file.n_whole}",
+            f"{file.path}: truncated: only {file.n_whole} of {file.chunks.n_chunks} chunks are complete; write it "
+            f"again, or use --chunks {file.n_whole}",
             "QK-E103",
         )
     return n
@@ -237,9 +237,9 @@ class _BaseFile:
         try:
             file = open_logits(self.path)
         except (OSError, FormatError) as e:
-            raise NodeRefusal(f"{self.path} cannot be read there: {e}") from None
+            raise NodeRefusal(f"{self.path} cannot be read on this node: {e}") from None
         if _BaseFile.from_file(file) != self:
-            raise NodeRefusal(f"{self.path} is not the same file there: an older one, or another")
+            raise NodeRefusal(f"{self.path} is another file on this node, or an older version")
         return _Comparison(file)
 
 

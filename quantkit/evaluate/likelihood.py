@@ -1,13 +1,13 @@
 """Perplexity: exp of the mean negative log-likelihood of a text's tokens.
 
 By chunks (llama.cpp b11434 perplexity.cpp perplexity): the text is cut into contexts, and the second half of each is
-scored; one chunk of text is enough here, llama.cpp requires two. With a stride (perplexity_v2), windows of n_ctx tokens
-begin every ``stride`` tokens, and the last ``stride`` tokens of each are scored: every token once, with more context.
+scored; one chunk of text is enough, whereas llama.cpp requires two. With a stride (perplexity_v2), windows of n_ctx
+tokens begin every ``stride`` tokens, and the last ``stride`` tokens of each are scored: every token once, with more
+context.
 
-Two quirks of llama.cpp's stride mode are fixed here: it evaluates a window before placing BOS at its start, so BOS has
-no effect; and its windows are not -c tokens long but -c (times n_batch / n_ctx) plus half a stride,
-rounded up to 256. It also rounds each probability to float32. For a model without BOS and the same window the
-values agree.
+Two errors of llama.cpp's stride mode are fixed: it evaluates a window before placing BOS at its start, so BOS has no
+effect; and its windows are not -c tokens long but -c (times n_batch / n_ctx) plus half a stride, rounded up to 256. It
+also rounds each probability to float32. For a model without BOS and the same window the values agree.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class SaveLogits(Options):
     path: str | Path
     format: str = option(
         "llama.cpp",
-        "Whole vocabulary in 16 bits, or the most probable tokens exactly and the mass of the rest.",
+        "llama.cpp: the whole vocabulary in 16 bits; compact: the most probable tokens exactly, and the mass of the "
+        "rest.",
         BASE_LOGITS,
         choices=("llama.cpp", "compact"),
         flags=("--logits-format",),
@@ -74,11 +75,13 @@ class SaveLogits(Options):
         kind="number",
         choices=tuple(map(str, CLIPS.values())),
     )
-    top_k: int = option(1024, "compact: largest number of tokens per position.", BASE_LOGITS, least=1)
-    residual: float = option(1e-5, "compact: stop when at most this mass is left.", BASE_LOGITS, kind="share below 1")
+    top_k: int = option(1024, "compact: maximum number of tokens per position.", BASE_LOGITS, least=1)
+    residual: float = option(
+        1e-5, "compact: stop when at most this probability mass is left.", BASE_LOGITS, kind="share below 1"
+    )
     codec: str = option(
         "zlib",
-        "compact: compression; zstd decompresses faster, but is an optional extra.",
+        "compact: compression; zstd decompresses faster, but needs an optional extra.",
         BASE_LOGITS,
         choices=tuple(CODECS),
     )
@@ -161,7 +164,7 @@ def perplexity(
     start = working_seconds()
     if stride and save_logits is not None:
         raise RecipeError(
-            "--save-all-logits and --ppl-stride exclude each other: a base of logits has chunks", "QK-E201"
+            "--save-all-logits and --ppl-stride are mutually exclusive: base logits are computed in chunks", "QK-E201"
         )
     with ExitStack() as stack:
         part = None
@@ -170,7 +173,7 @@ def perplexity(
             part = atomic_write(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
         nodes, load_options = split_nodes(load)
         if nodes is not None and not isinstance(model, (str, Path)):
-            raise RecipeError("a cluster runs models from files: give a path", "QK-E210")
+            raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
         loaded = stack.enter_context(loaded_model(model, n_ctx, load_options))
         ids = text_tokens(loaded, text, tokens)
         windows = _stride_windows(ids, n_ctx, stride, chunks) if stride else split_chunks(ids, n_ctx, chunks)
@@ -195,20 +198,22 @@ def perplexity(
 def split_chunks(ids: I32, n_ctx: int, chunks: int | None) -> I32:
     """Return the chunks of a text, int32 [n, n_ctx]."""
     if n_ctx < 4:
-        raise RecipeError(f"a context of {n_ctx} tokens leaves nothing to score; at least 4 are needed", "QK-E203")
+        raise RecipeError(f"a context of {n_ctx} tokens leaves nothing to score; use at least 4", "QK-E203")
     n = len(ids) // n_ctx
     if n == 0:
         raise QuantkitError(
-            f"the text has {len(ids)} tokens, not one chunk of {n_ctx}: use more text, or a smaller -c", "QK-E203"
+            f"the text has {len(ids)} tokens, less than one chunk of {n_ctx}: use more text, or a smaller -c", "QK-E203"
         )
     n = n if chunks is None else min(n, chunks)
     return ids[: n * n_ctx].reshape(n, n_ctx)
 
 
 def _stride_windows(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I32:
-    """Return the windows of a text, int32 [n, n_ctx], each ``stride`` tokens after the one before."""
+    """Return the windows of a text, int32 [n, n_ctx], each ``stride`` tokens after the previous one."""
     if not 0 < stride < n_ctx:
-        raise RecipeError(f"--ppl-stride {stride} must be above 0 and below the context of {n_ctx} tokens", "QK-E203")
+        raise RecipeError(
+            f"--ppl-stride {stride} must be greater than 0 and less than the context of {n_ctx} tokens", "QK-E203"
+        )
     if len(ids) <= n_ctx:
         raise QuantkitError(
             f"the text has {len(ids)} tokens; a context of {n_ctx} with a stride needs more than that", "QK-E203"
@@ -308,7 +313,7 @@ def _shared_sink(path: Path, chunks: Chunks, clip: float) -> _LlamaSink:
     try:
         return _LlamaSink(LlamaSharer(path, chunks, clip))
     except (OSError, FormatError) as e:
-        raise NodeRefusal(f"{path} cannot be written there: {e}") from None
+        raise NodeRefusal(f"{path} cannot be written on this node: {e}") from None
 
 
 class _CompactSink:
@@ -347,10 +352,10 @@ def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitS
     if save.format == "llama.cpp":
         return _LlamaSink(LlamaWriter(path, chunks, save.clip))
     if save.format != "compact":
-        raise RecipeError(f"no format {save.format!r} of base logits; choose llama.cpp or compact", "QK-E203")
+        raise RecipeError(f"unknown format of base logits {save.format!r}; choose llama.cpp or compact", "QK-E203")
     if save.top_k < 1 or not 0 <= save.residual < 1:
         raise RecipeError(
-            f"top-k {save.top_k} must be above 0, and a residual of {save.residual} within [0, 1)", "QK-E203"
+            f"top-k {save.top_k} must be greater than 0, and residual {save.residual} within [0, 1)", "QK-E203"
         )
     with open_gguf(model.path) as source:
         fingerprint = source.fingerprint()

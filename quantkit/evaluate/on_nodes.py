@@ -46,9 +46,9 @@ class NodeModel:
         try:
             fingerprint = fingerprint_of(self.path)
         except (OSError, FormatError) as e:
-            raise NodeRefusal(f"{self.path} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
+            raise NodeRefusal(f"{self.path} cannot be read on this node: {getattr(e, 'strerror', None) or e}") from None
         if fingerprint != self.fingerprint:
-            raise NodeRefusal(f"{self.path} is another file there")
+            raise NodeRefusal(f"{self.path} is another file on this node")
 
     def load_options(self, threads: int) -> LoadOptions:
         """Return the options of quantkit.load on this node. Raises NodeRefusal if the model cannot be run here."""
@@ -77,7 +77,7 @@ class NodeModel:
         if backend == "auto":
             backend = "cuda" if devices else "cpu"
         layers = nodes.gpu_layers if devices or backend == "cuda" else None
-        choice = ", ".join(devices) or f"the CPU, as {why_none()}"
+        choice = ", ".join(devices) or f"the CPU ({why_none()})"
         note = f"--backend {nodes.backend}: {choice}" if nodes.uses_gpus else ""
         return placement_of(backend, layers, nodes.rules, devices), note
 

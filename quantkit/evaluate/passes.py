@@ -123,13 +123,13 @@ class EvaluationOptions(LoadOptions, total=False):
 
 @contextmanager
 def loaded_model(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
-    """Load a model from its path for contexts of ``n_ctx``; yield a loaded one unchanged.
+    """Load a model from its path for contexts of ``n_ctx``; yield a loaded model unchanged.
 
     Raises ArgumentError for options other than ``threads`` of a loaded model.
     """
     if not isinstance(model, (str, Path)):
         if extra := [name for name in options if name != "threads"]:
-            raise ArgumentError(f"{extra[0]}: {model.path} is loaded already; give it to quantkit.load")
+            raise ArgumentError(f"{extra[0]}: {model.path} is already loaded; pass this argument to quantkit.load")
         yield model
         return
     from quantkit.model.engine import load
@@ -151,7 +151,7 @@ def bos_of(model: Model, notes: list[str]) -> int | None:
     try:
         tokenizer = model.tokenizer
     except FormatError as e:
-        notes.append(f"windows start without BOS, as there is no tokenizer: {e.message}")
+        notes.append(f"windows start without BOS because the model has no tokenizer: {e.message}")
         return None
     return tokenizer.bos if tokenizer.add_bos else None
 
@@ -159,7 +159,7 @@ def bos_of(model: Model, notes: list[str]) -> int | None:
 def note_context(model: Model, n_ctx: int, notes: list[str]) -> None:
     """Append a note on a context longer than the model's."""
     if n_ctx > model.n_ctx_train:
-        notes.append(f"the model was trained on {model.n_ctx_train} tokens of context, {n_ctx} are used")
+        notes.append(f"the context of {n_ctx} tokens exceeds the {model.n_ctx_train} that the model was trained on")
 
 
 def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes: list[str]) -> None:
@@ -174,7 +174,10 @@ def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes:
         try:
             text = model.tokenizer.decode(tokens)
         except FormatError as e:
-            notes.append(f"whether this text was calibrated on cannot be told without a tokenizer: {e.message}")
+            notes.append(
+                "not checked whether this text was used for calibration, because the model has no tokenizer: "
+                f"{e.message}"
+            )
             return
     warning = calibration_warning(located(model.path), source.fields, text)
     notes += [] if warning is None else [warning]
@@ -183,16 +186,18 @@ def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes:
 def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | None) -> I32:
     """Return the tokens to evaluate, int32 [n]: ``tokens``, or those of the text, special tokens included."""
     if (text is None) == (tokens is None):
-        raise QuantkitError("either a text or tokens must be given", "QK-E201")
+        raise QuantkitError("give either a text or tokens", "QK-E201")
     if text is not None:
         return np.asarray(model.tokenizer.encode(text), np.int32)
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
-        raise QuantkitError(f"tokens must be integers in one dimension, not {ids.dtype} {list(ids.shape)}", "QK-E210")
+        raise QuantkitError(
+            f"tokens must be a one-dimensional array of integers, not {ids.dtype} {list(ids.shape)}", "QK-E210"
+        )
     bad = np.flatnonzero((ids < 0) | (ids >= model.n_vocab))
     if bad.size:
         raise QuantkitError(
-            f"token {int(bad[0])} is {ids[bad[0]]}: the ids of {model.path} are 0 to {model.n_vocab - 1}", "QK-E203"
+            f"token {int(bad[0])} is {ids[bad[0]]}: valid ids of {model.path} are 0 to {model.n_vocab - 1}", "QK-E203"
         )
     return ids.astype(np.int32)
 

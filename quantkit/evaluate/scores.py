@@ -65,8 +65,8 @@ def softmax(logits: F32) -> Softmax:
     top = logits.max(axis=1)
     if not np.isfinite(top).all():
         raise QuantkitError(
-            "the model computed NaN or Inf instead of logits: a broken file (quantkit inspect, quantkit compare),"
-            " or numbers too large for --kv-type f16",
+            "the logits are NaN or infinite: the file is damaged (see quantkit inspect, quantkit compare), or values "
+            "exceed --kv-type f16",
             "QK-E108",
         )
     exps = np.subtract(logits, top[:, None], out=_scratch.like(logits, "exps"))
@@ -143,7 +143,7 @@ def _divergence_at_edge(edge: npt.NDArray[np.bool_], p: F64, q: F64, terms: F64,
 
 
 def _first_top(log_probs: F32, starts: I64) -> I64:
-    """Return the index of each row's largest value, the first one of equals."""
+    """Return the index of each row's largest value, the first of equal ones."""
     counts = np.diff(starts)
     is_top = log_probs == np.repeat(np.maximum.reduceat(log_probs, starts[:-1]), counts)
     indices = np.flatnonzero(is_top)
@@ -178,7 +178,7 @@ def most_probable(logits: F32, parts: Softmax, following: I32, top_k: int, resid
 
 
 def largest(x: F32, k: int) -> I64:
-    """Return the indices of the ``k`` largest values of x, f32 [n], ascending; the first of equals at the edge."""
+    """Return the indices of the ``k`` largest values of x, f32 [n], ascending; the first of equal ones at the limit."""
     if k >= x.size:
         return np.arange(x.size)
     # Partitioning 150000 values takes a millisecond; a sample gives a threshold that a few thousand exceed.

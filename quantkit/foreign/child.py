@@ -1,8 +1,7 @@
-"""The process in which foreign code runs: started when first asked, ended with whoever asks, limited by the kernel.
+"""The process that runs foreign code: started on first use, ended with its parent, limited by the kernel.
 
-Requests and answers are lines of JSON; a file goes as the bytes that it is. What the code raises, prints and
-allocates stays there: a refusal, the death of the process and the end of its time are one FormatError each, which
-names the file.
+Requests and answers are lines of JSON; a file is sent as raw bytes. What the code raises, prints and allocates stays in
+the process: a refusal, a crash and a timeout each become one FormatError that names the file.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Limits:
     """Resource limits of a child.
 
     ``seconds`` of CPU time, and ``per_call`` more for each call; ``memory``: bytes of its address space; ``answers``:
-    bytes of all that it answers.
+    bytes of all its answers.
     """
 
     seconds: int = 10
@@ -52,7 +51,7 @@ class Limits:
 
     @property
     def wall(self) -> float:
-        """The seconds that a call may last on a machine with much other work, or that waits for something."""
+        """The wall-clock limit of a call, in seconds, generous for busy machines."""
         return 120.0 + 20.0 * self.seconds
 
 
@@ -61,14 +60,14 @@ GRAMMAR = Limits(seconds=5, memory=1 << 29, answers=1 << 22)
 
 
 class Child:
-    """A process that makes ``service(*arguments)``, or ``service(data, *arguments)``, and calls its methods.
+    """A process that constructs ``service(*arguments)``, or ``service(data, *arguments)``, and calls its methods.
 
     Args:
         service: "module:class" below quantkit.foreign.
-        subject: the file, and the part of it that runs here; errors begin with it.
-        arguments: values of JSON.
-        limits: what it may use, over all its calls.
-        data: returns the bytes of a file; called once the process has begun.
+        subject: the file, and the part of it that runs; errors begin with it.
+        arguments: JSON values.
+        limits: the resource limits over all calls.
+        data: returns the bytes of a file; called after the process has started.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Child:
         self._error: str | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method. Raises FormatError, also at every later call once the process is dead."""
+        """Return the result of a method. Raises FormatError, also for every call after the process has died."""
         if self._error is not None:
             raise FormatError(self._error, "QK-E116")
         self.start()
@@ -120,7 +119,7 @@ class Child:
     # ---------------------------------------------------------------- one request
 
     def start(self) -> None:
-        """Start the service in the background, unless it has started. Raises ResourceError."""
+        """Start the service in the background unless it is running. Raises ResourceError."""
         if self._process is not None or self._error is not None:
             return
         paths = json.dumps([path or os.curdir for path in sys.path])
@@ -134,7 +133,7 @@ class Child:
             )
         except OSError as e:
             raise ResourceError(
-                f"{self.subject}: no process can be started to read it: {e.strerror or e}", "QK-E413"
+                f"{self.subject}: cannot start a process to read it: {e.strerror or e}", "QK-E413"
             ) from None
         weakref.finalize(self, _end, self._process)
         data = b"" if self._data is None else self._data()
@@ -191,7 +190,7 @@ class Child:
         if code == -signal.SIGXCPU:
             return f"takes longer than {self.limits.seconds} s"
         status = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"ends the process that reads it ({status}): it is broken, or takes more than {self._memory}"
+        return f"crashed the process that reads it ({status}): it is damaged, or needs more than {self._memory}"
 
     @property
     def _memory(self) -> str:

@@ -1,4 +1,4 @@
-"""Texts in grammars that grow while they are read, as values of JSON."""
+"""Texts in grammars that can grow while being read, as JSON values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Grammars:
-    """One method a grammar."""
+    """One method per grammar."""
 
     def yaml(self, text: str) -> Any:
         """Parse a YAML document; dates and other types become text."""

@@ -1,4 +1,5 @@
-"""The inside of a ``child.Child``: limits itself, makes the service that the first line names, and answers calls."""
+"""The program inside a ``child.Child``: limits itself, constructs the service named in the first line, and answers
+calls."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def serve() -> None:
 
 
 def _limit(resource_id: int, limit: int) -> None:
-    """Set a soft limit of this process, CPU time from the process's start; a lower limit of ``ulimit`` stays."""
+    """Set a soft limit of this process, CPU time from the process's start; a lower limit of ``ulimit`` remains."""
     hard = resource.getrlimit(resource_id)[1]
     resource.setrlimit(resource_id, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
@@ -58,7 +59,7 @@ def _answer(answers: BinaryIO, function: Callable[..., Any], arguments: list[Any
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
-        return f"takes more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB"
+        return f"needs more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB"
     try:
         text = str(error)
     except Exception:  # noqa: BLE001

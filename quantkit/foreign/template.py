@@ -1,4 +1,4 @@
-"""A chat template, as llama.cpp and transformers run it: jinja2 in its sandbox."""
+"""A chat template run as by llama.cpp and transformers: jinja2 in its sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jinja2.sandbox
 
 
 class Template:
-    """A compiled template. ``tokens``: texts of special tokens by the name that templates have for them."""
+    """A compiled template. ``tokens``: texts of special tokens by their name in templates."""
 
     def __init__(self, text: str, tokens: dict[str, str]) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

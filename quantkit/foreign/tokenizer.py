@@ -1,4 +1,4 @@
-"""A tokenizer.json as the package tokenizers runs it: broken tables abort the process, and normalizers may grow."""
+"""A tokenizer.json run by the tokenizers package: damaged tables abort the process, and normalizers may grow."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Tokenizer:
         """Change the tokenizer as transformers changes it.
 
         Args:
-            added: tokens beside those of the model: text, and options of tokenizers.AddedToken.
+            added: tokens in addition to those of the model: text, and options of tokenizers.AddedToken.
             byte_level: options of the ByteLevel that replaces its pre-tokenizer, or None.
             bert: options of the BertNormalizer that replaces its normalizer, or None.
-            special_tokens: those before and after a text, which replace its template, or None.
+            special_tokens: tokens before and after a text, which replace its template, or None.
         """
         tokenizer = self._tokenizer
-        # All in one call: each compiles the search for all added tokens anew.
+        # All in one call, because each call compiles the search for all added tokens.
         tokenizer.add_tokens([tokenizers.AddedToken(content, **options) for content, options in added])
-        # transformers truncates and pads as its caller says, whatever tokenizer.json says.
+        # transformers truncates and pads as its caller requests, regardless of tokenizer.json.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if byte_level is not None:

@@ -7,10 +7,11 @@ behind them     a record (``RECORD``, 104 bytes) for each piece of rows: the SHA
                 SHA-256 of rows and error sums here, and those sums
 ==============  ==========================================================================================
 
-A *piece* is the rows that are encoded at a time. As jobs are made of whole pieces, each can check what it takes,
-however the rows were cut when they were encoded; the digest of all that was encoded is one over its pieces' digests.
+A *piece* is the rows encoded at a time. Jobs consist of whole pieces, so each can check what it reads, however the rows
+were divided when encoded; the digest of all encoded rows is computed from the digests of the pieces.
 
-Entries may come from anybody, cut, damaged or made up: what is read is compared with the digests, never interpreted.
+Entries may come from anyone and may be truncated, damaged or forged: data is compared with the digests, never
+interpreted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _JSON_KEYS = {
 
 
 class DamagedEntry(Exception):
-    """An entry is damaged, or the file is no entry."""
+    """An entry is damaged, or the file is not an entry."""
 
 
 class EntryName(NamedTuple):
@@ -98,7 +99,7 @@ class Pieces:
         return row % self.piece == 0 and (rows % self.piece == 0 or row + rows == self.rows)
 
     def span(self, matrix: int, row: int, rows: int) -> slice:
-        """Return the pieces that rows of a matrix are."""
+        """Return the pieces of rows of a matrix."""
         first = matrix * self.per_matrix + row // self.piece
         return slice(first, first - (-rows // self.piece))
 
@@ -140,15 +141,15 @@ def parse_header(data: bytes) -> Header:
         pieces = Pieces(**values.pop("pieces"))
         header = Header(pieces=pieces, **{_JSON_KEYS[key]: value for key, value in values.items()})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise DamagedEntry("its header is no entry's") from None
+        raise DamagedEntry("its header is not that of an entry") from None
     numbers = (pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece)
     if not all(type(n) is int and 0 < n < 1 << 48 for n in numbers) or pieces.count > _MOST_PIECES:
-        raise DamagedEntry("its header has impossible numbers")
+        raise DamagedEntry("its header has invalid numbers")
     if pieces.piece * pieces.row_bytes > _MOST_BYTES:
         raise DamagedEntry("its pieces are too large")
     texts = isinstance(header.settings, str) and isinstance(header.source, str) and isinstance(header.origin, dict)
     if not texts or not all(isinstance(s, str) for s in (*header.origin, *header.origin.values())):
-        raise DamagedEntry("its header is no entry's")
+        raise DamagedEntry("its header is not that of an entry")
     return header
 
 
@@ -157,7 +158,7 @@ class Entry:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Not through a link, and not waiting for whoever writes a pipe.
+        # Do not follow links, and do not wait for the writer of a pipe.
         self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             self.header = self._header()
@@ -172,9 +173,9 @@ class Entry:
         header = parse_header(self._read(0, DATA))
         name, pieces = parse_name(self.path.name), header.pieces
         if name is not None and (name.settings, name.source) != (header.settings, header.source):
-            raise DamagedEntry("its header is another entry's")
+            raise DamagedEntry("its header belongs to another entry")
         if status.st_size != DATA + pieces.nbytes + pieces.count * RECORD.itemsize:
-            raise DamagedEntry("it was cut, or has grown")
+            raise DamagedEntry("it has the wrong length")
         return header
 
     def __enter__(self) -> Entry:
@@ -195,7 +196,7 @@ class Entry:
         while filled_bytes < out.size:
             n = os.preadv(self._fd, [out.data[filled_bytes:]], offset + filled_bytes)
             if not n:
-                raise DamagedEntry("it was cut")
+                raise DamagedEntry("it is truncated")
             filled_bytes += n
 
     def records(self) -> npt.NDArray[np.void]:

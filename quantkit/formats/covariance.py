@@ -24,9 +24,9 @@ INPUTS_KEY = "quantkit.covariance.inputs"
 
 
 class Covariances:
-    """An open file of covariances.
+    """An open covariance file.
 
-    Raises FormatError if it is none. ``entries``: for every weight, the one whose name the covariance of both has.
+    Raises FormatError if it is not one. ``entries``: for every weight, the name of its covariance's entry.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -35,7 +35,7 @@ class Covariances:
         lines = self._file.get(INPUTS_KEY)
         if self._file.get("general.type") != "covariance" or not isinstance(lines, list):
             raise FormatError(
-                f"{self.path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one",
+                f"{self.path}: not a covariance file; `quantkit imatrix --covariance FILE` writes one",
                 "QK-E118",
             )
         self._digests: dict[str, str] = {}
@@ -58,7 +58,7 @@ class Covariances:
         n, m, *matrices = (*info.shape, 1)
         if n != m or info.type.name != "F32":
             raise FormatError(
-                f"{self.path}: {info.name} is no square matrix of float32, it is {list(info.shape)}", "QK-E118"
+                f"{self.path}: {info.name} is not a square float32 matrix but {list(info.shape)}", "QK-E118"
             )
         return n, matrices[0]
 
@@ -67,24 +67,24 @@ class Covariances:
         for name in (f"{entry}.cov_router", f"{entry}.cov"):
             if name in self._file.tensors:
                 return name
-        raise FormatError(f"{self.path}: there are no sums of {entry}", "QK-E118")
+        raise FormatError(f"{self.path}: the sums of {entry} are missing", "QK-E118")
 
     def is_weighted(self, entry: str) -> bool:
-        """Return whether tokens count by the square of their router weight."""
+        """Return whether tokens are weighted by their squared router weight."""
         return self._sums(entry).endswith("router")
 
     def tokens(self, entry: str) -> npt.NDArray[np.float32]:
-        """Return the tokens that each matrix of an entry has seen, float32 [matrices]."""
+        """Return the number of tokens of each matrix of an entry, float32 [matrices]."""
         try:
             info = self._file.tensors[f"{entry}.counts"]
         except KeyError:
-            raise FormatError(f"{self.path}: there are no counts of {entry}", "QK-E118") from None
+            raise FormatError(f"{self.path}: the counts of {entry} are missing", "QK-E118") from None
         counts = np.empty(info.nbytes, np.uint8)
         self._file.read(info, counts, 0)
         return counts.view("<f4")
 
     def digest(self, entry: str) -> str:
-        """Return the SHA-256 of an entry's sums; they are read once."""
+        """Return the SHA-256 of an entry's sums, which are read once."""
         if entry not in self._digests:
             info, sha256 = self._file.tensors[self._sums(entry)], hashlib.sha256()
             for offset in range(0, info.nbytes, _CHUNK):
@@ -95,11 +95,13 @@ class Covariances:
         return self._digests[entry]
 
     def matrix(self, entry: str, number: int) -> F64:
-        """Return one matrix of an entry, float64 [n, n]; raise FormatError unless finite with a diagonal >= 0."""
+        """Return one matrix of an entry, float64 [n, n]. Raises FormatError unless finite with a diagonal >= 0."""
         n, _ = self.shape(entry)
         raw = np.empty(4 * n * n, np.uint8)
         self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)
         matrix = raw.view("<f4").reshape(n, n).astype(np.float64)
         if not np.isfinite(matrix).all() or (np.diagonal(matrix) < 0).any():
-            raise FormatError(f"{self.path}: matrix {number} of {entry} is no covariance: record it again", "QK-E118")
+            raise FormatError(
+                f"{self.path}: matrix {number} of {entry} is not a valid covariance: record it again", "QK-E118"
+            )
         return matrix

@@ -29,21 +29,23 @@ def find_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Tensor
 
 
 def merge_obstacle(has: Mapping[str, TensorInfo], *, any_types: bool = False, remedy: str = "") -> str:
-    """Return why the experts of a layer cannot be merged, empty if they can; remedy: follows where types differ."""
+    """Return why the experts of a layer cannot be merged, "" if they can; remedy: appended if types differ."""
     gate, up = has.get(f"{GATE}.weight"), has.get(f"{UP}.weight")
     if f"{MERGED}.weight" in has:
-        return f"it has {MERGED} beside the halves"
+        return f"it has {MERGED} as well as its halves"
     if gate is None or up is None:
         return f"it has no {UP if up is None else GATE}.weight"
     if gate.shape != up.shape:
         return f"gate has shape {list(gate.shape)}, up {list(up.shape)}"
     if deep := [t.name for t in has.values() if is_deep(t)]:
-        return f"{deep[0]} has more dimensions than experts have"
+        return f"{deep[0]} has too many dimensions for experts"
     if gate.type is not up.type and not any_types:
         return f"gate is {gate.type}, up is {up.type}{remedy}"
     rows = geometry(gate.name, gate.shape)[1]
     if gate.type is up.type and rows % gate.type.interleave:
-        return f"{gate.type} interleaves {gate.type.interleave} rows, which do not divide {rows} rows per expert"
+        return (
+            f"{gate.type} interleaves {gate.type.interleave} rows, which is not a divisor of the {rows} rows per expert"
+        )
     unmergeable = {key: t.name for key, t in has.items() if not key.endswith((".weight", ".bias"))}
     if scales := sorted(name for key, name in unmergeable.items() if key.endswith("scale")):
         return f"{', '.join(scales)}: no runtime has a name for the scales of merged experts"
@@ -71,5 +73,5 @@ def geometry(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def is_deep(tensor: TensorInfo) -> bool:
-    """Return whether a tensor has more dimensions than experts have."""
+    """Return whether a tensor has too many dimensions for experts."""
     return math.prod(geometry(tensor.name, tensor.shape)) != math.prod(tensor.shape)

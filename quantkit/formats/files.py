@@ -1,8 +1,8 @@
-"""Local inputs, held open: all reads are of the file that was opened first.
+"""Local inputs, held open: all reads are from the file that was opened first.
 
-A ``File`` is a ``Path``, as a ``URL`` is one, so what reads files takes it as it takes others. One that is replaced by
-another of its name is read on as it was. One that is written to, or cut, meanwhile is an error, told by its size and
-its times when ``check_unchanged`` asks, and always at the end.
+A ``File`` is a ``Path``, like a ``URL``, so every function that reads files accepts it. If the file is replaced by
+another of its name, the opened one is still read. If it is written to or truncated, ``check_unchanged``, always called
+at the end, raises an error, by its size and times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantkit.formats.remote import URL
 
 #: Descriptors kept open at once, the last ones: there may be thousands of shards. Who is opened again is compared.
 _OPEN = 128
-_REPLACED = "it was replaced by another file, or written to, while it was read; begin anew"
+_REPLACED = "the file was replaced or changed while it was being read; start over"
 
 
 class Stamp(NamedTuple):
@@ -110,7 +110,7 @@ class File(PosixPath):
         return Stamp.from_status(self._status)
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:  # type: ignore[override]
-        """Open it as ``Path.open`` does. Raises FormatError, too, if it is held and another file has its name."""
+        """Open it like ``Path.open``. Also raises FormatError if it is held and another file has its name."""
         file: IO[Any] = super().open(mode, *args, **kwargs)
         if (
             self._is_held
@@ -122,7 +122,7 @@ class File(PosixPath):
         return file
 
     def check(self) -> None:
-        """Raise FormatError if it was written to, or cut, since it was first looked at. Raises OSError."""
+        """Raise FormatError if the file was written to or truncated since the first access. Raises OSError."""
         # Held until its status is read: another thread may evict the file, and its number would become another's.
         descriptor = self.descriptor()
         before, now = self._status, os.fstat(descriptor.fd)
@@ -131,7 +131,7 @@ class File(PosixPath):
         if Stamp.from_status(before)[:3] == Stamp.from_status(now)[:3] and self._has_moved(before, now):
             return
         raise FormatError(
-            f"{self}: it was written to while it was read ({_difference(before, now)}); begin anew", "QK-E109"
+            f"{self}: the file changed while it was being read ({_difference(before, now)}); start over", "QK-E109"
         )
 
     def _has_moved(self, before: os.stat_result, now: os.stat_result) -> bool:
@@ -153,12 +153,12 @@ def _reopen_file(path: str) -> File:
 def _difference(before: os.stat_result, now: os.stat_result) -> str:
     if before.st_size != now.st_size:
         return f"{now.st_size} bytes, not {before.st_size}"
-    return "its time of change is another"
+    return "its modification time differs"
 
 
 @contextmanager
 def open_input(path: Path) -> Iterator[int]:
-    """Yield a descriptor for pread, of a file that is held one of that same file. Raises FormatError, OSError."""
+    """Yield a descriptor for pread; for a held file, of that same file. Raises FormatError, OSError."""
     if isinstance(path, File) and path.is_held:
         descriptor = path.descriptor()
         yield descriptor.fd
@@ -171,7 +171,7 @@ def open_input(path: Path) -> Iterator[int]:
 
 
 def check_unchanged(paths: Iterable[Path]) -> None:
-    """Raise FormatError if an input has changed since it was first read. Raises OSError, too."""
+    """Raise FormatError if an input has changed since it was first read. Also raises OSError."""
     for path in paths:
         if isinstance(path, (URL, File)):
             path.check()
@@ -188,7 +188,7 @@ def hold(path: Path) -> Path:
 
 
 def stamp_of(path: Path) -> list[int | str]:
-    """Return the stamp of an input as JSON has it; of a URL its size and tag. Raises OSError."""
+    """Return the stamp of an input for JSON; for a URL, its size and tag. Raises OSError."""
     if isinstance(path, URL):
         return [path.facts.size, path.facts.tag]
     if isinstance(path, File) and path.is_held:

@@ -1,7 +1,6 @@
-"""Folders that others may write to: links in them are not followed.
+"""Folders that other users may write to: links in them are not followed.
 
-Every name is looked up in a folder that is open, one part at a time, so that nobody can put a link in its place
-meanwhile.
+Every name is looked up in an open folder, one part at a time, so that nobody can replace it by a link in the meantime.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @contextmanager
 def open_folder(root: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Yield a descriptor of the folder ``names`` lead to from ``root``, which itself may be a link.
+    """Yield a descriptor of the folder that ``names`` lead to from ``root``, which itself may be a link.
 
-    ``make``: make those that are missing. Raises OSError, also where one is a link.
+    ``make``: create missing folders. Raises OSError, also for links.
     """
     fd = os.open(root, _FOLDER)
     try:
@@ -37,16 +36,16 @@ def open_folder(root: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 
 def open_file(name: str, flags: int, folder: int) -> int:
-    """Return a descriptor of a regular file in a folder that is open. Raises OSError, for links and pipes, too."""
+    """Return a descriptor of a regular file in an open folder. Raises OSError, also for links and pipes."""
     fd = os.open(name, flags | _FILE, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(0, "no regular file", name)
+        raise OSError(0, "not a regular file", name)
     return fd
 
 
 def regular_files(folder: int) -> dict[str, os.stat_result]:
-    """Return the regular files of a folder that is open, by name in order."""
+    """Return the regular files of an open folder, sorted by name."""
     files = {}
     for name in sorted(os.listdir(folder)):
         with suppress(OSError):

@@ -9,7 +9,7 @@ GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3
     W.in_sum2 [nval / n_mat, n_mat]   raw sums of x^2            W.counts [1, n_mat]   tokens seen
     W.in_sum  [nval / n_mat, n_mat]   raw sums of x, optional    W.stats  [12]         statistics, ignored here
 
-.dat (older, and all that ik_llama.cpp reads), int32 and float32, little endian::
+.dat (older; the only format that ik_llama.cpp reads), int32 and float32, little endian::
 
     n_entries, then per entry: name_len, name, ncall, nval, float[nval]     value = sum / count * ncall
     last_chunk, dataset_len, dataset                                        optional trailer
@@ -87,7 +87,7 @@ class Imatrix:
     format: Format = "gguf"
     n_layer_nextn: int = 0
     stats_schema: list[str] = field(default_factory=list)
-    #: Our own keys ("quantkit."): fill policy, calibration text. A .dat has no place for them.
+    #: quantkit's own keys ("quantkit."): fill policy, calibration text. A .dat cannot store them.
     extra: dict[str, Field] = field(default_factory=dict)
 
     @cached_property
@@ -100,8 +100,8 @@ class Imatrix:
         """Return the importance that an encoder uses, of entry ``name``: a new float32 array, flat [nval].
 
         The arithmetic is that of llama.cpp b11434 tools/quantize/quantize.cpp load_imatrix (for a .dat also
-        ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat
-        with ncall 0 as it is.
+        ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat with
+        ncall 0 unchanged.
         """
         entry = self.entries[name]
         counts = entry.counts.astype(np.float32)[:, None]
@@ -116,10 +116,10 @@ class Imatrix:
 
 
 def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix:
-    """Read the importance matrix ``path``, GGUF or .dat, told apart by the first four bytes.
+    """Read the importance matrix ``path``, GGUF or .dat, detected by the first four bytes.
 
-    Sums are read-only views of the mapped file. Raises FormatError for anything llama.cpp's loader refuses, and
-    for what it fails to check: truncated or trailing data, negative or non-finite counts, contradicting shapes,
+    Sums are read-only views of the mapped file. Raises FormatError for everything that llama.cpp's loader rejects, and
+    for what it does not check: truncated or trailing data, negative or non-finite counts, contradicting shapes,
     duplicate entries, sums of squares that are negative or not finite. ``check`` False takes any sums: for commands
     that show them, and for quantize, which can exclude entries and checks the rest (pipeline.importance).
     """
@@ -141,7 +141,7 @@ def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix
 
 
 def check_squares(path: Path, name: str, values: F32Array) -> None:
-    """Raise FormatError for values of entry ``name`` that no sum or mean of squares has: NaN, infinite, negative."""
+    """Raise FormatError for values of entry ``name`` that are NaN, infinite or negative."""
     _check_values(path, name, values, (values >= 0) & (values < np.inf), "a sum of squares")
 
 
@@ -188,20 +188,20 @@ class _Cursor:
         """Skip ``n`` bytes and return their offset."""
         left = len(self.data) - self.offset
         if n > left:
-            raise self.fail(f"{item} needs {n} bytes, the file has {left} left")
+            raise self.fail(f"{item} needs {n} bytes, but the file has {left} left")
         self.offset += n
         return self.offset - n
 
     def count(self, item: str, lowest: int = 0) -> int:
-        """Read an int32 that may not be below ``lowest``."""
+        """Read an int32 that must be at least ``lowest``."""
         start = self.skip(4, item)
         value: int = struct.unpack_from("<i", self.data, start)[0]
         if value < lowest:
-            raise self.fail(f"{item} is {value}, must be at least {lowest}", start)
+            raise self.fail(f"{item} is {value}; it must be at least {lowest}", start)
         return value
 
     def text(self, n: int, item: str) -> bytes:
-        """Read ``n`` bytes of text, cut at the first zero byte as both trees do."""
+        """Read ``n`` bytes of text, truncated at the first NUL byte as in llama.cpp and ik_llama.cpp."""
         start = self.skip(n, item)
         return bytes(self.data[start : start + n]).split(b"\0", 1)[0]
 
@@ -213,7 +213,9 @@ def _read_dat(path: Path, file: Any) -> Imatrix:
     cursor = _Cursor(path, map_descriptor(file.fileno(), size))
     n_entries = cursor.count("the number of entries", 1)
     if n_entries * _MIN_DAT_ENTRY > size - 4:
-        raise cursor.fail(f"{n_entries} entries do not fit in a file of {size} bytes; neither GGUF nor .dat?", 0)
+        raise cursor.fail(
+            f"{n_entries} entries do not fit in a file of {size} bytes; it is probably neither GGUF nor .dat", 0
+        )
     entries: dict[str, ImatrixEntry] = {}
     for i in range(n_entries):
         start = cursor.offset
@@ -279,7 +281,7 @@ def _read_gguf(path: Path) -> Imatrix:
         if parts[name].keys() != {"stats"}:
             imatrix.entries[name] = _gguf_entry(file, path, name, parts[name])
     if not imatrix.entries:
-        raise FormatError(f"{path}: an importance matrix without a single entry (no tensor *.in_sum2)", "QK-E118")
+        raise FormatError(f"{path}: the importance matrix has no entries (no tensor *.in_sum2)", "QK-E118")
     return imatrix
 
 
@@ -306,7 +308,7 @@ def _uint32(file: GGUFFile, path: Path, key: str, *, required: bool = False) -> 
     if field is None:
         return 0
     if field.type != ValueType.UINT32:
-        raise FormatError(f"{path}: the key {key} must be a uint32, it is {field.type.name.lower()}", "QK-E118")
+        raise FormatError(f"{path}: the key {key} must be a uint32, but is {field.type.name.lower()}", "QK-E118")
     return int(field.value)
 
 
@@ -324,16 +326,16 @@ def _gguf_entry(file: GGUFFile, path: Path, name: str, parts: dict[str, TensorIn
             raise fail(f"its companion {name}.{kind} is missing", anchor)
     for tensor in parts.values():
         if tensor.type.name != "F32":
-            raise fail(f"must be F32, it is {tensor.type}", tensor)
+            raise fail(f"must be F32, but is {tensor.type}", tensor)
     flat = {kind: np.asarray(file.data(tensor)).view("<f4") for kind, tensor in parts.items()}
     counts = _gguf_counts(flat["counts"], lambda problem: fail(problem, parts["counts"]))
     nval, n_mat = flat["in_sum2"].size, counts.size
     rows = nval // max(1, parts["in_sum2"].shape[0])
     if nval == 0 or nval % n_mat or rows not in (1, n_mat) and n_mat != 1:
         shape = list(parts["in_sum2"].shape)
-        raise fail(f"shape {shape} does not fit the {n_mat} counts of {name}.counts", parts["in_sum2"])
+        raise fail(f"shape {shape} does not match the {n_mat} counts of {name}.counts", parts["in_sum2"])
     if "in_sum" in flat and flat["in_sum"].size != nval:
-        raise fail(f"has {flat['in_sum'].size} values, {name}.in_sum2 has {nval}", parts["in_sum"])
+        raise fail(f"has {flat['in_sum'].size} values, but {name}.in_sum2 has {nval}", parts["in_sum"])
     in_sum = flat["in_sum"].reshape(n_mat, -1) if "in_sum" in flat else None
     return ImatrixEntry(flat["in_sum2"].reshape(n_mat, -1), counts, in_sum, flat.get("stats"))
 
@@ -341,7 +343,7 @@ def _gguf_entry(file: GGUFFile, path: Path, name: str, parts: dict[str, TensorIn
 def _gguf_counts(raw: F32Array, fail: Callable[[str], FormatError]) -> npt.NDArray[np.int64]:
     """Round counts half away from zero, as llama.cpp's lround does."""
     if raw.size == 0:
-        raise fail("there are no counts")
+        raise fail("counts are missing")
     bad = np.flatnonzero(~((raw >= 0) & (raw < 2.0**53)))
     if bad.size:
         raise fail(f"count {bad[0]} is {raw[bad[0]]}, not a number of tokens")
@@ -358,18 +360,19 @@ def write_imatrix(
     *,
     chunk_size: int | None = None,
 ) -> None:
-    """Write ``imatrix`` to ``path`` as llama-imatrix b11434 would: names sorted, the file appears whole or not at all.
+    """Write ``imatrix`` to ``path`` as llama-imatrix b11434 would: names sorted; the file is written completely or not
+    at all.
 
-    ``format`` "gguf" keeps counts per expert; "dat" stores sum / count * ncall, ncall = ceil(max(counts) /
-    chunk_size), ones for experts without tokens, and leaves out weights without any. ``chunk_size`` (tokens) is
-    needed only between the formats: a .dat does not record it (default 512, llama-imatrix's); being a power of
-    two it changes no value. Raises FormatError for names or counts the format cannot hold.
+    ``format`` "gguf" keeps counts per expert; "dat" stores sum / count * ncall, ncall = ceil(max(counts) / chunk_size),
+    ones for experts without tokens, and omits weights without tokens. ``chunk_size`` (tokens) is only used between the
+    formats: a .dat does not record it (default 512, llama-imatrix's); being a power of two it changes no value. Raises
+    FormatError for names or counts the format cannot hold.
     """
     path = located(path)
     if format not in ("gguf", "dat"):
         raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
     if not imatrix.entries:
-        raise FormatError(f"{path}: an importance matrix without entries would be refused by llama.cpp", "QK-E118")
+        raise FormatError(f"{path}: llama.cpp rejects an importance matrix without entries", "QK-E118")
     size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
     for name, entry in imatrix.entries.items():
         _check_shapes(name, entry)
@@ -427,9 +430,8 @@ def _gguf_tensors(
             if len(f"{name}.{kind}".encode()) > MAX_GGUF_NAME:
                 max_name = MAX_GGUF_NAME - len(f".{kind}")
                 raise FormatError(
-                    f"{path}: entry {name!r}: ggml keeps {MAX_GGUF_NAME} bytes of a tensor's name, which leaves "
-                    f"{max_name}"
-                    f" before .{kind}; write a .dat instead",
+                    f"{path}: entry {name!r}: ggml limits tensor names to {MAX_GGUF_NAME} bytes, which leaves "
+                    f"{max_name} before .{kind}; write a .dat instead",
                     "QK-E305",
                 )
             # ggml drops trailing dimensions of 1.
@@ -438,7 +440,7 @@ def _gguf_tensors(
 
 
 def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> ImatrixEntry:
-    """Turn means times calls into raw sums and tokens; ncall 0 counts as one call."""
+    """Convert means times calls to raw sums and tokens; ncall 0 counts as one call."""
     with np.errstate(over="ignore"):
         sums = entry.sums * np.float32(chunk_size)
     if np.isfinite(entry.sums).all() and not np.isfinite(sums).all():
@@ -452,7 +454,7 @@ def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> Ima
 def _write_dat(temporary: Path, path: Path, imatrix: Imatrix, chunk_size: int) -> None:
     names = [name for name in sorted(imatrix.entries) if imatrix.format == "dat" or imatrix.entries[name].counts.any()]
     if not names:
-        raise FormatError(f"{path}: no entry has seen a token; a .dat cannot hold that", "QK-E305")
+        raise FormatError(f"{path}: no entry has tokens, which a .dat cannot store", "QK-E305")
     with temporary.open("wb") as file:
         file.write(struct.pack("<i", len(names)))
         for name in names:

@@ -1,8 +1,8 @@
-"""Inputs and outputs of commands: checked for overlap, locked, and written whole or not at all.
+"""Inputs and outputs of commands: checked for overlap, locked, and written completely or not at all.
 
-Before any work, ``check_apart`` refuses an output that is an input or another output, by whatever name. An ``Output``
-is then held as long as its run lasts, by a lock on OUT.lock, which a killed run leaves behind and nobody holds then.
-What is ``atomic_write`` appears whole or not at all: it grows as OUT.part and is renamed.
+Before any work, ``check_apart`` refuses an output that is an input or another output, whatever its name. An ``Output``
+is then held for the duration of its run by a lock on OUT.lock; a killed run leaves the file behind, but not the lock. A
+file of ``atomic_write`` appears completely or not at all: it is written as OUT.part and renamed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_text(path: str | Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _standard_input(stream: TextIO) -> bytes:
-    """Read it once; a text is read again for every pass that needs it."""
+    """Read it once; each call reads the text again."""
     return _read_bounded(stream.buffer, "standard input", MAX_TEXT)
 
 
@@ -55,15 +55,15 @@ def _read_bounded(file: BinaryIO, name: str | Path, max_bytes: int) -> bytes:
 
 def _too_large(name: str | Path, max_bytes: int) -> FormatError:
     return FormatError(
-        f"{name}: more than {format_size(max_bytes)}, the most that is read here: is it the right file?", "QK-E120"
+        f"{name}: larger than {format_size(max_bytes)}, the limit; check that it is the right file", "QK-E120"
     )
 
 
 def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
-    """Return all bytes of a file, or of a pipe of the shell, as ``<(command)`` makes one.
+    """Return all bytes of a file, or of a shell pipe such as ``<(command)``.
 
-    Raises FormatError beyond ``max_bytes``, and for what is no file: a device, which never ends, and a named pipe,
-    to which nobody may write.
+    Raises FormatError beyond ``max_bytes``, and for devices, which never end, and named pipes, which may have no
+    writer.
     """
     path = located(path)
     try:
@@ -86,13 +86,13 @@ def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
 def _check_pipe(path: str | Path, mode: int) -> None:
     """Refuse a path that is neither a file nor a pipe opened by the shell (/proc/.., without a name in a folder)."""
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file", "QK-E120")
+        raise FormatError(f"{path}: a device, neither a file nor a pipe: give a file", "QK-E120")
     if not stat.S_ISFIFO(mode) or not os.path.realpath(path).startswith("/proc/"):
-        raise FormatError(f"{path}: not a regular file: name a file", "QK-E120")
+        raise FormatError(f"{path}: not a regular file: give a file", "QK-E120")
 
 
 def part_path(path: Path) -> Path:
-    """Return the name under which an output grows."""
+    """Return the temporary name of an output."""
     return sibling_path(path, ".part")
 
 
@@ -108,7 +108,7 @@ def sibling_path(path: Path, suffix: str) -> Path:
 
 
 def resolve_links(path: str | Path) -> Path:
-    """Return the real path of an output, at the end of links."""
+    """Return the real path of an output, with links resolved."""
     path = located(path)
     if isinstance(path, URL):
         return path
@@ -121,8 +121,8 @@ def resolve_links(path: str | Path) -> Path:
 def check_apart(outputs: Iterable[str | Path | None], inputs: Iterable[str | Path | None] = ()) -> None:
     """Raise ResourceError if an output, or a name it is written by, is an input or another output.
 
-    None stands for what was not given, - for standard input. Of an input that is a shard, all shards count. Files are
-    told by device and inode, those that are not there yet by folder and name, so links do not matter.
+    None is a missing argument, - standard input. For an input that is a shard, all shards count. Files are identified
+    by device and inode, missing ones by folder and name, so links do not matter.
     """
     read = (located("/dev/stdin" if str(path) == "-" else path) for path in inputs if path is not None)
     owners = {_identity(shard): (shard, True) for path in read for shard in shards_of(path)}
@@ -138,9 +138,9 @@ def _describe_clash(output: Path, name: Path, owner: Path, is_input: bool) -> st
     through = "" if name == output else f", which grows as {name},"
     if is_input:
         subject = "itself" if owner == name else f"{owner} itself"
-        return f"{output}{through} is the input {subject}; write the output under another name"
+        return f"{output}{through} is the input {subject}; choose another output"
     outputs = f"two outputs, {output}," if name == owner == output else f"{output}{through} and {owner}"
-    return f"{outputs} are one file; give each output a name of its own"
+    return f"{outputs} are the same file; give each output its own name"
 
 
 def _identity(path: Path) -> tuple[object, ...]:
@@ -171,26 +171,26 @@ def check_free(path: str | Path, *, overwrite: bool) -> None:
         _check_url(path, overwrite)
         return
     if not os.path.isdir(os.path.dirname(resolve_links(path)) or "."):
-        raise ResourceError(f"{path}: its folder does not exist; make it first", "QK-E401")
+        raise ResourceError(f"{path}: its folder does not exist; create it first", "QK-E401")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
     except OSError as e:
-        raise ResourceError(f"{path}: {e.strerror or e}; name another file", os_error_code(e)) from None
+        raise ResourceError(f"{path}: {e.strerror or e}; choose another file", os_error_code(e)) from None
     if stat.S_ISDIR(mode):
-        raise ResourceError(f"{path} is a directory; name a file", "QK-E120")
+        raise ResourceError(f"{path} is a directory; give a file", "QK-E120")
     if not stat.S_ISREG(mode):
-        raise ResourceError(f"{path} is no regular file, and would be replaced by one; name another", "QK-E120")
+        raise ResourceError(f"{path} is not a regular file; choose another output", "QK-E120")
     if not overwrite:
-        raise ResourceError(f"{path} exists; give another name, or --overwrite to replace it", "QK-E402")
+        raise ResourceError(f"{path} exists; choose another name, or use --overwrite to replace it", "QK-E402")
 
 
 def _check_url(url: URL, overwrite: bool) -> None:
     url.store.check_writable(url)
     try:
         if not overwrite and URL(url.address).is_file():  # as it is now, not as it was seen before
-            raise ResourceError(f"{url} exists; give another name, or --overwrite to replace it", "QK-E402")
+            raise ResourceError(f"{url} exists; choose another name, or use --overwrite to replace it", "QK-E402")
     except OSError as e:
         raise ResourceError(f"{url}: {e.strerror or e}", "QK-E412") from None
 
@@ -199,10 +199,10 @@ def _check_url(url: URL, overwrite: bool) -> None:
 
 
 class Output:
-    """A file to be ``atomic_write``, any number of times: a context in which no other run writes it.
+    """A context in which no other run writes a file;
 
-    ``overwrite``: replace what is there. Entering raises what ``check_free`` raises, and ResourceError while another
-    run holds it.
+    ``atomic_write`` may be used on it any number of times. ``overwrite``: replace an existing file. Raises on entry as
+    ``check_free``, and ResourceError while another run holds it.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -214,8 +214,8 @@ class Output:
         try:
             self._lock = self._take_lock()
         except OSError as e:
-            lock_name = f"{lock_path(self.path).name} beside it cannot: {e.strerror or e}"
-            raise ResourceError(f"{self.path} cannot be written, for {lock_name}", "QK-E405") from None
+            lock_name = f"the lock {lock_path(self.path).name} cannot: {e.strerror or e}"
+            raise ResourceError(f"{self.path} cannot be written, because {lock_name}", "QK-E405") from None
         try:
             check_free(self.path, overwrite=self.overwrite)
         except ResourceError:
@@ -237,9 +237,9 @@ class Output:
 
 
 def take_lock(path: Path) -> int:
-    """Return the descriptor of a file that is made, and locked until ``drop_lock``, or until the process ends.
+    """Create and lock a file until ``drop_lock``, or until the process ends;
 
-    Raises BlockingIOError while another process holds it, OSError if it cannot be made.
+    return its descriptor. Raises BlockingIOError while another process holds it, OSError if it cannot be created.
     """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -258,7 +258,7 @@ def take_lock(path: Path) -> int:
 
 def drop_lock(path: Path, lock: int) -> None:
     """Remove a file that is locked, and end the lock."""
-    if os.fstat(lock).st_size == 0:  # else somebody's own file has the name
+    if os.fstat(lock).st_size == 0:  # otherwise a user's file has this name
         path.unlink(missing_ok=True)
     os.close(lock)
 
@@ -267,7 +267,7 @@ def drop_lock(path: Path, lock: int) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path for ``path``; it is renamed at the end, and removed on failure.
 
-    Raises ResourceError for what the disk refuses.
+    Raises ResourceError for errors of the disk.
     """
     path = located(path)
     part = part_path(path)
@@ -285,9 +285,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except OSError as e:
         if e.filename is not None and Path(os.fsdecode(e.filename)) != part:
             raise
-        advice = "try again" if isinstance(path, URL) else "make room"
+        advice = "try again" if isinstance(path, URL) else "free some space"
         raise ResourceError(
-            f"{path}: {e.strerror or e}; nothing of it is kept: {advice}, or write elsewhere", "QK-E406"
+            f"{path}: {e.strerror or e}; nothing was written: {advice}, or write elsewhere", "QK-E406"
         ) from e
     finally:
         with suppress(OSError):

@@ -19,9 +19,9 @@ _MAX_BYTES = 256 << 20
 
 
 def read_own_json(path: Path, kind: str, make: Callable[[Any], T], max_bytes: int = _MAX_BYTES) -> T:
-    """Return ``make`` of the value in a file; a TypeError or the like from it means that the file is damaged.
+    """Return ``make`` of the value in a file; errors such as TypeError mean that the file is damaged.
 
-    Raises FormatError: "PATH: not WHAT (why)".
+    Raises FormatError: "PATH: not WHAT (reason)".
     """
     data = read_whole(path, max_bytes)
     try:
@@ -31,17 +31,17 @@ def read_own_json(path: Path, kind: str, make: Callable[[Any], T], max_bytes: in
 
 
 def _damage(error: Exception) -> str:
-    """Return a description of the damage, in words about the file instead of Python's about an operation."""
+    """Return a description of the damage in terms of the file, not of a Python operation."""
     if isinstance(error, QuantkitError):
         return error.message
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON in line {error.lineno}: {error.msg}"
+        return f"invalid JSON in line {error.lineno}: {error.msg}"
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
     if isinstance(error, RecursionError):
         return "lists or objects are nested too deeply"
     if isinstance(error, KeyError):
-        return f"no key {error.args[0]!r}"
+        return f"missing key {error.args[0]!r}"
     if isinstance(error, AttributeError | LookupError):
-        return "a value is of another kind"
+        return "a value has the wrong type"
     return str(error)

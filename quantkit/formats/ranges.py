@@ -1,8 +1,8 @@
 """Byte ranges of files: read, written in place and synced.
 
-Tensors are read with pread into per-thread buffers: mapped pages would count as this process's memory, and a file
-that shrinks under a mapping kills it. An input that is held (``files``) is read as it was when it was first looked at;
-others are opened for each call.
+Tensors are read with pread into per-thread buffers: mapped pages would count as this process's memory, and a file that
+shrinks under a mapping kills it. A held input (``files``) is read from the file opened first; others are opened for
+each call.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Buffers:
 
 
 def read_range(path: Path, out: U8, offset: int, readahead: int = 0, within: tuple[int, int] | None = None) -> None:
-    """Fill ``out`` from byte ``offset`` on, and ask the kernel, or the store, for the ``readahead`` bytes behind.
+    """Fill ``out`` from byte ``offset`` on, and request the next ``readahead`` bytes from the kernel or the store.
 
-    ``within``: where the tensor that is read begins and ends; of an object of a store, nothing else is asked for then.
-    Raises FormatError when the file ends before, OSError when it cannot be read.
+    ``within``: begin and end of the tensor, which limit requests to a store. Raises FormatError if the file ends early,
+    OSError if it cannot be read.
     """
     if isinstance(path, URL):
         read_into(path, out, offset, readahead, within)
@@ -55,7 +55,7 @@ def read_range(path: Path, out: U8, offset: int, readahead: int = 0, within: tup
                 n = os.preadv(fd, [out.data[n_read:]], offset + n_read)
                 if n == 0:
                     raise FormatError(
-                        f"{path}: ends at byte {offset + n_read}, within tensor data: it was truncated", "QK-E103"
+                        f"{path}: ends at byte {offset + n_read}, within tensor data: truncated", "QK-E103"
                     )
                 n_read += n
             if readahead and hasattr(os, "posix_fadvise"):
@@ -80,9 +80,7 @@ def read_strided(path: Path, out: U8, offset: int, width: int, stride: int) -> N
                 piece, where = view[start : start + width], offset + number * stride
                 while (n := os.preadv(fd, [piece], where)) < len(piece):
                     if n == 0:
-                        raise FormatError(
-                            f"{path}: ends at byte {where}, within tensor data: it was truncated", "QK-E103"
-                        )
+                        raise FormatError(f"{path}: ends at byte {where}, within tensor data: truncated", "QK-E103")
                     piece, where = piece[n:], where + n
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
@@ -108,7 +106,7 @@ def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Make a file ``nbytes`` long with its disk space allocated. Raises OSError."""
+    """Extend a file to ``nbytes`` with its disk space allocated. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -126,7 +124,7 @@ def reserve(path: Path, nbytes: int) -> None:
 def copy_range(source: Path, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
     """Let the kernel copy bytes from file to file (copy_file_range); False if it cannot: the target is then undefined.
 
-    Raises FormatError when the source ends before, OSError from the disk.
+    Raises FormatError if the source ends early, OSError from the disk.
     """
     if isinstance(source, URL):
         return False
@@ -150,7 +148,7 @@ def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_of
                 )
                 if n == 0:
                     end = source_offset + position
-                    raise FormatError(f"{source}: ends at byte {end}, within tensor data: it was truncated", "QK-E103")
+                    raise FormatError(f"{source}: ends at byte {end}, within tensor data: truncated", "QK-E103")
                 position += n
     except OSError as e:
         # Two file systems, or one without the call: the caller has the bytes and can write them.
@@ -163,7 +161,7 @@ def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_of
 def both_ends(path: Path, ranges: Iterable[tuple[int, int]], sample: int) -> Iterator[bytes]:
     """Yield for each range of a file, an offset and a length, ``sample`` bytes at both of its ends.
 
-    Of an object of a store it is the identity of the object, so that nothing is asked for.
+    For an object of a store, yields its identity, without a request.
     """
     if isinstance(path, URL):
         yield from (f"{path.facts.size} {path.facts.tag}".encode() for _ in ranges)

@@ -5,9 +5,9 @@
     u64 length of the header   JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"
     tensor data; offsets count from here
 
-Nothing in a header is believed: lengths against the file, bytes against shape and dtype, no two tensors in the same
-bytes, and against ``model.safetensors.index.json`` every tensor in the file that the index names, none missing and
-none more. Any violation is one FormatError with file and tensor.
+Every header is validated: lengths against the file, bytes against shape and dtype, no overlapping tensors, and against
+``model.safetensors.index.json`` every tensor in the file named by the index, none missing and none extra. Any violation
+is a FormatError with file and tensor.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ DTYPES = {
 #: The longest header that the safetensors library reads, and the longest index that is read here.
 MAX_HEADER, MAX_INDEX = 100_000_000, 1 << 26
 _MAX_DIMS, _MAX_DIM = 16, 1 << 48
-#: How a file says that it is one of many, and how many are looked for.
+#: The name of a file that is one of many, and the maximum number that is searched.
 _SHARD, _MAX_SHARDS = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"), 10000
-#: Headers that are asked for at the same time.
+#: Headers that are requested in parallel.
 _MAX_REQUESTS = 16
 
 
@@ -77,7 +77,7 @@ class StoredTensor:
     nbytes: int
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Pickle the absolute path: another process may have another working directory."""
+        """Pickle the absolute path, because another process may have another working directory."""
         return StoredTensor, (self.name, self.dtype, self.shape, self.path.absolute(), self.offset, self.nbytes)
 
     @property
@@ -102,7 +102,7 @@ def _missing_shards(files: Iterable[Path]) -> list[str]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file, sorted by name. Raises FormatError for any invalid header.
 
-    Their path is a file that is held: see ``files``.
+    Their path is a held file: see ``files``.
     """
     try:
         path = hold(path)
@@ -115,7 +115,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors = [_tensor(path, name, entry, begin, size) for name, entry in sorted(entries.items())]
     for a, b in pairwise(sorted(tensors, key=lambda t: (t.offset, t.nbytes))):
         if a.offset + a.nbytes > b.offset and b.nbytes:
-            raise FormatError(f"{path}: tensors {short(a.name)} and {short(b.name)} lie in the same bytes", "QK-E110")
+            raise FormatError(f"{path}: tensors {short(a.name)} and {short(b.name)} overlap", "QK-E110")
     return {t.name: t for t in tensors}
 
 
@@ -149,7 +149,7 @@ def _header_bytes(path: Path, size: int, head: bytes) -> int:
     if len(head) < 8 or n > size - 8:
         raise FormatError(f"{path}: a header of {n} bytes, but the file has {size} (truncated?)", "QK-E103")
     if n > MAX_HEADER:
-        raise FormatError(f"{path}: a header of {n} bytes; at most {MAX_HEADER} are read", "QK-E110")
+        raise FormatError(f"{path}: a header of {n} bytes; at most {MAX_HEADER} are supported", "QK-E110")
     return n
 
 
@@ -161,7 +161,7 @@ def _json(path: Path, data: bytes, kind: str) -> dict[str, Any]:
         if len(entries) < len(pairs):
             names = [name for name, _ in pairs]
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise FormatError(f"{path}: {short(duplicate)} appears twice in {kind}", "QK-E110")
+            raise FormatError(f"{path}: {short(duplicate)} occurs twice in {kind}", "QK-E110")
         return entries
 
     try:
@@ -169,7 +169,7 @@ def _json(path: Path, data: bytes, kind: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{path}: {kind} is not JSON: {e}", "QK-E111") from None
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: {kind} is no JSON object", "QK-E111")
+        raise FormatError(f"{path}: {kind} is not a JSON object", "QK-E111")
     return value
 
 
@@ -185,7 +185,7 @@ def _tensor(path: Path, name: str, entry: object, begin: int, size: int) -> Stor
     shape = entry.get("shape")
     offsets = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"{where} has the dtype {short(dtype)}, which is none", "QK-E110")
+        raise FormatError(f"{where} has the unknown dtype {short(dtype)}", "QK-E110")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_count(n) and n <= _MAX_DIM for n in shape):
         raise FormatError(f"{where} has the shape {short(shape)}", "QK-E110")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
@@ -195,7 +195,7 @@ def _tensor(path: Path, name: str, entry: object, begin: int, size: int) -> Stor
     if last < first or 8 * (last - first) != bits:
         need = bits / 8
         raise FormatError(
-            f"{where}: {dtype} {short(shape)} takes {need:.15g} bytes, its offsets hold {last - first}", "QK-E110"
+            f"{where}: {dtype} {short(shape)} needs {need:.15g} bytes, but its offsets span {last - first}", "QK-E110"
         )
     if begin + last > size:
         raise FormatError(f"{where} needs bytes up to {begin + last}, but the file has {size} (truncated?)", "QK-E103")
@@ -238,18 +238,18 @@ def read_checkpoint(
         if (missing_shards := _missing_shards(paths)) and not allow_incomplete:
             message = _missing(missing_shards, len(missing_shards) + len(paths))
             raise FormatError(
-                f"{folder}: {message}: download them; --allow-incomplete converts what is there", "QK-E104"
+                f"{folder}: {message}: download them, or use --allow-incomplete to convert the rest", "QK-E104"
             )
         files = _read_headers(paths)
         _check_once(files)
         return files
     weight_map = _json(index, read_whole(index, MAX_INDEX), "the index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"{index}: it has no weight_map", "QK-E110")
+        raise FormatError(f"{index}: has no weight_map", "QK-E110")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_name(file):
             raise FormatError(
-                f"{index}: tensor {short(name)} is in {short(file)}, which is no file beside the index", "QK-E110"
+                f"{index}: tensor {short(name)} is in {short(file)}, which is not in the index's folder", "QK-E110"
             )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]
@@ -263,11 +263,11 @@ def read_checkpoint(
     for name, file in weight_map.items():
         if name not in locations:
             raise FormatError(
-                f"{folder / file}: tensor {short(name)} is missing, which {index.name} has there", "QK-E105"
+                f"{folder / file}: tensor {short(name)} is missing, although {index.name} lists it", "QK-E105"
             )
         if locations[name] != file:
             raise FormatError(
-                f"{folder / locations[name]}: tensor {short(name)} is here; {index.name} has it in {file}", "QK-E104"
+                f"{folder / locations[name]}: has tensor {short(name)}, but {index.name} lists it in {file}", "QK-E104"
             )
     for name, file in locations.items():
         if name not in weight_map:
@@ -317,7 +317,7 @@ def _files(folder: Path, prefix: str) -> list[Path]:
     if not names:
         foreign = ", ".join(sorted(n for n in file_names if n.endswith((".bin", ".pth", ".pt", ".gguf")))[:3])
         raise FormatError(
-            f"{folder}: there are no {prefix}*.safetensors"
+            f"{folder}: no {prefix}*.safetensors"
             + (f", only {foreign}: convert them to safetensors first" if foreign else ""),
             "QK-E101",
         )
@@ -325,7 +325,7 @@ def _files(folder: Path, prefix: str) -> list[Path]:
 
 
 def _check_once(files: Sequence[dict[str, StoredTensor]]) -> None:
-    """Refuse a tensor that two files have: which one is meant?"""
+    """Refuse a tensor that two files contain."""
     paths: dict[str, Path] = {}
     for tensors in files:
         for name, tensor in tensors.items():

@@ -2,11 +2,11 @@
 
     imatrix      run texts through a model and accumulate the input of every weight (collect.py)
     statistics   moments of each weight's input and changes between layers, as llama-imatrix --show-statistics
-    coverage     what a model needs and a matrix lacks: entries, experts without tokens, invalid values
+    coverage     parts of a model that a matrix lacks: entries, experts without tokens, invalid values
     difference   compare two matrices, weight by weight
     merge        combine several calibrations as one run over all their texts
     convert      GGUF <-> .dat, merged experts <-> separate ones, with notes on what each conversion loses
-    apply_fill   values for experts without tokens, marked in the file so that they are never taken for data
+    apply_fill   values for experts without tokens, marked in the file so that they are never mistaken for data
 
 ``show_imatrix``, ``diff_imatrix``, ``merge_imatrix`` and ``convert_imatrix`` do this on files, as the commands.
 

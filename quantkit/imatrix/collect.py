@@ -1,9 +1,9 @@
 """Collect an importance matrix: run texts through a model and accumulate the squared inputs of every weight.
 
 As in llama-imatrix (llama.cpp b11434 tools/imatrix): chunks of n_ctx tokens, BOS in place of the first if the model
-wants one, several chunks per pass, all tokens in every layer, perplexity over the second half of each chunk. Unlike
-there, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides a
-weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
+uses one, several chunks per pass, all tokens in every layer, perplexity over the second half of each chunk. Unlike
+llama-imatrix, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides
+a weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
 
 To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that nothing of the chunk
 remains in any sum.
@@ -116,7 +116,7 @@ class ImatrixResult:
 
 
 class Watcher:
-    """Receives the progress of a run; does nothing by default."""
+    """A receiver of a run's progress; does nothing by default."""
 
     def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
         """Called when the run starts with chunk ``first`` of n_chunks, n_seq at a time."""
@@ -157,7 +157,7 @@ def imatrix(
     """Collect an importance matrix and write it to ``output`` as llama-imatrix does.
 
     Args:
-        model: a GGUF file. files: texts. chat: conversations, JSON Lines (texts.py). prompt: a text itself.
+        model: a GGUF file. files: texts. chat: conversations, JSON Lines (texts.py). prompt: the text of a prompt.
             tokens: ids, int32 [n].
         output: None collects no matrix, only ``options.layer_similarity``; fusion may then be on.
         in_files: importance matrices to merge into the result.
@@ -174,7 +174,7 @@ def imatrix(
     path = None if output is None else resolve_links(output)
     _check(options, path, run)
     if progress is not None and watcher is not None:
-        raise RecipeError("progress and watcher both receive the progress of a run: give one of them", "QK-E201")
+        raise RecipeError("progress and watcher are mutually exclusive: omit one of them", "QK-E201")
     watcher = watcher or (Watcher() if progress is None else _ProgressWatcher(progress))
     names = [*map(str, (*files, *chat)), *["prompt"] * (prompt is not None), *["tokens"] * (tokens is not None)]
     prediction_file = None
@@ -219,17 +219,17 @@ def _check(options: ImatrixOptions, path: Path | None, run: EvaluationOptions) -
     fusion = run.get("fusion")
     if path is not None and fusion is not None and fusion != fusion.for_observers():
         raise RecipeError(
-            "an importance matrix needs every weight's own input, which fused operations do not show: fusion is off by "
-            "itself; omit the switch",
+            "fused operations hide the inputs that an importance matrix needs, so imatrix never fuses: omit the "
+            "fusion switch",
             "QK-E201",
         )
     if path is None and not options.layer_similarity:
-        raise RecipeError("nothing to collect: name an output, or ask for the similarity of layers", "QK-E214")
+        raise RecipeError("nothing to collect: give an output file, or request the similarity of layers", "QK-E214")
     if options.fill is not None and options.fill not in FILLS:
-        raise RecipeError(f"no fill policy {options.fill!r}; there are {', '.join(FILLS)}", "QK-E203")
+        raise RecipeError(f"unknown fill policy {options.fill!r}; choose one of {', '.join(FILLS)}", "QK-E203")
     if options.n_batch > options.n_ctx and options.n_batch % options.n_ctx:
         raise RecipeError(
-            f"-b {options.n_batch} is no multiple of -c {options.n_ctx}: a pass takes whole chunks", "QK-E203"
+            f"-b {options.n_batch} is not a multiple of -c {options.n_ctx}: a pass computes whole chunks", "QK-E203"
         )
 
 
@@ -270,8 +270,8 @@ def _read_complete(
         arch, tensors = str(source.get("general.architecture", "")), source.tensors
         if not is_same or tensors.keys().isdisjoint(matrix.entries):
             raise QuantkitError(
-                f"{path} exists, and is not what this run would make; there is no state beside it to resume from: "
-                "give another name, or --overwrite to replace it",
+                f"{path} exists and is not a result of this run, and no snapshot exists to resume from: choose "
+                "another name, or use --overwrite to replace it",
                 "QK-E402",
             )
         covered = coverage(matrix, tensors.values(), arch=arch, process_output=options.process_output)
@@ -316,9 +316,7 @@ def chunks_of(
 ) -> Chunks:
     """Return the chunks of all texts, conversations and ids. Raises RecipeError if there are none."""
     if not files and not chat and prompt is None and tokens is None:
-        raise RecipeError(
-            "there is nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens", "QK-E202"
-        )
+        raise RecipeError("nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens", "QK-E202")
     parts = [text_part(located(file), model.tokenizer, options.parse_special) for file in files]
     parts += [chat_part(located(file), model.tokenizer, model.source) for file in chat]
     if prompt is not None:
@@ -375,7 +373,7 @@ class _Collector:
         self._note_nextn()
         self.has_all_experts = any(name.startswith(ALL_EXPERTS) for name in self.names)
         if options.all_experts and not self.has_all_experts:
-            self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
+            self.notes.append(f"--all-experts: {model.path} has no experts")
         #: The chunk up to which a snapshot is saved.
         self.saved_chunk = 0
         #: The work of a cluster's nodes; None: this machine does it.
@@ -389,7 +387,9 @@ class _Collector:
         if self.options.nextn:
             self.notes.append(f"--nextn: {self.model.path} has no prediction layer")
         elif layers:
-            self.notes.append(f"blk.{layers[0]} predicts a token more and is not run: --nextn records it, too")
+            self.notes.append(
+                f"blk.{layers[0]} is a prediction (MTP) layer and is not run; use --nextn to record it too"
+            )
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
@@ -422,8 +422,8 @@ class _Collector:
             self._restore({})
             if self.snapshot.path.exists() and not self.saved_chunk and not self.options.overwrite:
                 raise QuantkitError(
-                    f"{self.snapshot.path} is the state of another run: model, text or options differ; start over "
-                    "with --overwrite, without --resume",
+                    f"{self.snapshot.path} is the snapshot of another run: the model, text or options differ; start "
+                    "over with --overwrite instead of --resume",
                     "QK-E409",
                 )
         self.watcher.on_start(self.saved_chunk, self.n, self.n_seq, self.notes)
@@ -435,7 +435,7 @@ class _Collector:
         if len(self.progress.dropped) == self.n:
             raise QuantkitError(
                 f"{self.model.path}: every chunk yields NaN or infinite values, the first at "
-                f"{self.progress.dropped[0]}: a broken file, or numbers too large for --kv-type f16",
+                f"{self.progress.dropped[0]}: the file is damaged, or values exceed --kv-type f16",
                 "QK-E108",
             )
 
@@ -534,7 +534,7 @@ class _Collector:
 
     def _input_name(self, name: str) -> str:
         return (
-            f"the input of {name.removeprefix(ALL_EXPERTS)}" if name in self.names else f"what enters or leaves {name}"
+            f"the input of {name.removeprefix(ALL_EXPERTS)}" if name in self.names else f"the input or output of {name}"
         )
 
     @property

@@ -109,8 +109,7 @@ def covariance(
     Args:
         model, files, chat, prompt, tokens, options: as for ``imatrix``; the options used are the text's,
             process_output, output_frequency, resume and overwrite.
-        without: chunks to leave out, counted from 0, as dropped by an imatrix run; None: those of the resumed run,
-            or none.
+        without: chunks to skip, counted from 0, as dropped by an imatrix run; None: those of the resumed run, or none.
         progress: called after every chunk of every pass.
         run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory). nodes: a
             cluster, whose nodes take whole passes.
@@ -149,12 +148,12 @@ def check_covariance(
     Returns the existing file if a resumed run would produce it.
     """
     if weighting not in get_args(Weighting):
-        raise RecipeError(f"no weighting {weighting!r}; there are {', '.join(get_args(Weighting))}", "QK-E203")
+        raise RecipeError(f"unknown weighting {weighting!r}; choose one of {', '.join(get_args(Weighting))}", "QK-E203")
     path = resolve_links(path)
     state = snapshot_path(path)
     if state.exists() and not (options.resume or options.overwrite):
         raise QuantkitError(
-            f"{state} is the state of an interrupted run: go on with --resume, or start over with --overwrite",
+            f"{state} is the snapshot of an interrupted run: continue with --resume, or start over with --overwrite",
             "QK-E408",
         )
     with open_model(model) as source:
@@ -172,7 +171,7 @@ def check_covariance(
     free = shutil.disk_usage(path.parent).free + (part.stat().st_blocks * 512 if part.exists() else 0)
     if nbytes > free:
         raise ResourceError(
-            f"{path} would take {format_size(nbytes)}, there are {format_size(free)} left: choose another disk, or "
+            f"{path} needs {format_size(nbytes)}, but only {format_size(free)} are free: choose another disk, or "
             "record less (--covariance-of tokens)",
             "QK-E406",
         )
@@ -220,7 +219,7 @@ def _passes(units: Mapping[Unit, int], budget: int) -> list[list[Unit]]:
             if fits == 0:
                 if not passes[-1]:
                     raise ResourceError(
-                        f"the covariance of the input of {name} takes {format_size(nbytes)}, --max-ram leaves "
+                        f"the covariance of the input of {name} needs {format_size(nbytes)}, but --max-ram leaves "
                         f"{format_size(budget)}",
                         "QK-E407",
                     )
@@ -274,8 +273,8 @@ class _Recorder:
         if state is None or not self.target.part.exists():
             if self.options.resume and self.snapshot.path.exists() and not self.options.overwrite:
                 raise QuantkitError(
-                    f"{self.snapshot.path} is the state of another run: model, text or options differ; start over "
-                    "with --overwrite, without --resume",
+                    f"{self.snapshot.path} is the snapshot of another run: the model, text or options differ; start "
+                    "over with --overwrite instead of --resume",
                     "QK-E409",
                 )
             self.without = sorted(set(without or ()))
@@ -284,7 +283,7 @@ class _Recorder:
             return
         self.without = list(state["without"])
         if without is not None and sorted(set(without)) != self.without:
-            raise QuantkitError(f"{self.snapshot.path} is the state of a run that left out other chunks", "QK-E409")
+            raise QuantkitError(f"{self.snapshot.path} is the snapshot of a run that skipped other chunks", "QK-E409")
         self.stored_units = [Unit(*unit) for unit in state["written"]]
         self.current_units = [Unit(*unit) for unit in state["current"]]
         self.n_written = state["n_written"]

@@ -159,7 +159,7 @@ class Target:
         """Open an unfinished file of another process; it stays open. Raises OSError, FormatError."""
         with self.part.open("rb") as file:
             if file.read(len(self.layout.header)) != self.layout.header:
-                raise FormatError(f"{self.part} is not the file that was begun", "QK-E109")
+                raise FormatError(f"{self.part} is not the file that the interrupted run started", "QK-E109")
         self.file = os.fdopen(os.open(self.part, os.O_WRONLY), "wb")
 
     def __getstate__(self) -> dict[str, Any]:

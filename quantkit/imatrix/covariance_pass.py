@@ -93,7 +93,7 @@ class CovarianceRecording:
             for where in session.take_not_finite():
                 raise QuantkitError(
                     f"chunk {chunks[begin + where.sequence] + 1}, position {where.position}: the input of "
-                    f"{where.label.split()[0]} is NaN or infinite; leave the chunk out (quantkit imatrix does so)",
+                    f"{where.label.split()[0]} is NaN or infinite; omit this chunk (quantkit imatrix does so)",
                     "QK-E108",
                 )
             on_chunks(begin, end)
@@ -186,13 +186,13 @@ def start_worker(shared: PassContext, threads: int) -> Callable[[list[Unit]], st
     try:
         recording.target.open_shared()
     except (OSError, FormatError) as e:
-        raise NodeRefusal(f"{recording.target.part} cannot be written there: {e}") from None
+        raise NodeRefusal(f"{recording.target.part} cannot be written on this node: {e}") from None
 
     def run(units: list[Unit]) -> str:
         need, free = sum(shared.sizes[u.name] * (u.end - u.first) for u in units), available_memory()
         if need > free:
             raise NodeRefusal(
-                f"a pass takes {format_size(need)} and {format_size(free)} are free there: lower --max-ram"
+                f"a pass needs {format_size(need)}, but this node has {format_size(free)} free: lower --max-ram"
             )
         with load(shared.model.path, n_ctx=recording.n_ctx, rewrite=recording.rewrite(units), **options) as model:
             session = recording.session(model, len(shared.chunks))

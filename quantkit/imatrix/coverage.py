@@ -137,12 +137,14 @@ class Coverage(HtmlTable):
         if self.share >= floor:
             return
         problems = [f"{t.name} has no entry" for t in self.missing]
-        problems += [f"{t.name}: {t.bad_values} values are no mean of squares" for t in self.tensors if t.bad_values]
+        problems += [
+            f"{t.name}: {t.bad_values} values are negative or not finite" for t in self.tensors if t.bad_values
+        ]
         problems += [f"{t.name}: {t.never} of {t.n_mat} experts without tokens" for t in self.tensors if t.never]
         omitted = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise QualityGate(
-            f"coverage is {100 * self.share:.2f} %, {100 * floor:g} % was demanded: {'; '.join(problems[:3])}{omitted};"
-            f" calibrate on more text, or lower --require-coverage"
+            f"coverage is {100 * self.share:.2f} %, less than the required {100 * floor:g} %: "
+            f"{'; '.join(problems[:3])}{omitted}; calibrate on more text, or lower --require-coverage"
         )
 
     def as_table(self) -> Table:

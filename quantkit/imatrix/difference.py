@@ -85,7 +85,7 @@ def difference(a: Imatrix, b: Imatrix, *, min_tokens: int = 1, experts: Mapping[
 
     Args:
         a: the reference.
-        min_tokens: experts with fewer tokens in either file are left out.
+        min_tokens: experts with fewer tokens in either file are skipped.
         experts: numbers of experts known from a model (rows.expert_counts).
     """
     has_counts = a.format == b.format == "gguf"

@@ -67,7 +67,7 @@ def merge(
         for n, entry in entries.items()
     )
     if dropped:
-        notes.append(f"sums of activations (in_sum) dropped for {dropped} entries: not every file has them")
+        notes.append(f"dropped the sums of activations (in_sum) of {dropped} entries: not all files have them")
     extra, extra_notes = _extra(parts)
     merged = Imatrix(
         imatrices[0].path,
@@ -99,9 +99,9 @@ def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) 
     for i, imatrix in enumerate(imatrices):
         if digests[i] in digests[:i]:
             first = imatrices[digests.index(digests[i])]
-            yield f"{imatrix.path}: the same data as {first.path}: its tokens count twice"
+            yield f"{imatrix.path}: identical to {first.path}: its tokens count twice"
     if len({imatrix.n_layer_nextn for imatrix in imatrices}) > 1:
-        yield "the files differ in their number of prediction layers; the largest is kept"
+        yield "the files differ in their number of prediction layers; the largest is used"
     lacking = {
         name: [str(imatrix.path) for imatrix in imatrices if name not in imatrix.entries]
         for name in sorted({name for imatrix in imatrices for name in imatrix.entries})
@@ -110,15 +110,19 @@ def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) 
 
 
 def _dat_weights(size: int) -> str:
-    return f"a .dat has no token counts: one call weighs {size} tokens (--chunk-size), every expert as the busiest"
+    return (
+        f"a .dat has no token counts: each call counts as {size} tokens (--chunk-size), and every expert as the most "
+        "frequent"
+    )
 
 
 def _unknown_experts(imatrix: Imatrix, experts: Mapping[str, int]) -> Iterator[str]:
     unknown = [n for n in imatrix.entries if n not in experts and inferred_experts(imatrix, n) is None]
     if unknown:
         yield (
-            f"{imatrix.path}: nothing tells how many experts {unknown[0]} has"
-            f"{f' ({len(unknown)} such entries)' if len(unknown) > 1 else ''}: one count for all; -m MODEL would tell"
+            f"{imatrix.path}: the number of experts of {unknown[0]} is "
+            f"unknown{f' ({len(unknown)} such entries)' if len(unknown) > 1 else ''}: one count is used for all; give "
+            "-m MODEL to determine it"
         )
 
 
@@ -131,8 +135,8 @@ def _sum(name: str, parts: Sequence[Imatrix]) -> ImatrixEntry:
         entry = part.entries[name]
         if entry.sums.shape != (n_mat, n) and (entry.sums.size != n_mat * n or entry.counts.size != 1):
             raise FormatError(
-                f"{part.path}: entry {name!r} is {_shape(entry)}, in {first.path} it is {_shape(first.entries[name])}:"
-                f" the files are not of one model; merge files of the same one",
+                f"{part.path}: entry {name!r} is {_shape(entry)}, in {first.path} it is "
+                f"{_shape(first.entries[name])}: merge only files of the same model",
                 "QK-E207",
             )
         entries.append(split_experts(entry, n_mat) if EXPERTS in name else _one_count(entry, n_mat))
@@ -158,7 +162,7 @@ def _shape(entry: ImatrixEntry) -> str:
 
 
 def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
-    """Keep our own keys on which all files agree, and join the sketches of the texts."""
+    """Keep quantkit's keys on which all files agree, and join the sketches of the texts."""
     notes = []
     extra = {
         key: value
@@ -167,7 +171,7 @@ def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
     }
     dropped = sorted({key for p in parts for key in p.extra} - extra.keys() - {*_TEXT_KEYS, MODEL_KEY})
     if dropped:
-        notes.append(f"keys that differ between the files are dropped: {', '.join(dropped)}")
+        notes.append(f"dropped keys that differ between the files: {', '.join(dropped)}")
     sketches = [sketch_of(part) for part in parts]
     known_sketches = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
     extra = {key: value for key, value in extra.items() if key not in _TEXT_KEYS}
@@ -176,7 +180,8 @@ def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
         extra |= merge_sketches(known_sketches).fields()
         if len(known_sketches) < len(parts):
             notes.append(
-                f"the text of {len(parts) - len(known_sketches)} of {len(parts)} files is not known to overlap checks"
+                f"{len(parts) - len(known_sketches)} of {len(parts)} files have no record of their text: overlap "
+                "checks do not cover it"
             )
     held_out = merge_held_out(
         [part_held_out for part in parts if (part_held_out := read_held_out(part.path, part.extra)) is not None]
@@ -225,13 +230,13 @@ def _dat_losses(imatrix: Imatrix) -> Iterator[str]:
     losses += sorted(imatrix.extra)
     if imatrix.n_layer_nextn:
         losses.append("number of prediction layers")
-    yield f"a .dat has no place for: {', '.join(losses)}"
+    yield f"lost, because a .dat file cannot store it: {', '.join(losses)}"
     without = sorted(name for name, entry in imatrix.entries.items() if not entry.counts.any())
     if without:
-        yield f"{len(without)} entries without a token are left out: {', '.join(without)}"
+        yield f"omitted {len(without)} entries without tokens: {', '.join(without)}"
     partial = sum(bool((e.counts == 0).any() and e.counts.any()) for e in imatrix.entries.values())
     if partial:
-        yield f"experts without tokens become ones in {partial} entries"
+        yield f"filled experts without tokens with ones in {partial} entries"
 
 
 def with_names(imatrix: Imatrix, names: str) -> Imatrix:

@@ -1,10 +1,10 @@
 """Values for experts without tokens, and the record that tells them from data.
 
-An encoder uses ones for an expert without tokens: all columns weigh the same. A fill is another guess:
+An encoder uses ones for an expert without tokens: all columns have the same weight. A fill is another guess:
 
     none       nothing: the count stays 0 and both llama-quantize programs read ones
     ones       x^2 = 1 in every column; the effect of "none", made explicit
-    mean       the mean over the tensor's experts with tokens, every token weighing the same
+    mean       the mean over the tensor's experts with tokens, every token with the same weight
     neighbour  the nearest expert by number that has tokens; the lower of two
 
 A filled expert has a count of 1, the least a file can hold. The file records it: quantkit.imatrix.fill is the policy,
@@ -38,7 +38,7 @@ def apply_fill(imatrix: Imatrix, policy: str) -> Imatrix:
     in which no expert has tokens. Raises RecipeError for an unknown policy.
     """
     if policy not in FILLS:
-        raise RecipeError(f"no fill policy {policy!r}; there are {', '.join(FILLS)}", "QK-E203")
+        raise RecipeError(f"unknown fill policy {policy!r}; choose one of {', '.join(FILLS)}", "QK-E203")
     imatrix = without_fill(raw(imatrix))
     if policy == "none":
         return imatrix
@@ -91,7 +91,7 @@ def _parse(imatrix: Imatrix, line: str) -> tuple[str, tuple[int, ...]]:
     entry = imatrix.entries.get(name)
     if entry is None or len(experts) != len(numbers.split()) or max(experts, default=0) >= entry.counts.size:
         raise FormatError(
-            f"{imatrix.path}: the key {FILLED_KEY} has {line!r}, which names no expert of the file", "QK-E118"
+            f"{imatrix.path}: the key {FILLED_KEY} contains {line!r}, which is not an expert of the file", "QK-E118"
         )
     return name, experts
 

@@ -40,21 +40,21 @@ def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
         is_draft = "blk.0.attn_norm.weight" not in source.tensors and bool(layers)
     if is_draft:
         raise QuantkitError(
-            f"{model} holds a prediction layer alone: give its model with -m, and it with -md", "QK-E306"
+            f"{model} contains only a prediction layer: give it with -md, and its model with -m", "QK-E306"
         )
     if draft is None:
         return located(model) if layers else None
     if layers:
         raise RecipeError(
-            f"{model} has a prediction layer of its own, blk.{layers[0]}: --nextn records it, without -md", "QK-E201"
+            f"{model} has its own prediction layer, blk.{layers[0]}: use --nextn instead of -md", "QK-E201"
         )
     with open_model(draft) as source:
         if not nextn_layers(source) or "blk.0.attn_norm.weight" in source.tensors:
-            raise QuantkitError(f"{draft} is no file with a prediction layer alone, as -md takes it", "QK-E105")
+            raise QuantkitError(f"{draft}: -md needs a file that contains only a prediction layer", "QK-E105")
         draft_shape = (source.get("general.architecture"), _n_embd(source))
     if draft_shape != (arch, n_embd):
         raise QuantkitError(
-            f"{draft} is {draft_shape[0]} with rows of {draft_shape[1]}, {model} {arch} with {n_embd}", "QK-E207"
+            f"{draft} is {draft_shape[0]} with rows of {draft_shape[1]}, but {model} is {arch} with {n_embd}", "QK-E207"
         )
     return located(draft)
 

@@ -69,7 +69,7 @@ def split_experts(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
     if entry.counts.size == n_mat:
         return entry
     if entry.counts.size != 1 or entry.sums.size % n_mat:
-        raise ValueError(f"{entry.sums.size} values and {entry.counts.size} counts are not {n_mat} experts")
+        raise ValueError(f"{entry.sums.size} values and {entry.counts.size} counts do not match {n_mat} experts")
     count = int(entry.counts[0])
     sums = entry.sums.reshape(n_mat, -1)
     empty = (sums == np.float32(count)).all(axis=1) | (sums == 0).all(axis=1)
@@ -96,8 +96,8 @@ def raw(imatrix: Imatrix, *, chunk_size: int | None = None, experts: Mapping[str
         n_mat = (experts or {}).get(name) or inferred_experts(imatrix, name) or 1
         if entry.sums.size % n_mat:
             raise FormatError(
-                f"{imatrix.path}: entry {name!r}: {entry.sums.size} values are not those of {n_mat} experts; it was"
-                f" computed on another model",
+                f"{imatrix.path}: entry {name!r}: {entry.sums.size} values do not match {n_mat} experts; it was "
+                "computed on another model",
                 "QK-E119",
             )
         entries[name] = _raw_entry(imatrix, name, entry, size, n_mat)

@@ -103,7 +103,7 @@ class Snapshot:
         """Raise FormatError if a reopened model is not the one of this run."""
         record = self.model.record()
         if FileRecord.read(model, [record]).digest != record.digest:
-            raise FormatError(f"{model[0]}: it was replaced by another file between two passes; begin anew", "QK-E109")
+            raise FormatError(f"{model[0]}: the file was replaced between two passes; start over", "QK-E109")
 
     def remove(self) -> None:
         """Remove the file."""

@@ -117,7 +117,7 @@ class Statistics:
 
     @property
     def of_activations(self) -> bool:
-        """Whether all moments are those of E[x]; llama-imatrix leaves L2 Dist out where they are not."""
+        """Whether all moments are those of E[x]; otherwise llama-imatrix omits L2 Dist."""
         return all(t.of_activations for t in self.tensors)
 
 
@@ -139,7 +139,7 @@ def statistics(imatrix: Imatrix) -> Statistics:
     tensors = sorted((replace(t, label=_label(t.layer, first_nextn)) for t in by_name.values()), key=_order)
     notes = grouped((name, "no tokens, no statistics") for name in entries if name not in by_name)
     unpaired = [t.name for t in tensors if _has_previous(t, first_nextn) and not t.pair.n]
-    notes += grouped((name, "no layer before has it") for name in unpaired)
+    notes += grouped((name, "no earlier layer has it") for name in unpaired)
     layers: tuple[LayerStatistics, ...] = ()
     numbers = sorted({t.layer for t in tensors if t.layer is not None and t.layer < first_nextn})
     if numbers and numbers[-1] - numbers[0] + 1 != len(numbers):

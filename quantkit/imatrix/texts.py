@@ -90,13 +90,13 @@ def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> TokenizedTe
     """Read conversations and render them by the model's template.
 
     Raises:
-        FormatError: a line is no conversation, or the model has no template.
+        FormatError: a line is not a conversation, or the model has no template.
         ResourceError: jinja2 is not installed.
     """
     with chat_template(source, tokenizer) as child:
         rendered: list[str] = [child.call("render", messages) for messages in conversations(path)]
     if not rendered:
-        raise FormatError(f"{path}: there is no conversation in it", "QK-E121")
+        raise FormatError(f"{path}: contains no conversation", "QK-E121")
     ids = [tokenizer.encode(text, add_special=False, parse_special=True) for text in rendered]
     return TokenizedText(str(path), np.concatenate(ids), "".join(rendered).encode("utf-8", "surrogateescape"))
 
@@ -107,7 +107,7 @@ def cut_chunks(parts: Iterable[TokenizedText], n_ctx: int, from_chunk: int = 0, 
     Raises QuantkitError if none is left.
     """
     if n_ctx < 4:
-        raise RecipeError(f"-c {n_ctx}: a chunk has at least 4 tokens", "QK-E203")
+        raise RecipeError(f"-c {n_ctx}: a chunk needs at least 4 tokens", "QK-E203")
     windows = [np.empty((0, n_ctx), np.int32)]
     names = []
     texts = []
@@ -119,7 +119,7 @@ def cut_chunks(parts: Iterable[TokenizedText], n_ctx: int, from_chunk: int = 0, 
         names.append(part.name)
         total += len(part.tokens)
         if n == 0:
-            notes.append(f"{part.name}: {len(part.tokens)} tokens are not one chunk of {n_ctx}: nothing of it is used")
+            notes.append(f"{part.name}: {len(part.tokens)} tokens are less than one chunk of {n_ctx}: not used")
             continue
         windows.append(part.tokens[: n * n_ctx].reshape(n, n_ctx))
         if part.text is not None:
@@ -129,9 +129,9 @@ def cut_chunks(parts: Iterable[TokenizedText], n_ctx: int, from_chunk: int = 0, 
     all_windows = np.concatenate(windows)
     selected = all_windows[from_chunk:][:chunks]
     if not len(selected):
-        skip_note = f"; --chunk {from_chunk} leaves none of its {len(all_windows)} chunks" if len(all_windows) else ""
+        skip_note = f"; --chunk {from_chunk} skips all of its {len(all_windows)} chunks" if len(all_windows) else ""
         raise QuantkitError(
-            f"{total} tokens are not one chunk of {n_ctx}{skip_note}: use more text, or a smaller -c", "QK-E203"
+            f"{total} tokens are less than one chunk of {n_ctx}{skip_note}: use more text, or a smaller -c", "QK-E203"
         )
     merged = merge_sketches(texts) if texts else None
     return Chunks(selected, tuple(names), merged, tuple(notes), merge_held_out(held_out))
@@ -159,7 +159,7 @@ def _conversation(path: Path, number: int, line: bytes) -> list[Message]:
     try:
         content = json.loads(line)
     except ValueError as e:
-        raise fail(f"no JSON ({e})") from None
+        raise fail(f"invalid JSON ({e})") from None
     if isinstance(content, dict):
         content = content.get("messages", content.get("conversations"))
     if not isinstance(content, list) or not content:
@@ -186,9 +186,7 @@ def chat_template(source: GGUFFile, tokenizer: Tokenizer) -> Child:
     where = source.paths[0]
     template = source.get(_TEMPLATE)
     if not isinstance(template, str):
-        raise FormatError(
-            f"{where} has no {_TEMPLATE}: apply the template yourself and give the text with -f", "QK-E123"
-        )
+        raise FormatError(f"{where} has no {_TEMPLATE}: apply a template yourself and give the text with -f", "QK-E123")
     if CHAT.missing():
         raise missing_packages(CHAT)
     tokens = {

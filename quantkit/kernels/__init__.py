@@ -60,7 +60,7 @@ def quantize(
     bad = first_nonfinite_row(rows, 0, len(rows))
     if bad >= 0:
         raise FormatError(
-            f"row {bad} holds NaN or Inf and cannot be encoded as {t.name}; repair the source tensor", "QK-E108"
+            f"row {bad} contains NaN or Inf and cannot be encoded as {t.name}; repair the source tensor", "QK-E108"
         )
     step = len(rows) // max(1, len(weights))
     for number, importance in enumerate(weights):
@@ -101,7 +101,9 @@ def dequantize(
     n = t.row_values(rows.shape[1]) if n is None else n
     row_bytes = _row_bytes(t, n)
     if rows.shape[1] != row_bytes:
-        raise FormatError(f"{n} values of {t.name} take rows of {row_bytes} bytes; data has {rows.shape[1]}", "QK-E210")
+        raise FormatError(
+            f"{n} values of {t.name} need rows of {row_bytes} bytes, but data has {rows.shape[1]}", "QK-E210"
+        )
     _check_groups(t, rows)
     out = np.empty((len(rows), n), np.float32)
     dequantize_rows(t, rows, out)
@@ -118,12 +120,12 @@ def _rows(array: npt.NDArray[Any], dtype: Any, name: str) -> npt.NDArray[Any]:
 
 def _check_groups(t: TensorType, rows: npt.NDArray[Any]) -> None:
     if len(rows) % t.interleave:
-        raise FormatError(f"{t.name} interleaves {t.interleave} rows; {len(rows)} rows are not whole groups", "QK-E303")
+        raise FormatError(f"{t.name} interleaves {t.interleave} rows; {len(rows)} is not a multiple", "QK-E303")
 
 
 def _row_bytes(t: TensorType, n: int) -> int:
     if n < 1:
-        raise FormatError(f"rows of {n} values: there must be at least one block of {t.block}", "QK-E303")
+        raise FormatError(f"rows of {n} values are shorter than a block of {t.block}", "QK-E303")
     return t.row_bytes(n)
 
 
@@ -137,7 +139,7 @@ def _weights(
     n = shape[-1]
     if imatrix is None and t.imatrix == "required":
         raise RecipeError(
-            f"{t.name} cannot be encoded without an importance matrix: pass one, a value per column", "QK-E212"
+            f"{t.name} cannot be encoded without an importance matrix: pass one, with a value per column", "QK-E212"
         )
     if imatrix is None or t.imatrix == "ignored":
         return [np.empty(0, np.float32)]
@@ -145,14 +147,14 @@ def _weights(
     if weights.shape != (n,) and (len(shape) < 3 or weights.shape != (shape[0], n)):
         experts = f", or [{shape[0]}, {n}] for experts" if len(shape) > 2 else ""
         raise FormatError(
-            f"the importance matrix has shape {list(weights.shape)}; rows of {n} values need [{n}]{experts}", "QK-E119"
+            f"the importance matrix has shape {list(weights.shape)}, but rows of {n} values need [{n}]{experts}",
+            "QK-E119",
         )
     if not np.isfinite(weights).all():
-        raise FormatError("the importance matrix holds NaN or Inf; make it anew", "QK-E118")
+        raise FormatError("the importance matrix contains NaN or Inf; compute it again", "QK-E118")
     if weights.ndim == 2 and math.prod(shape[1:-1]) % t.interleave:
         raise FormatError(
-            f"{t.name} interleaves {t.interleave} rows; {math.prod(shape[1:-1])} rows of an expert are not whole "
-            "groups",
+            f"{t.name} interleaves {t.interleave} rows; {math.prod(shape[1:-1])} rows of an expert are not a multiple",
             "QK-E303",
         )
     return list(np.atleast_2d(weights))

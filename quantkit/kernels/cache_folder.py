@@ -73,11 +73,11 @@ def _close(folder: Path) -> None:
 def _doubt(status: os.stat_result) -> str:
     """Return the reason why other users could put code into a folder, or an empty string."""
     if not stat.S_ISDIR(status.st_mode):
-        return "it, or a folder above, is a link"
+        return "it, or a parent folder, is a link"
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
-        return f"it, or a folder above, belongs to user {status.st_uid}"
+        return f"it, or a parent folder, belongs to user {status.st_uid}"
     if os.name == "posix" and status.st_mode & _OTHERS_WRITE:
-        return "others may write to it or to a folder above; remove it, or look at what is there and chmod go-w"
+        return "other users may write to it or to a parent folder; remove it, or check its contents and run chmod go-w"
     return ""
 
 

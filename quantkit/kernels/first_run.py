@@ -1,6 +1,6 @@
 """The first run: compile kernels that are not cached on all CPUs, tell the user, and keep the time out of measurements.
 
-``working_seconds`` is a clock that stops meanwhile, so that no figure depends on the state of the cache.
+``working_seconds`` is a clock that stops during compilation, so that no figure depends on the state of the cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Compiling:
         with self.lock:
             if self.depth == 0:
                 self.since = time.perf_counter()
-                self.say("compiling kernels, once")
+                self.say("compiling kernels (first use on this machine)")
             self.depth += 1
 
     def leave(self) -> None:
@@ -159,5 +159,5 @@ def _fork(jobs: list[Job], numbers: int) -> int:
 def _work(jobs: list[Job], numbers: int) -> None:
     while number := os.read(numbers, 2):
         i = int.from_bytes(number, "little")
-        _STATE.say(f"compiling kernels, once: {i + 1} of {len(jobs)}")
+        _STATE.say(f"compiling kernels (first use on this machine): {i + 1} of {len(jobs)}")
         jobs[i]()

@@ -1,19 +1,20 @@
-"""THE kernels' registry of types: one record per type that can be decoded.
+"""The kernels' registry of types: one record per type that can be decoded.
 
 ``quantkit.types`` describes the bytes on disk; a record here, the kernels for them. CONTRIBUTING.md, "Add a type",
-lists the places of a type. Whether it has an unpacker, an encoder, and one after ik_llama.cpp's search, no record says:
-the functions are there or not. Everything else follows: commands, activation formats, products, embeddings, the traits
-of the CUDA struct (generated.py), checks of files, tests, scripts. Optional and by name: a specialized dot product
-(cpu/matmul/type_dots.py, cuda/unpack/dot_forms.cuh).
+lists the places of a type. Records do not state whether a type has an unpacker, an encoder, or one with ik_llama.cpp's
+search: the functions exist or not. Everything else follows: commands, activation formats, products, embeddings, the
+traits of the CUDA struct (generated.py), checks of files, tests, scripts. Optional and by name: a specialized dot
+product (cpu/matmul/type_dots.py, cuda/unpack/dot_forms.cuh).
 
-A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
-``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
-row reads the scale once and applies it, so types without one pay nothing. Products multiply it by a *gain* in two
-trellis types, as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to
-weighted squares, levels that coarse come out too small.
+A *unit* is 256 values, which an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
+``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a row
+reads the scale once and applies it, so types without one pay nothing. Products multiply it by a *gain* in two trellis
+types, as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to weighted
+squares, levels that coarse come out too small.
 
 *Interleaved types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their
-base type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is in no file (``types.ROWS``).
+base type, whose bytes they contain interleaved. Files never contain the base types of IQ1_S_R4 and IQ1_M_R4
+(``types.ROWS``).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Format:
     mins: bool = False
     #: Whether levels may be negative; products of unsigned levels need no offset.
     signed: bool = True
-    #: What products multiply the scale of a row by; the decoder does not.
+    #: The factor by which products, but not the decoder, multiply the scale of a row.
     row_scale_gain: float = 1.0
     #: CUDA, one or two rows: each value of x takes a register, its byte four times over (ik_dot_forms.cuh).
     byte_replicated: bool = False
@@ -90,8 +91,8 @@ class Format:
         return _is_defined("encode", self, "_ik")
 
 
-#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what
-#: interleaved types hold of them.
+#: The project whose search an encoder follows; they differ in some common types (``Format.ik_encoder``), and in their
+#: interleaved types.
 ENCODERS = ("mainline", "ik")
 #: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
 SYMMETRIC = "symmetric"
@@ -102,7 +103,7 @@ FOLDED_TO_F16 = 16
 
 def _format(name: str, family: str, activations: str, **fields: Any) -> Format:
     if name not in BY_NAME:
-        raise LookupError(f"{name} has a record here and no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
+        raise LookupError(f"{name} has a record here but no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
     return Format(BY_NAME[name], family, activations, **fields)
 
 
@@ -207,12 +208,10 @@ def has_encoder(t: TensorType) -> bool:
 
 
 def format_of(t: TensorType, function: str = "decoder") -> Format:
-    """Return the record of type ``t``; raise TypeNotSupported, naming the missing ``function``, if there is none."""
+    """Return the record of type ``t``. Raises TypeNotSupported, naming the missing ``function``, if there is none."""
     exists = has_encoder if function == "encoder" else has_decoder
     if t.name not in FORMATS or not exists(t):
-        raise TypeNotSupported(
-            f"there is no {function} for {t.name} in this version; `quantkit types` shows which exist", "QK-E302"
-        )
+        raise TypeNotSupported(f"no {function} for {t.name} in this version; see `quantkit types`", "QK-E302")
     return FORMATS[t.name]
 
 
@@ -224,13 +223,13 @@ def activation_format(t: TensorType) -> str:
 def check_encoder(encoder: str | None) -> None:
     """Raise RecipeError unless ``encoder`` is one of ENCODERS, or None."""
     if encoder is not None and encoder not in ENCODERS:
-        raise RecipeError(f"there is no encoder {encoder!r}: give {' or '.join(ENCODERS)}", "QK-E203")
+        raise RecipeError(f"unknown encoder {encoder!r}: choose {' or '.join(ENCODERS)}", "QK-E203")
 
 
 def encoder_for(t: TensorType, encoder: str | None = None) -> str:
-    """Return which search, one of ENCODERS, encodes type ``t``: that of its tree, or ``encoder`` if there are two.
+    """Return the encoder of type ``t``, one of ENCODERS: that of its project, or ``encoder`` if there are two.
 
-    A type of both trees is llama.cpp's, but what an interleaved type makes of one is ik_llama.cpp's. SYMMETRIC is a
+    The default for a common type is llama.cpp's, but that of an interleaved type is ik_llama.cpp's. SYMMETRIC is a
     third one.
     """
     base = base_of(t)
@@ -248,7 +247,7 @@ def cpu_function(verb: str, t: TensorType, variant: str | None = None) -> Callab
     """Return ``encode_<type>``, of the search ``variant``, or ``unpack_<type>``; raise TypeNotSupported if none."""
     spec = format_of(t, "encoder" if verb == "encode" else "unpacker")
     if verb == "unpack" and spec.is_float:
-        raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
+        raise TypeNotSupported(f"{t.name} has no blocks to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{spec.family}")
     suffix = ""
     if verb == "encode" and spec.ik_encoder and (search := encoder_for(t, variant)) != "mainline":

@@ -25,7 +25,7 @@ class Grid:
 
     points: levels of each index, or magnitudes if there are signs, float32 [indices, columns]. parts: points of a
     group. signs: bits of a group's signs: none, one for each column, or one less, if an even number is negative.
-    codebooks: a bit of the sub-block tells in which half of the points its groups' indices count.
+    codebooks: a bit of the sub-block selects the half of the points for its groups' indices.
     """
 
     points: F32

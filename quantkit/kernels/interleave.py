@@ -43,9 +43,9 @@ Bits = npt.NDArray[np.int32]
 class Layout:
     """Layout of the rows of an interleaved type in a group of ``type.interleave`` rows.
 
-    A *unit* is what is rearranged at a time: ``values`` values of each row, one block or several. source_bits: for each
-    bit of an interleaved unit, the bit of the rows' units that it holds, these one behind the other; None if rows can
-    only be taken apart. target_bits: for each bit of the rows' units, the bit of the interleaved one.
+    A *unit* is rearranged at a time: ``values`` values of each row, one block or several. source_bits: for each bit of
+    an interleaved unit, the bit of the rows' units that it holds, these one behind the other; None if rows can only be
+    deinterleaved. target_bits: for each bit of the rows' units, the bit of the interleaved one.
     """
 
     type: TensorType
@@ -55,7 +55,7 @@ class Layout:
     target_bits: Bits
     #: Bytes of an interleaved unit whose bits 1 .. 7 are running parities.
     signs: npt.NDArray[np.bool_]
-    #: What is XORed to the bytes of an interleaved unit.
+    #: The mask that is XORed to the bytes of an interleaved unit.
     xor: npt.NDArray[np.uint8]
 
     @property
@@ -427,12 +427,12 @@ def interleaved_of(t: TensorType) -> TensorType | None:
 
 @cache
 def layout_of(t: TensorType, n: int = 0, row_type: TensorType | None = None) -> Layout:
-    """Return the layout of an interleaved type for rows of ``n`` values; raise TypeNotSupported if there is none.
+    """Return the layout of an interleaved type for rows of ``n`` values. Raises TypeNotSupported if there is none.
 
     ``row_type``: the type of single rows, by default the base type.
     """
     if t.name not in BASES:
-        raise TypeNotSupported(f"{t.name} is no interleaved type")
+        raise TypeNotSupported(f"{t.name} is not an interleaved type")
     row_type = row_type or base_of(t)
     if t.name in _EXACT and row_type is base_of(t):
         _, values, make = _EXACT[t.name]
@@ -451,7 +451,7 @@ def layout_of(t: TensorType, n: int = 0, row_type: TensorType | None = None) -> 
             _flips(t, source_bits.size // 8),
         )
     if t.name not in _ONE_WAY or row_type is not plain_of(t):
-        raise TypeNotSupported(f"{t.name} cannot be taken apart into rows of {row_type.name}")
+        raise TypeNotSupported(f"{t.name} cannot be deinterleaved to {row_type.name}")
     target_bits, nbytes = _ONE_WAY[t.name][1](), t.interleave * 256 // t.block * t.block_bytes
     return Layout(t, row_type, 256, None, target_bits.astype(np.int32), _signs(t, nbytes), _flips(t, nbytes))
 

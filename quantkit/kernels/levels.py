@@ -2,11 +2,11 @@
 
 A value is ``d * factor[s] * (level[q] + shift) - dmin * m`` with integers q for each value, s and m for each sub-block,
 and floats d and dmin for a super-block, or a row. Where groups of columns share a q, their levels are those of a grid
-(grids.py). Encoders search all of these and pack them; what chooses levels by
-another criterion (error feedback) reads the integers of an encoder's bytes, changes them, and writes them back.
+(grids.py). Encoders search all of these and pack them; error feedback, which has another criterion, reads the integers
+of an encoder's bytes, changes them, and writes them back.
 
 *Fields* are arrays [fields, bits] of bit positions in a block, lowest bit first; bit i of byte b is 8 b + i. Planes are
-those of reference.py, which is the specification of what is listed here: tests compare the two.
+those of reference.py, the specification of these tables: tests compare the two.
 """
 
 from __future__ import annotations
@@ -278,11 +278,11 @@ def all_levels() -> dict[str, Levels]:
 
 
 def levels_of(t: TensorType) -> Levels:
-    """Return how type ``t`` stores its integers; TypeNotSupported if that is not described."""
+    """Return the integer layout of type ``t``. Raises TypeNotSupported if it has none."""
     try:
         return all_levels()[t.name]
     except KeyError:
-        raise TypeNotSupported(f"levels of {t} cannot be chosen one by one in this version", "QK-E302") from None
+        raise TypeNotSupported(f"this version has no error feedback for {t}", "QK-E302") from None
 
 
 # ---------------------------------------------------------------- reading and writing
@@ -352,7 +352,7 @@ def read_integers(t: TensorType, rows: U8, with_levels: bool = True) -> Integers
 
 
 def write_integers(t: TensorType, integers: Integers, rows: U8) -> None:
-    """Write integers into rows that hold those of the same type already: bits that are no field stay as they are."""
+    """Write integers into rows that hold those of the same type already: bits outside fields are unchanged."""
     layout, i = levels_of(t), integers
     head, bits = _unpack_bits(t, rows)
     for fields, values in ((layout.levels, i.q), (layout.scale, i.s), (layout.minimum, i.m), (layout.shift, i.shift)):
@@ -383,7 +383,7 @@ def scales_and_minimums(t: TensorType, i: Integers) -> tuple[F32, F32 | None]:
 
 
 def decode(t: TensorType, i: Integers) -> F32:
-    """Return the values that integers stand for, float32 [rows, n]; a shift of levels may cost the last bit."""
+    """Return the values of integers, float32 [rows, n]; a shift of levels may cost the last bit."""
     layout = levels_of(t)
     scale, low = scales_and_minimums(t, i)
     out = np.repeat(scale, layout.span, axis=1) * layout.levels_of(i.q, i.shift)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-#: Most experts, and groups of experts: what a CPU kernel has on its stack, and a CUDA kernel in shared memory.
+#: Maximum number of experts, and groups of experts: limited by a CPU kernel's stack and a CUDA kernel's shared memory.
 MAX_EXPERTS = 4096
 #: Most rows of a delta net's state that decay each by itself.
 MAX_DECAYS = 256

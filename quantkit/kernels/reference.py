@@ -563,7 +563,7 @@ def decode_rows(t: TensorType, rows: Bytes) -> Floats:
     """
     decode: Callable[..., Floats] | None = globals().get(f"decode_{t.name.lower()}")
     if decode is None:
-        raise TypeNotSupported(f"there is no reference decoder for {t.name}", "QK-E302")
+        raise TypeNotSupported(f"no reference decoder for {t.name}", "QK-E302")
     blocks = np.ascontiguousarray(rows[..., t.row_header :]).reshape(-1, t.block_bytes)
     if not t.row_scale:
         return decode(blocks).reshape(*rows.shape[:-1], -1)

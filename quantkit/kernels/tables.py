@@ -58,7 +58,7 @@ IK = {
 
 @cache
 def table(name: str) -> npt.NDArray[Any]:
-    """Return the table called ``name`` (see above), read-only; KeyError if there is none."""
+    """Return the table called ``name`` (see above), read-only. Raises KeyError if there is none."""
     with np.load(PATH) as npz:
         values: npt.NDArray[Any] = IK[name] if name in IK else npz[name]
     values.flags.writeable = False

@@ -17,7 +17,7 @@ from quantkit.types import BY_NAME, TensorType
 
 U8 = npt.NDArray[np.uint8]
 
-#: Bytes behind the rows of a tensor: the scale, f32, and padding.
+#: Bytes after the rows of a tensor: the scale, f32, and padding.
 TAIL = 32
 #: Values whose levels share 32 bytes: byte j has those of j, j + 32, j + 64 and j + 96, the first in the high bits.
 _BLOCK = 128
@@ -35,7 +35,7 @@ def decoded_as(t: TensorType) -> TensorType:
 def check_rows(n: int) -> None:
     """Raise TypeNotSupported if rows of ``n`` values would share blocks."""
     if n % _BLOCK:
-        raise TypeNotSupported(f"I2_S: rows of {n} values do not divide into its blocks of {_BLOCK}", "QK-E303")
+        raise TypeNotSupported(f"I2_S: rows of {n} values are not a multiple of blocks of {_BLOCK}", "QK-E303")
 
 
 def with_row_scales(rows: U8, scale: float) -> U8:

@@ -1,6 +1,6 @@
-"""Search settings of the trellis types, one record a type, shared by CPU and CUDA, whose bytes are the same.
+"""Search settings of the trellis types, one record per type, shared by CPU and CUDA, whose bytes are the same.
 
-cpu/encode/trellis.py says what the steps are. *Values* are 32 with a scale of their own, their *energy* sum(w x x).
+cpu/encode/trellis.py describes the steps. *Values* are 32 with a scale of their own, their *energy* sum(w x x).
 """
 
 from __future__ import annotations

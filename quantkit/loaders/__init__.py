@@ -6,8 +6,8 @@ scripts/make_loader_tables.py writes from the runtimes' sources) and returns wha
 * ``table``: the tables, read and compiled
 * ``hyperparameters``: the names that their expressions use
 * ``metadata``: keys, read with the loaders' rules about kinds
-* ``vocabulary``: what is asked of a tokenizer
-* ``follow``: rows carried out over a file's header
+* ``vocabulary``: the requirements on a tokenizer
+* ``follow``: the rows applied to a file's header
 """
 
 from quantkit.loaders.follow import architectures, load

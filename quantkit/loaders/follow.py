@@ -1,7 +1,7 @@
 """Run a loader's table over a file's header and collect the problems that it would refuse.
 
-The order is the loader's: keys, vocabulary, tensors. What contradicts itself in one stage makes the next meaningless,
-so the first stage with problems is the last.
+The order is the loader's: keys, vocabulary, tensors. A contradiction in one stage makes the next meaningless, so the
+first stage with problems is the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quantkit.loaders.vocabulary import Vocabulary, read_vocabulary
 
 #: Keys that are read before the architecture's.
 _GENERAL = {"general.name": "str", "general.file_type": "u32"}
-#: How often a loop of a table goes round: layers or experts, of which loaders take at most 1024.
+#: Limit of a table's loops: layers or experts, of which loaders accept at most 1024.
 _MAX_TURNS = 4096
 #: How many dimensions ggml's tensors have.
 _MAX_DIMS = 4
@@ -64,7 +64,7 @@ def load(runtime: str, fields: Mapping[str, Field], tensors: Mapping[str, Sequen
 
 
 class _Loader:
-    """A loader at work on one file."""
+    """A loader applied to one file."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Loader:
 def _refusal(condition: str) -> str:
     """Return the reason for which a condition of a table makes the loader refuse."""
     if "has(" in condition:
-        return "tensors that do not go together"
+        return "tensors that do not match each other"
     return f"hyperparameters that the runtime refuses ({condition})" if condition else "hyperparameters are refused"
 
 

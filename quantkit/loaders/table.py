@@ -1,4 +1,4 @@
-"""The tables of loaders: sections of rows, compiled when an architecture is first asked for.
+"""The tables of loaders: sections of rows, compiled on the first use of an architecture.
 
 A section is ``[arch arch ..]``. Its lines, in the order of the loader:
 

@@ -1,6 +1,6 @@
 """Requirements of the loaders on the tokenizer's keys.
 
-Source: llama_vocab::impl::load in src/llama-vocab.cpp of llama.cpp b11434 and ik_llama.cpp 8337e4cd3, which looks at
+Source: llama_vocab::impl::load in src/llama-vocab.cpp of llama.cpp b11434 and ik_llama.cpp 8337e4cd3, which checks
 fewer kinds.
 """
 
@@ -29,7 +29,7 @@ _MODELS = {
 _BPE = {"gpt2", "hybriddna", "whitespace", "gemma4"}
 _NONE = {"no_vocab", "none"}
 
-#: llama.cpp's type of tokens that stand for a byte.
+#: llama.cpp's type of tokens for single bytes.
 _BYTE = 6
 
 #: Keys of special tokens: all UINT32.
@@ -54,7 +54,7 @@ class Vocabulary:
     n_tokens: int
     n_token_types: int
     problems: tuple[Problem, ...] = ()
-    #: Whether there is none, only a size.
+    #: Whether the vocabulary is only a size.
     absent: bool = False
 
 
@@ -165,7 +165,7 @@ def _token_problems(fields: Mapping[str, Field], *, strict: bool) -> Iterator[Pr
         elif field.count < tokens.count:
             yield _problem(key, f"{field.count} items for {tokens.count} tokens")
     if repeated := _first_repeated(tokens.value):
-        yield _problem(_TOKENS, f"token {repeated!r} is there twice")
+        yield _problem(_TOKENS, f"token {repeated!r} occurs twice")
     suppressed = fields.get("tokenizer.ggml.suppress_tokens")
     if strict and suppressed is not None and suppressed.item_type is not ValueType.INT32:
         yield _problem(suppressed.key, f"{suppressed.describe()}, not an array of INT32")

@@ -44,7 +44,7 @@ def residual_stream(graph: Graph, layers: Sequence[int] | None) -> tuple[Graph, 
     outs = {op.layer: v for op in graph.ops for v in op.outputs() if v.name.endswith(".layer_out")}
     selection = sorted(outs) if layers is None else list(layers)
     if missing := [layer for layer in selection if layer not in outs]:
-        raise RecipeError(f"there is no layer {missing[0]}: the model has layers 0 to {max(outs)}", "QK-E203")
+        raise RecipeError(f"no layer {missing[0]}: the model has layers 0 to {max(outs)}", "QK-E203")
     values = [outs[layer] for layer in selection]
     end = 1 + max((i for i, op in enumerate(graph.ops) if not set(values).isdisjoint(op.outputs())), default=-1)
     return split_stages(graph, [end], [values])[0].graph, values
@@ -67,7 +67,7 @@ def covariance_graph(graph: Graph, names: Collection[str] | None) -> CovarianceG
     by_weight = {name: item for item in observed for name in item.names}
     selection = list(by_weight if names is None else names)
     if missing := [name for name in selection if name not in by_weight]:
-        raise RecipeError(f"{missing[0]} is no weight that multiplies an input in this model", "QK-E206")
+        raise RecipeError(f"{missing[0]} is not a weight that multiplies an input in this model", "QK-E206")
     requests = _requests(by_weight[name] for name in selection)
     result = covariances(graph, requests.values(), process_output=names is not None, weighted=False)
     return CovarianceGraph(result, {name: f"{by_weight[name].names[0]} 0" for name in selection})

@@ -1,11 +1,11 @@
-"""The table of architectures: everything about a model that its tensors do not tell.
+"""The table of architectures: everything about a model that its tensors do not show.
 
-A layer is: norm, attention, (norm,) add; norm, feed-forward, (norm,) add. Its tensors tell which norms, biases,
-q/k norms, sinks and experts it has (graph.py); a row has everything else. The reference is llama.cpp b11434's
-src/models/*.cpp: where that ignores a key of the metadata, the row does, too.
+A layer is: norm, attention, (norm,) add; norm, feed-forward, (norm,) add. Its tensors show which norms, biases, q/k
+norms, sinks and experts it has (graph.py); a row has everything else. The reference is llama.cpp b11434's
+src/models/*.cpp: metadata keys that it ignores are also ignored by the row.
 
-To add an architecture: write its row; run tests/model/test_engine_zoo.py with a model of it (tests/lib/zoo.py draws one
-from a header) against llama.cpp's logits; only what fields cannot express becomes a new block (graph.ATTENTION).
+To add an architecture: write its row; run tests/model/test_engine_zoo.py with a model of it (tests/lib/zoo.py generates
+one from a header) against llama.cpp's logits; add a new block (graph.ATTENTION) only for what fields cannot express.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quantkit.errors import TypeNotSupported
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The layers that attend to a window of positions only.
+    """The layers that attend only to a window of positions.
 
     period: the last of every ``period`` layers (dense_first: the first) attends to all positions; a pattern in the
-    metadata takes precedence. default: the window if the metadata have none (0: no window). fixed: the window, whatever
-    the metadata say. only_if_layers: only models with this number of layers have windows (0: all).
+    metadata takes precedence. default: the window if the metadata has none (0: no window). fixed: the window,
+    regardless of the metadata. only_if_layers: only models with this number of layers have windows (0: all).
     """
 
     period: int
@@ -82,7 +82,7 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeRules:
-    """The layers and columns with rope, and the keys that rope reads, as far as they differ from Llama's."""
+    """The layers and columns with rope, and the keys that rope reads, if they differ from Llama's."""
 
     #: Only windowed layers have rope (Cohere 2, EXAONE 4).
     only_windowed: bool = False
@@ -171,7 +171,7 @@ class Arch:
     post_norms: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
     #: The epsilon of ``post_norms``; 0: that of the other norms.
     post_norm_eps: float = 0.0
-    #: ``swin_norm`` moves the norms behind attention and the feed-forward layer (Chameleon).
+    #: ``swin_norm`` moves the norms after attention and the feed-forward layer (Chameleon).
     swin_key: bool = False
     #: Layers may lack attention, or both parts (Deci).
     optional_attention: bool = False

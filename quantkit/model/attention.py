@@ -34,13 +34,13 @@ _BLOCK_INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 def has_windows(b: Builder) -> bool:
-    """Return whether any layer may attend to a window only."""
+    """Return whether any layer may attend only to a window."""
     w = b.arch.window
     return w is not None and window_size(b) > 0 and w.only_if_layers in (0, b.h.n_layer)
 
 
 def is_windowed(b: Builder, layer: int | None = None) -> bool:
-    """Return whether a layer (None: the current one) attends to a window only."""
+    """Return whether a layer (None: the current one) attends only to a window."""
     w, layer = b.arch.window, b.layer if layer is None else layer
     if w is None or not has_windows(b):
         return False
@@ -165,7 +165,7 @@ def gqa(b: Builder, x: Value) -> Value:
 
 
 def gqa_or_one(b: Builder, x: Value) -> Value:
-    """Add attention, or the output matrix alone where the layer has no heads (Deci)."""
+    """Add attention, or only the output matrix if the layer has no heads (Deci)."""
     return gqa(b, x) if n_head_kv(b) else b.mul_mat(x, "attn_output")
 
 
@@ -272,7 +272,9 @@ def _qkv(b: Builder, x: Value, q_width: int, k_width: int, v_width: int) -> tupl
     merged = b.mul_mat(x, "attn_qkv")
     if merged.width != q_width + k_width + v_width:
         raise FormatError(
-            f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {merged.width} rows, not q, k and v", "QK-E106"
+            f"{b.source.paths[0]}: {b.full_name('attn_qkv.weight')} has {merged.width} rows, which do not match q, k "
+            "and v",
+            "QK-E106",
         )
     parts = (("attn_q", q_width, 0), ("attn_k", k_width, q_width), ("attn_v", v_width, q_width + k_width))
     q, k, v = (_add_bias(b, b.take(merged, name, width, start), f"{name}.bias") for name, width, start in parts)

@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Batch:
-    """``tokens``, ``positions`` and ``sequences``: int32 [n]; ``outputs``: the rows whose logits are wanted.
+    """``tokens``, ``positions`` and ``sequences``: int32 [n]; ``outputs``: the rows whose logits are requested.
 
     The tokens of a sequence are in order and continue it.
     """

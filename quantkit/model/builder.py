@@ -111,7 +111,7 @@ class Builder:
         return self.has(f"{name}.weight", name)
 
     def matrix(self, name: str, rows: tuple[int, int] | None = None) -> Matrix:
-        """Return a tensor; a missing one is noted and replaced, so that all missing ones are found."""
+        """Return a tensor; a missing one is recorded and replaced, so that all missing ones are reported."""
         full = self.full_name(name)
         info = self.source.tensors.get(full) or self._stand_in(full)
         self.used.add(full)
@@ -122,14 +122,14 @@ class Builder:
         return self.matrix(name) if self.has(name) else None
 
     def ignore(self, *names: str) -> None:
-        """Accept these tensors (of the current layer), which llama.cpp loads and does not use."""
+        """Accept these tensors (of the current layer), which llama.cpp loads but does not use."""
         self.used.update(map(self.full_name, names))
 
     def _stand_in(self, full: str) -> TensorInfo:
-        """Note a missing tensor, and return that of another layer, or one of a plausible shape."""
+        """Record a missing tensor, and return that of another layer, or one of a plausible shape."""
         self.missing[full] = None
         if len(self.missing) > _MOST_MISSING:
-            raise FormatError(f"{self.source.paths[0]}: there is no tensor {full}", "QK-E105")
+            raise FormatError(f"{self.source.paths[0]}: missing tensor {full}", "QK-E105")
         kind = kind_of(full)
         similar = (t for name, t in self.source.tensors.items() if kind != full and kind_of(name) == kind)
         return next(similar, None) or TensorInfo(full, (self.h.n_embd, self.h.n_embd), F32, 0, 0, 0)
@@ -142,7 +142,7 @@ class Builder:
 
         Raises:
             FormatError: tensors are missing.
-            TypeNotSupported: tensors are unused, so the model is another than its architecture says.
+            TypeNotSupported: tensors are unused, so the model is not of the stated architecture.
         """
         try:
             yield
@@ -154,19 +154,19 @@ class Builder:
         if self.missing:
             unused = f"; not used: {format_names(left)}" if left else ""
             raise FormatError(
-                f"{where}: there is no tensor {format_names(self.missing)}, which a model of the architecture "
-                f"{self.h.arch} needs{unused}; convert the model again",
+                f"{where}: missing tensors of the architecture {self.h.arch}: {format_names(self.missing)}{unused}; "
+                "convert the model again",
                 "QK-E105",
             ) from None
         if left:
             raise TypeNotSupported(
-                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; this is not the model that "
-                f"quantkit knows as {self.h.arch}",
+                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; quantkit knows another "
+                f"model as {self.h.arch}",
                 "QK-E107",
             )
 
     def _is_expected(self, name: str) -> bool:
-        """Return whether a tensor is read by the graph, or ignored by llama.cpp, too."""
+        """Return whether a tensor is read by the graph, or also ignored by llama.cpp."""
         kind = kind_of(name)
         is_used = name in self.used or kind in self.arch.ignored or self._in_prediction_layer(name)
         base, _, ending = kind.rpartition(".")
@@ -235,8 +235,8 @@ class Builder:
         weight = self.matrix(f"{name}.weight")
         if weight.n_in != x.width:
             raise FormatError(
-                f"{self.source.paths[0]}: {weight.tensor.name} has rows of {weight.n_in} values, its input "
-                f"{x.width}: the shapes of this model do not fit together",
+                f"{self.source.paths[0]}: {weight.tensor.name} has rows of {weight.n_in} values, but its input has "
+                f"{x.width}: the shapes of this model are inconsistent",
                 "QK-E106",
             )
         y = self.value(out or name, weight.n_out, x)
@@ -280,7 +280,7 @@ class Builder:
         return y
 
     def select_outputs(self, x: Value) -> Value:
-        """Return the rows of x whose logits are wanted; after the last attention only these are computed."""
+        """Return the rows of x whose logits are requested; after the last attention, only these are computed."""
         y = Value(f"{x.name}_out", x.width, x.per, True)
         self.add(SelectOutputs(out=y, x=x))
         return y

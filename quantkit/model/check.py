@@ -1,6 +1,6 @@
 """Shape checks of graphs and of fused operations: kernels work on addresses and trust their arguments.
 
-A model whose tensors do not fit together, damaged or hostile, is a FormatError that names the tensor.
+A model with inconsistent tensors, damaged or hostile, raises a FormatError that names the tensor.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ CHECK = OpTable("check.py")
 
 
 def check_graph(graph: Graph, multiplies: Callable[[TensorType], bool]) -> None:
-    """Raise FormatError if shapes do not fit together, TypeNotSupported for a weight of a type without products."""
+    """Raise FormatError if shapes are inconsistent, TypeNotSupported for a weight of a type without products."""
     for op in graph.ops:
         for matrix in op.matrices():
             t = matrix.tensor.type
             if not multiplies(t) and not isinstance(op, ops.Lookup):
                 raise TypeNotSupported(
-                    f"{matrix.tensor.name} is {t.name}, for which this version has no unpacker; "
-                    "`quantkit types` shows which exist",
+                    f"{matrix.tensor.name} is {t.name}, for which this version has no unpacker; see `quantkit types`",
                     "QK-E302",
                 )
     check_ops(graph.ops)
 
 
 def check_ops(operations: Iterable[Op]) -> None:
-    """Raise FormatError if shapes of operations do not fit, TypeNotSupported for a kind without a check."""
+    """Raise FormatError if shapes of operations are inconsistent, TypeNotSupported for a kind without a check."""
     experts: dict[Value, int] = {}
     for op in operations:
         CHECK[type(op)](op, experts)
@@ -49,9 +48,7 @@ def fit(right: bool, op: Op, matrix: Matrix | None, problem: str) -> None:
     if matrix is not None:
         raise FormatError(f"{matrix.tensor.name}: shape {list(matrix.tensor.shape)}, {problem}", "QK-E106")
     outs = ", ".join(str(v) for v in op.outputs())
-    raise FormatError(
-        f"the shapes of this model do not fit together: {type(op).__name__} to {outs}: {problem}", "QK-E106"
-    )
+    raise FormatError(f"the shapes of this model are inconsistent: {type(op).__name__} to {outs}: {problem}", "QK-E106")
 
 
 def _count(matrix: Matrix) -> int:
@@ -62,7 +59,7 @@ def _count(matrix: Matrix) -> int:
 def _vector(op: Op, matrix: Matrix | None, n: int, purpose: str) -> None:
     if matrix is not None:
         in_range = matrix.columns is None or matrix.columns[1] <= matrix.tensor.shape[0]
-        fit(in_range and _count(matrix) == n, op, matrix, f"where {purpose} takes {n} values")
+        fit(in_range and _count(matrix) == n, op, matrix, f"where {purpose} needs {n} values")
 
 
 def _product(op: Op, w: Matrix, x: Value, out: Value, bias: Matrix | None, scale: Matrix | None) -> None:
@@ -75,7 +72,7 @@ def _product(op: Op, w: Matrix, x: Value, out: Value, bias: Matrix | None, scale
 def _by_expert(
     op: Op, w: Matrix, x: Value, out: Value, n_expert: int, bias: Matrix | None, scale: Matrix | None
 ) -> None:
-    fit(w.n_matrices == n_expert, op, w, f"where the router chooses among {n_expert} experts")
+    fit(w.n_matrices == n_expert, op, w, f"where the router selects among {n_expert} experts")
     fit(w.n_in == x.width and w.n_out == out.width, op, w, f"where {x.width} values become {out.width}")
     last = w.first_row + w.n_out
     fit(last <= (w.tensor.shape[1] if len(w.tensor.shape) > 1 else 1), op, w, f"where row {last} is needed")
@@ -104,7 +101,7 @@ def _embed(op: ops.Embed, experts: dict[Value, int]) -> None:
 @CHECK.register(ops.Lookup)
 def _lookup(op: ops.Lookup, experts: dict[Value, int]) -> None:
     right = op.weight.tensor.type.name == "I32" and len(op.weight.tensor.shape) == 2 and op.weight.n_in == op.out.width
-    fit(right and op.out.integer, op, op.weight, f"where rows of {op.out.width} whole numbers are needed")
+    fit(right and op.out.integer, op, op.weight, f"where rows of {op.out.width} integers are needed")
 
 
 @CHECK.register(ops.Add)
@@ -115,7 +112,7 @@ def _add(op: ops.Add, experts: dict[Value, int]) -> None:
 @CHECK.register(ops.MultiplyBy)
 def _multiply_by(op: ops.MultiplyBy, experts: dict[Value, int]) -> None:
     n = _count(op.vector) * op.repeat
-    fit(n > 0 and op.x.width % n == 0, op, op.vector, f"which does not divide {op.x.width} columns")
+    fit(n > 0 and op.x.width % n == 0, op, op.vector, f"which is not a divisor of {op.x.width} columns")
 
 
 @CHECK.register(ops.Norm)
@@ -176,7 +173,7 @@ def _bonus(op: ops.Bonus, experts: dict[Value, int]) -> None:
 @CHECK.register(ops.Glu)
 def _glu(op: ops.Glu, experts: dict[Value, int]) -> None:
     if op.up is None:
-        fit(op.gate.width == 2 * op.out.width, op, None, f"{op.gate.width} columns are no gate and up")
+        fit(op.gate.width == 2 * op.out.width, op, None, f"{op.gate.width} columns are not gate and up")
     else:
         right = op.up.width == op.out.width and op.gate.width > 0 and op.up.width % op.gate.width == 0
         fit(right, op, None, f"a gate of {op.gate.width} columns for {op.up.width}")
@@ -193,7 +190,7 @@ def _take(op: ops.Take, experts: dict[Value, int]) -> None:
 @CHECK.register(ops.Join)
 def _join(op: ops.Join, experts: dict[Value, int]) -> None:
     right = op.a.width % op.period_a == 0 and op.b.width % op.period_b == 0
-    fit(right, op, None, "periods do not divide")
+    fit(right, op, None, "not a multiple of the period")
     n, m = op.a.width // op.period_a, op.b.width // op.period_b
     right = m > 0 and n % m == 0 and op.out.width == n * (op.period_a + op.period_b)
     fit(right, op, None, f"{op.a.width} and {op.b.width} columns become {op.out.width}")
@@ -239,18 +236,18 @@ def _mul_mat_id(op: ops.MulMatId, experts: dict[Value, int]) -> None:
 def _route(op: ops.Route, experts: dict[Value, int]) -> None:
     r = op.routing
     experts[op.ids] = r.n_expert // r.share
-    fit(r.share >= 1 and r.n_expert % r.share == 0, op, None, f"{r.share} of {r.n_expert} experts are one")
+    fit(r.share >= 1 and r.n_expert % r.share == 0, op, None, f"{r.share} of {r.n_expert} experts share one")
     fit(op.logits.width == r.n_expert, op, None, f"a router of {op.logits.width} outputs for {r.n_expert} experts")
     fit(0 < r.n_used <= r.n_expert, op, None, f"{r.n_used} of {r.n_expert} experts are used")
     right = r.n_group >= 1 and r.n_expert % r.n_group == 0 and 1 <= r.n_group_used <= r.n_group
     fit(right, op, None, f"{r.n_group_used} of {r.n_group} groups of {r.n_expert} experts")
     sufficient = r.n_expert // r.n_group * r.n_group_used >= r.n_used
-    fit(sufficient, op, None, "the groups used have too few experts")
+    fit(sufficient, op, None, "the selected groups have too few experts")
     right = op.selected is None or (
         op.selected.integer and op.selected.width == r.n_used == op.ids.width and r.share == 1
     )
-    fit(right, op, None, f"{op.selected} are chosen, not {r.n_used}")
-    _vector(op, op.bias, r.n_expert, "a bias of the choice")
+    fit(right, op, None, f"{op.selected} are selected, not {r.n_used}")
+    _vector(op, op.bias, r.n_expert, "a selection bias")
 
 
 @CHECK.register(ops.Combine)
@@ -301,7 +298,7 @@ def _window_and_blocks(op: ops.WindowAndBlocks, experts: dict[Value, int]) -> No
     fit(right, op, None, f"{op.out.width} cells with a window of {op.window}")
     n = 0 if op.blocks is None else op.blocks.width
     right = op.blocks is None or (op.blocks.integer and op.out.width - op.window == n)
-    fit(right, op, None, f"{n} blocks, and room for {op.out.width - op.window}")
+    fit(right, op, None, f"{n} blocks, but space for {op.out.width - op.window}")
 
 
 @CHECK.register(ops.Attention)
@@ -315,7 +312,7 @@ def _attention(op: ops.Attention, experts: dict[Value, int]) -> None:
     right = c.k_width == op.n_head_kv * op.head_k and values
     fit(right, op, None, f"keys of {c.k_width} and values of {c.v_width} columns for {op.n_head_kv} heads")
     _vector(op, op.sinks, op.n_head, "sinks")
-    fit(op.mask != "whole" or not op.alibi, op, None, "distances count among the tokens before")
+    fit(op.mask != "whole" or not op.alibi, op, None, "distances are counted among earlier tokens")
     if op.selected is not None:
         right = op.selected.integer and op.selected.width > 0 and op.selected.outputs == op.out.outputs
         fit(right, op, None, f"{op.selected.width} positions are selected")
@@ -361,7 +358,7 @@ def _delta_net(op: ops.DeltaNet, experts: dict[Value, int]) -> None:
     right = right and op.g.width in (op.n_v_head, op.n_v_head * (op.k.width // op.n_k_head))
     fit(right, op, None, f"keys of {op.k.width} and values of {op.v.width} columns")
     in_limit = not op.by_row or op.g.width <= op.n_v_head * MAX_DECAYS
-    fit(in_limit, op, None, f"more than {MAX_DECAYS} rows of a state decay each by itself")
+    fit(in_limit, op, None, f"more than {MAX_DECAYS} rows of a state have their own decay")
     size = op.n_v_head * (op.k.width // op.n_k_head) * (op.v.width // op.n_v_head)
     fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
 
@@ -409,7 +406,7 @@ def _wkv(op: ops.Wkv, experts: dict[Value, int]) -> None:
     right = all(v.width == width for v in full) and (op.removed is None) == (op.rate is None)
     right = right and op.k.width == op.v.width > 0 and width % op.k.width == 0 and op.k.width % head == 0
     fit(right, op, None, f"{op.g.width} decays, {op.k.width} columns of keys and {op.v.width} of values for {width}")
-    fit(head <= MAX_DECAYS, op, None, f"more than {MAX_DECAYS} rows of a state decay each by itself")
+    fit(head <= MAX_DECAYS, op, None, f"more than {MAX_DECAYS} rows of a state have their own decay")
     fit(op.state.width == width * head, op, None, f"a state of {op.state.width} for {width * head}")
 
 
@@ -418,7 +415,7 @@ def _wkv(op: ops.Wkv, experts: dict[Value, int]) -> None:
 
 def _rows_of_experts(op: Op, x: Value, ids: Value | None) -> None:
     right = ids is None or x.per in (1, ids.width)
-    fit(right, op, None, f"{x.per} rows a token for {0 if ids is None else ids.width} experts")
+    fit(right, op, None, f"{x.per} rows per token for {0 if ids is None else ids.width} experts")
 
 
 @CHECK.register(ops.Observe)
@@ -461,7 +458,5 @@ def table_of(source: GGUFFile, op: Lookup) -> Ints:
     tensor = op.weight.tensor
     table = source.data(tensor).view("<i4").reshape(-1, op.weight.n_in)
     if table.size and not (table.min() >= 0 and table.max() < op.n):
-        raise FormatError(
-            f"{tensor.name}: its numbers run from {table.min()} to {table.max()}, not from 0 to {op.n - 1}"
-        )
+        raise FormatError(f"{tensor.name}: values are {table.min()} to {table.max()}, not 0 to {op.n - 1}")
     return table

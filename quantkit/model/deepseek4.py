@@ -1,10 +1,10 @@
 """DeepSeek V4's attention: a window of positions, and beyond it compressed blocks of one row each.
 
 A token has one row k = norm(kv x) of ``key_length`` columns, which is the key and the value of all heads; the last
-n_rot columns of q and k rotate. As values rotate, too, attention's result is rotated back by the token's own angles.
+n_rot columns of q and k rotate. Values also rotate, so attention's result is rotated back by the token's own angles.
 Groups of heads are then projected by ``attn_output_a``, which has a matrix for each group, and by ``attn_output_b``.
 
-``attention.compress_ratios`` says what a layer attends to besides its window of ``sliding_window`` positions:
+``attention.compress_ratios`` defines what a layer attends to in addition to its window of ``sliding_window`` positions:
 
     0     nothing
     128   a row for every complete block of 128 positions: per column, the sum of its tokens' compressor rows times
@@ -12,9 +12,9 @@ Groups of heads are then projected by ``attn_output_a``, which has a matrix for 
     4     such rows of blocks of 4, each also computed from the block before; only the ``indexer.top_k`` blocks that an
           indexer with its own blocks scores highest
 
-Layers with a ratio use the base ``compress_rope_freq_base`` and, alone, yarn, whose mscale is cancelled. Source:
-llama.cpp b11434 src/models/deepseek4.cpp, llama-kv-cache-dsv4.cpp. It also multiplies keys by a Hadamard matrix, which
-does not change products.
+Only layers with a ratio use the base ``compress_rope_freq_base`` and yarn, whose mscale is cancelled. Source: llama.cpp
+b11434 src/models/deepseek4.cpp, llama-kv-cache-dsv4.cpp. It also multiplies keys by a Hadamard matrix, which does not
+change products.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def compressed_attention(b: Builder, x: Value) -> Value:
     """Add DeepSeek V4's attention.
 
     Raises:
-        FormatError: a tensor or key is missing, or shapes do not fit together.
-        TypeNotSupported: another ratio, which llama.cpp does not support, either.
+        FormatError: a tensor or key is missing, or shapes are inconsistent.
+        TypeNotSupported: another ratio, which llama.cpp does not support either.
     """
     head = b.h.head_k
     n_head = b.h.layer_int("attention.head_count", b.layer)
@@ -92,7 +92,7 @@ def _rope(b: Builder, ratio: int) -> RopeConfig:
     config = rope_config(b, b.h.head_k)
     if config.n_rot > b.h.head_k:
         raise FormatError(
-            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of keys of "
+            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count), but keys have "
             f"{b.h.head_k}",
             "QK-E123",
         )
@@ -145,8 +145,8 @@ def _project_groups(b: Builder, x: Value) -> Value:
     fits = fits and prod(tensor.shape[1:]) == rank * groups
     if not fits:
         raise FormatError(
-            f"{b.source.paths[0]}: {tensor.name} is {tensor.shape}, by the metadata it has {groups} groups of {rank} "
-            f"rows for {x.width} columns: the shapes of this model do not fit together",
+            f"{b.source.paths[0]}: {tensor.name} is {tensor.shape}, but the metadata says {groups} groups of {rank} "
+            f"rows for {x.width} columns: the shapes of this model are inconsistent",
             "QK-E106",
         )
     y = b.value("attn_output_a", groups * rank, x)

@@ -1,7 +1,7 @@
 """Layers of Qwen3-Next and Qwen3.5: gated delta nets, in some layers gated attention.
 
-A delta net remembers a sequence in one matrix S [head_k, head_v] a head and in the last input rows of a short
-convolution: its memory does not grow. For every token:
+The state of a delta net is one matrix S [head_k, head_v] per head and the last input rows of a short convolution; it
+does not grow. For every token:
 
     q, k, v = silu(convolution along the sequence of the projection qkv);  q and k to the length 1
     g = -exp(A_log) softplus(a + dt)   (``ssm_a`` holds -exp(A_log))       beta = sigmoid(b)
@@ -23,7 +23,7 @@ from quantkit.model.recurrent import activate, apply_gate, check_width, convolve
 
 
 def delta_net_hybrid(b: Builder, x: Value) -> Value:
-    """Add a delta net or gated attention, whichever the current layer is."""
+    """Add a delta net or gated attention, depending on the current layer."""
     return delta_net(b, x) if is_recurrent(b) else gated_attention(b, x)
 
 
@@ -33,7 +33,7 @@ def gated_attention(b: Builder, x: Value) -> Value:
     n_kv, head = b.h.layer_int("attention.head_count_kv", b.layer, n_head), b.h.head_k
     if b.h.head_v != head:
         raise FormatError(
-            f"{b.source.paths[0]}: keys have {head} columns, values {b.h.head_v}; both must be equal", "QK-E123"
+            f"{b.source.paths[0]}: keys have {head} columns, values {b.h.head_v}; they must be equal", "QK-E123"
         )
     q_gate, k, v = qkv(b, x, 2 * n_head * head, n_kv * head, n_kv * head)
     q = b.norm(b.take(q_gate, "attn_q_alone", n_head * head, 0, 2 * head), "attn_q_norm", group=head)
@@ -65,7 +65,7 @@ def is_recurrent(b: Builder, default_interval: int = 4) -> bool:
 def delta_net(b: Builder, x: Value) -> Value:
     """Add a gated delta net: projections, convolution, the recurrence, a gated norm, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n_k = b.h.int("ssm.group_count")
     n_v = b.h.int("ssm.time_step_rank")
@@ -73,7 +73,7 @@ def delta_net(b: Builder, x: Value) -> Value:
     if n_k < 1 or n_v % n_k or b.h.int("ssm.inner_size") != n_v * head:
         raise FormatError(
             f"{b.source.paths[0]}: {n_k} key heads, {n_v} value heads of {head} columns, and ssm.inner_size "
-            f"{b.h.int('ssm.inner_size')} do not fit together",
+            f"{b.h.int('ssm.inner_size')} are inconsistent",
             "QK-E123",
         )
     mixed, z = _projections(b, x, n_k, n_v, head)

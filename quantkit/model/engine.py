@@ -71,7 +71,7 @@ def load(
         n_ctx: the context that rope factors are chosen for (some models have two sets); None: that of training.
         n_ubatch: tokens of one pass through the layers.
         kv_type: the type of keys and values in the cache: f32, f16 or q8_0.
-        fusion: which operations are fused; None: all, with an observer those that hide nothing from it.
+        fusion: the operations to fuse; None: all, or with an observer those that hide nothing from it.
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: the device of each tensor; None: the CPU.
         mmap: read weights from the mapped file; False: copy them to memory.
@@ -86,18 +86,18 @@ def load(
             (sensitivity/variants.py).
 
     Raises:
-        FormatError: the file is damaged, or lacks tensors or keys that its architecture needs.
+        FormatError: the file is damaged, or lacks required tensors or keys.
         TypeNotSupported: the architecture or a tensor's type is not supported.
         ResourceError: a device is unavailable.
     """
     if n_ubatch < 1:
-        raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1", "QK-E203")
+        raise RecipeError(f"a batch of {n_ubatch} tokens: must be at least 1", "QK-E203")
     fusion = fusion or (Fusion() if observer is None else Fusion().for_observers())
     if observer is not None and fusion != fusion.for_observers():
         raise RecipeError("a run with an observer cannot fuse operations: omit the fusion switches", "QK-E201")
     if not mmap and max_ram is not None:
         raise RecipeError(
-            "--no-mmap copies all weights to memory, --max-ram keeps some of them in the file: omit one", "QK-E201"
+            "--no-mmap copies all weights to memory, --max-ram leaves some in the file: omit one of them", "QK-E201"
         )
     options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
     model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap)
@@ -210,8 +210,8 @@ class Model:
             return []
         exact = self.h.int("attention.indexer.top_k", 0) * self.h.int("attention.indexer.block_size", 0)
         return [
-            f"every token attends to all before it, as in llama.cpp without flash attention; the model itself selects "
-            f"blocks of them beyond {exact} tokens"
+            "every token attends to all earlier tokens, as in llama.cpp without flash attention; the original model "
+            f"selects blocks of them beyond {exact} tokens"
         ]
 
     def _memory_notes(self) -> list[str]:
@@ -224,7 +224,7 @@ class Model:
             total = sum({m.tensor.name: m.tensor.nbytes for op in ops for m in op.matrices()}.values())
             if max_vram is not None and total > max_vram:
                 lines.append(
-                    f"the weights on {device} take {format_size(total)}, more than --max-vram "
+                    f"the weights on {device} need {format_size(total)}, more than --max-vram "
                     f"{format_size(max_vram)}: weights that do not fit are uploaded for every batch, which is slow"
                 )
         return lines
@@ -238,7 +238,7 @@ class Model:
         if total <= max_ram:
             return []
         budget = format_size(max_ram)
-        lines = [f"the weights take {format_size(total)}, more than --max-ram {budget}: every pass reads them anew"]
+        lines = [f"the weights need {format_size(total)}, more than --max-ram {budget}: every pass reads them again"]
         if largest > max_ram:
             lines.append(f"one operation reads {format_size(largest)} of weights, more than {budget}")
         return lines
@@ -266,23 +266,23 @@ class Model:
         """Return a session of ``n_seq`` sequences of up to ``n_ctx`` tokens each. Raises RecipeError."""
         kv = kv_type or self.kv_type
         if kv not in KV_BYTES:
-            raise RecipeError(f"there is no cache of type {kv}: choose one of {', '.join(KV_BYTES)}", "QK-E203")
+            raise RecipeError(f"unsupported cache type {kv}: choose one of {', '.join(KV_BYTES)}", "QK-E203")
         if n_ctx < 1 or n_seq < 1:
-            raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: give at least 1 of each", "QK-E203")
+            raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: both must be at least 1", "QK-E203")
         for op in self.graph.ops if kv == "q8_0" else ():
             heads: tuple[int, ...] = (op.head_k, op.head_v) if isinstance(op, Attention) else ()
             heads = (op.head, op.head) if isinstance(op, LightningIndexer) else heads
             if any(head % 32 for head in heads):
                 raise RecipeError(
-                    f"a cache of Q8_0 has blocks of 32 values, this model has heads of {heads[0]} and {heads[1]}: "
-                    "choose f16",
+                    f"a Q8_0 cache needs heads of a multiple of 32 values, but this model has {heads[0]} and "
+                    f"{heads[1]}: choose f16",
                     "QK-E303",
                 )
         for op in self.graph.ops:
             if isinstance(op, Embed) and op.by_position and n_ctx > op.weight.n_out:
                 raise RecipeError(
-                    f"sequences of {n_ctx} tokens: this model has embeddings of {op.weight.n_out} positions: "
-                    "choose a smaller context",
+                    f"sequences of {n_ctx} tokens: this model has embeddings for {op.weight.n_out} positions: choose "
+                    "a smaller context",
                     "QK-E203",
                 )
         limits = Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv)
@@ -296,8 +296,8 @@ class Model:
             layers: numbers of layers, from 0, in any order; None: all.
 
         Returns:
-            float32 [layers, n, n_embd]: what enters the next layer, or the final norm. Of models with several streams
-            (hyper-connections) a row has all of them.
+            float32 [layers, n, n_embd]: the input of the next layer, or of the final norm. With several streams
+            (hyper-connections), a row has all of them.
 
         Raises:
             RecipeError: there is no such layer.
@@ -360,7 +360,7 @@ class Model:
         """Return tokens as int32 [n]. Raises FormatError if there are none, or one does not exist."""
         ids = np.asarray(tokens, np.int32).reshape(-1)
         if not len(ids):
-            raise FormatError("there are no tokens: give at least one", "QK-E203")
+            raise FormatError("no tokens: give at least one", "QK-E203")
         check_tokens(ids, self.n_vocab, self.path)
         return ids
 
@@ -396,7 +396,7 @@ def check_tokens(ids: Ints, n_vocab: int, path: Path) -> None:
     """Raise FormatError for a token that a model does not have."""
     if len(ids) and (ids.min() < 0 or ids.max() >= n_vocab):
         bad = int(ids[(ids < 0) | (ids >= n_vocab)][0])
-        raise FormatError(f"there is no token {bad}: {path} has {n_vocab}, from 0", "QK-E203")
+        raise FormatError(f"token {bad} is out of range: {path} has {n_vocab}, from 0", "QK-E203")
 
 
 class Programs:
@@ -490,7 +490,7 @@ class Session:
         Args:
             tokens: int32 [n], ids below n_vocab.
             sequences: int32 [n], the sequence of each token, or one for all.
-            outputs: bool [n], the tokens after which logits are wanted; None: all.
+            outputs: bool [n], the tokens after which logits are requested; None: all.
             consume: called with blocks of logits, in order, which are then not returned.
             inputs: float32 [n, width] for each of the graph's ``inputs``.
 
@@ -510,8 +510,8 @@ class Session:
             len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(sequence_ids.tolist()))
         ):
             raise FormatError(
-                f"{self.model.path}: its tokens attend to later ones, too (a diffusion model), so a sequence must be "
-                f"decoded at once, in one batch of {self.limits.n_ubatch} tokens at most",
+                f"{self.model.path}: tokens also attend to later tokens (a diffusion model), so a sequence must be "
+                f"decoded in one batch of {self.limits.n_ubatch} tokens at most",
                 "QK-E203",
             )
         result = None if consume is not None else np.empty((int(is_output.sum()), self.model.n_vocab), np.float32)
@@ -534,7 +534,8 @@ class Session:
         check_tokens(ids, self.model.n_vocab, self.model.path)
         if len(sequence_ids) and (sequence_ids.min() < 0 or sequence_ids.max() >= limits.n_seq):
             raise FormatError(
-                f"there is no sequence {int(sequence_ids.max())}: this session has {limits.n_seq}, from 0", "QK-E203"
+                f"sequence {int(sequence_ids.max())} is out of range: this session has {limits.n_seq}, from 0",
+                "QK-E203",
             )
         positions = np.empty(len(ids), np.int32)
         for sequence in sorted(set(sequence_ids.tolist())):  # np.unique takes ten times as long for one token

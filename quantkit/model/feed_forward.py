@@ -73,7 +73,7 @@ def has_experts(b: Builder) -> bool:
 
 
 def _has_shared_expert(b: Builder) -> bool:
-    """Return whether there is a shared expert; where the metadata mention one, the architecture may require it."""
+    """Return whether there is a shared expert; if the metadata mentions one, the architecture may require it."""
     mentioned = b.h.int("expert_shared_count", 0) or b.h.int("expert_shared_feed_forward_length", 0)
     return b.has(*_SHARED) if mentioned else b.has(*_SHARED[1:])
 
@@ -128,7 +128,7 @@ def add_glu(b: Builder, out: Value, gate: Value, up: Value, activation: Activati
 
 
 def _xielu(b: Builder, x: Value, out: str) -> Value:
-    """Return xIELU(x) with the layer's parameters, as ggml_xielu takes them."""
+    """Return xIELU(x) with the layer's parameters in the order of ggml_xielu."""
     alpha_n, alpha_p, beta, eps = (b.h.xielu(key, b.layer) for key in ("alpha_n", "alpha_p", "beta", "eps"))
     y = b.value(out, x.width, x)
     b.add(Xielu(out=y, x=x, alpha_n=beta + _softplus(alpha_n), alpha_p=_softplus(alpha_p), beta=beta, eps=eps))
@@ -262,7 +262,7 @@ def _lookup_experts(b: Builder, x: Value, r: Routing) -> Value:
 
 
 def _choice_bias(b: Builder) -> Matrix | None:
-    """Return the bias of the router's choice; its name has no ``.bias`` in HY V3."""
+    """Return the bias of the router's selection; its name has no ``.bias`` in HY V3."""
     return b.maybe("exp_probs_b.bias") or b.maybe("exp_probs_b")
 
 

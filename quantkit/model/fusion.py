@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
 
 #: Reasons that are the user's choice.
-SWITCHED_OFF, CUBLAS = "switched off", "--cublas takes rows of bf16"
+SWITCHED_OFF, CUBLAS = "switched off", "--cublas uses rows of bf16"
 
 #: The kinds of fusion: of graphs, then of launches.
 KINDS = {
     "up_gate": "up+gate",
     "moe": "MoE up+gate",
     "qkv": "q/k/v",
-    "route": "router and choice",
+    "route": "router and selection",
     "per_head": "per-head operations",
     "row_epilogue": "row epilogues",
     "format": "activation formats",
@@ -50,7 +50,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision about one place: kind (of KINDS), layer, and the reason if it is not fused."""
+    """A decision for one place: kind (of KINDS), layer, and the reason if it is not fused."""
 
     kind: str
     layer: int
@@ -128,13 +128,13 @@ def _fuse_gates(
 def _kind(parts: Sequence[Op | None]) -> str | None:
     if all(isinstance(part, MulMatId) for part in parts):
         return "moe"
-    # Dense tensors that hold gate and up in one are one multiplication already; products of two inputs are no pair.
+    # Dense tensors that hold gate and up in one are already one multiplication; products of two inputs cannot be fused.
     dense = [part for part in parts if isinstance(part, MulMat)]
     return "up_gate" if len(dense) == len(parts) == 2 and dense[0].x is dense[1].x else None
 
 
 def _obstacle(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int], device_of: DeviceOf) -> str:
-    """Return the reason why these cannot be one operation; empty if they can."""
+    """Return the reason why these cannot be fused; "" if they can."""
     products = [part for part in parts if isinstance(part, MulMat | MulMatId)]
     if len({(part.x, getattr(part, "ids", None)) for part in products}) > 1:
         return "gate and up read different inputs"

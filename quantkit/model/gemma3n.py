@@ -122,7 +122,7 @@ def _n_streams(b: Builder) -> int:
     """Return the number of streams; FormatError without altup_proj."""
     projection = b.source.tensors.get("altup_proj.weight")
     if projection is None or len(projection.shape) != 3:
-        raise FormatError(f"{b.source.paths[0]}: {b.h.arch} needs altup_proj.weight, of three dimensions", "QK-E105")
+        raise FormatError(f"{b.source.paths[0]}: {b.h.arch} needs altup_proj.weight with three dimensions", "QK-E105")
     return projection.shape[2] + 1
 
 

@@ -39,7 +39,7 @@ _WIDTH = 256
 def gemma4(b: Builder, x: Value) -> Value:
     """Add attention over the layer's own cache, or over that of an earlier layer.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     windowed = is_windowed(b)
     n_head, n_kv = b.h.layer_int("attention.head_count", b.layer), n_head_kv(b)
@@ -65,14 +65,14 @@ def _shared_cache(b: Builder, windowed: bool) -> Cache | None:
     if source < 0 or is_windowed(b, source) != windowed:
         raise FormatError(
             f"{b.source.paths[0]}: layers from {n_own} on share caches ({b.h.arch}.attention.shared_kv_layers): the "
-            "two before them must be one with a window, then one without",
+            "two layers before them must be one with a window, then one without",
             "QK-E123",
         )
     return next(cache for cache in b.caches if cache.name == f"cache_{source}")
 
 
 def _projections(b: Builder, x: Value, q_width: int, kv_width: int, *, alone: bool) -> tuple[Value, Value, Value]:
-    """Return q, k and v; alone: only q is needed, and stands for all three."""
+    """Return q, k and v; alone: only q is needed and returned for all three."""
     if b.has("attn_qkv.weight"):
         return qkv(b, x, q_width, kv_width, kv_width)
     if alone:
@@ -89,7 +89,7 @@ def _projections(b: Builder, x: Value, q_width: int, kv_width: int, *, alone: bo
 def layer_inputs(b: Builder, x: Value) -> list[Value]:
     """Return the second input of every layer, for the embeddings x; empty if the model has none.
 
-    Raises FormatError if shapes do not fit together.
+    Raises FormatError if shapes are inconsistent.
     """
     width, n_layer = b.h.int("embedding_length_per_layer_input", _WIDTH if b.arch.altup else 0), b.h.n_layer
     if width <= 0:
@@ -97,8 +97,8 @@ def layer_inputs(b: Builder, x: Value) -> list[Value]:
     table, tokens = b.matrix("per_layer_token_embd.weight"), b.matrix("token_embd.weight")
     if (table.n_in, table.n_out) != (width * n_layer, tokens.n_out):
         raise FormatError(
-            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, by the metadata "
-            f"{tokens.n_out} of {width} for each of {n_layer} layers",
+            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, but the "
+            f"metadata says {tokens.n_out} of {width} for each of {n_layer} layers",
             "QK-E106",
         )
     embedded = b.value("layer_embeddings", table.n_in)

@@ -1,10 +1,10 @@
 """The forward pass of any model: its tensors and its architecture's row become a list of operations.
 
-``build_graph`` walks the layers. A layer's tensors say which biases, norms and experts it has, the row of arch.py says
+``build_graph`` walks the layers. A layer's tensors determine its biases, norms and experts, the row of arch.py
 everything else. The blocks of a layer are in attention.py, mla.py, deepseek4.py, delta_net.py, gemma4.py,
 hyper_connections.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, whole layers of another
-structure in gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This module knows no
-backend.
+structure in gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This module does not
+depend on backends.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _forward(b: Builder) -> Value:
 
 
 def unused_notes(source: GGUFFile) -> list[str]:
-    """Return a note on tensors that the file holds and that neither the engine nor llama.cpp uses."""
+    """Return a note on tensors in the file that neither the engine nor llama.cpp uses."""
     ignored = arch_by_name(HParams(source).arch).ignored
     names = [name for name in source.tensors if kind_of(name) in ignored and not name.endswith("scale")]
     return [f"not used, as in llama.cpp: {format_names(names)}"] if names else []
@@ -228,7 +228,7 @@ def _feed_forward_part(b: Builder, x: Value, attn_out: Value, router: Value | No
 
 
 def _layer_without_attention(b: Builder, x: Value) -> Value:
-    """Add a feed-forward layer without attention; without a feed-forward layer, too, return x unchanged (Deci)."""
+    """Add a feed-forward layer without attention; if that is missing too, return x unchanged (Deci)."""
     x = b.select_outputs(x) if b.layer == b.h.n_layer - 1 else x
     return b.sum(x, feed_forward(b, b.norm(x, "ffn_norm")), "layer_out") if b.has("ffn_norm.weight") else x
 
@@ -241,7 +241,7 @@ def _normed_residual_layer(b: Builder, attn_out: Value, normed: Value) -> Value:
 
 
 def _single_block(b: Builder, x: Value) -> Value:
-    """Add a layer of one block (Mamba; Nemotron H, whose feed-forward layers are layers of their own)."""
+    """Add a layer of one block (Mamba; Nemotron H, whose feed-forward layers are separate layers)."""
     block_out = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
     if b.layer == b.h.n_layer - 1:
         block_out, x = b.select_outputs(block_out), b.select_outputs(x)

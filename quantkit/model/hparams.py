@@ -1,7 +1,7 @@
 """A model's hyperparameters: typed access to the metadata of its architecture.
 
-Keys have no architecture prefix: ``h.int("block_count")``. Only keys that llama.cpp has a default for have one; a
-missing key without a default is an error that names it.
+Keys have no architecture prefix: ``h.int("block_count")``. Keys have a default only if llama.cpp has one; a missing key
+without a default is an error that names it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class HParams:
         self.n_expert = self.int("expert_count", 0)
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return the value of a key; FormatError if it is missing and has no default."""
+        """Return the value of a key. Raises FormatError if it is missing and has no default."""
         value = self.source.get(f"{self.arch}.{key}", None)
         if value is not None:
             return value
         if default is _REQUIRED:
             raise FormatError(
-                f"{self.source.paths[0]}: there is no {self.arch}.{key}, which a model of the architecture {self.arch} "
-                "needs; convert the model again, or add the key",
+                f"{self.source.paths[0]}: missing key {self.arch}.{key}, which the architecture {self.arch} needs; "
+                "convert the model again, or add the key",
                 "QK-E123",
             )
         return default
@@ -75,28 +75,28 @@ class HParams:
         return bool(self.get(key, default))
 
     def layer_int(self, key: str, layer: Integer, default: Any = _REQUIRED) -> Integer:
-        """Return an integer of a layer; the value may be an array with an element a layer."""
+        """Return an integer of a layer; the value may be an array with an element per layer."""
         return self._integer(key, self._layer_value(key, layer, self.get(key, default)))
 
     def xielu(self, key: str, layer: Integer) -> Real:
         """Return a parameter of a layer's xIELU; these keys have no architecture prefix."""
         value = self.source.get(f"xielu.{key}", None)
         if value is None:
-            raise FormatError(f"{self.source.paths[0]}: there is no xielu.{key}, which {self.arch} needs", "QK-E123")
+            raise FormatError(f"{self.source.paths[0]}: missing key xielu.{key}, which {self.arch} needs", "QK-E123")
         return self._real(f"xielu.{key}", self._layer_value(f"xielu.{key}", layer, value))
 
     def _n_loops(self) -> Integer:
         n = self.int("num_loops", 1)
         if n < 1 or (n > 1 and n * self.n_stored > MAX_LAYERS):
             raise FormatError(
-                f"{self.source.paths[0]}: {self.arch}.num_loops is {n}, of {self.n_stored} layers: a model has at most "
-                f"{MAX_LAYERS}",
+                f"{self.source.paths[0]}: {self.arch}.num_loops is {n} with {self.n_stored} layers: at most "
+                f"{MAX_LAYERS} layers are supported",
                 "QK-E123",
             )
         return n
 
     def layer_float(self, key: str, layer: Integer, default: Any = _REQUIRED) -> Real:
-        """Return a number of a layer; the value may be an array with an element a layer."""
+        """Return a number of a layer; the value may be an array with an element per layer."""
         return self._real(key, self._layer_value(key, layer, self.get(key, default)))
 
     def _layer_value(self, key: str, layer: Integer, value: Any) -> Any:
@@ -113,13 +113,13 @@ class HParams:
     def _integer(self, key: str, value: Any) -> Integer:
         if isinstance(value, (Integer, Real)) and math.isfinite(value) and value == Integer(value):
             return Integer(value)
-        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no integer", "QK-E123")
+        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, not an integer", "QK-E123")
 
     def _real(self, key: str, value: Any) -> Real:
         # Some keys may be infinite, none NaN.
         if isinstance(value, (Integer, Real)) and not math.isnan(value):
             return Real(value)
-        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no number", "QK-E123")
+        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, not a number", "QK-E123")
 
     @property
     def eps(self) -> Real:

@@ -6,7 +6,7 @@ again before the feed-forward layer, with c = fn (the row, normalized as a whole
     input    sum over streams i of (sigmoid(scale[0] c[i] + base[i]) + eps) * stream i
     stream i += (magnitude * sigmoid(scale[1] c[n + i] + base[n + i]) + eps) * output of the layer
 
-In DeepSeek 4 every stream is also mixed of all streams, by a doubly stochastic matrix of the token (Sinkhorn's
+In DeepSeek 4 every stream is also a mixture of all streams, by a doubly stochastic matrix of the token (Sinkhorn's
 iteration, ops.StreamWeights), and the magnitude is 2, without eps:
 
     stream j  = sum over streams i of mixing[j, i] * stream i + 2 sigmoid(scale[1] c[n + j] + base[n + j]) * ...

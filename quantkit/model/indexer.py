@@ -10,8 +10,8 @@ Attention then reads the ``top_k`` positions with the largest scores; all, while
 without an indexer (``indexer.types``; GLM 5.2, HY V4) reuse the selection of the last layer that has one.
 
 Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18
-DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which
-does not change their products. Its prediction layers attend to all keys; here they select, as the other layers do.
+DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which does
+not change their products. Its prediction layers attend to all keys; quantkit's select keys like the other layers.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
         config: rope of their columns.
 
     Raises:
-        FormatError: a tensor or key is missing, shapes do not fit, or no layer before this one has an indexer.
+        FormatError: a tensor or key is missing, shapes are inconsistent, or no earlier layer has an indexer.
     """
     if not _has_indexer(b):
         b.ignore(*(f"indexer.{name}" for name in _TENSORS))
         if b.selection is None and b.layer < b.h.n_layer:
             raise FormatError(
-                f"{b.source.paths[0]}: by {b.h.arch}.attention.indexer.types layer {b.layer} attends to the keys that "
-                "an earlier layer selects, but no earlier layer has an indexer",
+                f"{b.source.paths[0]}: {b.h.arch}.attention.indexer.types says that layer {b.layer} attends to keys "
+                "selected by an earlier layer, but no earlier layer has an indexer",
                 "QK-E123",
             )
         return b.selection
@@ -72,8 +72,8 @@ def indexer_sizes(b: Builder, config: RopeConfig) -> tuple[int, int, int]:
     n_head, head, top_k = (_positive(b, key) for key in ("head_count", "key_length", "top_k"))
     if config.n_rot > head:
         raise FormatError(
-            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of indexer keys of "
-            f"{head} ({b.h.arch}.attention.indexer.key_length)",
+            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count), but indexer keys "
+            f"have {head} ({b.h.arch}.attention.indexer.key_length)",
             "QK-E123",
         )
     return n_head, head, top_k

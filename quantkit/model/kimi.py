@@ -1,7 +1,7 @@
 """Layers of Kimi Linear, Kimi K3 and Ling 3: delta attention, in some layers latent attention.
 
-Delta attention remembers a sequence as a gated delta net does (delta_net.py), in one matrix S [head, head] a head, but
-every row of S has a decay of its own, and q, k and v have convolutions of their own. For every token:
+Delta attention has the state of a gated delta net (delta_net.py), one matrix S [head, head] per head, but every row of
+S has its own decay, and q, k and v have separate convolutions. For every token:
 
     q, k, v = silu(convolution along the sequence of attn_q x, attn_k x, attn_v x);  q and k to the length 1
     g = -exp(A_log) softplus(f_b f_a x + dt)   (``ssm_a`` holds -exp(A_log))       beta = sigmoid(ssm_beta x)
@@ -25,14 +25,14 @@ from quantkit.model.recurrent import activate, apply_gate, check_width, convolve
 
 
 def kimi_linear(b: Builder, x: Value) -> Value:
-    """Add delta attention where the metadata give no heads of keys, latent attention where they do."""
+    """Add delta attention if the metadata gives no key heads, latent attention if it does."""
     return delta_attention(b, x) if n_head_kv(b) == 0 else mla_without_yarn(b, x)
 
 
 def delta_attention(b: Builder, x: Value) -> Value:
     """Add Kimi's delta attention: projections, convolutions, the recurrence, a gated norm, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n, head = b.h.n_head, b.h.int("kda.head_dim")
     if min(n, head) < 1:

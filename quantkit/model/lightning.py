@@ -1,7 +1,7 @@
 """Layers of MiniMax Text 01 and M1: lightning attention, in some layers softmax attention.
 
-Lightning attention remembers a sequence in one matrix S [head, head] a head, with a constant decay for each head and
-layer. For every token, q, k, v of all heads being parts of silu(attn_qkv x):
+The state of lightning attention is one matrix S [head, head] per head, with a constant decay for each head and layer.
+For every token, q, k, v of all heads being parts of silu(attn_qkv x):
 
     S = exp(-slope) S + k v^T;  out = attn_output(sigmoid(attn_gate x) * rms_norm(S^T q))
 
@@ -22,9 +22,9 @@ from quantkit.model.recurrent import activate, apply_gate, check_width, new_stat
 
 
 def lightning_hybrid(b: Builder, x: Value) -> Value:
-    """Add lightning attention; softmax attention in every eighth layer, or where the metadata say so.
+    """Add lightning attention, or softmax attention in every eighth layer or as the metadata says.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     if not is_recurrent(b, 8):
         return gqa(b, x)

@@ -1,8 +1,8 @@
 """Layers of Mamba and Mamba 2 (selective state spaces), and hybrids with attention: in other layers (Granite 4, Jamba,
 Nemotron H) or in parallel in every layer (Falcon H1).
 
-A layer remembers a sequence in a state S and in the last rows before a short convolution. In Mamba 2 that is a matrix
-[d_state, head] a head. For every token:
+A layer keeps a state S and the last rows before a short convolution. In Mamba 2 that is a matrix [d_state, head] a
+head. For every token:
 
     z, x b c, dt = parts of ssm_in x;  x, b, c = parts of silu(convolution along the sequence of x b c)
     dt = softplus(dt + ssm_dt);  S = exp(ssm_a dt) S;  S += b (dt x)^T;  y = S^T c + ssm_d x
@@ -30,12 +30,12 @@ from quantkit.model.recurrent import check_width, convolve_silu, new_state
 
 
 def mamba2_hybrid(b: Builder, x: Value) -> Value:
-    """Add a layer of Mamba 2 where the metadata give no heads of keys, attention where they do."""
+    """Add a Mamba 2 layer if the metadata gives no key heads, attention if it does."""
     return mamba2(b, x) if b.h.layer_int("attention.head_count_kv", b.layer, 1) == 0 else gqa(b, x)
 
 
 def mamba_hybrid(b: Builder, x: Value) -> Value:
-    """Add a layer of Mamba where the metadata give no heads of keys, attention where they do."""
+    """Add a Mamba layer if the metadata gives no key heads, attention if it does."""
     return mamba(b, x) if n_head_kv(b) == 0 else gqa(b, x)
 
 
@@ -45,21 +45,21 @@ def mamba2_parallel(b: Builder, x: Value) -> Value:
 
 
 def nemotron_h(b: Builder, x: Value) -> Value:
-    """Add the layer's block: feed-forward where the metadata give its width, else Mamba 2 or attention."""
+    """Add the layer's block: feed-forward if the metadata gives its width, else Mamba 2 or attention."""
     return feed_forward(b, x) if b.h.layer_int("feed_forward_length", b.layer, 0) else mamba2_hybrid(b, x)
 
 
 def mamba2(b: Builder, x: Value) -> Value:
     """Add a layer of Mamba 2: the projection, convolution, the scan, a gated norm, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n_head, n_group = b.h.int("ssm.time_step_rank"), b.h.int("ssm.group_count")
     width, d_state = b.h.int("ssm.inner_size"), b.h.int("ssm.state_size")
     if min(n_head, n_group, width, d_state) < 1 or width % n_head or n_head % n_group:
         raise FormatError(
             f"{b.source.paths[0]}: {n_head} heads in {n_group} groups, a state of {d_state}, and ssm.inner_size "
-            f"{width} do not fit together",
+            f"{width} are inconsistent",
             "QK-E123",
         )
     shared = n_group * d_state
@@ -91,7 +91,7 @@ def mamba2(b: Builder, x: Value) -> Value:
 def mamba(b: Builder, x: Value) -> Value:
     """Add a layer of Mamba: the projection, convolution, steps, the scan, and the output matrix.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     width = b.h.int("ssm.inner_size")
     d_state = b.h.int("ssm.state_size")
@@ -129,14 +129,14 @@ def mamba(b: Builder, x: Value) -> Value:
 
 
 def plamo2(b: Builder, x: Value) -> Value:
-    """Add a layer of PLaMo 2's Mamba where the metadata give no heads of keys, attention where they do.
+    """Add a layer of PLaMo 2's Mamba if the metadata gives no key heads, attention if it does.
 
     Steps are per head, as in Mamba 2, but are projected, with b and c, from a short row, as in Mamba:
 
         z, x = halves of every head's part of ssm_in x;  x = silu(convolution of x)
         b, c, dt = parts of ssm_x x, normalized;  dt = ssm_dt dt;  y = the scan;  out = ssm_out y
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     if n_head_kv(b):
         return gqa(b, x)
@@ -145,8 +145,7 @@ def plamo2(b: Builder, x: Value) -> Value:
     d_state = b.h.int("ssm.state_size")
     if min(n_head, width, d_state) < 1 or width % n_head:
         raise FormatError(
-            f"{b.source.paths[0]}: {n_head} heads, a state of {d_state}, and ssm.inner_size {width} do not fit "
-            "together",
+            f"{b.source.paths[0]}: {n_head} heads, a state of {d_state}, and ssm.inner_size {width} are inconsistent",
             "QK-E123",
         )
     zx, head = b.mul_mat(x, "ssm_in"), width // n_head

@@ -7,7 +7,7 @@ all heads. Head h has the key [K_h c, p] and the value V_h c; its query is [q, q
     absorbed   q . K_h c = K_h^T q . c, so k_b (K_h^T) multiplies the query and the cache holds [c, p] alone, once for
                all heads; attention returns a mixture of latent rows, which v_b projects to values.
 
-The metadata say which form a model has (``key_length_mla``), as in llama.cpp b11434 src/models/deepseek2.cpp.
+The metadata says which form a model has (``key_length_mla``), as in llama.cpp b11434 src/models/deepseek2.cpp.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mla(b: Builder, x: Value) -> Value:
     """Add DeepSeek 2's attention, absorbed or expanded, with its yarn rules.
 
     Raises:
-        FormatError: a tensor or key is missing, or shapes do not fit together.
+        FormatError: a tensor or key is missing, or shapes are inconsistent.
         TypeNotSupported: a projection has a bias.
     """
     key_length = b.h.int("attention.key_length_mla", 0)
@@ -47,7 +47,7 @@ def mla(b: Builder, x: Value) -> Value:
     if (key_length == 0) != (value_length == 0):
         raise FormatError(
             f"{b.source.paths[0]}: {b.h.arch}.attention.key_length_mla is {key_length} and value_length_mla "
-            f"{value_length}; a model has both, or none of them",
+            f"{value_length}; a model must have both, or neither",
             "QK-E123",
         )
     heads = Heads(b, key_length or b.h.head_k, value_length or b.h.head_v)
@@ -113,14 +113,14 @@ def mla_gated(b: Builder, x: Value) -> Value:
 def gqa_fixed_rope(b: Builder, x: Value) -> Value:
     """Add grouped-query attention with constant rope (DeepSeek OCR's text model).
 
-    Raises TypeNotSupported if the metadata have another rope.
+    Raises TypeNotSupported if the metadata has another rope.
     """
     config = rope_config(b, b.h.head_k)
     plain = RopeConfig(n_rot=b.h.n_embd // b.h.int("attention.head_count"), kind="neox", freq_base=10000.0)
     if replace(config, n_ctx_orig=0) != plain or b.h.head_k != plain.n_rot:
         raise TypeNotSupported(
             f"{b.source.paths[0]}: {b.h.arch} rotates all {plain.n_rot} columns of a head, with the base 10000 and "
-            "without scaling; the rope.* keys of this file say otherwise",
+            "without scaling; the rope.* keys of this file differ",
             "QK-E306",
         )
     return gqa(b, x)
@@ -140,8 +140,8 @@ class Heads:
         self.nope = head_k - self.n_rot
         if self.nope < 1:
             raise FormatError(
-                f"{b.source.paths[0]}: keys of {head_k} columns, of which {self.n_rot} rotate "
-                f"({b.h.arch}.rope.dimension_count): latent attention needs some that do not rotate",
+                f"{b.source.paths[0]}: keys have {head_k} columns, of which {self.n_rot} rotate "
+                f"({b.h.arch}.rope.dimension_count): latent attention needs columns that do not rotate",
                 "QK-E123",
             )
 
@@ -216,7 +216,7 @@ def attend_expanded(
 
 
 def scale_by_position(b: Builder, q: Value) -> Value:
-    """Return q scaled by position, if the metadata have ``attention.temperature_scale`` (Mistral)."""
+    """Return q scaled by position, if the metadata has ``attention.temperature_scale`` (Mistral)."""
     alpha = b.h.float("attention.temperature_scale", 0.0)
     if not alpha:
         return q
@@ -233,7 +233,7 @@ def scale_by_position(b: Builder, q: Value) -> Value:
 
 
 def project(b: Builder, x: Value, name: str) -> Value:
-    """Multiply by ``name.weight`` alone; llama.cpp rejects a bias here and ignores a ``.scale``."""
+    """Multiply only by ``name.weight``; llama.cpp rejects a bias here and ignores a ``.scale``."""
     if b.has(f"{name}.bias"):
         raise TypeNotSupported(
             f"{b.source.paths[0]}: {b.full_name(name)}.bias: latent attention with biases is not supported", "QK-E306"
@@ -246,8 +246,8 @@ def mul_mat_heads(b: Builder, x: Value, name: str, n_head: int, n_out: int) -> V
     weight = b.matrix(f"{name}.weight")
     if (weight.n_in * n_head, weight.n_out, weight.n_matrices) != (x.width, n_out, n_head):
         raise FormatError(
-            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted "
-            f"({x.width // n_head}, {n_out}, {n_head}): the shapes of this model do not fit together",
+            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, not ({x.width // n_head}, {n_out}, "
+            f"{n_head}): the shapes of this model are inconsistent",
             "QK-E106",
         )
     y = b.value(f"{name}_out", n_head * n_out, x)
@@ -263,11 +263,11 @@ def concat_heads(b: Builder, name: str, first: Value, second: Value, period_a: i
 
 
 def require_width(b: Builder, x: Value, width: int) -> Value:
-    """Return x; FormatError if its width is not that of the metadata."""
+    """Return x. Raises FormatError if its width differs from the metadata."""
     if x.width != width:
         raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "
-            "do not fit together",
+            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "
+            "model are inconsistent",
             "QK-E106",
         )
     return x

@@ -24,7 +24,7 @@ from quantkit.model.ops import Embed, Graph, Join, Value
 
 
 def nextn_layers(source: GGUFFile) -> tuple[int, ...]:
-    """Return the indices of the prediction layers whose tensors the file holds."""
+    """Return the indices of the prediction layers whose tensors are in the file."""
     h = HParams(source)
     n = h.int("nextn_predict_layers", 0)
     numbers = {name.split(".")[1] for name in source.tensors if name.startswith("blk.") and ".nextn." in name}
@@ -32,7 +32,7 @@ def nextn_layers(source: GGUFFile) -> tuple[int, ...]:
 
 
 def build_nextn(source: GGUFFile, n_ctx: int = 0) -> Graph:
-    """Return the prediction layer of a model, or of a file that holds it alone; its ``inputs`` are h.
+    """Return the prediction layer of a model, or of a file that contains only it; its ``inputs`` are h.
 
     Args:
         source: the opened file; n_ctx: as build_graph takes it.

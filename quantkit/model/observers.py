@@ -1,12 +1,12 @@
 """Graphs with observing operations: statistics for importance matrices, covariances and similarities.
 
-    every_token     computes all tokens in the last layer, too, not only those whose logits are wanted
+    every_token     computes all tokens in the last layer, too, not only those whose logits are requested
     fewest_rows     computes only outputs where nothing observes the other tokens
     observe         sums of squares of every weight's input; weights of one input share an accumulator
     similarity      cosines of input and output of every layer, its attention, its feed-forward part
     covariances     x x^T of requested inputs
 
-Operations are added and none is changed, so the logits stay the same.
+Operations are only added, so the logits remain the same.
 
 Latent attention (MLA) has two forms, and a file's weights may be quantized for either, so the inputs of attn_kv_b (the
 latent row), attn_k_b (the queries' columns without rope, by head) and attn_v_b (each head's attention over latent rows)
@@ -112,9 +112,9 @@ def map_values(op: Op, new: Callable[[Value], Value]) -> Op:
 
 
 def fewest_rows(graph: Graph) -> Graph:
-    """Return a graph of ``every_token`` that computes rows of outputs only, where no operation observes the others.
+    """Return a graph of ``every_token`` that computes only rows of outputs where no operation observes the others.
 
-    The last layer's down projections, for one, compute rows of outputs only; their inputs have all tokens. Apply it
+    For example, the last layer's down projections compute only rows of outputs; their inputs have all tokens. Apply it
     after all observing operations.
     """
     all_rows = _all_row_values(graph)
@@ -242,7 +242,7 @@ def observe_hidden(graph: Graph) -> Graph:
 def with_latent(graph: Graph, layers: Collection[int] | None = None) -> tuple[Graph, list[Input]]:
     """Return the graph with the inputs of latent attention's other form, and these inputs.
 
-    layers: only of these layers; None: of all.
+    layers: only these layers; None: all.
     """
     result: list[Op] = []
     latent_inputs: list[Input] = []
@@ -294,7 +294,7 @@ def _latent_input(reader: Op, x: Value, name: str, heads: int) -> Input:
 
 
 def _add_all_experts(operations: Sequence[Op]) -> Iterator[Op]:
-    """Add, after every layer's down projection, the inputs of all experts for every token, for the statistics alone."""
+    """Add, after every layer's down projection, the inputs of all experts for every token, for the statistics only."""
     producers = {value: op for op in operations for value in op.outputs()}
     for op in operations:
         yield op
@@ -343,8 +343,8 @@ def _route_to_all(route: ops.Route, first: ops.MulMatId) -> ops.Route:
     r = route.routing
     if r.norm or r.gating == "softmax_weight":
         raise RecipeError(
-            f"--all-experts: {first.weight.tensor.name} multiplies inputs that the router weights by shares of the "
-            "selected experts, which others do not have; omit the option for this model"
+            f"--all-experts: {first.weight.tensor.name} has inputs scaled by router weights, which only selected "
+            "experts have; omit the option for this model"
         )
     ids, weights = (replace(v, name=f"{v.name}_all", width=r.n_expert) for v in (route.ids, route.weights))
     return replace(route, ids=ids, weights=weights, routing=replace(r, n_used=r.n_expert, n_group=1, n_group_used=1))
@@ -444,7 +444,7 @@ def covariances(
 ) -> Graph:
     """Return the graph with Covariance of the requested inputs, for all tokens.
 
-    Inputs may be those of latent attention's other form, too (with_latent).
+    Inputs may also be those of latent attention's other form (with_latent).
 
     Args:
         requests: by the first name of an input's weights.

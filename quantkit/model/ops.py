@@ -1,8 +1,8 @@
 """The operations of a forward pass, and tables of functions by operation.
 
 A forward pass is a flat list of operations. Values are float32 [rows, width], one row per token; after SelectOutputs
-one row per token whose logits are wanted; rows of expert work are [tokens * n_used, width], the experts of a token side
-by side. A value is written by exactly one operation. backends/reference.py specifies them in numpy.
+one row per token whose logits are requested; rows of expert work are [tokens * n_used, width], the experts of a token
+side by side. A value is written by exactly one operation. backends/reference.py specifies them in numpy.
 
     weights      Matrix    a GGUF tensor, or some of its rows (a half of merged gate and up)
     activations  Value     width, rows per token
@@ -193,7 +193,7 @@ class Lookup(Op):
 
 
 class SelectOutputs(Map):
-    """out = the rows of x whose logits are wanted."""
+    """out = the rows of x whose logits are requested."""
 
 
 class Add(Op):
@@ -353,7 +353,7 @@ class Activate(Map):
 
 
 class Take(Map):
-    """out = columns ``start`` ... of every ``period`` columns of x, as many as out's width takes."""
+    """out = columns ``start`` ... of every ``period`` columns of x, up to out's width."""
 
     start: int
     period: int
@@ -425,9 +425,9 @@ class UpGate(_Gated):
 
 
 class Route(Op):
-    """Choose experts: ids int32 [tokens, n_used] and their weights [tokens, n_used], from the router's logits.
+    """Select experts: ids int32 [tokens, n_used] and their weights [tokens, n_used], from the router's logits.
 
-    bias, one value an expert, affects the choice only. selected: given ids; only their weights are computed.
+    bias, one value per expert, affects only the selection. selected: given ids; only their weights are computed.
     """
 
     WRITES: ClassVar[tuple[str, ...]] = ("ids", "weights")
@@ -517,7 +517,7 @@ class WindowAndBlocks(Op):
     """out, int32: the cells of a cache that a token attends to, relative to its sequence's first: the last ``window``
     positions, then the blocks that end with it or before, all or those listed in ``blocks``; then -1.
 
-    There is room for out.width - window blocks.
+    out.width - window blocks fit.
     """
 
     out: Value

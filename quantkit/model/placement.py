@@ -37,7 +37,7 @@ ALL_LAYERS = 1 << 20
 class Placement:
     """``gpu_layers`` of the model on ``accelerators``; ``rules``: (regular expression, device), first match.
 
-    embeddings: place the token embeddings on the first accelerator, too.
+    embeddings: also place the token embeddings on the first accelerator.
     """
 
     gpu_layers: int = 0
@@ -54,8 +54,8 @@ class Placement:
         missing = sorted(self.requested_devices() - set(available))
         if missing:
             raise ResourceError(
-                f"there is no device {', '.join(missing)} here; there are: {', '.join(available)}. "
-                f"{f'{reason}. ' if reason else ''}Omit --backend cuda, -ngl and -ot, or name one of these",
+                f"no device {', '.join(missing)}; available: {', '.join(available)}. "
+                f"{f'{reason}. ' if reason else ''}Omit --backend cuda, -ngl and -ot, or use one of these",
                 "QK-E411",
             )
 

@@ -22,12 +22,12 @@ def convolve_silu(b: Builder, x: Value, name: str = "ssm_conv1d", *, bias: bool 
 
 
 def convolve(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value:
-    """Return the causal convolution of x with ``name``, which holds a row of taps for each column."""
+    """Return the causal convolution of x with ``name``, which has a row of taps for each column."""
     weight = b.matrix(f"{name}.weight")
     if prod(weight.tensor.shape[1:]) != x.width or weight.n_in < 2:
         raise FormatError(
-            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted one row for each of "
-            f"{x.width} columns",
+            f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, not one row for each of {x.width} "
+            "columns",
             "QK-E106",
         )
     out, state = b.value(f"{name}_out", x.width, x), new_state(b, name, (weight.n_in - 1) * x.width)
@@ -51,10 +51,10 @@ def apply_gate(b: Builder, x: Value, gate: Value, kind: str) -> Value:
 
 
 def check_width(b: Builder, x: Value, width: int) -> None:
-    """Raise FormatError unless x has ``width`` columns, as the metadata say."""
+    """Raise FormatError unless x has the ``width`` columns of the metadata."""
     if x.width != width:
         raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "
-            "do not fit together",
+            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "
+            "model are inconsistent",
             "QK-E106",
         )

@@ -1,7 +1,7 @@
 """Layers of RWKV 6 and 7, and their time mixing in place of attention (QRWKV, ARWKV).
 
 Every matrix reads ``mixed`` = x + (x' - x) mu, x' being the previous token's row and mu a vector, to which RWKV 6 adds
-a low-rank function of the token. A head remembers a sequence in one matrix S [head, head]. In RWKV 6, for every token:
+a low-rank function of the token. The state of a head is one matrix S [head, head]. In RWKV 6, for every token:
 
     r, k, v, g = matrices times rows mixed;  w = exp(-exp(time_mix_decay + W2 tanh(W1 mixed)))
     out = S^T r + v (sum of r time_mix_first k);  S = diag(w) S + k v^T
@@ -76,7 +76,7 @@ def _channel_mix(b: Builder, x: Value, before: Value) -> Value:
 def time_mix_6(b: Builder, x: Value) -> Value:
     """Add time mixing of RWKV 6 or QRWKV.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n_head, head = _heads(b)
     mixed = dict(zip(_MIXED_6, _mix_by_token(b, x), strict=True))
@@ -121,7 +121,7 @@ def _mix_by_token(b: Builder, x: Value) -> list[Value]:
 def time_mix_7(b: Builder, x: Value) -> Value:
     """Add time mixing of RWKV 7 or ARWKV.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     n_head, head = _heads(b)
     has_gate = b.has("time_mix_g1.weight") and b.has("time_mix_g2.weight")
@@ -153,7 +153,7 @@ def time_mix_7(b: Builder, x: Value) -> Value:
 
 
 def _with_first(b: Builder, v: Value, mixed: Value) -> Value:
-    """Return v + (v of the first layer - v) * rate; in the first layer remember and return v."""
+    """Return v + (v of the first layer - v) * rate; in the first layer, store and return v."""
     if b.first_values is None:
         b.first_values = v
         for i in range(3):
@@ -176,7 +176,8 @@ def _heads(b: Builder) -> tuple[int, int]:
     head = b.h.int("wkv.head_size")
     if head < 1 or b.h.n_embd % head:
         raise FormatError(
-            f"{b.source.paths[0]}: {b.h.arch}.wkv.head_size is {head}, of {b.h.n_embd} columns", "QK-E123"
+            f"{b.source.paths[0]}: {b.h.arch}.wkv.head_size is {head}, which does not divide {b.h.n_embd} columns",
+            "QK-E123",
         )
     return b.h.n_embd // head, head
 

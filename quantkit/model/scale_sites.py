@@ -33,8 +33,8 @@ class ScaleSite:
 def find_scale_sites(graph: Graph, tensors: Collection[str]) -> list[ScaleSite]:
     """Return all sites of an unfused graph, in order.
 
-    tensors: all names of the file. Layers with tensors that the graph does not read are skipped, as another form of the
-    model may multiply the same input by them; so is the output's norm if there are prediction layers.
+    tensors: all names of the file. Layers with tensors that the graph does not read are skipped, because another form
+    of the model may multiply the same input by them; so is the output's norm if there are prediction layers.
     """
     readers: dict[Value, list[Op]] = {}
     uses = Counter[str]()

@@ -20,8 +20,8 @@ from quantkit.model.ops import (
 def without_selection(graph: Graph, n_ctx: int) -> Graph:
     """Return the graph for sequences of up to ``n_ctx`` tokens, without indexers that would select all keys.
 
-    Operations that only these read are removed, too, unless they are observed. Lists of cells shrink to their largest
-    length. If nothing changes, the result is ``graph`` itself.
+    Operations that only these read are also removed, unless observed. Lists of cells shrink to their largest length. If
+    nothing changes, the result is ``graph`` itself.
     """
     full = {op.out for op in graph.ops if isinstance(op, LightningIndexer) and op.out.width >= _n_keys(op, n_ctx)}
     windows = {op.out: _shorten(op, full, n_ctx) for op in graph.ops if isinstance(op, WindowAndBlocks)}

@@ -14,9 +14,9 @@ from quantkit.model.recurrent import apply_gate, check_width, convolve
 
 
 def short_convolution_hybrid(b: Builder, x: Value) -> Value:
-    """Add a short convolution where the metadata give no heads of keys, attention where they do.
+    """Add a short convolution if the metadata gives no key heads, attention if it does.
 
-    Raises FormatError if the metadata or shapes do not fit together.
+    Raises FormatError if the metadata or shapes are inconsistent.
     """
     if n_head_kv(b) != 0:
         return gqa(b, x)

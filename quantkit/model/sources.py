@@ -9,7 +9,7 @@
     MergedSource   up and gate experts merged into one tensor, as ik_llama.cpp's ``-muge``. ``quantkit merge-up-gate``
                    does this in the file
 
-All of them take the memory of the tensors they change, and time at every start.
+All of them need memory for the tensors they change, and time at every start.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ class PlainSource:
         types = ", ".join(sorted({t.type.name for t in interleaved}))
         size = format_size(sum(self.tensors[t.name].nbytes for t in interleaved))
         return [
-            f"{len(interleaved)} tensors are row-interleaved ({types}) and are deinterleaved in memory, which takes "
-            f"{size}; "
-            "`quantkit quantize --unrepack` does that once"
+            f"{len(interleaved)} tensors are row-interleaved ({types}) and are deinterleaved in memory, which needs "
+            f"{size}; to do this once, use `quantkit quantize --unrepack`"
         ]
 
 

@@ -39,7 +39,7 @@ class Stage:
 def find_cuts(graph: Graph, weights: Set[str]) -> list[CutPoint]:
     """Return the fewest cut points such that ``weights`` are only used after the cut point of their input.
 
-    Of a weight that is used several times, only the first input counts.
+    If a weight is used several times, only its first input counts.
     """
     waiting: list[Input] = []
     covered = set[str]()

@@ -12,20 +12,20 @@ The first of these steps that applies to a tensor decides its type:
     5. preset      COPY keeps the type; --pure, a plain type or a float gives the base type; else the type rules.
                    With --like, the type in that file, which tensors that are kept otherwise have, too.
 
-With --repack or --unrepack none of them is asked (repack.py).
+With --repack or --unrepack, none of these steps applies (repack.py).
 
-Afterwards, in any case, rows that do not divide into blocks get the fallback (--fallback), and interleaved types
-become plain ones in embeddings and where the rows do not divide into groups.
+Afterwards, in any case, rows that are not a multiple of the block get the fallback (--fallback), and interleaved types
+become plain ones in embeddings and where the number of rows is not a multiple of the interleave.
 
 By llama.cpp's rules the result equals llama-quantize b11434's for every tensor, including counters and oddities; they
 are from src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type, tensor_type_fallback). By ik's (--rules
 ik) it equals that of ik_llama.cpp 8337e4cd3, src/llama-quantize.cpp (the loop of llama_model_quantize_internal,
-llama_tensor_get_type, change_type_if_necessary). Class options then apply to the tensors that ik applies them to, such
-as --attn-k-type to attn_kv_b, too.
+llama_tensor_get_type, change_type_if_necessary). Class options then apply to the same tensors as in ik, such as
+--attn-k-type also to attn_kv_b.
 
 Options that have no effect there (rules and class options with --pure, COPY or a float preset; most class options in
-ik's presets of few bits; --attn-qkv-type in ik) have one here. Where a peer would stop, or write rows that cannot be
-read (interleaved per_layer_token_embd), the nearest type that works is taken.
+ik's presets of few bits; --attn-qkv-type in ik) do have an effect here. Where a peer would fail, or write rows that
+cannot be read (interleaved per_layer_token_embd), the nearest type that works is used.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
 class Request:
     """The user's request: TYPE and the options about types.
 
-    ``tree`` is whose rules apply, "mainline" or "ik", by default the preset's. ``fallback``: "next", "error" or a type.
+    ``tree``: the rules that apply, "mainline" or "ik"; default: the preset's. ``fallback``: "next", "error" or a type.
     """
 
     preset: Preset
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def copy(self) -> bool:
-        """True for COPY: tensors stay as they are, except those that an option or rule names."""
+        """True for COPY: tensors remain unchanged, except those that an option or rule names."""
         return self.preset.base is None
 
     @property
@@ -141,17 +141,17 @@ class Choice:
 
     @property
     def step(self) -> str:
-        """The step that decided: ``Reason.kind``."""
+        """The deciding step: ``Reason.kind``."""
         return self.reason.kind
 
     @property
     def copied(self) -> bool:
-        """True if the bytes stay as they are."""
+        """True if the bytes are copied."""
         return self.type == self.source_type and not self.mixed
 
     @property
     def repacked(self) -> bool:
-        """True if values stay as they are, and rows are interleaved or taken apart."""
+        """True if values are unchanged, and rows are interleaved or deinterleaved."""
         return not self.copied and all(
             t is self.type or repacks(t, self.type) for t in self.mixed or (self.source_type,)
         )
@@ -240,12 +240,10 @@ def choose_types(
 ) -> list[Choice]:
     """Return the type of every tensor, in the order given, which must be that of iteration_order().
 
-    (With --keep-split llama-quantize goes by shard and offset instead, and ik_llama.cpp always goes as the source does:
-    give the tensors in that order.)
-    ``mixed`` are the types of tensors whose parts differ in type; if nothing gives such a tensor a type, its choice is
-    ``undecided``.
-    Raises TypeNotSupported for sources that may not be re-quantized, and for rows that do not divide into blocks with
-    ``fallback="error"``.
+    (With --keep-split, llama-quantize iterates by shard and offset, and ik_llama.cpp always uses the source's order:
+    pass the tensors in that order.) ``mixed`` are the types of tensors whose parts differ in type; if nothing gives
+    such a tensor a type, its choice is ``undecided``. Raises TypeNotSupported for sources that may not be re-quantized,
+    and, with ``fallback="error"``, for rows that are not a multiple of the block.
     """
     type_rules = request.type_rules(facts)
     fallback = _fallback_of(request.fallback)
@@ -255,16 +253,18 @@ def choose_types(
     ]
     if request.fallback.lower() == "error":
         misfits = [c for c in choices if c.fallback_from is not None]
-        _refuse("rows do not divide into blocks", misfits, "pass --fallback next, or a type", "QK-E303")
+        _refuse(
+            "the row length is not a multiple of the block size", misfits, "pass --fallback next, or a type", "QK-E303"
+        )
     if request.like is not None:
         where = f"--like {request.like.path}"
-        remedy = "give their types by rules or options, or a file of this model"
+        remedy = "set their types by rules or options, or use a file of this model"
         _refuse(f"{where} has no such tensors", [c for c in choices if c.step == "missing"], remedy, "QK-E207")
         misfits = [c for c in choices if c.step == "like" and c.fallback_from is not None]
-        _refuse(f"{where}: a type there does not fit here", misfits, remedy, "QK-E303")
+        _refuse(f"{where}: its type does not fit", misfits, remedy, "QK-E303")
     if not request.allow_requantize:
         quantized = [c for c in choices if c.requantized]
-        remedy = "start from an f16, bf16 or f32 file, or pass --allow-requantize"
+        remedy = "use an f16, bf16 or f32 file, or --allow-requantize"
         _refuse("already quantized", quantized, remedy, "QK-E209")
     return choices
 
@@ -280,7 +280,7 @@ def _refuse(problem: str, choices: list[Choice], remedy: str, code: str) -> None
 def _choose(
     facts: ModelFacts, t: TensorLike, request: Request, type_rules: TypeRules | None, mixed: tuple[TensorType, ...]
 ) -> Choice:
-    """Take the five steps for one tensor; _fit() checks rows and shapes."""
+    """Apply the five steps to one tensor; _fit() checks rows and shapes."""
     verdict = decide(request.rules, t.name)
     rule = verdict.rule
 
@@ -315,14 +315,14 @@ def _choose(
     if base is None:
         return choice(t.type, _with_conflict(class_reason, Reason("COPY", "COPY")))
     if type_rules is None:
-        text = "--pure" if request.pure else f"{request.preset}, no mixture"
+        text = "--pure" if request.pure else f"{request.preset} for every tensor"
         return choice(base, _with_conflict(class_reason, Reason("preset", text)))
     target, reason = suggested or type_rules.choose(t)
     return choice(target, _with_conflict(class_reason, reason))
 
 
 def _with_conflict(conflict: Reason | None, reason: Reason) -> Reason:
-    """Return the reason of a tensor whose class options contradict each other, if they do."""
+    """Return the reason of a tensor with contradictory class options, or None."""
     if conflict is None:
         return reason
     text, options = f"{conflict.text}; {reason.text}", (*conflict.options, *reason.options)
@@ -337,7 +337,7 @@ def _keep_reason(facts: ModelFacts, t: TensorLike, request: Request) -> str | No
     if n_dims(t.shape) < 2:
         return "a vector" if t.shape else "a scalar"
     if n_dims(t.shape) > GGML_DIMS:
-        return f"more dimensions than ggml's {GGML_DIMS}"
+        return f"more than ggml's {GGML_DIMS} dimensions"
     if ROUTER in t.name and t.name.endswith("weight"):
         return None if request.ffn_gate_inp_type else "the router (--ffn-gate-inp-type changes it)"
     if t.name == "output.weight" and request.leave_output_tensor:
@@ -346,7 +346,7 @@ def _keep_reason(facts: ModelFacts, t: TensorLike, request: Request) -> str | No
 
 
 def _reference_type(like: ReferenceTypes, t: TensorLike) -> tuple[TensorType, Reason]:
-    """Return the type that a tensor has in a file, and why."""
+    """Return the type of a tensor in a file, and the reason."""
     match = like.find(t)
     if match is None:
         return t.type, Reason("missing", "no such tensor")
@@ -388,16 +388,14 @@ def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None, *, ik: bool
         fallback_type = fallback or presets.next_type(target, ik=ik)
         if n % fallback_type.block:
             fallback_type = presets.next_dividing(fallback_type, n, ik=ik)
-        note = (
-            ", where llama-quantize would stop" if target.name in presets.FALLBACK_QUANTKIT and fallback is None else ""
-        )
-        text = f"rows of {n} do not divide into {target}'s blocks of {target.block}: {fallback_type}{note}"
+        note = ", where llama-quantize fails" if target.name in presets.FALLBACK_QUANTKIT and fallback is None else ""
+        text = f"rows of {n} are not a multiple of {target}'s blocks of {target.block}: {fallback_type}{note}"
         choice = replace(choice, type=fallback_type, reason=choice.reason.adjusted(text), fallback_from=target)
     return _without_interleaving(choice, t)
 
 
 def contiguous_rows(t: TensorLike) -> int:
-    """Return the rows that stay together however a tensor is cut: the gcd of its rows and those of its parts."""
+    """Return the number of rows that every cut of a tensor keeps together: the gcd of its and its parts' rows."""
     return math.gcd(t.shape[1] if len(t.shape) > 1 else 1, *(part.row_alignment for part in getattr(t, "parts", ())))
 
 
@@ -413,7 +411,7 @@ def _without_interleaving(choice: Choice, t: TensorLike) -> Choice:
     if can_interleave(choice.type, t.shape[0], rows):
         return choice
     values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
-    text = f"{rows} rows{values} do not divide into groups of {choice.type.interleave}: {plain}"
+    text = f"{rows} rows{values} are not a multiple of {choice.type.interleave} interleaved rows: {plain}"
     first = choice.fallback_from or choice.type
     return replace(choice, type=plain, reason=choice.reason.adjusted(text), fallback_from=first)
 
@@ -462,7 +460,9 @@ def _lint_idle_options(request: Request, choices: Sequence[Choice]) -> list[Lint
         if any(option in c.reason.options for c in choices):
             continue
         tied = "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices)
-        reason = "there is no output.weight, the token embeddings are the output" if tied else "it applies to no tensor"
+        reason = (
+            ("the model has no output.weight, its token embeddings are the output") if tied else "it matches no tensor"
+        )
         lints.append(Lint("QK-W007", f"{option} has no effect: {reason}"))
     return lints
 
@@ -477,17 +477,22 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     lints: list[tuple[str, str]] = []
     if "NVFP4" in encoded_types:
         lints.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
-                                 "loads it, but the error is larger"))  # fmt: skip
+            "loads the file, but its error is larger"))  # fmt: skip
     unmixed = preset.base is None or not preset.base.is_quantized
     if any(c.step == "rule" for c in choices) and request.like is None and (unmixed or (request.ik and request.pure)):
         situation = f"when TYPE is {preset}" if unmixed else "with --pure"
-        lints.append(("QK-W010", f"llama-quantize ignores rules {situation}; here they apply"))
+        lints.append(("QK-W010", f"llama-quantize ignores rules {situation}; quantkit applies them"))
     ik, mainline = (sorted({c.type.name for c in choices if c.type.trees == tree}) for tree in ("ik", "mainline"))
     if ik and mainline:
         lints.append(("QK-W011", f"no runtime loads both {', '.join(ik)} (ik_llama.cpp) and {', '.join(mainline)} "
                                  f"(llama.cpp)"))  # fmt: skip
     if own_types := sorted({c.type.name for c in choices if c.type.trees == "none"}):
-        lints.append(("QK-W011", f"no runtime loads {', '.join(own_types)}: neither tree has such a type"))
+        lints.append(
+            (
+                "QK-W011",
+                f"no runtime loads {', '.join(own_types)}: neither llama.cpp nor ik_llama.cpp has such a type",
+            )
+        )
     if conflicts := [c.name for c in choices if c.reason.case == "conflict"]:
         lints.append(("QK-W012", f"--ffn-gate-type and --ffn-up-type differ, so neither applies to merged "
                                  f"{abbreviate(conflicts)}; give both the same type"))  # fmt: skip
@@ -503,5 +508,5 @@ def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
         )
         if option_name(option) in effective and not is_respected:
             where = "with --pure" if request.pure else f"in {preset}"
-            lints.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} {where}; here it applies"))
+            lints.append(("QK-W016", f"ik_llama.cpp ignores {option_name(option)} {where}; quantkit applies it"))
     return [Lint(code, message) for code, message in lints]

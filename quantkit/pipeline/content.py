@@ -1,4 +1,4 @@
-"""Identity of files: by stamp, and where stamps differ by a digest of all bytes.
+"""Identity of files: by stamp and, if stamps differ, by a digest of all bytes.
 
 Interrupted or finished work is valid as long as its inputs have the same bytes. A copy has another inode and other
 times, but the same bytes; an overwritten file may have the same header, size and time.
@@ -30,15 +30,15 @@ _PIECE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file, or all shards of a model: the stamps that tell each from others, and a digest of their bytes."""
+    """A file, or all shards of a model: the stamps that identify each, and a digest of their bytes."""
 
     stamps: list[list[int | str]]
     digest: str
 
     @classmethod
     def read(cls, paths: Sequence[Path], candidates: Iterable[FileRecord | None] = ()) -> FileRecord:
-        """Return the record of files as they are; one of ``candidates`` with the same stamps is returned without
-        reading.
+        """Return the record of files in their current state; a record of ``candidates`` with the same stamps is
+        returned without reading.
 
         Raises OSError, and FormatError for a file that changes while it is read.
         """
@@ -52,7 +52,7 @@ class FileRecord:
 class Origin:
     """The source files of a run, as they were opened, and their record, which is computed on request.
 
-    A state from which a run may continue holds the record as JSON.
+    A state from which a run can continue contains the record as JSON.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Encoders that a user brings from Python: ``QuantizeOptions.encoders``."""
+"""Encoders from Python: ``QuantizeOptions.encoders``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class CustomEncoder:
 
 
 def custom_encoders(functions: Mapping[str, RowEncoder] | None) -> dict[str, CustomEncoder]:
-    """Return the encoders by the names of their types. Raises TypeNotSupported, or RecipeError for what is no function.
+    """Return the encoders by the names of their types. Raises TypeNotSupported, or RecipeError for values that are not
+    functions.
 
     A type of whole tensors without blocks (F16, BF16) may have one, too.
     """

@@ -78,7 +78,7 @@ class RowEncoding:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether the target interleaves rows that kernels make one by one."""
+        """Whether the target interleaves rows that kernels encode one by one."""
         return self.target_rows is not self.target
 
     @property
@@ -102,8 +102,8 @@ def encoding_of(
 ) -> RowEncoding:
     """Decide how rows of ``values`` values become rows of type ``target``.
 
-    inputs: of rows that are encoded with feedback. encoder: whose search, one of ``ENCODERS`` or SYMMETRIC; "" for the
-    type's own. custom: a user's encoder of the type, instead of these.
+    inputs: of rows encoded with feedback. encoder: the encoder, one of ``ENCODERS`` or SYMMETRIC; "" for the type's
+    own. custom: a user's encoder of the type, instead of these.
     """
     have, decoder_type = source.type, decoded_as(source.type)
     rows = base_of(target)

@@ -40,8 +40,8 @@ def runtimes(arch: str) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The decision about one layer's experts: ``tensors`` of the source become ``outputs``, or the reason for leaving
-    them.
+    """The decision about one layer's experts: ``tensors`` of the source become ``outputs``, or the reason why they do
+    not.
     """
 
     prefix: str
@@ -55,8 +55,8 @@ def merge_layer(
 ) -> Layer | None:
     """Decide how to merge one layer; None if its experts are already merged.
 
-    Halves of different types get the type ``reencode``. With ``any_types`` they are merged as they are, for a caller
-    that re-encodes all of it: the result then has the gate's type, and each part its own.
+    Halves of different types get the type ``reencode``. With ``any_types`` they are merged unchanged, for a caller that
+    re-encodes everything: the result then has the gate's type, and each part its own.
     """
     names = tuple(tensor.name for tensor in tensors.values())
     up_first = tensors.get(f"{UP_FIRST}.weight")
@@ -120,17 +120,17 @@ def split_layer(prefix: str, tensors: Mapping[str, TensorInfo]) -> Layer | None:
         return None
     names = tuple(tensor.name for tensor in tensors.values())
     if len(merged) != len(tensors):
-        return Layer(prefix, names, refusal=f"it has {MERGED} beside the halves")
+        return Layer(prefix, names, refusal=f"it has {MERGED} as well as its halves")
     outputs = []
     for key, tensor in merged.items():
         suffix = key.partition(".")[2]
         rows = geometry(tensor.name, tensor.shape)[1]
         if is_deep(tensor):
-            return Layer(prefix, names, refusal=f"{tensor.name} has more dimensions than experts have")
+            return Layer(prefix, names, refusal=f"{tensor.name} has too many dimensions for experts")
         if suffix not in ("weight", "bias") or rows % 2 or rows // 2 % tensor.type.interleave:
             return Layer(prefix, names, refusal=f"{tensor.name}: {rows} rows of {tensor.type} cannot be halved")
         for field, first in ((GATE, 0), (UP, rows // 2)):
             part = _part(tensor, rows // 2, first, 0, rows // 2)
             shape = _with_rows(tensor.name, tensor.shape, rows // 2)
-            outputs.append(OutputTensor(f"{prefix}{field}.{suffix}", shape, tensor.type, "taken apart", (part,)))
+            outputs.append(OutputTensor(f"{prefix}{field}.{suffix}", shape, tensor.type, "split", (part,)))
     return Layer(prefix, names, tuple(outputs))

@@ -163,8 +163,8 @@ class ModelFacts:
     def from_metadata(cls, metadata: Metadata, tensors: Iterable[TensorLike], *, ik: bool = False) -> ModelFacts:
         """Read the facts from GGUF keys, as llama.cpp's load_hparams does, or ik_llama.cpp's llm_load_hparams.
 
-        ``metadata`` gives a key's value or None (a mapping, or GGUFFile.get). With --prune-layers pass the
-        *source's* metadata (llama-quantize counts its layers) and the tensors that are left.
+        ``metadata`` gives a key's value or None (a mapping, or GGUFFile.get). With --prune-layers, pass the *source's*
+        metadata (llama-quantize counts its layers) and the remaining tensors.
         """
         get = metadata if callable(metadata) else metadata.get
         names = [t.name for t in tensors]
@@ -253,7 +253,7 @@ _NO_OUTPUT_IK = frozenset({
 
 
 def _size_ik(arch: str, n_layer: int, n_expert: int, n_vocab: int, n_embd: int, multi_head: bool) -> str | None:
-    """Return "8B" or "70B" if ik_llama.cpp takes a model for one, by its layers (src/llama-hparams.cpp)."""
+    """Return "8B" or "70B" if ik_llama.cpp classifies a model as such, by its layers (src/llama-hparams.cpp)."""
     if arch == "llama":
         eight = n_layer == 36 or (n_layer == 32 and n_vocab >= 40000 and n_vocab != 49152)
         seventy = n_layer == 80 and not multi_head

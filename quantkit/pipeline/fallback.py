@@ -1,4 +1,4 @@
-"""Fallbacks: tensors whose rows do not divide as the requested type needs, and the cost of the replacement."""
+"""Fallbacks: tensors whose rows do not fit the requested type, and the cost of the replacement."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quantkit.units import format_size
 
 @dataclass(frozen=True)
 class Fallback:
-    """Tensors of one cause. ``requested``, ``type``: before and after; ``requested_bytes``: size in the requested type,
-    by its bits per weight.
+    """Tensors with the same cause. ``requested``, ``type``: before and after; ``requested_bytes``: size in the
+    requested type, by its bits per weight.
     """
 
     requested: TensorType
@@ -46,8 +46,8 @@ def fallbacks(tensors: Sequence[PlannedTensor]) -> list[Fallback]:
 def _cause(tensor: PlannedTensor, requested: TensorType) -> str:
     n = tensor.shape[0]
     if n % requested.block:
-        return f"rows of {n} do not divide into blocks of {requested.block}"
-    return f"rows do not divide into groups of {requested.interleave}"
+        return f"rows of {n} are not a multiple of blocks of {requested.block}"
+    return f"the number of rows is not a multiple of {requested.interleave}"
 
 
 def _bytes(tensor: PlannedTensor, t: TensorType) -> int:

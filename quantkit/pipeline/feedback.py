@@ -1,14 +1,13 @@
 """Error feedback (GPTQ): the tensors that have it, their covariances, and the metrics that workers share.
 
-Rows of token embeddings are read one at a time and multiplied by nothing, so the effect of a column's error is unknown
-and all columns have equal weights. With this metric no error moves to another column, but scales and levels are still
-chosen together. (How often a token occurs weighs the rows against each other, and no row gives bits to another. The
-squares of the weights of all norms that read the embedding are no better measure, nor are the covariances of the
-weights behind the first norm: see docs/explanation/error-feedback.md.) Embeddings that are the output as well have the
-covariance of the output.
+Rows of token embeddings are read one at a time and not multiplied, so the effect of a column's error is unknown and all
+columns have equal weights. With this metric, no error moves to another column, but scales and levels are still chosen
+together. (Token frequencies would only weight rows against each other, and rows do not share bits. The squared weights
+of the norms that read the embedding are no better, nor are the covariances of the weights after the first norm: see
+docs/explanation/error-feedback.md.) Embeddings that are also the output have the covariance of the output.
 
-A metric costs n^3 operations and 8 n^2 bytes, 24 n^2 more while it is made, so that workers share those they need, and
-no more are held than memory allows.
+A metric costs n^3 operations and 8 n^2 bytes, and 24 n^2 more while it is computed, so workers share metrics, and only
+as many are kept as memory allows.
 """
 
 from __future__ import annotations
@@ -70,15 +69,15 @@ def damping_of(tokens: int, n: int) -> float | None:
 
 
 class Inputs(Protocol):
-    """The inputs of a tensor: a metric for each of its matrices, once its tokens are known."""
+    """The inputs of a tensor: a metric for each of its matrices, available when its tokens are known."""
 
     @property
     def entry(self) -> str:
-        """The name that tensors of the same inputs share, "" if all columns count alike."""
+        """The name that tensors with the same inputs share, "" if all columns have equal weights."""
 
     @property
     def n(self) -> int:
-        """Columns; where they count alike, each run of n values is a row of its own."""
+        """The number of columns; with equal weights, each run of n values is a separate row."""
 
     @property
     def matrices(self) -> int: ...
@@ -93,17 +92,17 @@ class Inputs(Protocol):
 
     @property
     def corrects(self) -> bool:
-        """Whether targets are corrected for errors of the inputs, which also gives the importance of columns."""
+        """Whether targets are corrected for errors of the inputs, which also yields the importance of columns."""
 
     @property
     def metric_bytes(self) -> int:
-        """The bytes that a metric takes while it is made; a quarter stays."""
+        """The bytes of a metric while it is computed; a quarter remains afterwards."""
 
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
 
     def damping_by(self, tokens: int) -> float | None:
-        """Return the same for a matrix of so many tokens."""
+        """Return the damping for this number of tokens; None if too few for feedback."""
 
     def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix for types with this grouping of columns.
@@ -118,7 +117,8 @@ class Inputs(Protocol):
         """
 
     def importance(self, matrix: int) -> F32 | None:
-        """Return the importance of the columns of a matrix without feedback, if no importance matrix has it, or None.
+        """Return the importance of the columns of a matrix without feedback, for use without an importance matrix, or
+        None.
 
         The importance of a matrix with feedback is in its metric.
         """
@@ -209,7 +209,8 @@ class RecordedInputs:
             return make(self.covariances.matrix(self.entry, matrix), damping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
-                f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again",
+                f"{self.covariances.path}: matrix {matrix} of {self.entry} is not a valid covariance ({e}): record it "
+                "again",
                 "QK-E118",
             ) from None
 
@@ -246,7 +247,7 @@ class InputProvider(Protocol):
     """A provider of tensors' inputs: a file of covariances, or a run that will record them.
 
     name: for messages. notes: for the user. identity: a digest of the provider. entries: entry of each weight's inputs.
-    corrects: targets are corrected for errors of the inputs, so that unquantized weights change, too; inputs then also
+    corrects: targets are corrected for errors of the inputs, so that unquantized weights also change; inputs then also
     have the importance of columns for tensors without feedback.
     """
 
@@ -273,7 +274,7 @@ class InputProvider(Protocol):
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
 
     def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
-        """Return the source with equalized columns, if any; tensors in ``exclude`` stay as they are."""
+        """Return the source with equalized columns, if any; tensors in ``exclude`` are unchanged."""
 
     def widens(self, name: str) -> bool:
         """Return whether a tensor of fewer bits is read as F32, so that it is not copied."""
@@ -282,7 +283,7 @@ class InputProvider(Protocol):
         """Return the factors of a tensor's input columns, float32 [matrices or 1, n]; None for 1."""
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
-        """Return the provenance fields of a file that is made with it, without ``quantkit.feedback.``."""
+        """Return the provenance fields of a file encoded with it, without ``quantkit.feedback.``."""
 
 
 class CovarianceFile:
@@ -302,7 +303,7 @@ class CovarianceFile:
         n, matrices = self.covariances.shape(entry)
         if (n, matrices) != (shape[0], matrices_of(tensor, shape, n * matrices)):
             raise FormatError(
-                f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
+                f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, but tensor {tensor} needs "
                 f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model",
                 "QK-E119",
             )
@@ -323,7 +324,7 @@ class CovarianceFile:
         return None
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
-        """Return the provenance fields of a file that is made with it."""
+        """Return the provenance fields of a file encoded with it."""
         return {
             "covariance.name": (self.covariances.path.name, ValueType.STRING),
             "covariance.fingerprint": (self.identity, ValueType.STRING),
@@ -332,7 +333,7 @@ class CovarianceFile:
 
 
 def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """Return the entry of a tensor, or of another tensor with the same inputs; None if there is none."""
+    """Return the entry of a tensor, or of another tensor with the same inputs; None if neither has one."""
     if name in entries:
         return entries[name]
     prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
@@ -362,7 +363,7 @@ class Feedback:
             self.without[tensor] = _NO_COVARIANCE
             return None
         if target.name not in all_levels():
-            self.without[tensor] = f"levels of {target.name} are not chosen one by one in this version"
+            self.without[tensor] = f"this version has no error feedback for {target.name}"
             return self.provider.inputs(tensor, entry, shape) if self.provider.corrects and entry is not None else None
         if entry is None:
             width = min(shape[0], max(target.block, _UNIFORM_COLUMNS))
@@ -387,11 +388,11 @@ class Feedback:
     def notes(self) -> list[str]:
         """Return notes for the user: tensors with feedback, those without, and the reasons."""
         if not self._inputs:
-            reason = "; ".join(dict.fromkeys(self.without.values())) or "there is none"
-            raise FormatError(f"{self.provider.name}: it helps no tensor that is encoded: {reason}", "QK-E214")
+            reason = "; ".join(dict.fromkeys(self.without.values())) or "no covariance"
+            raise FormatError(f"{self.provider.name}: applies to no tensor that is encoded: {reason}", "QK-E214")
         n, matrices = len(self._inputs), sum(i.matrices for i in self._inputs)
         subject = f"{matrices} matrices of {n} tensors" if matrices > n else f"{n} tensors"
-        lines = [f"error feedback for {subject}, by {self.provider.name}", *few_tokens(self._inputs)]
+        lines = [f"error feedback for {subject}, using {self.provider.name}", *few_tokens(self._inputs)]
         if self._corrected:
             lines.append(f"corrected for their inputs: {span(self._corrected)}")
         reasons: dict[str, list[str]] = {}
@@ -400,7 +401,7 @@ class Feedback:
         lines += [f"without feedback: {span(names)}: {reason}" for reason, names in reasons.items()]
         lines += self.provider.notes
         if self.without.get("output.weight") == _NO_COVARIANCE:
-            lines.append("output.weight has a covariance if `imatrix --covariance` is given --process-output")
+            lines.append("to record a covariance of output.weight, use `imatrix --covariance --process-output`")
         return lines
 
     def fields(self) -> list[Field]:
@@ -423,21 +424,21 @@ class Feedback:
 
 
 def _is_read_by_row(name: str, target: TensorType) -> bool:
-    """Return whether a tensor is only read row by row; a row scale is left as the reference has it."""
+    """Return whether a tensor is only read row by row; a row scale remains as the reference chooses it."""
     return name == EMBEDDING and target.row_header == 0
 
 
 def few_tokens(tensors: Sequence[Inputs]) -> list[str]:
-    """Return notes about matrices that saw few tokens, or too few, as far as that is known."""
+    """Return notes about matrices with few or too few tokens, as far as known."""
     pairs = [(inputs, e) for inputs in tensors if inputs.tokens is not None for e in range(inputs.matrices)]
     n_few, n_none = (
         sum(i.n <= (i.tokens or ())[e] < TOKENS_PER_COLUMN * i.n for i, e in pairs),
         _count_insufficient(tensors),
     )
-    lines = [f"{n_none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
-             "calibrate on more text"] * bool(n_none)  # fmt: skip
-    lines += [f"{n_few} of {len(pairs)} matrices saw fewer than {TOKENS_PER_COLUMN} tokens a column: calibrate on more "
-              "text"] * bool(n_few)  # fmt: skip
+    lines = [f"{n_none} of {len(pairs)} matrices have fewer tokens than columns and are encoded without feedback; "
+        "calibrate on more text"] * bool(n_none)  # fmt: skip
+    lines += [f"{n_few} of {len(pairs)} matrices have fewer than {TOKENS_PER_COLUMN} tokens per column: "
+        "calibrate on more text"] * bool(n_few)  # fmt: skip
     return lines
 
 
@@ -468,7 +469,7 @@ class MetricPool(Generic[M]):
 
     @contextmanager
     def lease(self, inputs: Inputs, matrix: int, grouping: Grouping | None, make: Callable[[], M]) -> Iterator[M]:
-        """Yield the metric of a matrix, which is computed now unless another thread has done it."""
+        """Yield the metric of a matrix, which is computed unless another thread has computed it."""
         key = (inputs.entry, matrix, grouping)
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
@@ -519,7 +520,7 @@ class MetricPool(Generic[M]):
         return sum(nbytes for _, nbytes in self._ready.values()) + sum(self._making.values())
 
     def close(self) -> None:
-        """Drop all; nobody uses one any more."""
+        """Drop all metrics; none is in use."""
         with self._changed:
             while self._ready:
                 self._drop(self._ready.popitem()[1][0])

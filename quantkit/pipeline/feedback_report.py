@@ -19,8 +19,9 @@ _FEW_TOKENS = "fewer tokens than columns"
 class MatrixReport:
     """A matrix of a tensor: an expert, a head, or all of it.
 
-    ``damping`` is None where too few tokens were seen. Losses are those of the reference's bytes and of those written,
-    in the metric of the damped covariance. ``rows``: of the matrix; ``better``: those better than the reference's.
+    ``damping`` is None if there were too few tokens. Losses are those of the reference's bytes and of the written
+    bytes, in the metric of the damped covariance. ``rows``: of the matrix; ``better``: rows with a lower loss than the
+    reference's.
     """
 
     part: int
@@ -65,7 +66,7 @@ class FeedbackReport:
     without: tuple[tuple[str, str, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, for programs."""
+        """Return the report for programs."""
         return {
             "tensors": [
                 {

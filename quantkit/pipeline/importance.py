@@ -1,4 +1,4 @@
-"""The importance a tensor is quantized with: a row of weights per matrix of the tensor, and where it was found.
+"""The importance a tensor is quantized with: a row of weights per matrix of the tensor, and its source.
 
 A tensor of ggml shape [n_in, n_out, n_expert] needs n_in * n_expert values, expert by expert. The importance matrix has
 them under the tensor's own name or, if calibration saw the same activations under another name (merged or fused
@@ -61,7 +61,7 @@ def _aliases() -> Iterator[Alias]:
     for part in ("attn_q", "attn_k", "attn_v"):
         yield Alias("attn_qkv", part, True, same_input)
     # v_b sees the compressed cache after attention averages it, kv_b before: similar, not equal.
-    averaged = "the same compressed cache, before or after attention averages it"
+    averaged = "the same compressed cache, before or after attention"
     yield Alias("attn_v_b", "attn_kv_b", False, averaged)
     yield Alias("attn_kv_b", "attn_v_b", False, averaged)
 
@@ -71,10 +71,10 @@ ALIASES: tuple[Alias, ...] = tuple(_aliases())
 
 
 def matrices_of(name: str, shape: Sequence[int], size: int) -> int:
-    """Return the number of matrices in a tensor, one below the other, each with input columns of its own.
+    """Return the number of matrices in a tensor, one below the other, each with its own input columns.
 
-    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only the ``size``
-    values recorded of its inputs tell their number. llama-quantize refuses to use these.
+    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only the ``size`` of
+    its recorded inputs determines their number. llama-quantize does not use these.
     """
     n_mat = math.prod(shape[2:])
     if name.endswith("attn_output_a.weight") and len(shape) == 2 and size and size % shape[0] == 0:
@@ -116,12 +116,12 @@ class Importance:
     """An importance matrix as quantization uses it: filtered, checked, and looked up tensor by tensor.
 
     Args:
-        imatrix: what read_imatrix returned.
+        imatrix: the result of read_imatrix.
         include, exclude: substrings of entry names (--include-weights, --exclude-weights); not both.
         original_names: names in the output -> names in the source, if layers are pruned and renumbered.
 
     Raises RecipeError if both filters are given, FormatError if an entry that passes them holds NaN, Inf or a negative
-    value (llama-quantize refuses the first two, src/llama-quant.cpp).
+    value (llama-quantize rejects the first two, src/llama-quant.cpp).
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Importance:
     ) -> None:
         if include and exclude:
             raise RecipeError(
-                "--include-weights and --exclude-weights exclude each other: give only one of them", "QK-E201"
+                "--include-weights and --exclude-weights are mutually exclusive: omit one of them", "QK-E201"
             )
         self.imatrix = imatrix
         self.include, self.exclude = tuple(include), tuple(exclude)
@@ -162,7 +162,7 @@ class Importance:
             if not any(part in name for name in entries):
                 yield f"{option} {part!r} matches none of the {len(entries)} entries of {self.imatrix.path}"
         if not self.names:
-            yield "the filters exclude every entry: the model is quantized without an importance matrix"
+            yield "the filters exclude every entry: quantizing without an importance matrix"
 
     def lookup(self, name: str, shape: Sequence[int]) -> RowImportance:
         """Find the importance of tensor ``name`` of ggml shape ``shape`` (innermost first).
@@ -180,7 +180,7 @@ class Importance:
             size = self.imatrix.entries[entry].sums.size
             if size == n_mat * n_in:
                 quality = "exact" if alias.exact else "approximate"
-                notes.append(f"has no entry of its own and uses that of {entry} ({quality}: {alias.reason})")
+                notes.append(f"has no entry and uses that of {entry} ({quality}: {alias.reason})")
                 return self._row_importance(name, n_mat, n_in, entry, alias, notes)
             notes.append(f"cannot use {entry} ({alias.reason}): it has {size} values, not {_product(n_in, n_mat)}")
         return RowImportance(name, n_mat, n_in, None, None, (*notes, "the importance matrix has no entry for it"))
@@ -192,14 +192,14 @@ class Importance:
         size = self.imatrix.entries[entry].sums.size
         if size == n_mat * n_in:
             return self._row_importance(name, n_mat, n_in, entry, None, [])
-        problem = f"entry {entry!r} has {size} values, tensor {name!r} needs {_product(n_in, n_mat)}"
+        problem = f"entry {entry!r} has {size} values, but tensor {name!r} needs {_product(n_in, n_mat)}"
         if entry in EMBEDDINGS:
             return RowImportance(
-                name, n_mat, n_in, None, None, (f"{problem}; it is quantized without importance, as by llama-quantize",)
+                name, n_mat, n_in, None, None, (f"{problem}; it is quantized without importance, as in llama-quantize",)
             )
         raise FormatError(
-            f"{self.imatrix.path}: {problem}: it was computed on another model, or on a file with merged or split"
-            f" experts; give the right importance matrix, or exclude the entry with --exclude-weights {entry}",
+            f"{self.imatrix.path}: {problem}: it was computed on another model, or on a file with merged or split "
+            f"experts; use the matching importance matrix, or exclude the entry with --exclude-weights {entry}",
             "QK-E119",
         )
 
@@ -219,12 +219,15 @@ class Importance:
     ) -> RowImportance:
         ones, zeros = self._odd_rows(entry, n_mat)
         if ones:
-            notes = [*notes, f"{ones} of {n_mat} experts saw no calibration token: all their columns weigh the same"]
+            notes = [
+                *notes,
+                f"{ones} of {n_mat} experts received no calibration token: all their columns have the same weight",
+            ]
         if zeros:
             experts = f" for {zeros} of {n_mat} experts" if n_mat > 1 else ""
             note = (
-                f"entry {entry} is zero throughout{experts}: types that weigh by importance ruin such weights; "
-                f"calibrate again, or exclude it with --exclude-weights {entry}"
+                f"entry {entry} is all zero{experts}, which ruins weights in types that use importance; calibrate "
+                f"again, or exclude it with --exclude-weights {entry}"
             )
             notes = [*notes, note]
         return RowImportance(name, n_mat, n_in, entry, alias, tuple(notes), ones, zeros, self.imatrix)
@@ -277,24 +280,24 @@ class Coverage:
         if self.importance.names and not self.n_matching:
             path, first = self.importance.imatrix.path, self.importance.names[0]
             raise FormatError(
-                f"{path}: none of its {len(self.importance.names)} entries (the first is {first!r}) belongs to a tensor"
-                f" of this model: it was computed on another one",
+                f"{path}: none of its {len(self.importance.names)} entries (the first is {first!r}) matches a tensor "
+                "of this model: it was computed on another model",
                 "QK-E119",
             )
 
     def lines(self) -> list[str]:
-        """Return the report, a line per finding: a summary, then whatever is unusual."""
+        """Return the report, one line per finding: a summary, then anything unusual."""
         idle = self.importance.n_entries - len(self.used) - len(self.unused)
         counts = {
             "not needed": idle,
-            "of tensors this model does not have": len(self.unused),
+            "of tensors that this model does not have": len(self.unused),
             "tensors quantized without importance": len(self.without),
         }
         summary = f"importance matrix {self.importance.imatrix.path}: {len(self.used)} of {self.importance.n_entries}"
         lines = [", ".join([f"{summary} entries used", *(f"{n} {label}" for label, n in counts.items() if n)])]
         lines += self.importance.notes
         lines += grouped(
-            (name, "the importance matrix has this entry, the model no such tensor") for name in self.unused
+            (name, "the importance matrix has this entry, but the model has no such tensor") for name in self.unused
         )
         unusual: dict[str, RowImportance] = {
             lookup.tensor: lookup for lookup in (*self.without, *self.aliased, *self.odd)
@@ -307,7 +310,7 @@ def _product(n_in: int, n_mat: int) -> str:
 
 
 def _check_values(imatrix: Imatrix, name: str) -> bool:
-    """Refuse values that no mean of squares has; return whether a row of ones or zeros is possible."""
+    """Refuse values that a mean of squares cannot have; return whether a row of ones or zeros is possible."""
     values = imatrix.values(name)
     check_squares(imatrix.path, name, values)
     return bool(((values == 1) | (values < TINY)).any())
@@ -324,15 +327,15 @@ def importance_requirement(
     ik_llama.cpp src/llama-quantize.cpp is_very_low_bpw_quant.
     """
     if target.imatrix == "required":
-        return f"the {target} encoder cannot work without importance, even with --ignore-imatrix-rules"
+        return f"the {target} encoder needs importance, even with --ignore-imatrix-rules"
     if ignore_rules or tensor in (EXEMPT_IK if ik else EXEMPT):
         return None
     refusing = [tree for tree in target.needs_imatrix.split("+") if tree == "ik" or (tree and not ik)]
     if refusing:
         trees = " and ".join(f"{_TREES[tree]}'s" for tree in refusing)
-        return f"{trees} llama-quantize refuses {target} without importance (--ignore-imatrix-rules allows it)"
+        return f"{trees} llama-quantize rejects {target} without importance (--ignore-imatrix-rules allows it)"
     if target.name == "Q2_K" and preset == "Q2_K_S":
-        return "llama-quantize refuses Q2_K in a Q2_K_S file without importance (--ignore-imatrix-rules allows it)"
+        return "llama-quantize rejects Q2_K in a Q2_K_S file without importance (--ignore-imatrix-rules allows it)"
     return None
 
 
@@ -348,7 +351,7 @@ def check_importance(
 ) -> None:
     """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs.
 
-    ``importance`` is None without a matrix. ``predicts``: the tensor is of an MTP layer, which calibration often
+    ``importance`` is None without a matrix. ``predicts``: the tensor belongs to an MTP layer, which calibration often
     misses.
     """
     if importance is not None and importance.entry is not None:
@@ -361,7 +364,7 @@ def check_importance(
     if predicts and importance is not None:
         layer = re.escape(tensor[: tensor.index(".", 4) + 1])
         remedy = (
-            "it is of a layer that predicts more tokens (NextN, MTP), which an importance matrix has only if it was "
-            f"computed with `quantkit imatrix --nextn`; or give it another type: --tensor-type '{layer}=q4_K'"
+            "it belongs to a prediction layer (NextN, MTP); compute the importance matrix with `quantkit imatrix "
+            f"--nextn`, or set another type: --tensor-type '{layer}=q4_K'"
         )
     raise RecipeError(f"tensor {tensor!r} cannot be quantized to {target}: {cause}; {reason}; {remedy}", "QK-E212")

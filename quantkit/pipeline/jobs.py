@@ -22,7 +22,7 @@ JOB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """The tensor cache's part in a job: its rows are to be stored, and ``entry``, if given, may have them."""
+    """The tensor cache's record of a job: its rows are to be stored, and ``entry``, if given, may contain them."""
 
     entry: Path | None = None
     #: Where the rows lie in any entry of the part, and the records of their pieces in this one.
@@ -61,7 +61,7 @@ class Job:
 class ErrorSums(NamedTuple):
     """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2.
 
-    Of rows encoded with feedback also the losses of the reference's bytes and of those written, and their number.
+    For rows encoded with feedback, also the losses of the reference's and the written bytes, and the number of rows.
     """
 
     square: float = 0.0
@@ -77,9 +77,10 @@ class ErrorSums(NamedTuple):
 
 
 class MatrixLoss(NamedTuple):
-    """The losses of a matrix encoded with feedback: of the reference's bytes, of those written, and the rows improved.
+    """The losses of a matrix encoded with feedback: of the reference's bytes, of the written bytes, and the improved
+    rows.
 
-    ``part`` and ``matrix`` are its place in a ``PlannedTensor``; losses are 0 of one with too few tokens.
+    ``part`` and ``matrix`` are its place in a ``PlannedTensor``; losses are 0 for a matrix with too few tokens.
     """
 
     part: int
@@ -160,19 +161,19 @@ def _cut_part(
 
 
 def _longest(tensors: list[PlannedTensor]) -> int:
-    """Return the most values that a worker must hold at once: a row, or a group of rows."""
+    """Return the maximum number of values that a worker must hold at once: a row, or a group of rows."""
     return max((t.shape[0] * p.encoding.group for t in tensors if not t.is_copy for p in t.parts), default=1)
 
 
 def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
-    """Return the bytes that ``threads`` workers need at least, for a row, or a group of rows, each."""
+    """Return the minimum bytes of ``threads`` workers, for a row, or a group of rows, each."""
     longest = _longest(tensors)
     # Source and target bytes of a value (at most 8 + 4), and a piece in float32, twice if the error is measured.
     return threads * (12 * longest + 8 * max(PIECE, longest))
 
 
 def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
-    """Return the memory of a worker for jobs of so many values."""
+    """Return the memory of a worker for jobs of this many values."""
     return 12 * values + 8 * max(PIECE, _longest(tensors))
 
 
@@ -184,8 +185,8 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
     longest, need = _longest(tensors), least_ram(tensors, threads)
     if max_ram < need:
         raise ResourceError(
-            f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: "
-            f"{need} bytes are needed; raise --max-ram or use fewer threads",
+            f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: it needs {need} "
+            "bytes; raise --max-ram or use fewer threads",
             "QK-E407",
         )
     return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)

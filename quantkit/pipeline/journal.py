@@ -1,8 +1,8 @@
-"""The journal of a run: the tensors that are safe on the disk, so that a killed run resumes.
+"""The journal of a run: the tensors that are safe on the disk, so that a killed run can resume.
 
 Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every tensor
-whose bytes were flushed to the disk before the line was written, then one that marks the output as complete. A line cut
-off by a crash is ignored, and its work is done again.
+whose bytes were flushed to the disk before the line was written, then one that marks the output as complete. A line
+truncated by a crash is ignored, and its work is repeated.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Journal:
 
     @property
     def inputs_changed(self) -> bool:
-        """Whether the source files differ from those that the run began with."""
+        """Whether the source files differ from those at the start of the run."""
         return self._inputs_before != self.inputs
 
     def record_inputs(self) -> None:
@@ -83,7 +83,7 @@ class Journal:
         self._append({"inputs": self.inputs})
 
     def read_notes(self) -> list[dict[str, Any]]:
-        """Return the notes that are in it, of whatever run."""
+        """Return the notes in the journal, of any run."""
         self._file.seek(0)
         notes = []
         for line in self._file.read().split(b"\n")[:-1]:
@@ -92,7 +92,7 @@ class Journal:
         return notes
 
     def resume(self) -> bool:
-        """Load the entries of an earlier run of the same work; False if the journal is of other work."""
+        """Load the entries of an earlier run of the same work; False if the journal belongs to other work."""
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         keep = 0
@@ -145,7 +145,7 @@ class Journal:
             self.losses[name] = entry.losses
 
     def mark(self, text: str) -> None:
-        """Write a line that shows another process that it sees this journal, and so the same folder."""
+        """Write a line by which another process recognizes this journal, and so the same folder."""
         self._append({"mark": text})
 
     def note(self, entry: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class Journal:
             os.fdatasync(self._file.fileno())
 
     def remove(self) -> None:
-        """Delete the journal; its work is done or given up."""
+        """Delete the journal of finished or abandoned work."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:

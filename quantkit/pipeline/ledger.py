@@ -27,7 +27,7 @@ class RunObserver(Protocol):
     """Callbacks of a run, called from worker threads, one call at a time."""
 
     def on_resume(self, tensors: int, nbytes: int) -> None:
-        """Report that ``tensors`` of ``nbytes`` together were there already."""
+        """Report that ``tensors`` with ``nbytes`` in total exist already."""
 
     def on_write(self, nbytes: int) -> None:
         """Report that ``nbytes`` of output were written."""
@@ -102,7 +102,7 @@ class Work(Protocol):
 class Ledger:
     """The remaining work of a plan and its records: a context manager whose thread flushes and journals tensors.
 
-    Leaving it waits until every complete tensor is journaled; with a ``cache``, it is cached before.
+    Leaving it waits until every complete tensor is journaled and, with a ``cache``, cached.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Ledger:
             yield from jobs
 
     def finish(self, job: Job, result: JobResult) -> None:
-        """Record a job's result; from any thread, once for each job."""
+        """Record a job's result, from any thread, once per job."""
         tensor = self.plan.tensors[job.tensor]
         self.target.commit(tensor.shard, job.target_offset, job.target_bytes)
         with self._lock:
@@ -192,13 +192,13 @@ class Ledger:
         return LedgerPart(self, frozenset(names), order)
 
     def fail(self, e: BaseException) -> None:
-        """End the run; the first failure is raised when it has ended."""
+        """End the run; the first failure is raised at its end."""
         with self._lock:
             self._failure = self._failure or e
         self.stop.set()
 
     def _flush(self) -> None:
-        """Flush and journal finished tensors, as many together as have come up during the last flush."""
+        """Flush and journal finished tensors, all those together that finished during the last flush."""
         is_last = False
         while not is_last:
             batch = [self._complete_tensors.get()]

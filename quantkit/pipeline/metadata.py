@@ -1,7 +1,7 @@
 """The metadata of an output: the source's, edited as llama-quantize does (``provenance`` adds the recipe).
 
-Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or leaves it in its place, as
-ik_llama.cpp's, so that headers are equal byte for byte.
+Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or keeps its place, as in ik_llama.cpp,
+so that headers are byte-identical.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Metadata:
         self.ik = ik
 
     def set(self, field: Field) -> None:
-        """Set a field; an existing key moves to the end, or in ik_llama.cpp stays."""
+        """Set a field; an existing key moves to the end, or keeps its place as in ik_llama.cpp."""
         if not self.ik:
             self._fields.pop(field.key, None)
         self._fields[field.key] = field
@@ -64,21 +64,21 @@ class Metadata:
 def parse_override(text: str) -> Field:
     """Return the field of ``--override-kv KEY=TYPE:VALUE``.
 
-    TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a
-    GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here it keeps its sign.
-    ik_llama.cpp stores every int as INT32, with which no loader takes a count of layers, its own included.
-    A str of @FILE is the text of a file, one of @@TEXT the text @TEXT.
+    TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a GGUF
+    type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; quantkit keeps its sign.
+    ik_llama.cpp stores every int as INT32, which no loader, not even its own, accepts as a count of layers. A str of
+    @FILE is the text of a file; @@TEXT is the text @TEXT.
     """
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:Mine", "QK-E203")
+        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:MyModel", "QK-E203")
     key = match[1]
     kind = match[2]
     value = match[3]
     value_type = _OVERRIDE_TYPES.get(kind)
     if value_type is None:
         raise RecipeError(
-            f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64", "QK-E203"
+            f"--override-kv {key}: unknown type {kind!r}; use int, float, bool, str or u8 .. f64", "QK-E203"
         )
     if key.startswith("split."):
         raise RecipeError(f"--override-kv {key}: set split.* keys with --keep-split or --split-max-size", "QK-E201")
@@ -112,7 +112,9 @@ def _file_of(value: str) -> Path | None:
 
 
 def _text_of(key: str, path: Path) -> str:
-    prefix = f"--override-kv {key}: str:@FILE is the text of a file (of the text itself, str:@@TEXT)"
+    prefix = (
+        f"--override-kv {key}: str:@FILE reads the value from a file; for a text that starts with @, write str:@@TEXT"
+    )
     try:
         return read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:
@@ -133,7 +135,7 @@ def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
     unknown = sorted(set(prune) - set(layers))
     if unknown:
         available = f"the model has {layers[0]} .. {layers[-1]}" if layers else "the model has none"
-        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; {available}", "QK-E203")
+        raise RecipeError(f"--prune-layers: no layer {unknown[0]}; {available}", "QK-E203")
     remaining = [layer for layer in layers if layer not in set(prune)]
     if not remaining:
         raise RecipeError("--prune-layers leaves no layer", "QK-E203")
@@ -168,7 +170,7 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
             continue
         values = [field.value[i] for i in indices]
         metadata.replace(Field.of(field.key, values, ValueType.ARRAY, field.item_type))
-        notes.append(f"{field.key}: {n - len(indices)} of its {n} per-layer values dropped with their layers")
+        notes.append(f"{field.key}: dropped {n - len(indices)} of its {n} per-layer values with their layers")
     shrinking: dict[str, Callable[[int], int]] = {
         "leading_dense_block_count": lambda v: sum(i < v for i in dropped),
         "nextn_predict_layers": lambda v: sum(i >= n - v for i in dropped),
@@ -184,7 +186,7 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
 def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field], extra: Iterable[Field]) -> None:
     """Set the keys that llama-quantize sets in every file, then the user's and ``extra``; drop split keys.
 
-    ik_llama.cpp sets general.file_type last, which matters in files without one; not so that it beats the user's.
+    ik_llama.cpp sets general.file_type last, which matters in files without one; the user's value takes precedence.
     """
     ftype_field = Field.of("general.file_type", ftype, ValueType.UINT32)
     metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
@@ -198,7 +200,7 @@ def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field],
 def imatrix_fields(imatrix: Imatrix, n_entries: int, *, hide: bool, ik: bool, folders: bool) -> list[Field]:
     """Return llama-quantize's keys about an importance matrix; ``hide`` as ik_llama.cpp's --hide-imatrix does.
 
-    ``folders``: files are named as they were given, as llama-quantize does, not by their names alone.
+    ``folders``: keep the paths of files as given, as llama-quantize does, not only their names.
     """
     format_name = _truncate if folders else lambda path: _truncate(file_name(path))
     dataset = imatrix.datasets[0] if imatrix.datasets else None

@@ -1,7 +1,7 @@
 """The plan: all decisions about an output, made before its first byte is written.
 
-The type of each tensor and why, the header, every offset, the exact size of every shard. A dry run only prints the
-plan; a run carries it out and decides nothing more.
+The type of each tensor and its reason, the header, every offset, the exact size of every shard. A dry run only prints
+the plan; a run carries it out without further decisions.
 """
 
 from __future__ import annotations
@@ -156,18 +156,18 @@ def plan_output(
 
     Args:
         source: where the data comes from.
-        output: the final path; for several shards their common prefix plus ``.gguf``.
+        output: the final path; for several shards, their common prefix plus ``.gguf``.
         fields: the metadata of the output, all in the first shard. split.* keys are set where needed.
         outputs: the tensors in order.
-        title: a name for the result, for people ("Q4_K_M").
-        rules: whose rules chose the types.
+        title: a readable name of the result ("Q4_K_M").
+        rules: the type rules that applied.
         notes: sentences for the user.
         shard_of: the shard of each chosen tensor, ascending; by default one shard (but see below).
         split_max_size: start a new shard before this many bytes of tensors are exceeded.
-        identity: what else decides the bytes (hashes of source and imatrix), for the fingerprint.
-        reads: the other files that were read, none of which may be replaced.
+        identity: everything else that determines the bytes (hashes of source and imatrix), for the fingerprint.
+        reads: other files that were read, which must not be replaced.
         empty_first: begin with a shard of metadata alone.
-        all_dims: write trailing dimensions of 1, too: see ``layout_gguf``.
+        all_dims: also write trailing dimensions of 1: see ``layout_gguf``.
         pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
     """
     groups: list[list[OutputTensor]] = [[] for _ in range(empty_first)]
@@ -197,7 +197,7 @@ def plan_output(
 
 
 def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
-    """Return a note on files beside the output that are named like its shards, probably from an earlier run."""
+    """Return a note on files beside the output with names like its shards, probably from an earlier run."""
 
     def prefix(path: Path) -> str:
         match = parse_split_path(path)
@@ -213,7 +213,7 @@ def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
     leftovers = [path.name for path in files if os.path.realpath(path) not in own_paths]
     if not leftovers:
         return []
-    return [f"next to the output, but not part of it: {span(leftovers, 'files')}, perhaps from an earlier run"]
+    return [f"beside the output, but not part of it: {span(leftovers, 'files')}, possibly from an earlier run"]
 
 
 def without_existing(plan: Plan) -> Plan:
@@ -225,7 +225,7 @@ def without_existing(plan: Plan) -> Plan:
     for no, shard in enumerate(plan.shards):
         if no not in missing and not _exists_as_planned(shard, [t for t in plan.tensors if t.shard == no]):
             raise ResourceError(
-                f"{shard.path} exists, but is not what would be written there; remove it, or rename it", "QK-E402"
+                f"{shard.path} exists, but differs from the shard to be written; remove or rename it", "QK-E402"
             )
     number = {no: i for i, no in enumerate(missing)}
     tensors = tuple(replace(t, shard=number[t.shard]) for t in plan.tensors if t.shard in number)
@@ -252,8 +252,8 @@ def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
         for encoding in (part.encoding for part in parts if part.source.type is not c.type):
             if any(part.row_alignment % encoding.group for part in parts):
                 raise TypeNotSupported(
-                    f"tensor {c.name}: the rows of its parts make no whole groups of {encoding.group}: "
-                    f"from {encoding.source} to {c.type}",
+                    f"tensor {c.name}: the rows of its parts are not multiples of {encoding.group}: from "
+                    f"{encoding.source} to {c.type}",
                     "QK-E303",
                 )
             if encoding.has_tensor_scale:
@@ -261,7 +261,7 @@ def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
             if encoding.missing:
                 raise TypeNotSupported(
                     f"tensor {c.name}: this version has no {encoding.missing} ({encoding.source} to {c.type}: "
-                    f"{c.reason}); `quantkit types` lists the types it has",
+                    f"{c.reason}); see `quantkit types`",
                     "QK-E302",
                 )
 

@@ -1,4 +1,4 @@
-"""Presets: names of TYPE in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and the tree whose rules apply.
+"""Presets: names of TYPE in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and the project whose rules apply.
 
 A *preset* (llama.cpp's ftype) is a base type and type rules, which are in type_rules.py. Names that both trees have
 follow llama.cpp's rules unless --rules ik is given; ik_llama.cpp's own names follow its rules.
@@ -20,7 +20,7 @@ FTYPE_UNKNOWN = 1024
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One name that TYPE may have.
+    """A name for TYPE.
 
     ``ftype`` goes into general.file_type. ``base`` is None only for COPY. ``trees`` is "mainline", "ik" or "both".
     ``mixes`` is False for a plain tensor type, which every tensor gets.
@@ -47,7 +47,7 @@ PRESETS: tuple[Preset, ...] = (
     # name             ftype base       trees       in short
     _p("F32",          0,   "F32",      "both",     "full precision, for conversions and references"),
     _p("F16",          1,   "F16",      "both",     "half precision; large values overflow"),
-    _p("BF16",         32,  "BF16",     "both",     "f32's range in 16 bits; what most checkpoints hold"),
+    _p("BF16",         32,  "BF16",     "both",     "f32's range in 16 bits; the type of most checkpoints"),
     _p("Q8_0",         7,   "Q8_0",     "both",     "8.5 bpw, practically lossless"),
     _p("Q6_K",         18,  "Q6_K",     "both",     "6.6 bpw, very close to the original"),
     _p("Q5_K_M",       17,  "Q5_K",     "both",     "5.7 bpw, half of attn_v and ffn_down in Q6_K"),
@@ -65,27 +65,27 @@ PRESETS: tuple[Preset, ...] = (
     _p("Q3_K_S",       11,  "Q3_K",     "both",     "3.4 bpw, Q3_K except the output"),
     _p("IQ3_M",        27,  "IQ3_S",    "both",     "3.7 bpw, IQ3_S with Q4_K in attention and first ffn_down"),
     _p("IQ3_S",        26,  "IQ3_S",    "both",     "3.4 bpw grid quant"),
-    _p("IQ3_XS",       22,  "IQ3_S",    "both",     "3.3 bpw, IQ3_S and IQ3_XXS by turns"),
-    _p("IQ3_XXS",      23,  "IQ3_XXS",  "both",     "3.1 bpw grid quant; wants an imatrix"),
-    _p("Q2_K",         10,  "Q2_K",     "both",     "2.6 bpw base, Q3_K and Q4_K where it hurts"),
-    _p("Q2_K_S",       21,  "Q2_K",     "both",     "2.6 bpw; wants an imatrix"),
-    _p("IQ2_M",        29,  "IQ2_S",    "both",     "2.7 bpw, IQ2_S with IQ3_S and Q4_K; wants an imatrix"),
-    _p("IQ2_S",        28,  "IQ2_XS",   "both",     "2.5 bpw, IQ2_XS with IQ3_S and Q4_K; wants an imatrix"),
+    _p("IQ3_XS",       22,  "IQ3_S",    "both",     "3.3 bpw, alternating IQ3_S and IQ3_XXS"),
+    _p("IQ3_XXS",      23,  "IQ3_XXS",  "both",     "3.1 bpw grid quant; imatrix recommended"),
+    _p("Q2_K",         10,  "Q2_K",     "both",     "2.6 bpw base, Q3_K and Q4_K in sensitive tensors"),
+    _p("Q2_K_S",       21,  "Q2_K",     "both",     "2.6 bpw; imatrix recommended"),
+    _p("IQ2_M",        29,  "IQ2_S",    "both",     "2.7 bpw, IQ2_S with IQ3_S and Q4_K; imatrix recommended"),
+    _p("IQ2_S",        28,  "IQ2_XS",   "both",     "2.5 bpw, IQ2_XS with IQ3_S and Q4_K; imatrix recommended"),
     _p("IQ2_XS",       20,  "IQ2_XS",   "both",     "2.3 bpw grid quant; needs an imatrix"),
     _p("IQ2_XXS",      19,  "IQ2_XXS",  "both",     "2.1 bpw grid quant; needs an imatrix"),
-    _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; wants an imatrix"),
+    _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; imatrix recommended"),
     _p("IQ1_S",        24,  "IQ1_S",    "both",     "1.56 bpw; needs an imatrix"),
-    _p("COPY",         0,   None,       "both",     "every tensor as it is, except those that an option or rule names"),
-    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all else Q8_0"),
-    _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained ternary"),
-    _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained ternary"),
+    _p("COPY",         0,   None,       "both",     "every tensor unchanged, except those an option or rule names"),
+    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all others in Q8_0"),
+    _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained with ternary weights"),
+    _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained with ternary weights"),
     _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit per weight"),
     _p("Q2_0",         41,  "Q2_0",     "mainline", "2.25 bpw, levels -1, 0, 1"),
     # ik_llama.cpp only
     _p("MXFP4",        38,  "MXFP4",    "ik",       "4.25 bpw, 4-bit floats"),
     _p("MXFP4_R8",     351, "MXFP4_R8", "ik",       "MXFP4, 8 rows interleaved"),
     _p("Q6_0",         135, "Q6_0",     "ik",       "6.5 bpw, legacy format"),
-    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, a scale per row"),
+    _p("Q8_KV",        149, "Q8_KV",    "ik",       "8 bpw, one scale per row"),
     _p("IQ1_BN",       136, "IQ1_BN",   "ik",       "1.6 bpw, for BitNet"),
     _p("IQ2_BN",       137, "IQ2_BN",   "ik",       "2 bpw, for BitNet"),
     _p("IQ1_KT",       156, "IQ1_KT",   "ik",       "1.75 bpw trellis"),
@@ -93,16 +93,16 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ3_KT",       152, "IQ3_KT",   "ik",       "3.1 bpw trellis"),
     _p("IQ4_KT",       153, "IQ4_KT",   "ik",       "4 bpw trellis"),
     _p("IQ2_K",        138, "IQ2_K",    "ik",       "2.4 bpw, non-linear levels"),
-    _p("IQ2_KS",       147, "IQ2_KS",   "ik",       "2.2 bpw, non-linear levels, a scale per row"),
+    _p("IQ2_KS",       147, "IQ2_KS",   "ik",       "2.2 bpw, non-linear levels, one scale per row"),
     _p("IQ2_KL",       155, "IQ2_KL",   "ik",       "2.7 bpw, pairs of levels"),
     _p("IQ3_K",        139, "IQ3_K",    "ik",       "3.4 bpw, non-linear levels"),
-    _p("IQ3_KS",       154, "IQ3_KS",   "ik",       "3.2 bpw, non-linear levels, a scale per row"),
+    _p("IQ3_KS",       154, "IQ3_KS",   "ik",       "3.2 bpw, non-linear levels, one scale per row"),
     _p("IQ3_KL",       146, "IQ3_K",    "ik",       "4 bpw, IQ3_K mixed with IQ4_KS and IQ5_K"),
     _p("IQ4_K",        140, "IQ4_K",    "ik",       "4.5 bpw, non-linear levels"),
-    _p("IQ4_KS",       145, "IQ4_KS",   "ik",       "4.25 bpw, non-linear levels, a scale per row"),
-    _p("IQ4_KSS",      148, "IQ4_KSS",  "ik",       "4 bpw, non-linear levels, a scale per row"),
+    _p("IQ4_KS",       145, "IQ4_KS",   "ik",       "4.25 bpw, non-linear levels, one scale per row"),
+    _p("IQ4_KSS",      148, "IQ4_KSS",  "ik",       "4 bpw, non-linear levels, one scale per row"),
     _p("IQ5_K",        141, "IQ5_K",    "ik",       "5.5 bpw, non-linear levels"),
-    _p("IQ5_KS",       150, "IQ5_KS",   "ik",       "5.25 bpw, non-linear levels, a scale per row"),
+    _p("IQ5_KS",       150, "IQ5_KS",   "ik",       "5.25 bpw, non-linear levels, one scale per row"),
     _p("IQ6_K",        142, "IQ6_K",    "ik",       "6.6 bpw, non-linear levels"),
     _p("Q4_0_4_4",     33,  "Q4_0_4X4", "ik",       "Q4_0, 4 rows interleaved by 4 (ARM)"),
     _p("Q4_0_4_8",     34,  "Q4_0_4X8", "ik",       "Q4_0, 4 rows interleaved by 8 (ARM)"),
@@ -169,10 +169,10 @@ def check_target(t: TensorType) -> TensorType:
 def preset_by_name(text: str, tree: str | None = None) -> Preset:
     """Return the preset for TYPE: a preset's name, alias or number, or any tensor type's name, in any case.
 
-    Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), and numbers mean what they mean in llama.cpp,
-    if anything. With ``tree`` ("mainline" or "ik", --rules) names and numbers are those of that tree. The name of a
-    tensor type that is no preset gives every tensor that type, without type rules. Raises TypeNotSupported for unknown
-    names, and for those of the other tree.
+    Presets take precedence over tensor types (Q4_K is Q4_K_M, as in llama-quantize), and numbers have llama.cpp's
+    meaning if they have one. With ``tree`` ("mainline" or "ik", --rules) names and numbers are those of that tree. The
+    name of a tensor type that is no preset gives every tensor that type, without type rules. Raises TypeNotSupported
+    for unknown names, and for those of the other project.
     """
     key = text.strip().upper()
     preset = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
@@ -184,7 +184,7 @@ def preset_by_name(text: str, tree: str | None = None) -> Preset:
     if tree is not None and preset.trees not in (tree, "both", "none"):
         runtime, other_runtime = (_RUNTIMES[t] for t in (tree, preset.trees))
         raise TypeNotSupported(
-            f"{preset} is of {other_runtime}: {runtime} has no rules for it; omit --rules {tree}", "QK-E301"
+            f"{preset} is a preset of {other_runtime}, {runtime} has no rules for it; omit --rules {tree}", "QK-E301"
         )
     return preset
 
@@ -197,12 +197,12 @@ def rules_of(preset: Preset) -> str:
 def _plain_type(key: str, text: str) -> Preset:
     t = BY_NAME.get(TYPE_ALIASES.get(key, key))
     if t is None:
-        raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
+        raise TypeNotSupported(f"no preset and no tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
     check_target(t)
     ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
     if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
         ftype = _BY_PRESET_NAME[t.name].ftype
-    return Preset(t.name, ftype, t, t.trees, f"every tensor {t.name}, no mixture", mixes=False)
+    return Preset(t.name, ftype, t, t.trees, f"{t.name} for every tensor", mixes=False)
 
 
 def _did_you_mean(key: str) -> str:
@@ -210,13 +210,13 @@ def _did_you_mean(key: str) -> str:
 
     names = [*_BY_PRESET_NAME, *PRESET_ALIASES, *(t.name for t in TYPES if is_target(t))]
     close = list(dict.fromkeys(difflib.get_close_matches(key, names, 3)))
-    return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
+    return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists all types"
 
 
 # --- fallbacks of rows that do not divide ----------------------------------------------------------------------
 
-#: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and stops there;
-#: ours are the types of 32 that come closest. A fallback that does not divide either becomes F16.
+#: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and fails on them; quantkit
+#: uses the closest types of 32. A fallback that does not fit either becomes F16.
 FALLBACK: Mapping[str, str] = {
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "Q1_0"), "Q4_0"),
@@ -228,8 +228,8 @@ FALLBACK: Mapping[str, str] = {
 #: Types at which llama-quantize gives up instead of falling back.
 FALLBACK_QUANTKIT = frozenset({"Q1_0", "NVFP4"})
 
-#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; BitNet's and Q1_0's, where ik
-#: stops, are ours.
+#: ik's (change_type_if_necessary), by the type without its _R4 or _R8; those of BitNet and Q1_0, on which ik fails, are
+#: quantkit's.
 FALLBACK_IK: Mapping[str, str] = {
     **dict.fromkeys(("IQ4_K", "Q4_K", "IQ5_KS"), "Q5_0"),
     **dict.fromkeys(("IQ5_K", "Q5_K"), "Q6_0"),
@@ -239,9 +239,9 @@ FALLBACK_IK: Mapping[str, str] = {
 
 
 def without_interleaving(t: TensorType) -> TensorType:
-    """Return the type of single rows that takes an interleaved type's place: Q4_K that of Q4_K_R4, Q8_0 of Q8_K_R8.
+    """Return the type of single rows that replaces an interleaved type: Q4_K for Q4_K_R4, Q8_0 for Q8_K_R8.
 
-    As in ik (interleaved_properties); for IQ1_M_R4 that is IQ1_M, which has other values.
+    As in ik (interleaved_properties); for IQ1_M_R4 it is IQ1_M, which has other values.
     """
     return plain_of(t) or BY_NAME["IQ1_M"]
 
@@ -262,7 +262,7 @@ _REPACKED = {
 def repacked_ftype(ftype: int, interleaved: bool) -> int:
     """Return general.file_type after rows were interleaved or de-interleaved; unchanged if it has no counterpart.
 
-    ik gives all sizes of Q3_K, Q4_K and Q5_K one number; back, it becomes that of the medium one.
+    ik uses the same number for all sizes of Q3_K, Q4_K and Q5_K; the inverse gives the medium one.
     """
     numbers = {
         _BY_PRESET_NAME[plain].ftype: _BY_PRESET_NAME[interleaved].ftype
@@ -275,7 +275,7 @@ def repacked_ftype(ftype: int, interleaved: bool) -> int:
 
 
 def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
-    """Return the fallback for ``t`` where rows do not divide, in ik_llama.cpp or llama.cpp; it may not fit either."""
+    """Return the fallback for ``t`` in ik_llama.cpp or llama.cpp if rows do not fit; it may not fit either."""
     stem = t.name.rsplit("_R", 1)[0]
     if t.trees == "mainline" or not (ik or t.trees == "ik"):
         name = FALLBACK.get(t.name, "F16")
@@ -287,6 +287,6 @@ def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
 
 
 def next_dividing(t: TensorType, n: int, *, ik: bool = False) -> TensorType:
-    """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 where that does not divide."""
+    """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 if that does not fit either."""
     fallback = next_type(t, ik=ik)
     return fallback if n % fallback.block == 0 else BY_NAME["F16"]

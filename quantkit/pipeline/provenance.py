@@ -1,16 +1,16 @@
-"""Provenance of a file: the keys ``quantkit.*``, except ``quantkit.merge.*``, which undoing a merge reads.
+"""Provenance of a file: the keys ``quantkit.*``, except ``quantkit.merge.*``, which serve to undo a merge.
 
 =============================  =========================================================================================
 ``quantkit.quantize.*``        how the values were encoded: version, recipe, source, SHA-256 of the importance matrix,
                                users' encoders by type
-``quantkit.feedback.*``        how errors were fed forward then
+``quantkit.feedback.*``        how error feedback was applied
 ``quantkit.calibration.*``     a sketch of the text that the importance matrix comes from (quantkit.calibration.overlap)
-``quantkit.copy.*``            what was copied since (COPY, --repack): version, recipe, source, an item for each copy
-``quantkit.source.*``          what the source said under the same names, before its values were encoded once more
+``quantkit.copy.*``            later copies (COPY, --repack): version, recipe, source, an item for each copy
+``quantkit.source.*``          the source's values of the same keys, before it was encoded again
 =============================  =========================================================================================
 
-A copy encodes nothing, so all of the source's keys still hold and stay. Where values are encoded, they are about the
-source, and move: ``quantkit.quantize.recipe`` becomes ``quantkit.source.quantize.recipe``.
+A copy encodes nothing, so all of the source's keys remain valid and are kept. If values are encoded, these keys
+describe the source and are renamed: ``quantkit.quantize.recipe`` becomes ``quantkit.source.quantize.recipe``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def record_quantization(
 
     Args:
         facts: values by key, without ``quantkit.quantize.``.
-        imatrix: the importance matrix, whose sketch of its text is taken over, so that evaluations can warn.
+        imatrix: the importance matrix, whose sketch of its text is copied, so that evaluations can warn.
         feedback: fields ``quantkit.feedback.*``.
     """
     earlier = [f for f in metadata.fields() if is_provenance(f.key)]

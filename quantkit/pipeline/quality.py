@@ -1,4 +1,4 @@
-"""Error and speed of each type, measured on one fixed sample: the figures of ``quantkit types``.
+"""Error and speed of each type, measured on a fixed sample: the figures of ``quantkit types``.
 
 ``scripts/measure_types.py`` writes the table; tests/kernels/test_quality.py measures the errors again.
 """
@@ -22,7 +22,7 @@ class Quality(NamedTuple):
     speed: str
 
 
-#: Names of speeds, and the least Mweights/s of one core (AVX-512) that they stand for.
+#: Names of speeds, and their minimum Mweights/s on one core (AVX-512).
 SPEEDS = {"fast": 200, "medium": 20, "slow": 0}
 
 # fmt: off
@@ -114,8 +114,8 @@ QUALITY: dict[str, Quality] = {
 def sample() -> tuple[F32, F32]:
     """Return rows of weights, float32 [64, 2048], and the importance of their columns, float32 [2048].
 
-    Weights are Student-t with 6 degrees of freedom times a lognormal scale per row and per column, which is how
-    matrices of language models look; importances are lognormal, larger where columns are smaller.
+    Weights are Student-t with 6 degrees of freedom times a lognormal scale per row and per column, like matrices of
+    language models; importances are lognormal, larger where columns are smaller.
     """
     rng = np.random.default_rng(20260815)
     rows, columns = np.exp(0.3 * rng.standard_normal((64, 1))), np.exp(0.3 * rng.standard_normal(2048))

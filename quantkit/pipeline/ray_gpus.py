@@ -16,22 +16,22 @@ from quantkit.pipeline.target import Target
 
 
 def workers_of(threads: int, gpus: int) -> int:
-    """Return the number of workers that share a node's memory, for so many threads and GPUs."""
+    """Return the number of workers that share a node's memory, for these threads and GPUs."""
     return GpuExecutor(threads, [f"CUDA{i}" for i in range(gpus)]).count if gpus else threads
 
 
 def choose_gpus(plan: Plan, backend: str, threads: int, workers: int) -> tuple[tuple[str, ...], str]:
     """Return the GPUs that this node uses, and a note about them.
 
-    No more than ``workers`` share its memory, those of GPUs included. Raises NodeRefusal where ``backend`` is "cuda"
-    and there is no GPU.
+    At most ``workers`` share its memory, including those of GPUs. Raises NodeRefusal if ``backend`` is "cuda" and the
+    node has no GPU.
     """
     try:
         names, note = gpus_for(plan, backend)
     except ResourceError as e:
         raise NodeRefusal(e.message) from None
     while names and workers_of(threads, len(names)) > workers:
-        names, note = names[:-1], f"{note}; --max-ram has no room for {names[-1]}"
+        names, note = names[:-1], f"{note}; --max-ram is too small for {names[-1]}"
     return names, note
 
 

@@ -1,12 +1,12 @@
 """Nodes of a Ray cluster as an executor: each pulls batches of jobs on shared files.
 
-A worker process opens source and output once, and refuses if they are not the ones that the driver sees. It reports a
-batch when the bytes are on the disk, because nobody else can flush what is in its memory. Jobs write the same bytes at
-the same place whenever they run, so a batch may run twice. Batches take about ``BATCH_SECONDS``, by what jobs of their
-kind took before; towards the end they are smaller, so that all nodes end together.
+A worker process opens source and output once, and refuses if they are not the files that the driver sees. It reports a
+batch when the bytes are on the disk, because no other process can flush its memory. Jobs always write the same bytes at
+the same place, so a batch may run twice. Batches take about ``BATCH_SECONDS``, estimated from earlier jobs of their
+kind; towards the end they are smaller, so that all nodes finish together.
 
-The driver is the first worker of its own node: its threads take jobs one by one, as they would without a cluster, for
-CPUs that it takes from Ray. So a cluster of one machine starts no process, and what it costs is the connection.
+The driver is the first worker of its own node: its threads take jobs one by one, as without a cluster, on CPUs that it
+reserves from Ray. So a cluster of one machine starts no process, and its only cost is the connection.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FLUSH_SECONDS = 0.25
 #: Seconds in which a node must see a file that the driver has written.
 _VISIBILITY_SECONDS = 10.0
 
-#: What the time of a job depends on: source and target type, encoder; and whether the node has GPUs.
+#: Factors of a job's time: source and target type, encoder, and whether the node has GPUs.
 _Kind = tuple[str, str, str]
 _Pace = tuple[_Kind, bool]
 
@@ -85,7 +85,8 @@ class BatchResult(NamedTuple):
 class RayExecutor:
     """The nodes of the cluster at ``address``, with at most ``threads`` CPUs each.
 
-    backend: "cpu"; "auto": nodes use their GPUs, at most ``max_vram`` bytes of each; "cuda": nodes without are skipped.
+    backend: "cpu"; "auto": nodes use their GPUs, at most ``max_vram`` bytes of each; "cuda": nodes without GPUs are
+    skipped.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class RayExecutor:
         self.nodes: tuple[NodeShare, ...] = ()
         nodes = self._cluster.nodes().values()
         if not nodes:
-            raise ResourceError(f"--ray {address}: no node of the cluster has CPUs to give", "QK-E450")
+            raise ResourceError(f"--ray {address}: no node of the cluster has CPUs available", "QK-E450")
         self._max_cpus = max(self._cpus(node) for node in nodes)
         self.count = max(self._workers(node) for node in nodes)
 
@@ -120,9 +121,9 @@ class RayExecutor:
         return workers_of(self._cpus(node), node.gpus)
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
-        """Run all jobs of a ledger on the nodes; on return none is under way."""
+        """Run all jobs of a ledger on the nodes; no job is in flight on return."""
         if not isinstance(ledger.target, Files):
-            raise ResourceError("--ray writes files that all nodes see: name one as the output", "QK-E412")
+            raise ResourceError("--ray needs an output file that all nodes can access", "QK-E412")
         mark = secrets.token_hex(16)
         ledger.journal.mark(mark)
         plan = ledger.plan
@@ -152,7 +153,7 @@ class RayExecutor:
             self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.progress) for n in work.nodes if n.progress)
 
     def cpus_of(self, node: Node) -> int:
-        """Return the number of CPUs used of a node; one that joined late has the same memory."""
+        """Return the number of a node's CPUs to use; a node that joined late has the same memory."""
         return min(self._cpus(node), self._max_cpus)
 
     def reserve_cpus(self, node: Node, is_needed: Callable[[], bool]) -> AbstractContextManager[bool]:
@@ -196,7 +197,10 @@ class _Jobs:
         self.nodes.append(node)
         if node.own_cpus:
             if self.executor.uses_gpus:
-                self._say_once(f"node {node.name}: --backend {self.shared.backend}: the CPU, as Ray has no GPU there")
+                self._say_once(
+                    f"node {node.name}: --backend {self.shared.backend}: using the CPU, because Ray has no GPU on "
+                    "this node"
+                )
             self._local_thread = threading.Thread(target=self._work_locally, args=(node,), name="here")
             self._local_thread.start()
 
@@ -208,7 +212,7 @@ class _Jobs:
             live_nodes = [n for n in self.nodes if n.cpus]
             cpus = sum(n.width * n.workers + n.own_cpus for n in live_nodes)
             is_only_worker = not any(n.own_cpus for n in live_nodes) and sum(n.workers for n in live_nodes) == 1
-            # A single worker keeps nobody waiting.
+            # A single worker does not keep others waiting.
             seconds = node.width * (
                 BATCH_SECONDS
                 if is_only_worker
@@ -249,7 +253,7 @@ class _Jobs:
         self.ledger.finish(job, result)
 
     def _finish_batch(self, jobs: Iterable[Job]) -> None:
-        """Count a finished batch; ``jobs`` of it were returned undone."""
+        """Count a finished batch; ``jobs`` of it were returned unprocessed."""
         with self._changed:
             self._returned.extend(jobs)
             self._n_out -= 1
@@ -279,7 +283,7 @@ class _Jobs:
             self._local_thread.join(seconds)
 
     def join(self) -> None:
-        """Return when no thread of this process works any more."""
+        """Wait until no thread of this process is working."""
         if self._local_thread is not None:
             self._local_thread.join()
 
@@ -299,7 +303,7 @@ class _Jobs:
             self.ledger.fail(e)
 
     def _run_locally(self, node: Node, metrics: CpuMetricPool) -> None:
-        """Run jobs until there will be no more."""
+        """Run jobs until none will follow."""
         shared = self.shared
         worker = Worker(shared.source, self.ledger.target, metrics, measure=shared.measure, readahead=2 * node.own_cpus)
         try:
@@ -313,7 +317,7 @@ class _Jobs:
             raise ClusterError(f"node {node.name}: {e.filename or 'the disk'}: {e.strerror or e}") from e
 
     def _next_job(self) -> Job | None:
-        """Return a job for a thread; waits while nodes may leave some, None if there will be none."""
+        """Return a job for a thread; waits while nodes may return some, None if none will follow."""
         with self._changed:
             while self._is_left():
                 if (job := self._pop()) is not None:
@@ -374,13 +378,13 @@ def _check_source(shared: RunSpec) -> None:
     try:
         fingerprint = shared.source.fingerprint()
     except (OSError, FormatError) as e:
-        raise NodeRefusal(f"{where} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
+        raise NodeRefusal(f"{where} cannot be read on this node: {getattr(e, 'strerror', None) or e}") from None
     if fingerprint != shared.fingerprint:
-        raise NodeRefusal(f"{where} is not the same file there: an older one, or another")
+        raise NodeRefusal(f"{where} is another file on this node, or an older version")
 
 
 def _open_output(shared: RunSpec) -> OpenFiles:
-    """Open the output; raises Refused unless it is the file that the driver reserved."""
+    """Open the output. Raises NodeRefusal unless it is the file that the driver reserved."""
     ends = time.monotonic() + _VISIBILITY_SECONDS
     while True:
         try:
@@ -388,10 +392,10 @@ def _open_output(shared: RunSpec) -> OpenFiles:
             # After they are open: a later run truncates the journal before it removes unfinished files.
             if has_mark(shared.journal, shared.mark):
                 return target
-            reason = "is not the one that the driver writes"
+            reason = "is not the file that the driver writes"
             target.close()
         except OSError as e:
-            reason = f"cannot be written there: {e.strerror or e}"
+            reason = f"cannot be written on this node: {e.strerror or e}"
         if time.monotonic() > ends:
             raise NodeRefusal(f"{shared.parts[0]} {reason}")
         time.sleep(0.5)  # a network file system shows new files after some seconds

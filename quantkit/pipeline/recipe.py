@@ -4,20 +4,20 @@ A rule is ``regex = type``. Four dialects become the same ordered list of ``Rule
 
     -r/--recipe FILE          one rule per line (several with commas), ``#`` comments
     --tensor-type RE=T        llama.cpp, one rule
-    --tensor-type-file FILE   llama.cpp, ``RE=T`` words; our recipe lines are understood too
+    --tensor-type-file FILE   llama.cpp, ``RE=T`` words; quantkit's recipe lines are also accepted
     --custom-q RE=T,RE=T      ik_llama.cpp, rules separated by commas
 
 A rule matches a tensor if its regex matches anywhere in the name, in any case (``attn_q`` matches blk.0.attn_q.weight;
 anchor it with ^ and $). The first rule that matches a tensor decides, so exceptions come first.
 
 Rules for separate experts (``ffn_(up|gate)_exps``) also apply to merged ones, ffn_gate_up_exps, if they give both
-halves the same type. llama-quantize would not apply them, so a lint says so. A rule for ffn_gate_up_exps itself takes
-precedence, wherever it is.
+halves the same type. llama-quantize would not apply them, which a lint reports. A rule for ffn_gate_up_exps itself
+takes precedence, regardless of its position.
 
-For the tensor names of GGUF, regexes (patterns.py) are a superset of what the peers accept, with one deliberate
-difference: llama-quantize lower-cases the pattern, so its ``\\S`` means ``\\s``. Here it keeps its meaning, and a lint
-says so. The type is after the *last* ``=``, and a comma separates rules only after a type: regexes may contain both,
-unlike in ik_llama.cpp.
+For the tensor names of GGUF, regexes (patterns.py) are a superset of the peers' syntax, with one deliberate difference:
+llama-quantize lower-cases the pattern, so its ``\\S`` means ``\\s``. quantkit keeps its meaning, which a lint reports.
+The type is after the *last* ``=``, and a comma separates rules only after a type: regexes may contain both, unlike in
+ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_BYTES, MAX_RULES = 4 << 20, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule; ``origin`` says where it is, for messages. Raises RecipeError for a broken regex."""
+    """A rule; ``origin``: its place, for messages. Raises RecipeError for an invalid regex."""
 
     pattern: str
     type: TensorType
@@ -93,7 +93,7 @@ def parse_rule(text: str, origin: str) -> Rule:
 
 def _rule_type(name: str, origin: str) -> TensorType:
     if not name.strip():
-        raise RecipeError(f"{origin}: there is no type after the =", "QK-E204")
+        raise RecipeError(f"{origin}: no type after the =", "QK-E204")
     try:
         return check_target(type_by_name(name))
     except TypeNotSupported as e:
@@ -106,7 +106,7 @@ def _ends_with_type(item: str) -> bool:
 
 
 def split_items(text: str) -> list[str]:
-    """Split ``re=type,re=type`` at the commas that follow a type; the last item may be broken."""
+    """Split ``re=type,re=type`` at the commas that follow a type; the last item may be invalid."""
     items: list[str] = []
     pieces: list[str] = []
     for piece in text.split(","):
@@ -146,22 +146,22 @@ def _words_or_items(line: str) -> list[str]:
 
 
 def _parse_rules(items: Iterable[tuple[str, str]]) -> list[Rule]:
-    """Return the rules of texts and where they stand."""
+    """Return the rules of texts, and their places."""
     rules: list[Rule] = []
     for text, origin in items:
         if len(rules) == MAX_RULES:
-            raise RecipeError(f"{origin}: more than {MAX_RULES} rules; write one for several tensors", "QK-E204")
+            raise RecipeError(f"{origin}: more than {MAX_RULES} rules; combine rules for several tensors", "QK-E204")
         rules.append(parse_rule(text, origin))
     return rules
 
 
 def read_recipe(path: Path) -> list[Rule]:
-    """Return the rules of the recipe file ``path``; raise RecipeError if it cannot be read."""
+    """Return the rules of the recipe file ``path``. Raises RecipeError if it cannot be read."""
     return parse_recipe(_read(path), path.name)
 
 
 def read_tensor_type_file(path: Path) -> list[Rule]:
-    """Return the rules of the --tensor-type-file ``path``; raise RecipeError if it cannot be read."""
+    """Return the rules of the --tensor-type-file ``path``. Raises RecipeError if it cannot be read."""
     return parse_tensor_type_file(_read(path), path.name)
 
 
@@ -199,7 +199,7 @@ class Verdict:
 
     @property
     def via_halves(self) -> bool:
-        """True if the rules for both halves decide about the whole."""
+        """True if the rules for both halves decide the type of the whole."""
         return self.rule is not self.direct
 
     @property
@@ -210,7 +210,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why the tensor has its type."""
+        """The reason for the tensor's type."""
         if not self.via_halves:
             return f"rule {self.rule}"
         return f"rule {' and '.join(map(str, self.halves))}, which covers both halves"
@@ -244,10 +244,10 @@ def decide(rules: Sequence[Rule], name: str) -> Verdict:
 def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
     """Return warnings about ``rules`` for a model with tensors ``names``, in the order of the rules.
 
-    QK-W001 matches nothing; QK-W002 other rules decide every tensor it matches; QK-W003 meant for output.weight, but
-    also matches attn_output.weight; QK-W004 matches only one half of merged experts; QK-W005 llama-quantize reads the
-    pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules for the halves
-    apply to merged experts.
+    QK-W001 matches nothing; QK-W002 other rules take precedence for all its tensors; QK-W003 meant for output.weight,
+    but also matches attn_output.weight; QK-W004 matches only one half of merged experts; QK-W005 llama-quantize reads
+    the pattern differently; QK-W013 the halves of merged experts would get different types; QK-W014 rules for the
+    halves apply to merged experts.
     """
     verdicts = {name: decide(rules, name) for name in names}
     owners = _owners(verdicts)
@@ -262,7 +262,7 @@ def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
 
 
 def _owners(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[Rule, ...]]:
-    """Return the deciding rules by name; halves of merged experts that rules match have entries of their own."""
+    """Return the deciding rules by name; halves of merged experts that rules match have their own entries."""
     owners: dict[str, tuple[Rule, ...]] = {}
     for name, verdict in verdicts.items():
         if verdict.via_halves:
@@ -283,7 +283,7 @@ def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...
     deciding = [owner for name in hits for owner in owners[name]]
     if all(owner is not rule for owner in deciding):
         rule_names = "; ".join(dict.fromkeys(map(str, deciding)))
-        return [Lint("QK-W002", f"{rule} has no effect: other rules decide all tensors it matches: {rule_names}")]
+        return [Lint("QK-W002", f"{rule} has no effect: other rules take precedence for all its tensors: {rule_names}")]
     attn = [name for name in hits if _matches_suffix_only(rule, name)]
     if "output.weight" in hits and attn:
         return [Lint("QK-W003", f"{rule} matches output.weight, but also {len(attn)} attn_output.weight; "
@@ -292,7 +292,7 @@ def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...
 
 
 def _matches_suffix_only(rule: Rule, name: str) -> bool:
-    """True if ``name`` is an attn_output.weight in which the rule matches no more than output.weight."""
+    """True if ``name`` is an attn_output.weight and the rule matches only its output.weight part."""
     match = rule.regex.search(name)
     return match is not None and name.endswith("attn_output.weight") and match.start() >= name.index("output.weight")
 
@@ -335,4 +335,6 @@ def _lint_case(rule: Rule) -> list[Lint]:
     classes = re.findall(r"(?<!\\)(?:\\\\)*(\\[SDWB])", rule.pattern)
     if not classes:
         return []
-    return [Lint("QK-W005", f"{rule}: llama-quantize lower-cases {classes[0]} to {classes[0].lower()}; here it stays")]
+    return [
+        Lint("QK-W005", f"{rule}: llama-quantize lower-cases {classes[0]} to {classes[0].lower()}, quantkit does not")
+    ]

@@ -1,4 +1,4 @@
-"""``--like FILE``: every tensor gets the type that it has in that file."""
+"""``--like FILE``: every tensor gets its type from that file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HALF = re.compile(rf"(?:{GATE}|{UP})(?=\.)")
 
 @dataclass(frozen=True, eq=False)
 class ReferenceTypes:
-    """The types of a file; ``path`` is as it was given. ``names``: names in the file by names of the output."""
+    """The types of a file; ``path``: as given. ``names``: names in the file by names of the output."""
 
     path: Path
     architecture: str
@@ -37,7 +37,7 @@ class ReferenceTypes:
     def preset(self) -> Preset:
         """The preset of the file's general.file_type, with that number; without a number, the type of most tensors.
 
-        It chooses no type, but the tree whose rules order tensors and keys.
+        It does not choose types, but the rules for the order of tensors and keys.
         """
         types = Counter(self.tensors[name].type.name for name in iteration_order(self.tensors))
         commonest = max(types, key=lambda name: types[name], default="F32")
@@ -54,7 +54,7 @@ class ReferenceTypes:
         """Raise FormatError if the file is of another architecture."""
         if self.architecture != architecture:
             raise FormatError(
-                f"--like {self.path}: it is of architecture {self.architecture or 'none'}, the model of {architecture}",
+                f"--like {self.path}: has architecture {self.architecture or 'none'}, but the model has {architecture}",
                 "QK-E207",
             )
 
@@ -72,14 +72,15 @@ class ReferenceTypes:
     def find(self, t: TensorLike) -> tuple[TensorType, str] | None:
         """Return the type of a tensor and the reason; None if the file has no similar tensor.
 
-        Experts that are merged here and apart there, or the other way round, have the same type. Raises FormatError if
-        the shapes differ, RecipeError if halves do.
+        Experts that are merged in one file and separate in the other have the same type. Raises FormatError if the
+        shapes differ, RecipeError if halves do.
         """
         name = self.names.get(t.name, t.name)
         if (match := self.tensors.get(name)) is not None:
             if match.shape[: n_dims(match.shape)] != t.shape[: n_dims(t.shape)]:
                 raise FormatError(
-                    f"--like {self.path}: {t.name} is {_size(match)} there and {_size(t)} here", "QK-E207"
+                    f"--like {self.path}: {t.name} is {_size(match)} in this file, but {_size(t)} in the model",
+                    "QK-E207",
                 )
             return match.type, f"--like {self.path.name}"
         halves = half_names(name)
@@ -89,14 +90,15 @@ class ReferenceTypes:
             return None
         if misfits := [half for half in matches if half.shape[::2] != t.shape[::2]]:
             raise FormatError(
-                f"--like {self.path}: {misfits[0].name} is {_size(misfits[0])} there, {t.name} {_size(t)} here",
+                f"--like {self.path}: {misfits[0].name} is {_size(misfits[0])} in this file, but {t.name} is "
+                f"{_size(t)} in the model",
                 "QK-E207",
             )
         types = dict.fromkeys(half.type for half in matches)
         if len(types) > 1:
             raise RecipeError(
-                f"--like {self.path}: {' and '.join(f'{t.name} is {t.type}' for t in matches)}, but merged they can "
-                f"have only one type: give a rule for {MERGED}, or omit --merge-up-gate",
+                f"--like {self.path}: {' and '.join(f'{t.name} is {t.type}' for t in matches)}, but merged tensors "
+                f"have one type: add a rule for {MERGED}, or omit --merge-up-gate",
                 "QK-E211",
             )
         return matches[0].type, f"--like {self.path.name}, as {' and '.join(related)}"
@@ -110,16 +112,16 @@ class ReferenceTypes:
         if not unused:
             return []
         suffix = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        return [f"--like: {self.path} also has {unused[0]}{suffix}, which this model has not"]
+        return [f"--like: {self.path} also has {unused[0]}{suffix}, which this model does not have"]
 
 
 def read_reference_types(path: Path) -> ReferenceTypes:
-    """Read the types of a file, or of any shard of a model. Raises FormatError if it is no model."""
+    """Read the types of a file, or of any shard of a model. Raises FormatError if it is not a model."""
     with open_model(path) as file:
         tensors, ftype = dict(file.tensors), file.get("general.file_type")
         architecture = file.get("general.architecture")
     if not isinstance(architecture, str) or not tensors:
-        raise FormatError(f"--like {path}: this is no model", "QK-E101")
+        raise FormatError(f"--like {path}: not a model", "QK-E101")
     return ReferenceTypes(path, architecture, ftype if type(ftype) is int else None, tensors, {})
 
 

@@ -1,9 +1,9 @@
 """A source with its up and gate experts merged or split, for merge-up-gate and for quantize.
 
-Nothing is moved yet: every tensor of the result refers to the rows of the source it is made of. merge-up-gate copies
-them, ``quantize --merge-up-gate`` encodes them.
+No data is moved yet: every tensor of the result refers to its rows in the source. merge-up-gate copies them, ``quantize
+--merge-up-gate`` encodes them.
 
-The order of the source's tensors and their shards, which undoing needs, is kept in ``quantkit.merge.*`` keys; the
+The order of the source's tensors and their shards, which the inverse needs, is stored in ``quantkit.merge.*`` keys; the
 inverse removes them.
 """
 
@@ -29,10 +29,10 @@ Decide = Callable[[str, Mapping[str, TensorInfo]], Layer | None]
 
 @dataclass(frozen=True)
 class Regrouped:
-    """The tensors of a source as they go into an output, in order.
+    """The tensors of a source as written to an output, in order.
 
     ``shards`` are their shards, ascending; None if all go to one file. ``changed`` are the layers whose experts are
-    merged or split, ``refused`` those left alone, with the reason.
+    merged or split, ``refused`` the unchanged ones, with the reason.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -59,15 +59,15 @@ class Regrouped:
         layers = f"{len(self.changed)} layers ({layer_names(self.changed)})"
         if verb == "split":
             return [f"--split-up-gate splits up and gate experts of {layers}", *self.refusals()]
-        loading = f"merged experts of {self.arch} load in: {self.loads}"
+        loading = f"runtimes that load merged experts of {self.arch}: {self.loads}"
         return [f"--merge-up-gate merges up and gate experts of {layers}", loading, *self.refusals()]
 
     def refusals(self) -> list[str]:
-        """Return a sentence for each reason why layers are left alone."""
+        """Return a sentence for each reason why layers are not changed."""
         by_reason: dict[str, list[Layer]] = {}
         for layer in self.refused:
             by_reason.setdefault(layer.refusal, []).append(layer)
-        return [f"{layer_names(layers)}: left alone: {reason}" for reason, layers in by_reason.items()]
+        return [f"{layer_names(layers)}: not changed: {reason}" for reason, layers in by_reason.items()]
 
 
 def keep_groups(source: Source, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
@@ -95,7 +95,7 @@ def regroup(
         decide: decides about a layer.
         verb: "merge" or "split".
         keep_split: keep the shards of a source that has several.
-        leave: layers to leave alone, by prefix, and why.
+        leave: layers not to change, by prefix, and the reason.
 
     Splitting a file that quantkit merged restores its order of tensors and its shards, and splits only what quantkit
     merged. Raises RecipeError, with the reasons, if no layer changes.
@@ -123,7 +123,7 @@ def regroup(
 
 
 def layer_names(layers: Sequence[Layer]) -> str:
-    """Return the names of layers in short: blk.0 .. blk.46, blk.48."""
+    """Return the abbreviated names of layers: blk.0 .. blk.46, blk.48."""
     runs: list[list[str]] = []
     last: tuple[str, int] | None = None
     for layer in layers:
@@ -162,12 +162,12 @@ def _copy_tensor(tensor: TensorInfo) -> OutputTensor:
 def _nothing_to_do(source: Source, verb: str, refused: Sequence[Layer]) -> str:
     if refused:
         reasons = "; ".join(f"{layer.prefix}*: {layer.refusal}" for layer in refused[:4])
-        suffix = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
+        suffix = f"; and {len(refused) - 4} more layers" if len(refused) > 4 else ""
         return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'split'}: {reasons}{suffix}"
     if verb == "merge" and any(MERGED in name for name in source.tensors):
         return f"{source.paths[0]}: its up and gate experts are already merged"
     names = f"{GATE} and {UP}" if verb == "merge" else MERGED
-    return f"{source.paths[0]}: it has no {names} tensors"
+    return f"{source.paths[0]}: has no {names} tensors"
 
 
 def _recorded_order(source: Source) -> list[str]:
@@ -206,7 +206,7 @@ def _first_shard(tensor: OutputTensor) -> int:
 
 
 def _restore(source: Source, tensors: list[OutputTensor]) -> tuple[list[OutputTensor], list[int] | None, bool]:
-    """Return the tensors in the recorded order, their shards, and True, if they are the recorded ones."""
+    """Return the tensors in the recorded order, their shards, and True if they are the recorded ones."""
     order = _recorded_order(source)
     by_name = {tensor.name: tensor for tensor in tensors}
     if not order or set(order) != set(by_name) or len(order) != len(tensors):

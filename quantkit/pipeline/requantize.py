@@ -28,7 +28,7 @@ class _Sums(NamedTuple):
 
 
 def requantize_notes(source: Source, tensors: Sequence[PlannedTensor]) -> list[str]:
-    """Return a note for each pair of types that tensors are re-quantized from and to: the error it adds, and has."""
+    """Return a note for each pair of source and target types of requantized tensors: added and existing error."""
     pairs: dict[tuple[TensorType, TensorType], list[PlannedPart]] = {}
     for part in (part for tensor in tensors for part in tensor.parts):
         if _is_requantized(part.encoding):
@@ -49,7 +49,7 @@ def _note(file: Source, source: TensorType, t: TensorType, parts: Sequence[Plann
     error, square = sum(s.error for s in sums), sum(s.square for s in sums)
     error_text = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
     tensors = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
-    note = f"re-quantizing {tensors} from {source} to {t} adds {error_text} to what {source} has lost before"
+    note = f"re-quantizing {tensors} from {source} to {t} adds {error_text} to the loss of {source}"
     source_quality, typical = QUALITY.get(source.name), _typical(parts[0].encoding)
     if source_quality and typical:
         note += f", typically {source_quality.error:.3g} %; {t} of the original weights loses {typical:.3g} %"

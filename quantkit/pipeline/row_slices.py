@@ -55,7 +55,7 @@ def whole_tensor(source: TensorInfo, importance: RowImportance | None = None) ->
 
 
 def with_inputs(part: RowSlice, inputs: Inputs) -> RowSlice:
-    """Return a part that is encoded with feedback: matrix by matrix, even if no importance tells them apart."""
+    """Return a part that is encoded with feedback: matrix by matrix, even without different importance."""
     n = inputs.matrices
     if part.is_whole and part.matrices != n:
         rows = part.matrices * part.rows // n
@@ -96,7 +96,7 @@ def plan_part(
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of the output: its source, its type and why, and its place."""
+    """A tensor of the output: its source, its type and the reason, and its place."""
 
     name: str
     #: In ggml's order, innermost first.

@@ -1,8 +1,8 @@
 """Carry out a plan: jobs on threads, bytes under a temporary name, a journal, one atomic rename at the end.
 
-The order of events is what makes a run safe to kill at any moment: the whole file is reserved first; tensors are
-journaled only after their bytes were flushed; the header is written like any other bytes; and the final name
-appears, by rename, only when everything is on the disk.
+The order of events makes a run safe to kill at any moment: the whole file is reserved first; tensors are journaled only
+after their bytes were flushed; the header is written like any other bytes; and the final name appears, by rename, only
+when everything is on the disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.worker import source_digest
 from quantkit.progress import Progress, ProgressCallback
 
-#: Bytes that all buffers together may take, unless told otherwise.
+#: Default limit of all buffers together, in bytes.
 DEFAULT_MAX_RAM = 512 << 20
 
 
@@ -63,20 +63,20 @@ class Executor(Protocol):
         """The nodes of a cluster that took part in the last run."""
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
-        """Run all jobs; on return none is under way, and failures are in the ledger."""
+        """Run all jobs; on return, no job is in flight and failures are in the ledger."""
 
 
 class RunOptions(TypedDict, total=False):
     """Options of a run.
 
-    threads: worker threads; all available CPUs without. resume: continue an interrupted run of the same plan, if there
-    is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode what was
-    encoded, and sum up the error. progress: called with the bytes written so far, or observer: callbacks of all events.
-    ray: the address of a Ray cluster whose nodes do the
-    work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs. cache_size:
-    its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on GPUs where they have an encoder, on
-    all or on those of ``devices``, by number; max_vram: bytes of each GPU; verify: number of their jobs that the CPU
-    encodes, too. On a cluster each node uses the GPUs that Ray assigns, and "cuda" skips nodes without.
+    threads: worker threads; None for all available CPUs. resume: continue an interrupted run of the same plan, if there
+    is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode the
+    encoded values, and sum up the error. progress: called with the bytes written so far, or observer: callbacks of all
+    events. ray: the address of a Ray cluster whose nodes do the work; threads are then those of each node. cache: a
+    folder that keeps encoded tensors for other runs. cache_size: its new limit in bytes. backend: "cpu", "cuda", or
+    "auto": encode on GPUs that have an encoder, on all or on those of ``devices``, by number; max_vram: bytes per GPU;
+    verify: number of GPU jobs that the CPU also encodes. On a cluster each node uses the GPUs that Ray assigns, and
+    "cuda" skips nodes without GPUs.
     """
 
     threads: int | None
@@ -96,9 +96,9 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run: seconds, tensors resumed from an earlier run, and the error sums where measured.
+    """Result of a run: seconds, tensors resumed from an earlier run, and the error sums, if measured.
 
-    ``nodes``: of a cluster that took part. ``cache``: use of the tensor cache. ``losses``: of tensors encoded with
+    ``nodes``: the cluster nodes that took part. ``cache``: use of the tensor cache. ``losses``: of tensors encoded with
     feedback.
     """
 
@@ -127,15 +127,15 @@ def run_plan(
 
     Args:
         plan: what to write.
-        max_ram: bytes that all workers' buffers may take together.
-        publishing: a context in which finished files get their names; the journal goes after it, so that a run that
-            ends within it can be resumed.
+        max_ram: limit of all workers' buffers together, in bytes.
+        publishing: a context in which finished files get their names; the journal is removed after it, so that a run
+            that ends within it can be resumed.
 
     Raises:
         TypeNotSupported: a type has no encoder or decoder in this version.
-        ResourceError: no room on the disk or in memory, the output exists, or another run writes it.
-        FormatError: the source holds values or blocks that no file should; the partial output is removed.
-        ClusterError: no node of a cluster can go on; what is done is kept.
+        ResourceError: not enough disk space or memory, the output exists, or another run writes it.
+        FormatError: the source has invalid values or blocks; the partial output is removed.
+        ClusterError: no node of a cluster can continue; finished work is kept.
     """
     began = working_seconds()
     options = _with_observer(plan, options)
@@ -192,7 +192,7 @@ def _with_observer(plan: Plan, options: RunOptions) -> RunOptions:
     if report is None:
         return options
     if options.get("observer") is not None:
-        raise RecipeError("progress and observer both receive the progress of a run: give one of them", "QK-E201")
+        raise RecipeError("progress and observer are mutually exclusive: omit one of them", "QK-E201")
 
     def call(current: float, total: float, text: str) -> None:
         report(Progress(current, total, text))
@@ -201,17 +201,19 @@ def _with_observer(plan: Plan, options: RunOptions) -> RunOptions:
 
 
 def _check_custom_encoders(plan: Plan, options: RunOptions) -> None:
-    """Refuse encoders from Python where they cannot run, or where their bytes could be taken for another's."""
+    """Refuse encoders from Python if they cannot run, or if their bytes could be confused with another's."""
     for custom in plan.custom_encoders:
         if options.get("ray") is not None:
             raise RecipeError(
-                f"encoders: that of {custom.type} is a function of this process, which no node has: omit ray", "QK-E201"
+                f"encoders: the encoder of {custom.type} is a function of this process, which nodes cannot run: omit "
+                "ray",
+                "QK-E201",
             )
         for name in ("cache", "resume"):
             if options.get(name) and not custom.key:
                 raise RecipeError(
-                    f"encoders: {custom} has no key that tells its bytes from those of an earlier version: set its "
-                    f"attribute cache_key, or omit {name}",
+                    f"encoders: {custom} has no key to distinguish its bytes from those of an earlier version: set "
+                    f"its attribute cache_key, or omit {name}",
                     "QK-E202",
                 )
 
@@ -224,13 +226,13 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
         executor: Executor = threads if plan.executor is None else plan.executor(threads)
         return executor
     if plan.executor is not None:
-        raise RecipeError("--calibrate goes through the model layer by layer, on one machine: omit --ray", "QK-E201")
+        raise RecipeError("--calibrate runs on one machine: omit --ray", "QK-E201")
     if options.get("devices") or options.get("verify"):
-        raise RecipeError("--devices and --verify are for the GPUs of this machine: omit them with --ray", "QK-E201")
+        raise RecipeError("--devices and --verify apply to the GPUs of this machine: omit them with --ray", "QK-E201")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
             raise ResourceError(
-                f"{path}: --ray works on files that all nodes see, not on URLs; omit one of them", "QK-E412"
+                f"{path}: --ray needs files that all nodes can access, not URLs; omit --ray, or use a file", "QK-E412"
             )
     from quantkit.pipeline.ray_tasks import RayExecutor
 
@@ -239,7 +241,7 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
 
 
 def _threads(plan: Plan, options: RunOptions) -> Threads:
-    """Return threads, with GPUs where the backend has some; report the choice to the observer."""
+    """Return threads, with GPUs if the backend has them; report the choice to the observer."""
     count, observer = options.get("threads") or available_cpus(), options.get("observer")
     backend, devices = options.get("backend", "cpu"), options.get("devices", ())
     if backend == "cpu" and not devices:
@@ -274,8 +276,8 @@ def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) 
         check_free(shard.path, overwrite=overwrite or resume and has_journal)
     if has_journal and not resume and not overwrite:
         raise ResourceError(
-            f"{journal_path(plan.shards[0].path)} exists: an earlier run was interrupted; "
-            "--resume continues it, --overwrite starts anew",
+            f"{journal_path(plan.shards[0].path)} exists: an earlier run was interrupted; continue with --resume, or "
+            "start over with --overwrite",
             "QK-E408",
         )
 
@@ -319,8 +321,8 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
         return set(journal.crcs)
     if resume and journal.path.stat().st_size and not overwrite:
         raise ResourceError(
-            f"{journal.path} is of other work (another source, type, recipe or imatrix), so --resume cannot go on "
-            "with it; --overwrite starts anew",
+            f"{journal.path} belongs to another run (the source, type, recipe or imatrix differs), so --resume "
+            "cannot continue it; start over with --overwrite",
             "QK-E409",
         )
     try:
@@ -331,7 +333,7 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
         _discard(target, journal)
         where = e.filename or plan.shards[0].path.parent
         raise ResourceError(
-            f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere", os_error_code(e)
+            f"{where}: {e.strerror or e}; nothing was written: free some space, or write elsewhere", os_error_code(e)
         ) from e
     except BaseException:
         _discard(target, journal)

@@ -1,4 +1,4 @@
-"""The runtimes that load a model, by its whole header, and the tensors that their GPUs cannot run.
+"""The runtimes that load a model, judged by its whole header, and the tensors that their GPUs cannot run.
 
 Sources: ``quantkit.loaders`` (keys, vocabulary, tensors, shapes), and the supports_op of CUDA in llama.cpp b11434 and
 ik_llama.cpp 8337e4cd3.
@@ -25,7 +25,7 @@ TREES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
 #: ggml's tensor names have 64 bytes with the final zero.
 _MAX_TENSOR_NAME = 63
 
-#: Types without CUDA kernels; their tensors stay on the CPU. Of ik's interleaved types, only a few have them.
+#: Types without CUDA kernels; their tensors remain on the CPU. Of ik's interleaved types, only a few have them.
 _CPU_ONLY = frozenset({"TQ1_0", "TQ2_0", "Q8_KV", "I2_S"})
 _INTERLEAVED_ON_CUDA = frozenset(
     {"IQ2_K_R4", "IQ3_K_R4", "IQ4_K_R4", "IQ5_K_R4", "IQ4_KS_R4", "IQ5_KS_R4", "IQ1_S_R4", "IQ1_M_R4"}
@@ -34,11 +34,11 @@ _CPU_ONLY_IN_IK = frozenset({"Q1_0"})
 
 #: Files that no runtime loads by themselves: general.type or architecture -> how they are loaded.
 _PARTS = {
-    "adapter": "an adapter is loaded beside its model",
-    "mmproj": "an mmproj file is loaded beside its text model",
-    "clip": "an mmproj file is loaded beside its text model",
+    "adapter": "an adapter is loaded together with its model",
+    "mmproj": "an mmproj file is loaded together with its text model",
+    "clip": "an mmproj file is loaded together with its text model",
     "vocab": "a vocabulary has no tensors",
-    "imatrix": "an importance matrix is no model",
+    "imatrix": "an importance matrix is not a model",
 }
 
 #: A tensor of a header: name, type, shape in ggml's order.
@@ -64,11 +64,11 @@ class Runtime:
 
     @property
     def loads(self) -> bool:
-        """Whether the runtime loads the file; False if that was not checked."""
+        """Whether the runtime loads the file; False if not checked."""
         return not self.problems and not self.not_checked
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the verdict for programs: ``loads`` is null where it was not checked."""
+        """Return the verdict for programs: ``loads`` is null if not checked."""
         return {
             "loads": None if self.not_checked and not self.problems else self.loads,
             "problems": list(self.problems),
@@ -93,14 +93,14 @@ def runtimes(fields: Mapping[str, Field], tensors: Iterable[Entry], *, displaced
     """Return the verdicts of llama.cpp and ik_llama.cpp on a file with this header.
 
     Args:
-        fields: all its metadata, or general.architecture alone, when only architecture and types are looked at.
+        fields: all its metadata, or only general.architecture to check just the architecture and types.
         tensors: name, type and shape of each tensor.
-        displaced: a tensor whose data does not follow that of the tensor before, which llama.cpp refuses.
+        displaced: a tensor whose data does not follow that of the previous tensor, which llama.cpp rejects.
     """
     entries = tuple(tensors)
     mainline, ik = (_runtime(name, fields, entries) for name in TREES)
     if displaced:
-        problem = f"the data of {shorten(printable(displaced), 40)} does not follow the tensor before"
+        problem = f"the data of {shorten(printable(displaced), 40)} does not follow the previous tensor"
         mainline = replace(mainline, problems=(*mainline.problems, problem))
     return mainline, ik
 
@@ -113,7 +113,7 @@ def is_known(architecture: str) -> bool:
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
     """Raise FormatError if a header lacks something that every runtime of the architecture needs.
 
-    ``subject`` names the file and, if it is known, the cause. ``extra``: refuse tensors that no runtime knows, too.
+    ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors that no runtime knows.
     """
     arch = _text(fields, "general.architecture")
     checked = [r for r in runtimes(fields, tensors) if not r.not_checked and arch in architectures(r.name)]
@@ -123,7 +123,8 @@ def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subjec
     name = next(iter(gaps))
     reasons = "; ".join(describe(gaps[name]))
     raise FormatError(
-        f"{subject}: incomplete; {name} does not load it: {reasons}; --allow-incomplete writes it anyway", "QK-E105"
+        f"{subject}: incomplete; {name} does not load it: {reasons}; use --allow-incomplete to write it anyway",
+        "QK-E105",
     )
 
 
@@ -143,7 +144,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
         shapes = {tensor: shape for tensor, _, shape in entries}
         verdict = None if len(fields) <= 1 else load(name, fields, shapes)
         if verdict is None:
-            not_checked = f"only architecture and types of {printable(arch)} are known here"
+            not_checked = f"quantkit knows only the architecture and types of {printable(arch)}"
         gaps = verdict or ()
         problems += _words(gaps)
     if deep := next((tensor for tensor, _, shape in entries if len(shape) > GGML_DIMS), ""):
@@ -155,7 +156,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
 
 
 def _words(gaps: Sequence[Problem]) -> list[str]:
-    """Return problems in words; those that a command fixes with its name."""
+    """Return problems as text, with the command that fixes them, if any."""
     unknown = {gap.subject for gap in gaps if gap.kind is ProblemKind.UNKNOWN}
     words = []
     if any(MERGED in name for name in unknown):

@@ -1,6 +1,6 @@
-"""The source of the pipeline: a GGUF file, or a model that is opened as one.
+"""The source of the pipeline: a GGUF file, or a model opened as one.
 
-``GGUFFile`` is a source, and so is a checkpoint (``quantkit.checkpoint``), whose tensors are converted while they are
+``GGUFFile`` is a source, and so is a checkpoint (``quantkit.checkpoint``), whose tensors are converted while being
 read. Plans, jobs and runs use only this protocol.
 """
 
@@ -18,11 +18,11 @@ class Source(Protocol):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The shards of a GGUF file; the directory of a checkpoint. For messages, and nothing may be written there."""
+        """The shards of a GGUF file; the directory of a checkpoint. For messages; outputs must not be written there."""
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """All files that decide the bytes of its tensors."""
+        """All files that determine the bytes of its tensors."""
 
     @property
     def fields(self) -> dict[str, Field]: ...
@@ -31,7 +31,7 @@ class Source(Protocol):
     def tensors(self) -> dict[str, TensorInfo]: ...
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return a tensor as stored, possibly in fewer bits than it is read."""
+        """Return a tensor as stored, possibly with fewer bits than when read."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default``."""

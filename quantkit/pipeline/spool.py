@@ -1,12 +1,12 @@
 """Outputs in stores. Jobs write to a folder of this machine, the spool, from which the output is uploaded.
 
-``MultipartFiles``, for S3: a file is cut into parts. As soon as all bytes of one are written it is uploaded and its
-place on the disk given back, so the spool holds only parts in progress. The journal lists every uploaded part, so a
-killed run continues the same upload and encodes only what was not uploaded. The object appears when all parts are there
-and the upload is completed; a run that fails aborts it.
+``MultipartFiles``, for S3: a file is divided into parts. When all bytes of a part are written, it is uploaded and its
+disk space released, so the spool contains only parts in progress. The journal lists every uploaded part, so a killed
+run continues the same upload and encodes only what was not uploaded. The object appears when all parts are uploaded and
+the upload is completed; a failed run aborts it.
 
-``WholeFiles``, for other stores: the files lie whole in the spool, as a run on this machine leaves them, and are then
-put where they belong, each under another name until all of it is there.
+``WholeFiles``, for other stores: complete files are written to the spool, as in a local run, and then uploaded, each
+under a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def open_target(plan: Plan, journal: Journal, *, measure: bool, overwrite: bool)
 
 
 class WholeFiles(Files):
-    """Files in the spool that are put into a store when they are finished."""
+    """Files in the spool that are uploaded to a store when finished."""
 
     def __init__(self, urls: Sequence[URL], sizes: Sequence[int], *, overwrite: bool) -> None:
         super().__init__([url.local for url in urls], sizes)
@@ -69,11 +69,13 @@ class WholeFiles(Files):
             part = part_path(url)
             if part.exists():
                 if not self._overwrite and URL(url.address).is_file():
-                    raise ResourceError(f"{url} has appeared meanwhile; --resume --overwrite replaces it", "QK-E402")
+                    raise ResourceError(
+                        f"{url} was created in the meantime; replace it with --resume --overwrite", "QK-E402"
+                    )
                 url.store.upload_file(url, part)
                 part.unlink()
             elif not URL(url.address).is_file():
-                raise ResourceError(f"{part} has vanished; run again with --overwrite", "QK-E401")
+                raise ResourceError(f"{part} no longer exists; run again with --overwrite", "QK-E401")
 
 
 def _length(path: Path) -> int:
@@ -167,7 +169,7 @@ class MultipartFiles:
         free = shutil.disk_usage(folder).free
         if need > free:
             raise ResourceError(
-                f"{folder}: {format_size(need)} are needed and {format_size(free)} are free; name another --spool",
+                f"{folder}: needs {format_size(need)}, but only {format_size(free)} are free; choose another --spool",
                 "QK-E406",
             )
         for number, (file, header) in enumerate(zip(self._files, headers, strict=True)):
@@ -269,7 +271,7 @@ class MultipartFiles:
             try:
                 if self._failure is None and not self._closing:
                     self._upload(*item)
-            except BaseException as e:  # raised by whoever waits
+            except BaseException as e:  # raised in the waiting thread
                 self._failure = self._failure or e
             with self._free:
                 self._waiting -= 1
@@ -307,7 +309,7 @@ class MultipartFiles:
             raise self._failure
 
     def close(self) -> None:
-        """Begin no further upload, and wait for those in flight."""
+        """Start no further upload, and wait for those in flight."""
         self._closing = True
         self._end()
 
@@ -322,11 +324,11 @@ class MultipartFiles:
                     self._store(file).complete(file.url, file.upload, file.parts, overwrite=self._overwrite)
                 except FileExistsError as e:
                     raise ResourceError(
-                        f"{file.url}: {e.strerror}; --resume --overwrite replaces it", "QK-E402"
+                        f"{file.url}: {e.strerror}; replace it with --resume --overwrite", "QK-E402"
                     ) from None
                 except (ProcessLookupError, FileNotFoundError):
                     raise ResourceError(
-                        f"{file.url}: its upload has vanished; run again with --overwrite", "QK-E412"
+                        f"{file.url}: its upload no longer exists; run again with --overwrite", "QK-E412"
                     ) from None
             file.spool.unlink(missing_ok=True)
 

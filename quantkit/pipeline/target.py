@@ -1,4 +1,4 @@
-"""The files of an output while they grow, each under a temporary name until all are complete.
+"""The files of an unfinished output, each under a temporary name until all are complete.
 
 Workers write ranges of them, in any order and at the same time; a run reserves, syncs, checks and publishes them.
 """
@@ -20,7 +20,8 @@ from quantkit.units import format_size
 
 
 class Target(Protocol):
-    """An output as workers see it. All methods may be called from any thread; files are counted by shard number."""
+    """An output from the viewpoint of workers. All methods may be called from any thread; files are counted by shard
+    number."""
 
     def write(self, shard: int, data: U8, offset: int) -> None:
         """Write bytes at ``offset``. Raises OSError."""
@@ -29,14 +30,14 @@ class Target(Protocol):
         """Copy bytes from ``begin`` of ``file`` to ``offset`` in the kernel; False if it cannot."""
 
     def sync(self, shards: Iterable[int]) -> None:
-        """Return when everything written so far is on the disk. Raises OSError."""
+        """Flush everything written so far to the disk. Raises OSError."""
 
 
 class LedgerTarget(Target, Protocol):
-    """An output as the ledger sees it."""
+    """An output from the viewpoint of the ledger."""
 
     def file(self, shard: int) -> Path | None:
-        """Return the file that grows, or None if written data cannot be read again."""
+        """Return the unfinished file, or None if written data cannot be read again."""
 
     def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
         """Return whether a job may be skipped because its bytes are already safe."""
@@ -46,13 +47,13 @@ class LedgerTarget(Target, Protocol):
 
 
 class RunTarget(LedgerTarget, Protocol):
-    """An output as the run sees it."""
+    """An output from the viewpoint of the run."""
 
     #: Whether ``crc`` can read back the output.
     readable: bool
 
     def reserve(self, headers: Sequence[bytes]) -> None:
-        """Make room for every file, with its header. Raises OSError, ResourceError."""
+        """Reserve space for every file, and write its header. Raises OSError, ResourceError."""
 
     def has(self, shard: int, offset: int, nbytes: int) -> bool:
         """Return whether bytes are already safe."""
@@ -67,7 +68,7 @@ class RunTarget(LedgerTarget, Protocol):
         """Complete the output durably. Raises OSError."""
 
     def publish(self) -> None:
-        """Give the finished files their names; those that have them are left alone."""
+        """Give the finished files their names, unless they have them."""
 
     def discard(self) -> None:
         """Remove the written files."""
@@ -86,7 +87,7 @@ class Files:
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """The files under the names by which they grow."""
+        """The unfinished files under their temporary names."""
         return tuple(part for _, part in self._files)
 
     @property
@@ -99,7 +100,7 @@ class Files:
         free, need = shutil.disk_usage(self.folder).free, sum(self._sizes) - have
         if need > free:
             raise ResourceError(
-                f"{self.folder}: {format_size(need)} are needed and {format_size(free)} are free", "QK-E406"
+                f"{self.folder}: needs {format_size(need)}, but only {format_size(free)} are free", "QK-E406"
             )
         for (_, part), nbytes, header in zip(self._files, self._sizes, headers, strict=True):
             reserve(part, nbytes)
@@ -143,12 +144,12 @@ class Files:
         return [0 if path is None else path.stat().st_size for path in paths] == self._sizes
 
     def publish(self) -> None:
-        """Rename the finished files; those that an earlier attempt has renamed stay."""
+        """Rename the finished files, except those that an earlier attempt has renamed."""
         for path, part in self._files:
             if part.exists():
                 part.replace(path)
             elif not path.exists():
-                raise ResourceError(f"{part} has vanished; run again with --overwrite", "QK-E401")
+                raise ResourceError(f"{part} no longer exists; run again with --overwrite", "QK-E401")
         sync(self.folder)
 
     def discard(self) -> None:
@@ -160,7 +161,7 @@ class Files:
 class OpenFiles:
     """Files that another process reserved, held open: late writes never reach files that replaced them.
 
-    They are only written: a page that was read is kept, and NFS may write it back whole, over another machine's bytes.
+    They are write-only: NFS may write back a whole page that was read, over another machine's bytes.
     """
 
     def __init__(self, parts: Sequence[Path]) -> None:

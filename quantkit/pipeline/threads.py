@@ -1,4 +1,4 @@
-"""Threads of this process as an executor: each takes the next job from one list."""
+"""Threads of this process as an executor: each takes the next job from a common list."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_jobs(
 
 
 def run_parallel(ledger: Work, tasks: Sequence[Callable[[], None]]) -> None:
-    """Run each task on a thread of its own; on return all have ended, and failures are in the ledger."""
+    """Run each task on its own thread; on return, all have ended and failures are in the ledger."""
 
     def run(task: Callable[[], None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Type rules of both trees: the form of their tables, and the lookup.
+"""Type rules of llama.cpp and ik_llama.cpp: the form of their tables, and the lookup.
 
 *Type rules* give more bits to the most sensitive tensors (``attn_v``, ``ffn_down`` of some layers, ``output``) and
 sometimes fewer to others. Q4_K_M is "Q4_K, but Q6_K for half of attn_v and ffn_down". They are a set of tables, one per
@@ -25,7 +25,7 @@ from quantkit.types import BY_NAME, TensorType
 
 #: Which step decided: see ``choose``. "missing": the file of --like lacks the tensor.
 Kind = Literal["kept", "option", "rule", "class", "COPY", "repack", "like", "missing", "preset"]
-#: Cases that the user is told of: class options that contradict each other on merged experts, one that applies to both
+#: Cases reported to the user: class options that contradict each other on merged experts, one that applies to both
 #: halves of these, and F16 that interleaving would round.
 Case = Literal["", "conflict", "both halves", "lossy"]
 
@@ -74,7 +74,7 @@ class Place:
 
 
 def use_more_bits(i: int, n: int) -> bool:
-    """True for the layers both trees favour: first and last eighth, and every third between (ggml's use_more_bits)."""
+    """True for ggml's use_more_bits layers: the first and last eighth, and every third between."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
@@ -82,10 +82,10 @@ def use_more_bits(i: int, n: int) -> bool:
 CONDITIONS: Mapping[str, Callable[[Place], bool]] = {
     "always": lambda p: True,
     "tied": lambda p: not p.facts.has_output,
-    "2+ heads a kv head": lambda p: p.facts.n_gqa >= 2,
-    "4+ heads a kv head": lambda p: p.facts.n_gqa >= 4,
-    "2+ heads a kv head or 2+ experts": lambda p: p.facts.n_gqa >= 2 or p.facts.n_expert >= 2,
-    "4+ heads a kv head or 4+ experts": lambda p: p.facts.n_gqa >= 4 or p.facts.n_expert >= 4,
+    "2+ heads per KV head": lambda p: p.facts.n_gqa >= 2,
+    "4+ heads per KV head": lambda p: p.facts.n_gqa >= 4,
+    "2+ heads per KV head or 2+ experts": lambda p: p.facts.n_gqa >= 2 or p.facts.n_expert >= 2,
+    "4+ heads per KV head or 4+ experts": lambda p: p.facts.n_gqa >= 4 or p.facts.n_expert >= 4,
     "4+ experts": lambda p: p.facts.n_expert >= 4,
     "under 4 experts": lambda p: p.facts.n_expert < 4,
     "8+ experts": lambda p: p.facts.n_expert >= 8,
@@ -107,9 +107,9 @@ Rows = tuple[Row, ...]
 Table = Mapping[str, Rows]
 
 #: Conditions that many rows have.
-GQA = "4+ heads a kv head"
-GQA_2 = "2+ heads a kv head"
-GQA_E = "4+ heads a kv head or 4+ experts"
+GQA = "4+ heads per KV head"
+GQA_2 = "2+ heads per KV head"
+GQA_E = "4+ heads per KV head or 4+ experts"
 
 
 def always(type_name: str) -> Rows:
@@ -128,7 +128,7 @@ def holds(condition: str, place: Place) -> bool:
 
 
 def pick(rows: Rows, place: Place) -> tuple[TensorType, str] | None:
-    """Return the type of the first of ``rows`` that holds at ``place``, and why; None for the base."""
+    """Return the type of the first of ``rows`` that holds at ``place``, and the reason; None for the base."""
     return next(((BY_NAME[name], condition) for condition, name in rows if holds(condition, place)), None)
 
 
@@ -146,7 +146,7 @@ class TypeRules(ABC):
 
     @abstractmethod
     def choose(self, t: TensorLike) -> tuple[TensorType, Reason]:
-        """Return the type of the next tensor, and why."""
+        """Return the type of the next tensor, and the reason."""
 
     def output_name(self) -> str:
         return "output" if self.facts.has_output else "embeddings, which are also the output"

@@ -1,8 +1,8 @@
 """ik_llama.cpp's type rules: rules and order of 8337e4cd3, src/llama-quantize.cpp llama_tensor_get_type.
 
-A tensor belongs to the first branch whose text its name contains. The texts are wide, which decides bytes: "attn_k" is
-also in attn_kv_b, "attn_q" in attn_qkv (so the rules ik has for attn_qkv itself are never reached, and are not here),
-"ffn_gate" in ffn_gate_up_exps.
+A tensor belongs to the first branch whose text its name contains. The texts are broad, which affects the bytes:
+"attn_k" is also in attn_kv_b, "attn_q" in attn_qkv (so ik's rules for attn_qkv itself are never reached, and are
+omitted), "ffn_gate" in ffn_gate_up_exps.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ TOKEN_EMBD: Table = {
 }
 
 ATTN_V: Table = {
-    **for_presets(_TINY, ((GQA_E, "IQ4_K"), ("2+ heads a kv head or 2+ experts", "IQ3_K"), ("always", "Q2_K"))),
-    **for_presets(_SMALL, ((GQA_E, "IQ4_K"), ("2+ heads a kv head or 2+ experts", "IQ3_K"), ("always", "IQ3_S"))),
+    **for_presets(_TINY, ((GQA_E, "IQ4_K"), ("2+ heads per KV head or 2+ experts", "IQ3_K"), ("always", "Q2_K"))),
+    **for_presets(_SMALL, ((GQA_E, "IQ4_K"), ("2+ heads per KV head or 2+ experts", "IQ3_K"), ("always", "IQ3_S"))),
     **for_presets(_ONE_R4, ((GQA_E, "IQ4_K_R4"), (GQA_2, "IQ3_K_R4"), ("always", "Q2_K_R4"))),
     "IQ2_KT": ((GQA_E, "IQ4_K"), (GQA_2, "IQ3_K"), ("always", "Q2_K")),
     "Q2_K": ((GQA, "Q4_K"), ("always", "Q3_K")),
@@ -113,7 +113,7 @@ ATTN_V: Table = {
     "IQ5_K": (("8B or 70B and 128k tokens", "IQ6_K"), ("always", "IQ5_K")),
     "IQ5_KS": (("8B or 70B and 128k tokens", "IQ6_K"), ("always", "IQ5_KS")),
 }
-#: attn_v by base type: of a 70B model; and with 4 heads a kv head, where no row of ATTN_V holds.
+#: attn_v by base type: of a 70B model; and with 4 heads per KV head, where no row of ATTN_V holds.
 ATTN_V_70B: Mapping[str, str] = {"Q3_K": "Q5_K", "Q4_K": "Q5_K", "IQ3_K": "IQ5_K"}
 ATTN_V_STEP: Mapping[str, str] = {
     **dict.fromkeys(("Q2_K", "IQ3_XXS"), "IQ3_S"),
@@ -234,7 +234,7 @@ def respects_option(preset: str, option: str) -> bool:
 
 
 class IkTypeRules(TypeRules):
-    """ik's tables, applied to every tensor that is not kept: tensors that options or rules decide count, too."""
+    """ik's tables, applied to every tensor that is not kept, including those decided by options or rules."""
 
     __slots__ = ()
 

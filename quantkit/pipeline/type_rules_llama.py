@@ -109,7 +109,7 @@ class LlamaTypeRules(TypeRules):
     def choose(self, t: TensorLike) -> tuple[TensorType, Reason]:
         preset, cat = self.preset.name, category(t.name)
         if self.facts.arch == "glm5-next" and any(text in t.name for text in _Q8_0_GLM5_NEXT):
-            return self.give("Q8_0", "never less in glm5-next")
+            return self.give("Q8_0", "minimum in glm5-next")
         if cat == "output" or (cat == "token_embd" and not self.facts.has_output):
             return self._output(t)
         if preset == "MXFP4_MOE":

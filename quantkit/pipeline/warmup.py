@@ -1,4 +1,4 @@
-"""The kernels of a plan, each called once on a row of zeros: so they are loaded or compiled before the work begins."""
+"""The kernels of a plan, each called once on a row of zeros to load or compile it before the work begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kernel_calls(
 ) -> list[Job]:
     """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error.
 
-    elsewhere: names of tensors that GPUs decode and encode, and that are only checked and measured here.
+    elsewhere: names of tensors that GPUs decode and encode, and the CPU only checks and measures.
     """
     parts = [(part.encoding, part.importance is not None, t.name) for t in tensors for part in t.parts]
     encodings = [encoding for encoding, _, _ in parts]
@@ -43,7 +43,7 @@ def kernel_calls(
 
 
 def first_calls() -> list[Job]:
-    """Return the call of a kernel that is nearly always needed: the first one to be loaded takes the compiler along."""
+    """Return the call of a kernel that is nearly always needed; loading the first kernel also loads the compiler."""
     return [_first_nonfinite]
 
 
@@ -53,7 +53,7 @@ def _shape(t: TensorType) -> tuple[int, int]:
 
 
 def _encode(t: TensorType, encoder_name: str, weighted: bool) -> None:
-    """Encode as type ``t``; some of ik_llama.cpp's encoders have a kernel of their own for weights."""
+    """Encode as type ``t``; some of ik_llama.cpp's encoders have a separate kernel with importance."""
     from quantkit.kernels.cpu.encode import encoder
 
     rows, n = _shape(t)

@@ -46,7 +46,7 @@ def _matches(cached: Cached, digests: list[bytes]) -> bool:
 
 
 def _pieces(job: Job, part: PlannedPart, rows: U8) -> list[U8]:
-    """Return a job's source or target rows in the pieces that are encoded at a time."""
+    """Return a job's source or target rows in pieces encoded at a time."""
     step = part.encoding.piece * (rows.size // job.rows)
     return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
 
@@ -58,7 +58,7 @@ def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) ->
 
 
 def _losses(before: F64, after: F64) -> ErrorSums:
-    """Return the sums of rows' losses, of some that were encoded together: order counts."""
+    """Return the sums of the losses of rows encoded together, in order."""
     improved = float(np.count_nonzero(after < before))
     return ErrorSums(loss_before=before.sum(), loss_after=after.sum(), rows_improved=improved)
 
@@ -137,7 +137,7 @@ class Worker:
         return SourceRows(source, check, digests, origin)
 
     def convert(self, job: Job, tensor: PlannedTensor, source: U8) -> tuple[U8, list[ErrorSums]]:
-        """Encode source rows on the CPU; return the bytes, and error sums if they are wanted."""
+        """Encode source rows on the CPU; return the bytes, and error sums if requested."""
         part = tensor.parts[job.part]
         if part.is_copied:
             return source, []
@@ -180,7 +180,7 @@ class Worker:
         target: U8,
         losses: tuple[F64, F64] | None = None,
     ) -> list[ErrorSums]:
-        """Return the sums of bytes that were made elsewhere, by pieces; none if they are not wanted.
+        """Return the sums of bytes encoded elsewhere, by pieces; none if not requested.
 
         values: as ``decode`` yields them. losses: before and after, of rows encoded with feedback.
         """
@@ -200,7 +200,7 @@ class Worker:
         return [a + b for a, b in zip(sums, errors, strict=True)] if sums else errors
 
     def convert_again(self, job: Job, tensor: PlannedTensor) -> U8:
-        """Read a job's rows again and return their encoding by the CPU."""
+        """Read a job's rows again and encode them on the CPU."""
         source = self._buffers.get("source", job.rows * job.source_row)
         self.source.read(tensor.parts[job.part].source, source, job.source_offset)
         return self.convert(job, tensor, source)[0]
@@ -244,7 +244,7 @@ class Worker:
         return JobResult(zlib.crc32(target.data), piece_sums, records.tobytes(), FROM_CACHE)
 
     def _write(self, job: Job, tensor: PlannedTensor, part: PlannedPart, data: U8) -> None:
-        """Write a job's bytes; copies need not pass through this process a second time."""
+        """Write a job's bytes; copies do not pass through this process again."""
         place = self.source.place(part.source) if part.is_copied and self._kernel_copies else None
         if place is not None:
             file, begin = place
@@ -362,7 +362,7 @@ class Worker:
         if self._weights[0] != (job.tensor, job.part):
             weights = part.importance.weights
             if weights is None:
-                raise QuantkitError(f"tensor {part.source.name}: its importance is missing", "QK-E118")
+                raise QuantkitError(f"tensor {part.source.name}: importance is missing", "QK-E118")
             self._weights = ((job.tensor, job.part), weights)
         row = self._weights[1][job.matrix]
         return row
@@ -378,8 +378,8 @@ class Worker:
     def _non_finite(self, part: PlannedPart, job: Job, row: int, x: F32) -> FormatError:
         column = int(np.flatnonzero(~np.isfinite(x))[0])
         return FormatError(
-            f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is broken (a bad conversion or "
-            f"download); no output was written",
+            f"{self._where(part, job, row)}, column {column} is {x[column]}: the source is damaged (a faulty "
+            "conversion or download); no output was written",
             "QK-E108",
         )
 

@@ -1,7 +1,7 @@
 """Quantize a GGUF model: ``quantkit quantize``, a drop-in for llama-quantize.
 
 plan_quantize    every type, offset and byte count, nothing written
-quantize         the plan carried out
+quantize         carry out the plan
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def request_of(draft: Draft) -> Request:
 
 
 def _rules(options: QuantizeOptions) -> list[Rule]:
-    """Collect the rules of all sources: given ones first, then recipes, --tensor-type, its files, --custom-q."""
+    """Collect the rules of all sources: arguments first, then recipes, --tensor-type, its files, --custom-q."""
     rules = list(options.ready_rules)
     for path in options.recipe:
         rules += read_recipe(path)
@@ -62,7 +62,7 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
 
 
 def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], list[Choice]]:
-    """Choose the types; layers whose up and gate keep different types stay apart in the draft that is returned."""
+    """Choose the types; layers whose up and gate keep different types remain unmerged in the returned draft."""
     unmerged: dict[str, str] = {}
     while True:
         tensors = ordered_tensors(draft)
@@ -76,7 +76,7 @@ def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], l
             if undecided.intersection(layer.tensors):
                 gate, up = (part.source.type for part in layer.outputs[0].parts)
                 unmerged[layer.prefix] = (
-                    f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
+                    f"{draft.preset} keeps gate as {gate} and up as {up}; add a rule for {MERGED} to change that"
                 )
         draft = with_groups(draft, unmerged)
 

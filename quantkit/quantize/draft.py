@@ -36,7 +36,7 @@ class Draft:
     options: QuantizeOptions
     #: Metadata of --override-kv, by key.
     overrides: Mapping[str, Field] = field(default_factory=dict)
-    #: The source's tensors, merged or split where that is asked for.
+    #: The source's tensors, merged or split if requested.
     regrouped: Regrouped | None = None
     imatrix: Imatrix | None = None
     importance: Importance | None = None
@@ -48,7 +48,7 @@ class Draft:
     notes: tuple[str, ...] = ()
 
     def noted(self, lines: Iterable[str]) -> Draft:
-        """Return the draft with more notes; one that it has is not repeated."""
+        """Return the draft with more notes, without repetitions."""
         notes = [line for line in lines if line not in self.notes]
         return replace(self, notes=(*self.notes, *notes)) if notes else self
 
@@ -64,7 +64,7 @@ class Draft:
 
     @property
     def first_nextn_layer(self) -> int:
-        """The first layer of the source that predicts more tokens; beyond all layers if none does."""
+        """The first prediction layer (MTP) of the source; beyond all layers if it has none."""
         arch = self.key("general.architecture")
         layers, n_nextn = self.key(f"{arch}.block_count"), self.key(f"{arch}.nextn_predict_layers")
         return layers - n_nextn if isinstance(layers, int) and isinstance(n_nextn, int) and n_nextn else 1 << 31
@@ -93,7 +93,7 @@ class Draft:
 
 
 def start(source: Source, preset: Preset, options: QuantizeOptions, like: ReferenceTypes | None) -> Draft:
-    """Return the draft of a source with overridden metadata. Raises FormatError for what is no model."""
+    """Return the draft of a source with overridden metadata. Raises FormatError if it is not a model."""
     overrides: dict[str, Field] = {}
     notes: list[str] = []
     for text in options.override_kv:
@@ -108,14 +108,14 @@ def start(source: Source, preset: Preset, options: QuantizeOptions, like: Refere
 
 
 def _check_source(draft: Draft) -> None:
-    """Refuse files without an architecture: they are no models."""
+    """Refuse files without an architecture, which are not models."""
     arch = draft.key("general.architecture")
     if isinstance(arch, str) and arch:
         return
     subject = "an imatrix, not a model" if draft.source.get("general.type") == "imatrix" else "not a model"
     raise FormatError(
-        f"{draft.source.paths[0]}: this is {subject}: it has no general.architecture; if it is a model after all, give "
-        "--override-kv general.architecture=str:NAME",
+        f"{draft.source.paths[0]}: {subject}: it has no general.architecture; if it is a model, give --override-kv "
+        "general.architecture=str:NAME",
         "QK-E123",
     )
 
@@ -152,20 +152,20 @@ def _add_extra_output(draft: Draft, regrouped: Regrouped) -> tuple[Regrouped, li
     target, by_name = type_of_option("extra_output_tensor", option), {t.name: t for t in regrouped.tensors}
     if EXTRA_OUTPUT in by_name:
         raise RecipeError(
-            f"--extra-output-tensor: the source has an {EXTRA_OUTPUT} already; to change its type, give "
-            f"--tensor-type '^output_extra={target}'",
+            f"--extra-output-tensor: the source already has {EXTRA_OUTPUT}; to change its type, give --tensor-type "
+            f"'^output_extra={target}'",
             "QK-E201",
         )
     output = by_name.get("output.weight") or by_name.get("token_embd.weight")
     if output is None:
         raise RecipeError(
-            "--extra-output-tensor: there is neither output.weight nor token_embd.weight to encode again", "QK-E206"
+            "--extra-output-tensor: the source has neither output.weight nor token_embd.weight", "QK-E206"
         )
     n = output.shape[0]
     output_type = target if n % target.block == 0 else next_dividing(target, n, ik=True)
     if output_type.tensor_bytes(output.shape) >= output.nbytes:
-        size = f"{output_type} is no smaller than {output.name}, which is {output.type}"
-        return regrouped, [f"--extra-output-tensor adds nothing: {size}"]
+        size = f"{output_type} is not smaller than {output.name}, which is {output.type}"
+        return regrouped, [f"--extra-output-tensor is ignored: {size}"]
     position = regrouped.tensors.index(output) + 1
     tensors = (*regrouped.tensors[:position], replace(output, name=EXTRA_OUTPUT), *regrouped.tensors[position:])
     shards = regrouped.shards and (

@@ -25,7 +25,7 @@ from quantkit.types import TensorType
 
 def with_names(draft: Draft) -> Draft:
     """Return the draft with the names of the output's tensors."""
-    # Under both names, because layers may turn out to be left as they are.
+    # Under both names, because layers may not be merged.
     names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.groups.tensors)])
     return replace(draft, renamed=prune_names(names, draft.options.prune_layers))
 
@@ -36,7 +36,8 @@ def with_imatrix(draft: Draft) -> Draft:
     if options.imatrix is None:
         if options.include_weights or options.exclude_weights:
             raise RecipeError(
-                "--include-weights and --exclude-weights choose entries of an --imatrix, but none was given", "QK-E202"
+                "--include-weights and --exclude-weights select entries of an importance matrix: give --imatrix",
+                "QK-E202",
             )
         return draft
     imatrix = read_imatrix(options.imatrix, check=False)

@@ -45,7 +45,7 @@ _SEPARATE_OPTIONS = (
 
 
 def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor]) -> tuple[Metadata, list[str]]:
-    """Edit the source's metadata in llama-quantize's order of events; also return notes on it."""
+    """Edit the source's metadata in the order of llama-quantize; also return notes."""
     source, options = draft.source, draft.options
     metadata, notes = Metadata(draft.groups.metadata.fields(), ik=draft.as_ik), list[str]()
     ftype = _copied_ftype(draft) if request.copy else draft.preset.ftype
@@ -96,7 +96,8 @@ def _source_ftype(draft: Draft) -> int:
     if stated is not None:
         if not isinstance(stated, int):
             raise FormatError(
-                f"{source.paths[0]}: general.file_type is {stated!r}, not a number; correct it, or do not COPY",
+                f"{source.paths[0]}: general.file_type is {stated!r}, not a number; correct it, or use a type other "
+                "than COPY",
                 "QK-E123",
             )
         return stated
@@ -118,7 +119,7 @@ def _facts(draft: Draft, request: Request) -> dict[str, str]:
 
 
 def _recipe(draft: Draft, request: Request) -> Iterator[str]:
-    """Yield the settings that determine the bytes, one a line: TYPE, options, rules. Files without their folders."""
+    """Yield the settings that determine the bytes, one per line: TYPE, options, rules; files without their folders."""
     options, default = draft.options, QuantizeOptions()
     yield draft.preset.name if options.like is None else f"--like {options.like.name}"
     for f in fields(QuantizeOptions):
@@ -131,7 +132,7 @@ def _recipe(draft: Draft, request: Request) -> Iterator[str]:
 
 
 def _texts(name: str, value: object) -> list[str]:
-    """Return the values that an option is given with, one for each time."""
+    """Return the values of an option, one for each occurrence."""
     if value is True:
         return [""]
     if name == "override_kv" and isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Checks of the options of `quantize`, and the names that they and TYPE stand for."""
+"""Checks of the options of `quantize`, and resolution of the names in them and in TYPE."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
     for pair in exclusive:
         if all(getattr(options, name) not in (None, False, ()) for name in pair):
             first, second = (f"--{name.replace('_', '-')}" for name in pair)
-            raise RecipeError(f"{first} and {second} exclude each other: give only one of them", "QK-E201")
+            raise RecipeError(f"{first} and {second} are mutually exclusive: omit one of them", "QK-E201")
     if type != LIKE and options.like is not None:
-        raise RecipeError(f"--like gives every tensor its type: omit {type}", "QK-E201")
+        raise RecipeError(f"--like sets the type of every tensor: omit {type}", "QK-E201")
     if type == LIKE and options.like is None:
-        raise RecipeError("TYPE LIKE needs the file of --like", "QK-E202")
+        raise RecipeError("TYPE LIKE needs --like FILE", "QK-E202")
     if options.like is not None and options.pure:
         raise RecipeError(
-            "--pure disables the type rules of a preset, which --like replaces: give one of them", "QK-E201"
+            "--pure disables the type rules of a preset, which --like replaces: omit one of them", "QK-E201"
         )
     if not options.balance and not options.calibrate:
         raise RecipeError(
-            "--no-balance says how to calibrate, and there is nothing to calibrate on: give --calibrate a text",
+            "--no-balance has no effect without calibration: give --calibrate a text, or omit it",
             "QK-E202",
         )
     check_encoder(options.encoder)
@@ -49,7 +49,7 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
 
 
 def _check_encoders(options: QuantizeOptions) -> None:
-    """Refuse encoders from Python that are no functions, or of tensors that another option encodes."""
+    """Refuse encoders from Python that are not functions, or whose tensors another option encodes."""
     encoders = custom_encoders(options.encoders)
     for name in ("feedback", "calibrate"):
         if encoders and getattr(options, name):
@@ -58,7 +58,7 @@ def _check_encoders(options: QuantizeOptions) -> None:
         raise RecipeError("--symmetric-q40 and encoders both encode Q4_0: omit one of them", "QK-E201")
 
 
-#: Options that say nothing about types, and may be given with --repack and --unrepack.
+#: Options that do not concern types and may be given with --repack and --unrepack.
 _WITH_REPACK = {"repack", "unrepack", "repack_pattern", "merge_up_gate", "split_up_gate", "prune_layers", "override_kv"}
 _WITH_REPACK |= {"keep_split", "split_max_size", "no_provenance", "allow_requantize", "allow_incomplete"}
 
@@ -69,15 +69,15 @@ def _check_repack(options: QuantizeOptions) -> None:
     if not (options.repack or options.unrepack):
         if options.repack_pattern:
             raise RecipeError(
-                "--repack-pattern chooses tensors for --repack or --unrepack: give one of them", "QK-E202"
+                "--repack-pattern selects tensors for --repack or --unrepack: give one of them", "QK-E202"
             )
         return
     default = QuantizeOptions()
     for f in fields(options):
         if f.name not in _WITH_REPACK and getattr(options, f.name) != getattr(default, f.name):
             raise RecipeError(
-                f"{verb} changes no value, so --{f.name.replace('_', '-')} has no meaning beside it: "
-                "omit it, or quantize to interleaved types",
+                f"{verb} changes no value, so --{f.name.replace('_', '-')} does not apply: omit it, or quantize to "
+                "interleaved types",
                 "QK-E201",
             )
 
@@ -93,7 +93,7 @@ def size_of(value: int | str) -> int:
 
 def preset_of(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
     if options.rules not in (None, *RULES):
-        raise RecipeError(f"--rules {options.rules}: there are rules of {' and '.join(RULES)}", "QK-E203")
+        raise RecipeError(f"--rules {options.rules}: choose {' or '.join(RULES)}", "QK-E203")
     return preset_by_name(type, options.rules)
 
 

@@ -41,12 +41,12 @@ from quantkit.types import TensorType
 from quantkit.units import format_seconds
 from quantkit.version import __version__
 
-#: TYPEs that change no weight, so that an incomplete model stays as it is.
+#: TYPEs that change no weight, so that an incomplete model is accepted.
 _AS_IT_IS = frozenset({"COPY", "REPACK", "UNREPACK"})
 
 
 def is_whole_model(source: Source) -> bool:
-    """Return whether a file is a whole model, which runtimes load: it has a vocabulary."""
+    """Return whether a file is a complete model for runtimes, with a vocabulary."""
     return source.get("tokenizer.ggml.model") is not None and source.get("general.type", "model") == "model"
 
 
@@ -57,7 +57,7 @@ def plan_quantize(
     type: str | TensorType,  # noqa: A002 - the word of the command line
     options: QuantizeOptions | None = None,
 ) -> Plan:
-    """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
+    """Plan a quantization without writing anything; arguments and errors as for ``quantize``."""
     type = str(type)  # noqa: A001
     options = options or QuantizeOptions()
     check_options(type, options)
@@ -77,9 +77,9 @@ def plan_from(
     reads: Sequence[Path] = (),
     identity: str = "",
 ) -> Plan:
-    """Plan the quantization of a source that is open, with options that are checked.
+    """Plan the quantization of an open source with checked options.
 
-    ``reads`` are its files, where it does not name them, ``identity`` what else decides its bytes.
+    ``reads`` are its files, if it does not list them itself, ``identity`` everything else that determines its bytes.
     """
     repack = options.repack or options.unrepack
     if repack and type not in ("REPACK", "UNREPACK"):
@@ -156,11 +156,11 @@ def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan
     notes += request.repack.notes(changed, (c.reason for c in choices)) if request.repack else []
     notes += bf16_r16_notes(changed)
     if options.encoder is not None and not any(encoding.is_unusual for encoding in encodings):
-        notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
+        notes.append(f"--encoder {options.encoder} is ignored: it is the default for these types")
     unused = custom_encoders(options.encoders).keys() - {custom.type.name for custom in plan.custom_encoders}
     notes += [f"encoders: no tensor is encoded as {name}" for name in sorted(unused)]
     if options.symmetric_q40 and not any(encoding.encoder == SYMMETRIC for encoding in encodings):
-        notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
+        notes.append("--symmetric-q40 is ignored: no tensor is encoded as Q4_0")
     return notes
 
 
@@ -201,13 +201,13 @@ def quantize(
         source: a GGUF file, or any shard of a split model.
         output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
         type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
-            for the output, also "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
-        options: everything else that decides what is written.
-        max_ram: bytes (or "2G") that the workers' buffers may take together.
+            for the output, such as "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
+        options: all other settings of the output.
+        max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
     Raises:
-        QuantkitError: see quantkit.errors; then no output has its final name.
+        QuantkitError: see quantkit.errors; no output has its final name then.
     """
     return run_quantize(plan_quantize(source, output, type, options), max_ram=max_ram, **run)
 

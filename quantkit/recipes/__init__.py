@@ -4,7 +4,7 @@ lint_recipe(path, model)        the problems of a recipe
 show_recipe(path, model)        the types and sizes it gives, by class, layer and device
 convert_recipe(path, to)        the recipe in another dialect; of a GGUF file, its recipe
 diff_recipe(a, b, model)        the tensors whose types differ
-write_recipe(types)      the text of few rules that give exactly these types
+write_recipe(types)      the text of a short recipe with exactly these types
 """
 
 from quantkit.recipes.convert import ConvertedRecipe, convert_recipe

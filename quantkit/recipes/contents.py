@@ -88,7 +88,7 @@ def read_model(path: str | Path) -> Model:
     with open_gguf(path, header_only=True) as file:
         architecture = file.get("general.architecture")
         if not isinstance(architecture, str) or not file.tensors:
-            raise RecipeError(f"{path} is no model: it has no general.architecture, or no tensors", "QK-E123")
+            raise RecipeError(f"{path} is not a model: it has no general.architecture, or no tensors", "QK-E123")
         return Model(
             path=path,
             architecture=architecture,
@@ -162,7 +162,7 @@ def read_contents(
     if is_gguf(path):
         return contents_of_file(read_model(path))
     if model is None:
-        raise RecipeError(f"{path} is a recipe: give the model it is for with -m", "QK-E202")
+        raise RecipeError(f"{path} is a recipe: give its model with -m", "QK-E202")
     return contents_of_rules(effective_rules(read_rules(path, dialect), model), model, title)
 
 

@@ -50,7 +50,7 @@ def convert_recipe(
     equivalent. ``replace``: types for those that the other project lacks. Raises RecipeError.
     """
     if to not in DIALECTS:
-        raise RecipeError(f"there is no dialect {to!r} of recipes: write {', '.join(DIALECTS)}", "QK-E203")
+        raise RecipeError(f"unknown recipe dialect {to!r}: choose one of {', '.join(DIALECTS)}", "QK-E203")
     if is_gguf(path):
         return _extract(read_model(path), to, replace or {})
     return convert_rules(read_rules(path, dialect), to, None if model is None else read_model(model), replace or {})
@@ -89,7 +89,7 @@ def _has_type(dialect: str, t: TensorType) -> bool:
 
 
 def _missing_type_note(t: TensorType, target: str, effect: str) -> str:
-    return f"{READERS[target]} has no {t}: {effect}; --replace {t}=TYPE names another"
+    return f"{READERS[target]} has no {t}: {effect}; choose another with --replace {t}=TYPE"
 
 
 def convert_rules(
@@ -110,14 +110,14 @@ def convert_rules(
         except NotPortable as e:
             if model is None:
                 notes.append(
-                    f"{READERS[target]} has no equivalent of {rule}: {e}; omitted, give -m MODEL to write exact names"
+                    f"{READERS[target]} has no equivalent of {rule}: {e}; omitted (give -m MODEL to write exact names)"
                 )
                 omitted.append(str(rule))
     proved_tensors = None
     if model is not None:
         rules, proved_tensors = _prove_rules(recipe, rules, target, model, replace, notes)
     if target == "llama.cpp" and recipe.comments:
-        notes.append("llama.cpp's files have no comments: they are omitted")
+        notes.append("llama.cpp's recipe files have no comments: omitted them")
     comments = () if target == "llama.cpp" else recipe.comments
     text = text_of(rules, comments, target)
     return ConvertedRecipe(
@@ -126,7 +126,7 @@ def convert_rules(
 
 
 def _rewrite_rule(rule: Rule, source: str, target: str, notes: list[str]) -> str:
-    """Return a rule's pattern in another dialect; append a note if it is the same only for names without capitals."""
+    """Return a rule's pattern in another dialect; append a note if it is equivalent only for lower-case names."""
     pattern = rule.pattern
     if source == target:
         return pattern
@@ -134,12 +134,12 @@ def _rewrite_rule(rule: Rule, source: str, target: str, notes: list[str]) -> str
         pattern = pattern.lower()
     if target == "ours":
         if source in ("ik", "thireus") and pattern != pattern.lower():
-            notes.append(f"{rule}: capitals find small letters in quantkit, too, but not in {READERS[source]}")
+            notes.append(f"{rule}: quantkit also matches lower case with capital letters, {READERS[source]} does not")
         return pattern
     result = rewrite(pattern, target)
     DialectPattern(result, target, rule.origin)  # raises NotPortable
     if result != pattern:
-        notes.append(f"{rule} is written {result}")
+        notes.append(f"{rule} becomes {result}")
     return result
 
 
@@ -164,8 +164,8 @@ def _prove_rules(
     exact = rules_for(corrections, target, other_names=[name for name in expected if name not in corrections])
     if not find_differences(expected, [*exact, *rules], target):
         notes.append(
-            f"{len(exact)} rules are added in front, for {abbreviate(list(differences))}: there, the rules alone differ"
+            f"added {len(exact)} rules in front, for {abbreviate(list(differences))}, which would get other types"
         )
         return [*exact, *rules], len(expected)
-    notes.append(f"the rules are written anew, by exact names: {abbreviate(list(differences))} would differ")
+    notes.append(f"replaced all rules by exact names: {abbreviate(list(differences))} would get other types")
     return rules_for(types, target, other_names=[name for name in expected if name not in types]), len(expected)

@@ -44,8 +44,8 @@ class Recipe:
 def resolve(rules: Sequence[Rule], names: Iterable[str], dialect: str) -> dict[str, TensorType | None]:
     """Return types by name as the program of ``dialect`` does: of the first rule that matches.
 
-    In quantkit, rules for both halves of merged experts also match. Raises RecipeError for a rule that the program does
-    not read.
+    In quantkit, rules for both halves of merged experts also match. Raises RecipeError for a rule that the program
+    cannot read.
     """
     if dialect == "ours":
         verdicts = {name: decide(rules, name).rule for name in names}
@@ -55,16 +55,14 @@ def resolve(rules: Sequence[Rule], names: Iterable[str], dialect: str) -> dict[s
 
 
 def read_rules(path: str | Path, dialect: str | None = None) -> Recipe:
-    """Return the recipe in a file; ``dialect``: by default detected. Raises RecipeError."""
+    """Return the recipe in a file; ``dialect``: None detects it. Raises RecipeError."""
     path = located(path)
     try:
         text = read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:
         raise RecipeError(e.message, e.code) from None
     except UnicodeDecodeError as e:
-        raise RecipeError(
-            f"{path} is no recipe: it is not a text file (byte {e.start} is not UTF-8)", "QK-E121"
-        ) from None
+        raise RecipeError(f"{path} is not a recipe: not a text file (byte {e.start} is not UTF-8)", "QK-E121") from None
     return parse_recipe(text, path.name, dialect)
 
 
@@ -72,16 +70,16 @@ def read_rules(path: str | Path, dialect: str | None = None) -> Recipe:
 def parse_recipe(text: str, name: str = "the recipe", dialect: str | None = None) -> Recipe:
     """Return the recipe in a text; ``name``: of its file, for messages. Raises RecipeError."""
     if dialect not in (None, *DIALECTS):
-        raise RecipeError(f"there is no dialect {dialect!r} of recipes: write {', '.join(DIALECTS)}", "QK-E203")
+        raise RecipeError(f"unknown recipe dialect {dialect!r}: choose one of {', '.join(DIALECTS)}", "QK-E203")
     if "\0" in text:
-        raise RecipeError(f"{name} is no recipe: it is not a text file", "QK-E121")
+        raise RecipeError(f"{name} is not a recipe: not a text file", "QK-E121")
     script = _script_rules(text, name) if dialect in (None, "ik") else None
     detected = dialect or ("ik" if script is not None else detect_dialect(text))
     lines = text if script is None else script
     if lines.count("\n") > 50 * _MAX_RULES:
-        raise RecipeError(f"{name} has {lines.count(chr(10))} lines; a recipe has some hundreds", "QK-E204")
+        raise RecipeError(f"{name} has {lines.count(chr(10))} lines, too many for a recipe", "QK-E204")
     if sum(line.count("=") for line in lines.splitlines() if not line.lstrip().startswith("#")) > _MAX_RULES:
-        raise RecipeError(f"{name} has more than {_MAX_RULES} rules; a model has some thousand tensors", "QK-E204")
+        raise RecipeError(f"{name} has more than {_MAX_RULES} rules, too many for a recipe", "QK-E204")
     parse = parse_tensor_type_file if detected == "llama.cpp" else parse_lines
     comments = [line.strip().lstrip("#").strip() for line in lines.splitlines() if line.strip().startswith("#")]
     return Recipe(name, detected, tuple(parse(lines, name)), tuple(comments))
@@ -106,18 +104,19 @@ def detect_dialect(text: str) -> str:
 
 
 def _script_rules(text: str, name: str) -> str | None:
-    """Return the rules in custom="..." of a shell script, after as many empty lines as precede them; None: no such."""
+    """Return the rules in custom="..." of a shell script, after as many empty lines as precede them; None if there are
+    none."""
     blocks = [block for block in _BLOCK.finditer(text) if "=" in block[3]]
     if not blocks:
         return None
     if len(blocks) > 1:
         names = ", ".join(block[1] for block in blocks)
-        raise RecipeError(f"{name} gives rules more than once ({names}): copy those you mean to a file", "QK-E204")
+        raise RecipeError(f"{name} defines rules more than once ({names}): copy the ones to use to a file", "QK-E204")
     rules, quote = blocks[0][3], blocks[0][2]
     if quote == '"':
         if expansion := _EXPANDED.search(re.sub(r"\\[$`]", "", rules)):
             raise RecipeError(
-                f"{name}: the shell would replace {expansion[0]!r} in {blocks[0][1]}: write its value instead",
+                f"{name}: the shell would expand {expansion[0]!r} in {blocks[0][1]}: write its value instead",
                 "QK-E204",
             )
         rules = re.sub(r'\\(["\\$`])', r"\1", rules.replace("\\\n", ""))
@@ -147,7 +146,7 @@ def tree_of(dialect: str) -> str | None:
 def find_differences(
     expected: Mapping[str, TensorType | None], rules: Sequence[tuple[str, TensorType]], dialect: str
 ) -> dict[str, tuple[TensorType | None, TensorType | None]]:
-    """Return the expected and the given type of tensors to which rules of a dialect give another than expected."""
+    """Return the expected and the actual type of tensors that get unexpected types from rules of a dialect."""
     parsed = [Rule(pattern, t, f"rule {i}") for i, (pattern, t) in enumerate(rules, 1)]
     types = resolve(parsed, expected, dialect)
     return {name: (t, types[name]) for name, t in expected.items() if types[name] is not t}

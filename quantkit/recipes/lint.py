@@ -21,7 +21,7 @@ from quantkit.types import TensorType
 #: Findings that make a rule or a file useless; the others are warnings.
 _ERRORS = {"QK-W001", "QK-W002", "QK-W004", "QK-W013", "QK-W020", "QK-W026", "QK-W028"}
 _TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
-#: A layer's number, or a group of numbers, behind blk.; a dot that is neither escaped, repeated nor in a set.
+#: A layer's number, or a group of numbers, after blk.; a dot that is neither escaped, repeated nor in a set.
 _NUMBER = re.compile(r"(blk\\?\.(?:\d+|\((?:[\d|\[\]-]|\?:)+\)))(?![\d*+?{])")
 _DOT = re.compile(r"(\\.|\[\^?\]?(?:\[:\w+:\]|\\.|[^\]])*\])|\.(?![*+?{])")
 
@@ -47,8 +47,8 @@ def lint_recipe(
 ) -> list[Finding]:
     """Return the problems of the recipe ``path``, for ``model`` if given. Raises RecipeError if it cannot be read.
 
-    ``runtime``: "mainline" or "ik", which must load the file; by default its dialect's. ``imatrix``: there is one,
-    or will be.
+    ``runtime``: "mainline" or "ik", which must load the file; default: the dialect's. ``imatrix``: an importance matrix
+    will be used.
     """
     recipe = read_rules(path, dialect)
     return findings(recipe, None if model is None else read_model(model), runtime, title, imatrix=imatrix)
@@ -62,13 +62,13 @@ def findings(
     In addition to those of recipe.lint_rules:
 
     QK-W020  a type that the runtime, or any, lacks
-    QK-W021  rows that do not divide into blocks
+    QK-W021  rows that are not a multiple of blocks
     QK-W022  a type that needs an importance matrix
     QK-W023  a rule that matches only tensors that are never quantized
-    QK-W024  a number of a layer that also matches longer ones
-    QK-W025  a bare dot that matches more than a dot
+    QK-W024  a layer number that also matches longer numbers
+    QK-W025  an unescaped dot, which matches any character
     QK-W026  a rule that occurs twice
-    QK-W028  a rule that the dialect's program does not read
+    QK-W028  a rule that the dialect's program cannot read
     """
     messages = [
         *_duplicates(recipe.rules),
@@ -96,7 +96,7 @@ def _duplicates(rules: Sequence[Rule]) -> _Messages:
     for rule in rules:
         first = first_rules.setdefault(rule.pattern, rule)
         if first is not rule:
-            problem = "again" if first.type is rule.type else f"with another type than {first}, which decides"
+            problem = "again" if first.type is rule.type else f"but {first}, which takes precedence, gives another type"
             yield "QK-W026", f"{rule} occurs {problem}"
 
 
@@ -110,12 +110,12 @@ def _unreadable(recipe: Recipe) -> _Messages:
 
 def _missing_types(recipe: Recipe, runtime: str | None) -> _Messages:
     if runtime not in (None, *_TREES):
-        raise RecipeError(f"there is no runtime {runtime!r}: write mainline or ik", "QK-E203")
+        raise RecipeError(f"unknown runtime {runtime!r}: choose llama.cpp or ik", "QK-E203")
     for t, rule in {rule.type: rule for rule in reversed(recipe.rules)}.items():
         if runtime is not None and not t.is_in(runtime):
             yield "QK-W020", f"{rule}: {_TREES[runtime]} has no type {t}"
         elif t.trees == "none":
-            yield "QK-W020", f"{rule}: no runtime has the type {t}"
+            yield "QK-W020", f"{rule}: no runtime supports the type {t}"
     examples = {tree: next((r for r in recipe.rules if r.type.trees == tree), None) for tree in _TREES}
     if runtime is None and (mainline := examples["mainline"]) and (ik := examples["ik"]):
         yield "QK-W020", f"no runtime loads both {ik} and {mainline}"
@@ -142,13 +142,13 @@ def _indivisible_rows(contents: Contents) -> _Messages:
         if t.refused_type is not None:
             names_by_types.setdefault((t.refused_type, t.type, t.shape[0]), []).append(t.name)
     for (requested, fallback, n), names in names_by_types.items():
-        reason = f"rows of {n} do not divide into blocks of {requested.block}"
-        reason = reason if n % requested.block else "rows do not divide into its groups"
+        reason = f"rows of {n} are not a multiple of blocks of {requested.block}"
+        reason = reason if n % requested.block else "the number of rows is not a multiple of its groups"
         yield "QK-W021", f"{abbreviate(names)}: {requested} becomes {fallback}: {reason}"
 
 
 def _ineffective(rules: Sequence[Rule], contents: Contents) -> _Messages:
-    """Yield rules that match only tensors that keep their type; a rule that names this type is none."""
+    """Yield rules that match only tensors that keep their type, except rules that set this very type."""
     effective = {id(t.rule) for t in contents.tensors if t.decided_by == "rule"}
     for rule in rules:
         unaffected = [t for t in contents.tensors if t.rule is rule and t.type is not rule.type]
@@ -161,13 +161,13 @@ def _loose_patterns(rules: Sequence[Rule], names: Sequence[str]) -> _Messages:
     for rule in rules:
         hits = [name for name in names if rule.matches(name)]
         if hits and (extra := _extra_matches(rule, hits, lambda text: _NUMBER.sub(r"\1(?![0-9])", text))):
-            yield "QK-W024", f"{rule} also matches {abbreviate(extra)}: end the layer's number with \\."
+            yield "QK-W024", f"{rule} also matches {abbreviate(extra)}: end the layer number with \\."
         elif hits and (extra := _extra_matches(rule, hits, lambda text: _DOT.sub(lambda m: m[1] or r"\.", text))):
             yield "QK-W025", f"{rule} also matches {abbreviate(extra)}: write \\. for a dot"
 
 
 def _extra_matches(rule: Rule, hits: Sequence[str], stricter: Callable[[str], str]) -> list[str]:
-    """Return the matches that a stricter pattern excludes; [] if it is the same, or would match nothing."""
+    """Return the matches that a stricter pattern excludes; [] if it matches the same or nothing."""
     text = stricter(rule.pattern)
     if text == rule.pattern:
         return []

@@ -44,19 +44,19 @@ def _tokenize(text: str) -> list[tuple[str, str]]:
     while offset < len(text):
         token = _TOKEN.match(text, offset)
         if token is None:
-            raise NotPortable(f"{text[offset : offset + 4]!r} has another meaning there, or none")
+            raise NotPortable(f"{text[offset : offset + 4]!r} has a different meaning there, or none")
         kind = token.lastgroup or ""
         if kind == "repeat" and last == "repeat" and token[0] == "?":
             kind = "lazy"
         elif kind == "repeat" and (last in ("", "open", "repeat", "lazy") or tokens[-1][1] in ("|", "^", "\\b", "\\B")):
-            raise NotPortable(f"{token[0]!r} repeats nothing, or a repeat")
+            raise NotPortable(f"{token[0]!r} follows nothing that can repeat")
         depth += (kind == "open") - (kind == "close")
         if depth < 0:
-            raise NotPortable("a ) closes nothing")
+            raise NotPortable("unmatched )")
         tokens.append((kind, token[0]))
         offset, last = token.end(), kind
     if depth:
-        raise NotPortable("a ( is not closed")
+        raise NotPortable("unmatched (")
     return tokens
 
 
@@ -78,7 +78,7 @@ def rewrite(pattern: str, dialect: str) -> str:
             open_groups.append((start, token))
             output.append({"(?=": "(?!(?!", "(?:": "(" if dialect == "thireus" else "(?:"}.get(token, token))
             if dialect == "thireus" and token in ("(?=", "(?!"):
-                raise NotPortable("a look-ahead, which POSIX expressions lack")
+                raise NotPortable("a look-ahead, which POSIX expressions do not support")
         elif kind == "close":
             start, group = open_groups.pop()
             output.append("))" if group == "(?=" else ")")
@@ -124,12 +124,12 @@ def _rewrite_token(kind: str, token: str, dialect: str) -> str:
     if kind == "quoted" and token[1] in "=, #":
         return f"\\x{ord(token[1]):02x}" if dialect != "thireus" else "."
     if kind == "hex" and dialect == "thireus":
-        raise NotPortable(f"{token}, which POSIX expressions lack")
+        raise NotPortable(f"{token}, which POSIX expressions do not support")
     return lower
 
 
 def _rewrite_set(token: str, dialect: str) -> str:
-    """Return a set in lower case, as names without capitals are to match."""
+    """Return a set in lower case, which matches lower-case names."""
     text = re.sub(r"\\([dsw])", lambda m: _CLASSES[m[1]], token)
     if invalid := re.search(r"\\[A-Za-z]|[=,\s]", re.sub(r"\[:\^?\w+:\]", "", text)):
         raise NotPortable(f"{invalid[0]!r} in {token}")
@@ -139,22 +139,23 @@ def _rewrite_set(token: str, dialect: str) -> str:
 
 
 class DialectPattern:
-    """A pattern, matched as the program of a dialect does. Raises NotPortable if it reads another, or none."""
+    """A pattern, matched as by the program of a dialect. Raises NotPortable if the program reads it differently or not
+    at all."""
 
     def __init__(self, pattern: str, dialect: str, origin: str) -> None:
         if not pattern.isascii():
             raise NotPortable("characters beyond ASCII")
         tokens = _tokenize(pattern)
         if "=" in pattern:
-            raise NotPortable("a =, where the type would begin")
+            raise NotPortable("a =, which starts the type")
         if dialect == "ik" and "," in pattern:
-            raise NotPortable("a comma, where the next rule would begin")
+            raise NotPortable("a comma, which starts the next rule")
         if dialect == "llama.cpp" and re.search(r"\s", pattern):
-            raise NotPortable("a space, where the next rule would begin")
+            raise NotPortable("a space, which starts the next rule")
         if dialect == "thireus":
             posix = {"lazy", "hex"}
             if invalid := [t for k, t in tokens if k in posix or t in ("(?:", "(?=", "(?!", r"\d", r"\D")]:
-                raise NotPortable(f"{invalid[0]}, which POSIX expressions lack")
+                raise NotPortable(f"{invalid[0]}, which POSIX expressions do not support")
         text = pattern.lower() if dialect == "llama.cpp" else pattern
         self.pattern = Pattern(f"(?a){text}", origin)
 
@@ -168,4 +169,4 @@ def compile_pattern(pattern: str, dialect: str, origin: str) -> DialectPattern:
     try:
         return DialectPattern(pattern, dialect, origin)
     except NotPortable as e:
-        raise RecipeError(f"{origin}: {READERS[dialect]} does not read {pattern!r}: {e}", "QK-E205") from None
+        raise RecipeError(f"{origin}: {READERS[dialect]} cannot read {pattern!r}: {e}", "QK-E205") from None

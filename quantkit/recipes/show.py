@@ -25,6 +25,7 @@ from quantkit.recipes.contents import (
     read_model,
 )
 from quantkit.recipes.dialects import read_rules
+from quantkit.recipes.portable import READERS
 from quantkit.units import format_size
 
 #: Experts, as in llama.cpp's --cpu-moe (common/common.h, LLM_FFN_EXPS_REGEX).
@@ -89,18 +90,18 @@ def show_recipe(
     ``n_cpu_moe`` place tensors as -ngl, -ot, --cpu-moe and --n-cpu-moe do, the first rule first. Raises RecipeError.
     """
     if cpu_moe and n_cpu_moe:
-        raise RecipeError("--cpu-moe and --n-cpu-moe exclude each other: give only one of them", "QK-E201")
+        raise RecipeError("--cpu-moe and --n-cpu-moe are mutually exclusive: omit one of them", "QK-E201")
     notes: list[str] = []
     if is_gguf(path):
         if model is not None:
-            raise RecipeError(f"{path} is a model that has its types: omit -m", "QK-E201")
+            raise RecipeError(f"{path} is a model, which has its own types: omit -m", "QK-E201")
         contents = contents_of_file(read_model(path))
     else:
         if model is None:
-            raise RecipeError(f"{path} is a recipe: give the model it is for with -m", "QK-E202")
+            raise RecipeError(f"{path} is a recipe: give its model with -m", "QK-E202")
         recipe, header = read_rules(path, dialect), read_model(model)
         contents = contents_of_rules(effective_rules(recipe, header), header, title, imatrix=imatrix)
-        notes += [f"{Path(path).name} is read as {recipe.dialect}"] if dialect is None else []
+        notes += [f"{Path(path).name}: read in the format of {READERS[recipe.dialect]}"] if dialect is None else []
     rules = [*parse_rules(overrides)]
     rules += [(rf"blk\.{i}{_EXPERTS}", "CPU") for i in range(min(n_cpu_moe, contents.model.n_layer))]
     rules += [(_EXPERTS, "CPU")] if cpu_moe else []

@@ -20,7 +20,7 @@ _FIELD = re.compile(r"(\.)(\w+)((?:\.\w+)*)")
 def write_recipe(
     types: Mapping[str, TensorType], comments: Sequence[str] = (), dialect: str = "ours", *, others: Iterable[str] = ()
 ) -> str:
-    """Return the text of a recipe that gives every tensor of ``types`` its type, by few anchored rules.
+    """Return the text of a recipe that gives every tensor of ``types`` its type, with few anchored rules.
 
     ``dialect``: "ours", "llama.cpp", "ik" or "thireus". ``comments``: lines before the rules (not for llama.cpp).
     ``others``: names of the model's other tensors, which no rule may match. The rules are verified by matching as the
@@ -34,7 +34,7 @@ def rules_for(
 ) -> list[tuple[str, TensorType]]:
     """Return the rules of ``write_recipe``: pattern and type; errors as there."""
     if dialect not in DIALECTS:
-        raise RecipeError(f"there is no dialect {dialect!r} of recipes: write {', '.join(DIALECTS)}", "QK-E203")
+        raise RecipeError(f"unknown recipe dialect {dialect!r}: choose one of {', '.join(DIALECTS)}", "QK-E203")
     tree = tree_of(dialect)
     if missing := [name for name, t in types.items() if tree is not None and not t.is_in(tree)]:
         raise RecipeError(f"{dialect} has no type {types[missing[0]]} (for {missing[0]})", "QK-E203")
@@ -44,7 +44,8 @@ def rules_for(
     if differences:  # names that differ in capitals, or in characters that no rule can name
         name, (expected_type, given_type) = next(iter(differences.items()))
         raise RecipeError(
-            f"no rules of {dialect} give {name!r} {expected_type or 'no type'}: they would give {given_type or 'none'}"
+            f"cannot write rules of {dialect} that give {name!r} {expected_type or 'no type'}: they give "
+            f"{given_type or 'none'}"
         )
     return rules
 

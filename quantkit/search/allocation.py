@@ -23,8 +23,8 @@ class Allocation:
     """A type for every group, by name, and the file that it gives.
 
     ``kld``: predicted nats per token. ``footprint``: of all tensors. ``type_name``: TYPE of the plan. ``gap``: upper
-    bound of what the optimum may have less divergence, if the solver ran out of time. ``picks``: index of the choice of
-    each choice group. ``check``: the measured divergence.
+    bound of the optimum's lower divergence, if the solver ran out of time. ``picks``: index of the choice of each
+    choice group. ``check``: the measured divergence.
     """
 
     types: Mapping[str, TensorType]
@@ -65,7 +65,7 @@ class Check:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise RecipeError(f"--check {self.count} must be above 0", "QK-E203")
+            raise RecipeError(f"--check {self.count} must be greater than 0", "QK-E203")
 
 
 def measure(

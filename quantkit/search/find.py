@@ -67,7 +67,7 @@ def search(
 
     Args:
         sensitivity: the result of ``sensitivity``, or its file.
-        source: the model to quantize, of which only the header is read; by default that which was measured.
+        source: the model to quantize, of which only the header is read; default: the measured model.
         options: target and constraints.
         check: quantize and measure the best few.
         progress: called with a line for each step.
@@ -116,9 +116,7 @@ def model_path(measurements: Sensitivity, source: str | Path | None) -> Path:
         return located(source)
     path = measurements.model.get("path")
     if not isinstance(path, str) or not Path(path).is_file():
-        raise RecipeError(
-            f"the model that was measured, {path or 'unnamed'}, does not exist: name it with -m", "QK-E401"
-        )
+        raise RecipeError(f"the measured model, {path or 'unnamed'}, does not exist: give it with -m", "QK-E401")
     return Path(path)
 
 
@@ -148,11 +146,11 @@ class Finder:
         self._squares: list[Weights] = [np.array([c.squares for c in group.choices]) for group in space.choice_groups]
 
     def best(self, count: int) -> Iterator[Allocation]:
-        """Yield up to ``count`` allocations for the target, the best first.
+        """Yield up to ``count`` allocations for the target, best first.
 
-        Each differs from those before it in a twentieth of the choice groups. In turns they are optimal for the rule of
-        combination (combine.py), for the other rule there, and for plain sums: the most accurate of these differs from
-        size to size, so that all are worth measuring.
+        Each differs from those before it in a twentieth of the choice groups. They are optimal in turn for the rule of
+        combination (combine.py), for the other rule there, and for plain sums: the most accurate of these differs
+        between sizes, so all are worth measuring.
         """
         free_groups = sum(len(group.choices) > 1 for group in self.space.choice_groups)
         min_difference = max(1, round(_MIN_DIFFERENCE * free_groups))
@@ -189,10 +187,10 @@ class Finder:
     def best_for_size(
         self, target: int, exclusions: Sequence[Exclusion] = (), costs: Sequence[Weights] | None = None
     ) -> Allocation | None:
-        """Return the best allocation whose file has at most ``target`` bytes, by ``costs`` or the predicted divergence.
+        """Return the best allocation with a file of at most ``target`` bytes, by ``costs`` or predicted divergence.
 
-        The header contains the rules, so its size is known only afterwards; if the file is too large, it is solved
-        again with less room for tensors.
+        The header contains the rules, so its size is known only afterwards; if the file is too large, the problem is
+        solved again with fewer bytes for tensors.
         """
         room = target - self.header_bytes - self.space.fixed.padded
         for _ in range(_MAX_ROUNDS):
@@ -206,7 +204,7 @@ class Finder:
         return None
 
     def _smallest_for_kld(self, target: float, exclusions: Sequence[Exclusion]) -> Allocation | None:
-        """Return the smallest allocation of at most ``target`` predicted divergence; of equal sizes the best."""
+        """Return the smallest allocation with a predicted divergence of at most ``target``, the best of equal sizes."""
         answer = self._solve_smallest(target, exclusions)
         if answer is None:
             return None
@@ -266,7 +264,7 @@ class Finder:
             g.name: u.choices[pick].type for u, pick in zip(space.choice_groups, picks, strict=True) for g in u.groups
         }
         if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug
-            raise ResourceError("the rules of this allocation give other types than were counted")
+            raise ResourceError("the rules of this allocation do not give the types that the search assigned")
         kld, options = space.kld(picks), space.quantize_options(title, rules)
         return Allocation(types, kld, space.total(picks), rules, title, options, plan, answer.gap, picks)
 
@@ -333,19 +331,19 @@ class Finder:
     # --- messages ---
 
     def _note_limits(self, allocation: Allocation) -> None:
-        """Note other limits of an allocation than its target."""
+        """Add notes on limits of an allocation other than its target."""
         if allocation.gap:
             total = allocation.kld if self.space.quadrature else _sum(self._errors, allocation.picks)
             share = allocation.gap / total if total else 0.0
             self.notes.append(
-                f"the time was up after {self.options.time_limit:g} s: the optimum may have "
-                f"{100 * share:.2g} % less divergence (--time-limit)"
+                f"the search stopped after {self.options.time_limit:g} s: the optimum may have {100 * share:.2g} % "
+                "less divergence; raise --time-limit"
             )
         has_size = self.options.target_size is not None or self.options.target_bpw is not None
         costs = self._tangent_costs(allocation.picks) if has_size else []
         if has_size and all(row[pick] == row.min() for row, pick in zip(costs, allocation.picks, strict=True)):
             self.notes.append(
-                f"no larger allocation is better: {format_size(allocation.nbytes)} is the most these types are good for"
+                f"no larger allocation of these types is better than this one of {format_size(allocation.nbytes)}"
             )
 
     def _target_error(self) -> RecipeError:
@@ -354,7 +352,7 @@ class Finder:
         if self.options.target_kld is not None:
             least = self.least_kld()
             return RecipeError(
-                f"--target-kld {self.options.target_kld:g}: the least that is predicted is {least.kld:.4g}, in "
+                f"--target-kld {self.options.target_kld:g}: the lowest predicted divergence is {least.kld:.4g}, in "
                 f"{format_size(least.nbytes)} ({least.nbytes} bytes)",
                 "QK-E213",
             )
@@ -372,10 +370,10 @@ class Finder:
         """Return the error for constraints on speed that no allocation meets."""
         fixed = self.space.fixed
         read = fixed.read + sum(int(row.min()) for row in self._amounts("read"))
-        text = f"the least that a token can read is {format_size(read)} ({read} bytes)"
+        text = f"the minimum read per token is {format_size(read)} ({read} bytes)"
         if self.options.min_speed is not None:
             seconds = fixed.seconds + sum(float(row.min()) for row in self._amounts("seconds"))
-            text += f", the most tokens per second {1 / seconds:.4g}" if seconds else ""
+            text += f", the maximum tokens per second {1 / seconds:.4g}" if seconds else ""
         option = "--max-read" if self.options.max_read is not None else "--min-speed"
         both = self.options.max_read is not None and self.options.min_speed is not None
         return RecipeError(f"{'--max-read and --min-speed' if both else option}: {text}", "QK-E213")

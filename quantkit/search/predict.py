@@ -38,7 +38,7 @@ class Predictor:
     """Predicted divergence of groups in types, in nats per token.
 
     ``feedback``: prefer measurements with error feedback. ``proxy``: name of the proxy that replaces a missing
-    measurement; None: the one that ranks the measured pairs best.
+    measurement; None: the proxy that ranks the measured pairs best.
     """
 
     def __init__(self, sensitivity: Sensitivity, *, feedback: bool = False, proxy: str | None = None) -> None:
@@ -134,9 +134,7 @@ def _kld_and_error(cost: Cost, proxies: Sequence[str]) -> tuple[float, float] | 
         error = (_LAYER_ERROR if name == LAYER else _PROXY_ERROR) * kld if isinstance(kld, (int, float)) else 0.0
     for value in (kld, error):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
-            raise FormatError(
-                f"the sensitivities have a cost of {cost.group} as {cost.type} that is no number", "QK-E122"
-            )
+            raise FormatError(f"the sensitivities have an invalid cost of {cost.group} as {cost.type}", "QK-E122")
     return None if kld is None else (kld, error)
 
 
@@ -144,7 +142,9 @@ def _flips_share(cost: Cost) -> float:
     """Return ``flips`` of a cost, 0 for None. Raises FormatError for values outside of [0, 1]."""
     share = 0.0 if cost.flips is None else cost.flips
     if not (isinstance(share, (int, float)) and 0 <= share <= 1):
-        raise FormatError(f"the sensitivities have flips of {cost.group} as {cost.type} that are no share", "QK-E122")
+        raise FormatError(
+            f"the sensitivities have invalid flips of {cost.group} as {cost.type}: not a share", "QK-E122"
+        )
     return float(share)
 
 

@@ -42,7 +42,7 @@ def parse_restrictions(texts: Iterable[str], option: str, groups: Sequence[Group
         types = tuple(option_type(name, option) for name in names.split(",") if name.strip())
         restriction = Restriction(f"{option} {text}", Pattern(pattern.strip(), option, ignore_case=True), types)
         if not any(map(restriction.matches, groups)):
-            raise RecipeError(f"{option} {text}: no tensor matches; there are {_classes(groups)}", "QK-E206")
+            raise RecipeError(f"{option} {text}: matches no tensor; choose from {_classes(groups)}", "QK-E206")
         result.append(restriction)
     return result
 
@@ -52,7 +52,7 @@ def _classes(groups: Iterable[Group]) -> str:
 
 
 class Restrictions:
-    """Permitted types of groups; of each option the first restriction that matches counts."""
+    """Permitted types of groups; the first matching restriction of each option applies."""
 
     def __init__(
         self, groups: Sequence[Group], allow: Iterable[str], at_least: Iterable[str], at_most: Iterable[str]
@@ -62,7 +62,7 @@ class Restrictions:
         self.at_most = parse_restrictions(at_most, "--at-most", groups)
         for restriction in (*self.at_least, *self.at_most):
             if len(restriction.types) > 1:
-                raise RecipeError(f"{restriction.text}: a bound is one type", "QK-E203")
+                raise RecipeError(f"{restriction.text}: a bound must be a single type", "QK-E203")
 
     def types(self, group: Group, types: Iterable[TensorType]) -> tuple[TensorType, ...]:
         """Return the permitted types of a group: of --allow, by default of ``types``, within the bounds."""
@@ -80,10 +80,10 @@ class Restrictions:
 def tie_groups(
     groups: Sequence[Group], tied_classes: Iterable[str], pairs: Iterable[tuple[str, str]] = ()
 ) -> list[list[Group]]:
-    """Return lists of groups that get one type: those that ``tied_classes`` names, and ``pairs`` of groups by name.
+    """Return lists of groups that get the same type: those of ``tied_classes``, and ``pairs`` of groups by name.
 
     An item of ``tied_classes`` lists classes, or parts of classes between underscores: with ``up,gate`` the classes
-    ffn_up_exps and ffn_gate_exps of a layer go together, and ffn_up and ffn_gate.
+    ffn_up_exps and ffn_gate_exps of a layer are tied, as are ffn_up and ffn_gate.
     """
     owner = {group.name: group.name for group in groups}
 
@@ -111,7 +111,7 @@ def _tie_keys(groups: Sequence[Group], text: str) -> Iterable[tuple[tuple[int | 
     """
     items = [item.strip().lower() for item in text.split(",") if item.strip()]
     if len(items) < 2:
-        raise RecipeError(f"--same {text}: name at least two classes, as up,gate", "QK-E204")
+        raise RecipeError(f"--same {text}: give at least two classes, such as up,gate", "QK-E204")
     for item in items:
         has_match = False
         for group in groups:
@@ -123,4 +123,6 @@ def _tie_keys(groups: Sequence[Group], text: str) -> Iterable[tuple[tuple[int | 
                 has_match = True
                 yield (group.layer, "_".join("*" if part == item else part for part in parts)), group.name
         if not has_match:
-            raise RecipeError(f"--same {text}: no class has a part {item!r}; there are {_classes(groups)}", "QK-E206")
+            raise RecipeError(
+                f"--same {text}: {item!r} is not part of any class; choose from {_classes(groups)}", "QK-E206"
+            )

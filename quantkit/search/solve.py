@@ -1,4 +1,4 @@
-"""Choice of one item from every row at least cost within limits: an integer program, solved by HiGHS.
+"""Choice of one item from every row at minimum cost within limits: an integer program, solved by HiGHS.
 
 This is the multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger, Knapsack Problems, 2004, chapter 11) with
 any number of limits, and with excluded answers, for the second best. The linear relaxation first drops choices that
@@ -104,11 +104,11 @@ def solve(
         if answer is None and rounded is None:
             if proven:
                 return None
-            raise ResourceError(f"no allocation was found within {time_limit:g} s: raise --time-limit", "QK-E213")
+            raise ResourceError(f"found no allocation within {time_limit:g} s: raise --time-limit", "QK-E213")
         best = min((picks for picks in (answer, rounded) if picks is not None), key=program.cost)
         cost = program.cost(best)
         return Answer(best, cost, 0.0 if proven else max(0.0, cost - relaxation[0]))
-    raise ResourceError("the solver's answers exceed the limits by rounding: change the target slightly")
+    raise ResourceError("the solver's results exceed the limits by rounding errors: change the target slightly")
 
 
 class _Program:
@@ -204,7 +204,7 @@ class _Program:
         return picks, np.flatnonzero((reduced_costs <= room) | selected)
 
     def round_shares(self, shares: F64) -> tuple[int, ...] | None:
-        """Return an answer near the relaxation: the lightest choice with a share of each row, greedily improved."""
+        """Return an answer near the relaxation: in each row the lightest choice with a share, greedily improved."""
         picks = []
         for i in range(len(self.costs)):
             span = slice(self.first[i], self.first[i + 1])

@@ -1,7 +1,7 @@
 """``Space``: the choices of a search, types for groups of tensors, with their bytes, read time and divergence.
 
-Bytes are those of ``plan_quantize``: they include fallbacks of rows that do not divide into blocks, merged experts and
-the padding between tensors.
+Bytes are those of ``plan_quantize``: they include fallbacks of rows that are not a multiple of blocks, merged experts
+and the padding between tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChoiceGroup:
-    """Groups that get one type, and the candidates, smallest first."""
+    """Groups that get the same type, and the candidates, smallest first."""
 
     groups: tuple[Group, ...]
     choices: tuple[Choice, ...]
@@ -134,14 +134,14 @@ class Space:
         option_types = [option_type(name, "--types") for name in self.options.types]
         for t in (*option_types, *(t for r in self.restrictions.allow for t in r.types)):
             if not is_target(t) or t.is_quantized and not has_encoder(t):
-                raise RecipeError(f"{t} cannot be quantized to; `quantkit types` lists what can", "QK-E302")
+                raise RecipeError(f"{t} is not a type to quantize to; `quantkit types` lists those", "QK-E302")
             if t.is_quantized and t not in measured_types:
                 type_names = ", ".join(map(str, measured_types))
                 raise RecipeError(
                     f"{t} was not measured, only {type_names}: run `quantkit sensitivity --types {t}`", "QK-E203"
                 )
             if runtime := self._runtime_without(t):
-                raise RecipeError(f"{runtime} has no {t}: omit it, or change --runtime", "QK-E203")
+                raise RecipeError(f"{runtime} does not support {t}: omit it, or change --runtime", "QK-E203")
         if option_types:
             return tuple(dict.fromkeys(option_types))
         loadable = tuple(t for t in measured_types if not self._runtime_without(t))
@@ -151,7 +151,7 @@ class Space:
                 f"--runtime {self.options.runtime} loads none of the measured types: {type_names}", "QK-E203"
             )
         if unloadable := [str(t) for t in measured_types if t not in loadable]:
-            self.notes.append(f"--runtime {self.options.runtime}: without {', '.join(unloadable)}")
+            self.notes.append(f"--runtime {self.options.runtime} excludes {', '.join(unloadable)}")
         return loadable
 
     def _runtime_without(self, t: TensorType) -> str:
@@ -180,7 +180,7 @@ class Space:
         if candidates:
             return candidates
         reasons = (
-            "; ".join(self.restrictions.reasons(group)) or f"of {', '.join(map(str, permitted))} none was measured"
+            "; ".join(self.restrictions.reasons(group)) or f"none of {', '.join(map(str, permitted))} was measured"
         )
         raise RecipeError(f"{group.name} can have no type: {reasons}", "QK-E213")
 
@@ -254,7 +254,8 @@ class Space:
         return {name: group.name for group in self.groups for name in group.tensors}
 
     def _fixed_footprint(self, tensors: Iterable[PlannedTensor]) -> Footprint:
-        """Return the footprint of the tensors of no group; set ``pinned_types``, of those that need a rule to stay."""
+        """Return the footprint of the tensors of no group; set ``pinned_types``, for those that need a rule to keep
+        their type."""
         ungrouped = [t for t in tensors if not self._owners(t)]
         self.pinned_types = {
             t.name: t.type for t in ungrouped if len(t.shape) > 1 and t.name in self._encodable and is_target(t.type)
@@ -262,7 +263,7 @@ class Space:
         pinned = [t for t in ungrouped if t.name in self.pinned_types]
         if pinned:
             names = f"{pinned[0].name} and {len(pinned) - 1} more" if len(pinned) > 1 else pinned[0].name
-            self.notes.append(f"{names}: not measured, left in the type of the source")
+            self.notes.append(f"{names}: not measured, keep the type of the source")
         return sum(map(self.footprint, ungrouped), Footprint())
 
     @cached_property
@@ -311,7 +312,7 @@ class Space:
         common = [t for t in candidate_types[groups[0].name] if all(t in candidate_types[g.name] for g in groups)]
         if not common:
             candidates_text = "; ".join(f"{g.name}: {', '.join(map(str, candidate_types[g.name]))}" for g in groups)
-            raise RecipeError(f"these are to have one type, but have none in common: {candidates_text}", "QK-E213")
+            raise RecipeError(f"these must have the same type, but have none in common: {candidates_text}", "QK-E213")
         choices = []
         for t in common:
             tensors = [p for group in groups for p in tensors_by_type[t][group.name]]
@@ -348,7 +349,7 @@ class Space:
         return self.combination.total(math.fsum(c.error for c in choices))
 
     def combined_kld(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Return the divergence of groups together; ``parts``: of each its divergence alone, and flips in that."""
+        """Return the divergence of groups together; ``parts``: divergence and flips of each alone."""
         if self.quadrature:
             return math.fsum(kld - flips for kld, flips in parts) + math.hypot(*(flips for _, flips in parts))
         return self.combination.total(math.fsum(self.combination.additive_part(kld) for kld, _ in parts))
@@ -382,13 +383,13 @@ def _check_model(sensitivity: Sensitivity, source: Source) -> None:
             info = source.tensors.get(name)
             if info is None:
                 raise RecipeError(
-                    f"{path}: there is no {name}, which was measured: the sensitivities are of {model_name}",
+                    f"{path}: has no {name}; the sensitivities are of {model_name}",
                     "QK-E207",
                 )
             if _dims(info.shape) != _dims(shape):
                 raise RecipeError(
-                    f"{path}: {name} is {list(info.shape)}, but {list(shape)} was measured: the sensitivities are "
-                    f"of {model_name}",
+                    f"{path}: {name} is {list(info.shape)}, but was {list(shape)} when measured; the sensitivities "
+                    f"are of {model_name}",
                     "QK-E207",
                 )
             if name in names:
@@ -396,7 +397,7 @@ def _check_model(sensitivity: Sensitivity, source: Source) -> None:
             names.add(name)
     fingerprint = sensitivity.model.get("fingerprint")
     if isinstance(fingerprint, str) and fingerprint != source.fingerprint():
-        raise RecipeError(f"{path} has other weights than {model_name}, whose sensitivities were measured", "QK-E207")
+        raise RecipeError(f"the weights of {path} differ from those of {model_name}, which was measured", "QK-E207")
 
 
 def _dims(shape: Sequence[int]) -> tuple[int, ...]:

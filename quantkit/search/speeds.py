@@ -49,10 +49,10 @@ def measure_speeds(
 def read_speeds(path: Path) -> Mapping[str, float]:
     """Return GB/s by type name from a JSON file. Raises FormatError."""
     speeds: Mapping[str, float] = read_own_json(
-        path, 'a table of GB/s by type, as {"Q4_K": 18.5}', partial(record, Mapping[str, float]), _MAX_BYTES
+        path, 'a table of GB/s by type, such as {"Q4_K": 18.5}', partial(record, Mapping[str, float]), _MAX_BYTES
     )
     if slow := [name for name, speed in speeds.items() if speed <= 0]:
-        raise FormatError(f"{path}: the speed of {slow[0]} must be above 0", "QK-E203")
+        raise FormatError(f"{path}: the speed of {slow[0]} must be greater than 0", "QK-E203")
     return speeds
 
 

@@ -66,7 +66,7 @@ def search_front(
 
     Args:
         sensitivity: the result of ``sensitivity``, or its file.
-        source: the model, of which only the header is read; by default that which was measured.
+        source: the model, of which only the header is read; default: the measured model.
         options: constraints; a target is ignored.
         points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
         progress: called with a line for each step.
@@ -133,7 +133,7 @@ def _presets(space: Space) -> tuple[list[PresetPoint], list[str]]:
             continue
         read = sum(space.footprint(t).read for t in plan.tensors)
         points.append(PresetPoint(preset.name, plan.nbytes, plan.bpw, read, kld))
-    notes = [f"presets with types that were not measured, or without their importance: {', '.join(omitted)}"]
+    notes = [f"omitted presets, because types were not measured or need an importance matrix: {', '.join(omitted)}"]
     return sorted(points, key=lambda p: -p.nbytes), notes if omitted else []
 
 

@@ -37,7 +37,7 @@ from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Overrides
 from quantkit.types import TensorType, type_by_name
 
-#: A type that fits rows of any usual length: a plan with it tells which tensors are encoded at all.
+#: A type that fits rows of any usual length: a plan with it shows which tensors are encoded.
 _PROBE = "F16"
 
 
@@ -85,15 +85,13 @@ def measurable_types(names: Sequence[str]) -> tuple[TensorType, ...]:
     types = tuple(dict.fromkeys(type_by_name(name) for name in names))
     for t in types:
         if not is_target(t) or not has_encoder(t):
-            raise TypeNotSupported(
-                f"{t} is not a type that weights are encoded in; `quantkit types` lists those", "QK-E302"
-            )
+            raise TypeNotSupported(f"{t} is not a type to quantize to; `quantkit types` lists those", "QK-E302")
         if is_interleaved(t):
             raise TypeNotSupported(
-                f"{t} has the values of the type whose rows it interleaves: measure that one", "QK-E203"
+                f"{t} has the same values as its type without interleaving: measure that one", "QK-E203"
             )
     if not types:
-        raise RecipeError("there are no types to measure: name some (--types Q4_K,Q6_K)", "QK-E202")
+        raise RecipeError("no types to measure: give some (--types Q4_K,Q6_K)", "QK-E202")
     return types
 
 
@@ -103,7 +101,7 @@ def groups_of(model: Path, encoding: Encoding, grouping: str) -> tuple[Group, ..
     ``by``: ``class-layer``, ``class`` or ``tensor``.
     """
     if grouping not in GROUPS:
-        raise RecipeError(f"groups by {grouping}: there are {', '.join(GROUPS)}", "QK-E203")
+        raise RecipeError(f"unknown grouping {grouping}: choose one of {', '.join(GROUPS)}", "QK-E203")
     with open_model(model) as source:
         plan = replace(encoding, imatrix=None, allow_requantize=True).plan(model, source.tensors, _PROBE)
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -111,7 +109,7 @@ def groups_of(model: Path, encoding: Encoding, grouping: str) -> tuple[Group, ..
         if t.type.name == _PROBE and len(t.shape) > 1:
             groups.setdefault(_group_name(t.name, grouping), {})[t.name] = t.shape
     if not groups:
-        raise RecipeError(f"{model}: it has no tensors that can be quantized", "QK-E214")
+        raise RecipeError(f"{model}: has no tensors that can be quantized", "QK-E214")
     return tuple(_group(name, tensors, grouping) for name, tensors in groups.items())
 
 
@@ -149,13 +147,13 @@ def pairs_of(
                 left_out.setdefault(reason, []).append(group.name)
         if len(pairs) == count:
             reasons = "; ".join(reason for reason in left_out if str(t) in reason)
-            raise RecipeError(f"{t} can be measured of no group: {reasons}", "QK-E206")
+            raise RecipeError(f"{t} cannot be measured for any group: {reasons}", "QK-E206")
     return pairs, left_out
 
 
 def _exclusion_reason(name: str, shape: Sequence[int], t: TensorType, importance: Importance | None) -> str | None:
     if shape[0] % t.block:
-        return f"rows of {shape[0]} do not divide into {t}'s blocks of {t.block}"
+        return f"rows of {shape[0]} are not a multiple of {t}'s blocks of {t.block}"
     reason = importance_requirement(name, t)
     if reason is None or importance is not None and importance.lookup(name, shape).entry is not None:
         return None

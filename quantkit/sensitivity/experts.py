@@ -2,7 +2,7 @@
 
 A file stores all experts of a tensor in one type, so no search can give a rare expert fewer bits than the others of its
 tensor. Groups are tensors, and a measured cost weighs each expert by how often the text chooses it. The importance
-matrix adds where tokens go, and whether experts with few tokens, whose importance is uncertain, matter.
+matrix adds the routing of tokens, which shows whether experts with few tokens, whose importance is uncertain, matter.
 """
 
 from __future__ import annotations
@@ -91,10 +91,11 @@ def experts_summary(experts: Mapping[str, Mapping[str, Any]]) -> str:
     subject = f"{len(experts)} groups of experts"
     rare = [row for row in experts.values() if row["rare"]]
     if not rare:
-        return f"{subject}: none is chosen less than half as often as the mean"
+        return f"{subject}: no expert is chosen less than half as often as the mean"
     tokens = max(row["rare_tokens"] for row in rare)
     errors = [share for row in rare for share in row["rare_errors"].values()]
     text = (
-        f"{subject}: in {len(rare)} some are chosen less than half as often as the mean; of these groups they get up to"
+        f"{subject}: in {len(rare)} of them, some experts are chosen less than half as often as the mean; these "
+        "receive up to"
     )
-    return f"{text} {tokens:.1%} of the tokens" + (f" and have up to {max(errors):.1%} of the error" if errors else "")
+    return f"{text} {tokens:.1%} of the tokens" + (f" and cause up to {max(errors):.1%} of the error" if errors else "")

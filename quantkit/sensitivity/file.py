@@ -24,7 +24,7 @@ LAYER = "layer_error"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that get one type together.
+    """Tensors that get the same type.
 
     ``name``: unique in a file, such as ``blk.3.ffn_gate_exps``. ``kind``: the class of its tensors (``ffn_gate_exps``).
     ``layer``: None for tensors outside layers. ``tensors``: shapes in ggml's order, by full name.
@@ -95,12 +95,12 @@ def read_sensitivity(path: Path) -> Sensitivity:
 
     def parse(data: Any) -> Sensitivity:
         if data.pop("kind") != KIND or data.pop("version") != VERSION:
-            raise ValueError(f"another kind of file, or another version than {VERSION}")
+            raise ValueError(f"not a sensitivity file of version {VERSION}")
         sensitivity: Sensitivity = record(Sensitivity, data)
         return sensitivity
 
-    content = read_own_json(path, "a file of quantkit sensitivity", parse)
+    content = read_own_json(path, "a sensitivity file", parse)
     names = {g.name for g in content.groups}
     if missing := next((c.group for c in content.costs if c.group not in names), None):
-        raise FormatError(f"{path}: a cost of {missing}, which is no group of the file", "QK-E122")
+        raise FormatError(f"{path}: has a cost of {missing}, which is not a group of the file", "QK-E122")
     return content

@@ -35,13 +35,14 @@ class Journal:
                 self.resumed = self._read()
                 if not self.resumed and not overwrite:
                     raise ResourceError(
-                        f"{self.path} is of another model, text or options: --overwrite starts anew, without --resume",
+                        f"{self.path} belongs to a run with another model, text or options: start over with "
+                        "--overwrite instead of --resume",
                         "QK-E409",
                     )
             elif not overwrite:
                 raise ResourceError(
-                    f"{self.path} is there: an earlier run was interrupted; --resume goes on with it, --overwrite "
-                    "starts anew",
+                    f"{self.path} exists because an earlier run was interrupted; continue with --resume, or start "
+                    "over with --overwrite",
                     "QK-E408",
                 )
         inputs_now = self.inputs.record()
@@ -74,7 +75,7 @@ class Journal:
         return bool(head["run"] == self.identity) and self.inputs.matches(head["inputs"])
 
     def add(self, key: Key, values: list[float]) -> None:
-        """Append a measurement; a killed process loses none, since the system holds it."""
+        """Append a measurement; it survives the death of the process, because the system has it."""
         self.measurements[key] = values
         self._append({"of": key, "is": values})
 
@@ -83,9 +84,7 @@ class Journal:
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()
         except OSError as e:
-            raise ResourceError(
-                f"{self.path}: {e.strerror or e}; what is there can be resumed", os_error_code(e)
-            ) from e
+            raise ResourceError(f"{self.path}: {e.strerror or e}; the run can be resumed", os_error_code(e)) from e
 
     def close(self, *, remove: bool) -> None:
         """Close the file; ``remove`` it once the output is complete."""

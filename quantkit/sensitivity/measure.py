@@ -97,11 +97,9 @@ def sensitivity(
     model = located(model)
     out = located(out)
     if isinstance(model, URL) or str(model).startswith(("http://", "https://", "s3://")):
-        raise ResourceError(
-            f"{model}: sensitivity runs the model, from a file on this machine: copy it first", "QK-E412"
-        )
+        raise ResourceError(f"{model}: sensitivity runs the model, which needs a local file: copy it first", "QK-E412")
     if (tokens is None) == (not files):
-        raise RecipeError("sensitivity is measured on a text: give texts (-f), or tokens", "QK-E202")
+        raise RecipeError("nothing to measure on: give texts (-f), or tokens", "QK-E202")
     check_apart([out, sibling_path(out, ".journal")], [model, *files, options.imatrix, options.feedback])
     with ExitStack() as stack:
         stack.enter_context(Output(out, overwrite=options.overwrite or options.resume))
@@ -131,7 +129,7 @@ class _Run:
         self.progress = progress
         self.threads = options.threads or available_cpus()
         if options.full_runs is not None and options.proxies_only:
-            raise RecipeError("--proxies-only runs one type of each group: give it or --full-runs", "QK-E201")
+            raise RecipeError("--proxies-only runs one type of each group: omit it or --full-runs", "QK-E201")
         self.encoding = Encoding(options.imatrix, options.feedback, options.allow_requantize)
         names = options.types or [n for n in TYPES if options.imatrix or type_by_name(n).imatrix != "required"]
         self.types = measurable_types(names)
@@ -141,7 +139,7 @@ class _Run:
         imatrix = None if options.imatrix is None else read_imatrix(options.imatrix)
         self.routings = routings(self.groups, imatrix)
         self.pairs, left_out = pairs_of(self.groups, self.types, self.encoding)
-        self.notes = [f"left out: {span(names, 'groups')}: {reason}" for reason, names in left_out.items()]
+        self.notes = [f"skipped {span(names, 'groups')}: {reason}" for reason, names in left_out.items()]
         #: Notes on this run alone. They are not written, so that a resumed run produces the same file.
         self.run_notes: list[str] = []
         self.model: Model = stack.enter_context(
@@ -197,7 +195,7 @@ class _Run:
         if is_same and result.settings.get("inputs") == FileRecord.read(self.inputs).digest:
             return result
         raise ResourceError(
-            f"{self.out} exists, and is not what this run would make: --overwrite replaces it", "QK-E402"
+            f"{self.out} exists and is not a result of this run: use --overwrite to replace it", "QK-E402"
         )
 
     # ------------------------------------------------------------ the run
@@ -226,7 +224,7 @@ class _Run:
         layers = layers_of(self.model.unfused)
         layer_of = {g.name: first_layer(layers, self.model.unfused, g.tensors.keys()) for g in self.groups}
         if unread := [name for name, layer in layer_of.items() if layer is None]:
-            self.notes.append(f"left out: {span(unread, 'groups')}: nothing reads it when the model runs")
+            self.notes.append(f"skipped {span(unread, 'groups')}: not used when the model runs")
         pairs = [p for p in self.pairs if layer_of[p.group.name] is not None]
         if o.feedback is not None:
             with_feedback = [p._replace(feedback=True) for p in pairs if p.type.name in all_levels()]
@@ -239,8 +237,8 @@ class _Run:
         probes = probes_of([p for p in candidates if p in selected])
         if self.full_runs is not None and len(selected) < len(candidates):
             self.notes.append(
-                f"{self.full_runs} types of each group run to the end of the model, others to the end of their layer: "
-                "--full-runs -1 for all"
+                f"{self.full_runs} types of each group run to the end of the model, the others to the end of their "
+                "layer; use --full-runs -1 to run all to the end"
             )
         self._full_pairs = (
             probes if o.proxies_only else selected | self._pairs_without_layer_error(candidates, layer_of, layers)
@@ -561,7 +559,7 @@ class _LayerRun:
 
 
 def full_runs_of(count: int | None, types: int, *, proxies_only: bool = False) -> int | None:
-    """Return how many of ``types`` types of a group run to the end of the model, None for all.
+    """Return the number of a group's ``types`` types that run to the end of the model, None for all.
 
     Args:
         count: as in the options.
@@ -569,7 +567,7 @@ def full_runs_of(count: int | None, types: int, *, proxies_only: bool = False) -
     Raises RecipeError for an invalid number.
     """
     if count is not None and count != -1 and count < 1:
-        raise RecipeError(f"--full-runs {count} must be above 0, or -1 for all", "QK-E203")
+        raise RecipeError(f"--full-runs {count} must be greater than 0, or -1 for all", "QK-E203")
     if proxies_only or count == -1:
         return None
     return count if count is not None or types <= ALL_FULL_TYPES else FULL_RUNS

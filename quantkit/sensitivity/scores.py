@@ -1,7 +1,7 @@
 """Divergence of a changed model from the base, batch by batch, with the base's logits in memory.
 
 For logits p of the base and q of the changed model: KL = sum e^(p - P) (p - q) + Q - P, where P and Q are their
-log-sum-exps. Differences of logits are taken before they are weighted, so that small divergences keep their digits.
+log-sum-exps. Logits are subtracted before weighting, so that small divergences keep their precision.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ActivationStore:
         try:
             reserve(path, shape[0] * shape[1] * dtype.itemsize)  # writing to one without room ends the process
         except OSError as e:
-            raise ResourceError(f"{path}: {e.strerror or e}; what is measured can be resumed", "QK-E406") from e
+            raise ResourceError(f"{path}: {e.strerror or e}; the run can be resumed", "QK-E406") from e
         return np.memmap(path, dtype, "r+", shape=shape)
 
     def read(self, value: Value, window: int, count: int) -> npt.NDArray[Any]:

@@ -107,7 +107,7 @@ def reads_tensor(ops: Iterable[Op], names: Set[str]) -> bool:
 def variant_of(graph: Graph, layer: Layer, names: Set[str]) -> tuple[Stage, bool]:
     """Return the part of a layer that runs again when tensors change, and whether it extends to the end of the graph.
 
-    It does if later layers read the tensors, too.
+    It does if later layers also read the tensors.
     """
     extends_to_end = layer.tail is not None and reads_tensor(graph.ops[layer.end :], names)
     first, after = graph.ops[: layer.begin], graph.ops[layer.end :]

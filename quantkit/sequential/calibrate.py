@@ -66,7 +66,7 @@ class CalibrationInputs:
     def __init__(self, model: Path, calibration: Calibration) -> None:
         if isinstance(model, URL):
             raise ResourceError(
-                f"{model}: --calibrate runs the model, from a file on this machine: copy it first", "QK-E412"
+                f"{model}: --calibrate runs the model, which needs a local file: copy it first", "QK-E412"
             )
         self.model = model
         options = ImatrixOptions(n_ctx=calibration.n_ctx, chunks=calibration.chunks)
@@ -98,9 +98,12 @@ class CalibrationInputs:
 
     def _balance_note(self) -> str:
         if not self._factors:
-            return "nothing is balanced: inputs have like columns, or are not of F32, F16 or BF16 tensors alone"
+            return (
+                "nothing is equalized: the input columns already have similar magnitude, or not all tensors are F32, "
+                "F16 or BF16"
+            )
         names, count = [item.takes for item in self._factors], sum(len(item.gives) for item in self._factors)
-        return f"balanced: {span(names)} took factors over from {count} tensors behind them"
+        return f"equalized {span(names)} with the {count} tensors that read them"
 
     def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
         """Return the source, equalized if requested, except for factors that concern tensors of ``exclude``."""
@@ -134,8 +137,8 @@ class CalibrationInputs:
         n, matrices = self._sizes[entry]
         if (n, matrices) != (shape[0], math.prod(shape[2:])):
             raise FormatError(
-                f"{self.model}: {entry} has {matrices} inputs of {n} columns, {tensor} {math.prod(shape[2:])} of "
-                f"{shape[0]}: such a tensor cannot be calibrated",
+                f"{self.model}: {entry} has {matrices} inputs of {n} columns, but {tensor} has {math.prod(shape[2:])} "
+                f"of {shape[0]}: it cannot be calibrated",
                 "QK-E106",
             )
         return self._inputs.setdefault(entry, StageInputs(entry, n, matrices, self.factors(entry)))

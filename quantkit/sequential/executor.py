@@ -1,4 +1,4 @@
-"""An executor that runs jobs stage by stage, starting with tensors that need no inputs."""
+"""An executor that runs jobs stage by stage, first those of tensors that need no inputs."""
 
 from __future__ import annotations
 

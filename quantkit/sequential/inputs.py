@@ -63,7 +63,7 @@ class StageInputs:
     _importance: dict[int, F32] = field(default_factory=dict, repr=False)
 
     def attach(self, source: SpilledInput, spill: Spill, tokens: int) -> None:
-        """Take over the rows of ``tokens`` tokens that the stage wrote to files."""
+        """Attach the rows of ``tokens`` tokens that the stage wrote to files."""
         if source.ids is None:
             self.tokens, self._stage = (tokens,) * self.matrices, _StageRows(source, spill, tokens, None)
             return
@@ -113,7 +113,7 @@ class StageInputs:
         return replace(result, correction=columns, offset=offset, importance=importance)
 
     def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        """Return the same on a GPU, which also accumulates the sums, of rows that the host reads."""
+        """Return the metric on a GPU, which also accumulates the sums from rows that the host reads."""
         from quantkit.kernels.cuda.feedback.metric import DeviceSums
 
         with carrier.allocations() as allocations:
@@ -165,12 +165,11 @@ class StageInputs:
         return None if self.factors is None else self.factors[matrix % len(self.factors)]
 
     def _not_finite(self) -> FormatError:
-        return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so", "QK-E108")
+        return FormatError(f"the inputs of {self.entry} are not finite: remove the text that causes this", "QK-E108")
 
     def _no_covariance(self, matrix: int, e: np.linalg.LinAlgError) -> FormatError:
         return FormatError(
-            f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
-            "another text",
+            f"the inputs of {self.entry}, matrix {matrix}, have no usable covariance ({e}): calibrate on another text",
             "QK-E108",
         )
 

@@ -104,8 +104,8 @@ class Streams:
             [item.x for item in point.inputs] for point in output_cuts
         ]:
             raise TypeNotSupported(
-                f"{output}: what is written runs in other steps than its source, so that they cannot go side by side; "
-                "do without --merge-up-gate or --split-up-gate, which can be done afterwards without loss",
+                f"{output}: the output's steps differ from the source's, so they cannot run side by side; omit "
+                "--merge-up-gate or --split-up-gate, and merge or split the output afterwards, without loss",
                 "QK-E211",
             )
         routed = with_given_routing(source, [o.item for point in self._inputs for o in point])

@@ -97,7 +97,7 @@ def test_merges_of_what_is_no_token_are_left_out(tmp_path: Path) -> None:
     with open_gguf(path, header_only=True) as file:
         files, (note,) = tokenizer_files(file)
     HuggingFace.from_str(files["tokenizer.json"].decode())
-    assert "merges of what is no token" in note
+    assert "merges from tokenizer.json" in note
 
 
 @pytest.mark.parametrize("flags", [{}, {"add_space_prefix": False, "add_eos_token": True}])

@@ -39,9 +39,9 @@ def test_a_dry_run_shows_alike_tensors_in_a_line(model: Path, tmp_path: Path) ->
 
 
 def test_a_dry_run_says_why_the_run_would_refuse(model: Path, tmp_path: Path) -> None:
-    assert "no such directory; make it first" in run(model, tmp_path / "a" / "b", "--dry-run").stdout
+    assert "no such directory; create it first" in run(model, tmp_path / "a" / "b", "--dry-run").stdout
     (tmp_path / "config.json").touch()
-    assert "exists; give another name, or --overwrite" in run(model, tmp_path, "--dry-run").stdout
+    assert "exists; choose another name, or use --overwrite" in run(model, tmp_path, "--dry-run").stdout
     assert json.loads(run(model, tmp_path, "--dry-run", "--json").stdout)["refused"] is not None
 
 

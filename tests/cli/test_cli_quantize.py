@@ -105,7 +105,7 @@ def test_the_encoder_of_ik_is_asked_for(llama: Path, tmp_path: Path) -> None:
     with open_gguf(out) as file:
         assert "--encoder ik" in file.get("quantkit.quantize.recipe").splitlines()
     idle = run("--dry-run", "--encoder", "ik", llama, out, "Q8_0", "--overwrite")
-    assert "note: --encoder ik changes nothing" in idle.stderr
+    assert "note: --encoder ik is ignored" in idle.stderr
 
 
 def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["IN", "OUT", "Q8_0", "2", "3"], 2, "expected IN.gguf"),
         (["none.gguf", "OUT", "Q8_0"], 1, "none.gguf"),
         (["--prune-layers", "x", "IN", "OUT", "Q8_0"], 2, "neither a layer number nor a range"),
-        (["--prune-layers", "9", "IN", "OUT", "Q8_0"], 2, "there is no layer 9"),
+        (["--prune-layers", "9", "IN", "OUT", "Q8_0"], 2, "no layer 9"),
         (["--prune-layers", "1-99999999999", "IN", "OUT", "Q8_0"], 2, "not a range of layers"),
         (["--prune-layers", "1-0", "IN", "OUT", "Q8_0"], 2, "not a range of layers"),
-        (["--keep-split", "--split-max-size", "1M", "IN", "OUT", "Q8_0"], 2, "exclude each other"),
+        (["--keep-split", "--split-max-size", "1M", "IN", "OUT", "Q8_0"], 2, "mutually exclusive"),
         (["--max-buffer-size", "0", "IN", "OUT", "Q8_0"], 2, "--max-buffer-size"),
         (["--max-buffer-size", "8", "--max-ram", "1G", "IN", "OUT", "Q8_0"], 2, "give one of them"),
         (["-j", "3", "IN", "OUT", "Q8_0", "2"], 2, "THREADS is 2 and --threads 3"),
@@ -148,7 +148,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (
             ["--extra-output-tensor", "q4_0", "--repack", "IN", "OUT"],
             2,
-            "--extra-output-tensor has no meaning beside it",
+            "--extra-output-tensor does not apply",
         ),
     ],
 )
@@ -191,7 +191,7 @@ def test_fallbacks_are_one_line_of_the_summary(odd: Path, tmp_path: Path, option
     result = run(*options, "--pure", odd, tmp_path / "o.gguf", "Q3_K")
     (line,) = (" ".join(line.split()) for line in result.stdout.splitlines() if line.startswith("fallback"))
     assert "3 of 6 matrices: 3 Q3_K to Q4_0" in line
-    assert "rows of 288 do not divide into blocks of 256" in line
+    assert "rows of 288 are not a multiple of blocks of 256" in line
     before, after = 3 * 288 * 8 * 110 / 256, 3 * 288 * 8 * 18 / 32
     assert f"{(after - before):.0f} B more" in line or f"{(after - before) / 1024:.2f} KiB more" in line
 
@@ -208,13 +208,13 @@ def test_fallbacks_are_in_json(odd: Path, tmp_path: Path) -> None:
 
 def test_shards_of_an_earlier_run_are_mentioned(llama: Path, tmp_path: Path) -> None:
     first = run("--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert "next to the output" not in first.stderr
+    assert "beside the output" not in first.stderr
     old = sorted(p.name for p in tmp_path.iterdir())
     rerun = run("--overwrite", "--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert "next to the output" not in rerun.stderr
+    assert "beside the output" not in rerun.stderr
     (tmp_path / "o-2.gguf").touch()
     second = run("--split-max-size", 150_000, llama, tmp_path / "o.gguf", "Q8_0")
-    assert f"next to the output, but not part of it: {old[0]} .. {old[-1]} ({len(old)} files), perhaps" in second.stderr
+    assert f"beside the output, but not part of it: {old[0]} .. {old[-1]} ({len(old)} files), possibly" in second.stderr
     one = run(llama, tmp_path / "o.gguf", "Q8_0")
     assert f"not part of it: {old[0]} .. " in one.stderr
     assert {p.name for p in tmp_path.iterdir()} > {*old, "o.gguf"}
@@ -339,7 +339,7 @@ def test_a_second_output(llama: Path, tmp_path: Path) -> None:
     assert rerun.exit_code == 2
     check_refused(rerun.stderr, "QK-E201 output_extra.weight")
     larger = run("--extra-output-tensor", "f32", llama, tmp_path / "p.gguf", "Q8_0")
-    assert "adds nothing: F32 is no smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
+    assert "is ignored: F32 is not smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
     assert "output_extra.weight" not in tensor_bytes(tmp_path / "p.gguf")
     tensors = {name: t for name, t in llama_tensors().items() if name != "output.weight"}
     tied = write_model(tmp_path / "tied.gguf", tensors)
@@ -374,7 +374,7 @@ def test_symmetric_q4_0(llama: Path, tmp_path: Path) -> None:
     data, usual = tensor_bytes(out), tensor_bytes(plain)
     assert {n for n in data if data[n] != usual[n]} == {n for n, (_, symmetric) in encoders.items() if symmetric}
     idle = run("--dry-run", "--symmetric-q40", llama, tmp_path / "p.gguf", "Q8_0")
-    assert "note: --symmetric-q40 changes nothing" in idle.stderr
+    assert "note: --symmetric-q40 is ignored" in idle.stderr
     assert "note: --slow-iq2ks changes nothing" in run("--dry-run", "--slow-iq2ks", llama, "Q8_0").stderr
 
 
@@ -408,18 +408,18 @@ def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
 
     text = notes("--repack", llama)
     assert (
-        "--repack changes nothing: no tensor has a type and rows that can be interleaved note: 15 tensors stay F16"
-        in text
+        "--repack is ignored: no tensor has a type and a number of rows that can be interleaved "
+        "note: 15 tensors remain F16" in text
     )
     assert "which loses 3 bits of each value" in text
     text = notes("--repack", "--repack-pattern", r"blk\.\d{1,2}\.attn_[q,k]\.,output_norm", llama)
-    assert "4 tensors stay F16" in text
+    assert "4 tensors remain F16" in text
     assert "matches" in text
     assert "F16" not in notes("--repack", "--repack-pattern", "token_embd,nothing", llama)
-    assert notes("--unrepack", llama).startswith("note: --unrepack changes nothing")
+    assert notes("--unrepack", llama).startswith("note: --unrepack is ignored")
     text = " ".join(run("--dry-run", llama, tmp_path / "o.gguf", "BF16_R16").stderr.split())
     assert "AVX512-BF16 only" in text
-    assert "BF16_R16 cuts values off" in text
+    assert "BF16_R16 truncates values" in text
     assert run(llama, tmp_path / "bf16.gguf", "BF16").stderr.count("note: ") == 0
     text = notes("--repack", tmp_path / "bf16.gguf")
     assert "AVX512-BF16 only" in text

@@ -158,9 +158,9 @@ def test_the_cpus_file(
     assert is_same(result, expected[weighted])
     cpu = quantize(source, tmp_path / "cpu.gguf", "Q8_0", options(imatrix, weighted), measure_error=True)
     assert result.run.sums == cpu.run.sums
-    assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (rows of 1 are interleaved by the CPU)")
-    assert notes[1].startswith("--verify: the CPU encodes 6 of 70 jobs of the GPUs, too, drawn with seed ")
-    assert notes[2:] == ["--verify: 6 jobs have the CPU's bytes"]
+    assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (the CPU interleaves rows of 1)")
+    assert notes[1].startswith("--verify: the CPU also encodes 6 of the 70 GPU jobs, sampled with seed ")
+    assert notes[2:] == ["--verify: 6 jobs are identical to the CPU's"]
 
 
 def test_both_cards_encode(
@@ -205,9 +205,9 @@ def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest
     assert max(room.device for room in rooms) * cards.MIN_SLOTS <= 200_000
     _, notes = on_cards(source, tmp_path / "o.gguf", max_vram=10_000)
     assert [note.partition(":")[0] for note in notes[1:]] == [
-        f"CUDA{i} is not used any more, others do its work" for i in range(2)
+        f"CUDA{i} is no longer used; the other devices take over its work" for i in range(2)
     ]
-    assert "CUDA0 has too little memory: a job takes" in notes[1]
+    assert "CUDA0 has too little memory: a job needs" in notes[1]
 
 
 @pytest.mark.parametrize("after", [0, 30, 90])
@@ -219,7 +219,7 @@ def test_a_card_that_fails_hands_its_jobs_on(
     result, notes = on_cards(source, tmp_path / "o.gguf", devices=[1])
     assert is_same(result, expected[False])
     assert notes[1:] == [
-        "CUDA1 is not used any more, others do its work: CUDA1 failed: "
+        "CUDA1 is no longer used; the other devices take over its work: CUDA1 failed: "
         "cudaErrorIllegalAddress: an illegal memory access was encountered"
     ]
 
@@ -255,7 +255,7 @@ def test_a_card_that_hangs_is_given_up(
     assert not two_cards.given_back
     (note,) = notes[1:]
     assert note.startswith(
-        "CUDA1 is not used any more, others do its work: CUDA1 does not answer: its work is not done "
+        "CUDA1 is no longer used; the other devices take over its work: CUDA1 does not respond: its work is not "
     )
 
 
@@ -284,7 +284,7 @@ def test_a_card_without_memory(
     two_cards.room = room
     result, notes = on_cards(source, tmp_path / "o.gguf", rules)
     assert is_same(result, expected)
-    assert sum("has no room for" in note for note in notes) == n_failed
+    assert sum("has no memory for" in note for note in notes) == n_failed
 
 
 def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(choice, "can_encode", lambda t, search="": False)
     assert choice.gpus_for(plan, "auto") == (
         (),
-        "--backend auto: the CPU does everything: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
+        "--backend auto: the CPU does all work: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
         "no CUDA encoder for Q4_0 (1), no CUDA encoder for Q6_K (1), no CUDA encoder for Q4_0_R8 (1)",
     )
     monkeypatch.setattr(devices, "count_devices", lambda: 0)
@@ -409,7 +409,7 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     result = run("--backend", "auto", "--devices", "CUDA1", "--verify", "2", "--max-vram", "1M")
     assert result.exit_code == 0, result.output
     assert "note: --backend auto: CUDA1 encodes " in result.output
-    assert "note: --verify: 2 jobs have the CPU's bytes" in result.output
+    assert "note: --verify: 2 jobs are identical to the CPU's" in result.output
     first = out.read_bytes()
     assert run("--overwrite").exit_code == 0
     assert out.read_bytes() == first
@@ -420,7 +420,7 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
         assert name in result.output
     result = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
     assert result.exit_code == 2
-    assert "--devices and --verify are for the GPUs of this machine" in " ".join(result.output.split())
+    assert "--devices and --verify apply to the GPUs of this machine" in " ".join(result.output.split())
 
 
 def test_convert_encodes_on_cards(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def test_the_cpus_file(source: Path, cov: Path, expected: QuantizeResult, tmp_pa
     assert is_same(rerun, expected)
     assert rerun.run.cache is not None
     assert rerun.run.cache.hits == rerun.run.cache.tensors == 7
-    assert notes[0] == "--backend cuda: CUDA0, CUDA1 encode 7 tensors (rows of 1 are interleaved by the CPU)"
-    assert notes[-1] == "--verify: 6 jobs have the CPU's bytes"
+    assert notes[0] == "--backend cuda: CUDA0, CUDA1 encode 7 tensors (the CPU interleaves rows of 1)"
+    assert notes[-1] == "--verify: 6 jobs are identical to the CPU's"
 
 
 def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_cards_that_fail_hand_their_jobs_on(
     two_cards.left |= after
     result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True)
     assert is_same(result, expected)
-    assert sum("is not used any more, others do its work" in note for note in notes) == 2
+    assert sum("is no longer used; the other devices take over its work" in note for note in notes) == 2
 
 
 def test_a_card_that_hangs_is_given_up(
@@ -172,7 +172,7 @@ def test_a_card_that_hangs_is_given_up(
     two_cards.hangs[1] = 60
     result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True, devices=[1])
     assert is_same(result, expected)
-    assert "CUDA1 does not answer" in notes[1]
+    assert "CUDA1 does not respond" in notes[1]
 
 
 def test_memory_of_a_card_bounds_what_it_does(
@@ -223,7 +223,7 @@ def test_what_cards_do_not_do_is_said(source: Path, cov: Path, tmp_path: Path, m
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0", rules(cov))
     monkeypatch.setattr(choice, "can_round", lambda t: t.name != "Q4_0")
     assert choice.gpus_for(plan, "auto")[1] == (
-        "--backend auto: CUDA0, CUDA1 encode 5 tensors (rows of 1 are interleaved by the CPU), the CPU 2 tensors: "
+        "--backend auto: CUDA0, CUDA1 encode 5 tensors (the CPU interleaves rows of 1), the CPU 2 tensors: "
         "no error feedback for Q4_0 on GPUs (2)"
     )
 
@@ -282,7 +282,7 @@ def test_layer_by_layer(small: Path, tmp_path: Path) -> None:
     assert is_same(outputs[1][0], outputs[0][0])
     notes = outputs[1][1]
     assert notes[0] == (
-        "--backend cuda: CUDA0, CUDA1 encode 5 tensors, the text runs through the model on the CPU: bytes are the same "
+        "--backend cuda: CUDA0, CUDA1 encode 5 tensors; calibration runs the model on the CPU, so bytes are the same "
         "on every backend"
     )
-    assert notes.count("--verify: 1 jobs have the CPU's bytes") == 5
+    assert notes.count("--verify: 1 jobs are identical to the CPU's") == 5

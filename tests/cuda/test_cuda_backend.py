@@ -324,7 +324,7 @@ def test_without_a_device_one_line_says_so(tiny_moe: Path, monkeypatch: pytest.M
     for options in (["--backend", "cuda"], ["-ot", "exps=CUDA0"]):
         result = CliRunner().invoke(cli, ["perplexity", "-m", str(tiny_moe), "-p", "some words", *options])
         assert result.exit_code == 1
-        assert "there is no device CUDA0 here; there are: CPU, REFERENCE. there is no card." in result.output
+        assert "no device CUDA0; available: CPU, REFERENCE. there is no card." in result.output
         assert len(result.output.strip().splitlines()) == 1
     result = CliRunner().invoke(cli, ["perplexity", "-m", str(tiny_moe), "-p", "some words", "-ngl", "3"])
     assert result.output.startswith("note: -ngl: all layers run on the CPU; there is no card\n")

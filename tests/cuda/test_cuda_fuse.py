@@ -123,7 +123,7 @@ def test_a_cache_in_several_parts(zoo: Zoo, tmp_path: Path, preset: str, cuda_de
 def test_every_decision_says_what_and_why(zoo: Zoo, tmp_path: Path, cuda_devices: Devices) -> None:
     path = tmp_path / "quantized.gguf"
     quantkit.quantize(zoo("qwen2moe-moe"), path, "Q8_0", QuantizeOptions(custom_q=("ffn_down_shexp=q5_1",)))
-    summaries = ("up+gate: 2", "MoE up+gate: 2", "q/k/v: 4", "router and choice: 2", "per-head operations: 2")
+    summaries = ("up+gate: 2", "MoE up+gate: 2", "q/k/v: 4", "router and selection: 2", "per-head operations: 2")
     summaries += ("row epilogues: 5", "activation formats: 6")
     with opened(path) as model:
         *lines, of_shared_experts = summary(model.decisions)
@@ -135,7 +135,7 @@ def test_every_decision_says_what_and_why(zoo: Zoo, tmp_path: Path, cuda_devices
         assert not off.intersection(d.kind for d in model.decisions if d.fused and d.kind != "qkv")
     assert off == {"qkv", "route", "per_head", "row_epilogue", "format", "shared_expert"}
     with opened(path, cublas=True) as model:
-        assert {d.reason for d in model.decisions if d.kind == "row_epilogue"} == {"--cublas takes rows of bf16"}
+        assert {d.reason for d in model.decisions if d.kind == "row_epilogue"} == {"--cublas uses rows of bf16"}
         assert not any("cublas" in note for note in model.notes)
 
 

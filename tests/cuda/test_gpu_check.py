@@ -108,7 +108,7 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     assert "random rows: 1 cases of 64 x 2048 values have the CPU's bytes" in text
     assert "error feedback: 3 rows of 1 types have the CPU's bytes and losses" in text
     assert "a metric of 96 columns: " in text
-    assert "--verify: 2 jobs have the CPU's bytes" in text
+    assert "--verify: 2 jobs are identical to the CPU's" in text
     assert text.rstrip().endswith("all checks passed")
 
 

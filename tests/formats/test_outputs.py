@@ -130,7 +130,7 @@ def test_no_command_writes_over_its_own_files(position: int, command: str, folde
         before = contents(folder)
         result = run(command.replace(f"={name}", str(link)))
         assert result.exit_code == 1, result.output
-        assert re.search("is the input .*itself|are one file", result.stderr), result.output
+        assert re.search("is the input .*itself|are the same file", result.stderr), result.output
         assert contents(folder) == before
 
 
@@ -211,7 +211,7 @@ def in_the_way(obstacle: str, path: Path) -> Iterator[str]:
     """Put something where an output is to be; yield the words that name it."""
     if obstacle == "a file":
         path.write_text("dear")
-        yield "exists; give another name, or --overwrite"
+        yield "exists; choose another name, or use --overwrite"
     elif obstacle == "another run":
         with Output(path):
             yield "another run is writing it; wait for it or stop it"
@@ -220,7 +220,7 @@ def in_the_way(obstacle: str, path: Path) -> Iterator[str]:
         yield "Too many levels of symbolic links"
     elif obstacle == "a pipe":
         os.mkfifo(path)
-        yield "is no regular file"
+        yield "is not a regular file"
     elif obstacle == "a folder":
         path.mkdir()
         yield "is a directory"
@@ -253,7 +253,7 @@ def test_a_dry_run_says_what_the_run_would_refuse(command: str, folder: Path) ->
     (folder / "o").write_text("dear")
     result = run(command, OUT="o")
     assert result.exit_code == 0
-    assert "the run itself would refuse: o exists; give another name, or --overwrite" in result.stdout
+    assert "the run itself would refuse: o exists; choose another name, or use --overwrite" in result.stdout
     assert "would refuse" not in run(f"{command} --overwrite", OUT="o").stdout
 
 
@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_nothing_and_is_named(command: str, folder: Path, mon
         result = run(command, OUT="out.svg")
     assert result.exit_code == 1, result.output
     name = r"(calibration|evaluation)\.txt|manifest\.json" if "calibration" in command else r"out\.svg"
-    assert re.search(f"({name}).*: File too large; .*: make room, or write", result.stderr), result.output
+    assert re.search(f"({name}).*: File too large; .*: free some space, or write", result.stderr), result.output
     assert contents(folder) == before
 
 

@@ -736,13 +736,13 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("source", "output", "message"),
     [
-        ("s3://models/no.gguf", "s3://models/q.gguf", "no.gguf: cannot be opened: there is nothing of this name"),
-        ("s3://no-bucket/no.gguf", "s3://models/q.gguf", "there is no bucket no-bucket; make it first"),
-        ("moe", "s3://no-bucket/q.gguf", "there is no bucket no-bucket; make it first"),
-        ("moe", "https://host/q.gguf", "nothing can be written to https://"),
-        ("moe", "hf://org/model/q.gguf", "hf:// is only read here"),
-        ("moe", "s3://models", "a bucket; name an object in it"),
-        ("nothing://x/y", "s3://models/q.gguf", "no scheme that fsspec knows"),
+        ("s3://models/no.gguf", "s3://models/q.gguf", "no.gguf: cannot be opened: no such object"),
+        ("s3://no-bucket/no.gguf", "s3://models/q.gguf", "no bucket no-bucket; create it first"),
+        ("moe", "s3://no-bucket/q.gguf", "no bucket no-bucket; create it first"),
+        ("moe", "https://host/q.gguf", "https:// is read-only"),
+        ("moe", "hf://org/model/q.gguf", "hf:// is read-only"),
+        ("moe", "s3://models", "a bucket; give an object in it"),
+        ("nothing://x/y", "s3://models/q.gguf", "fsspec does not know the scheme"),
     ],
 )
 def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:
@@ -899,4 +899,4 @@ def test_a_checkpoint_of_a_hub(tmp_path: Path) -> None:
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.stdout.startswith("0 "), process.stdout + process.stderr
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
-    assert "\n1  FileNotFoundError(2, 'there is nothing of this name (HTTP 404)')" in process.stdout
+    assert "\n1  FileNotFoundError(2, 'no such object (HTTP 404)')" in process.stdout

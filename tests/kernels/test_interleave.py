@@ -180,7 +180,7 @@ def test_what_cannot_be_interleaved_is_refused() -> None:
         layout_of(BY_NAME["Q4_K"])
     with refuses(TypeNotSupported, "QK-E300 IQ1_M_R4 IQ1_M"):
         layout_of(BY_NAME["IQ1_M_R4"], row_type=BY_NAME["IQ1_M"])
-    with pytest.raises(ValueError, match="whole groups of 4"):
+    with pytest.raises(ValueError, match="a multiple of 4"):
         deinterleave(BY_NAME["Q4_K_R4"], np.zeros((6, 144), np.uint8))
 
 
@@ -450,18 +450,18 @@ def test_what_stays_and_why(tmp_path: Path) -> None:
     plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", REPACK)
     assert {t.name: (t.type.name, t.reason) for t in plan.tensors} == {
         "token_embd.weight": ("Q4_0", "embeddings are read row by row"),
-        "blk.0.attn_q.weight": ("Q4_0", "6 rows of 256 do not divide into groups of 8"),
+        "blk.0.attn_q.weight": ("Q4_0", "6 rows of 256 are not a multiple of 8 interleaved rows"),
         "blk.0.attn_k.weight": ("Q4_0_R8", "--repack"),
     }
     plan = plan_quantize(source, tmp_path / "r.gguf", "COPY", REPACK)
     assert [t.reason.partition(" ")[2] for t in plan.tensors] == [
         "are read row by row",
-        "rows of 256 do not divide into groups of 16",
-        "rows of 256 do not divide into groups of 16",
+        "rows of 256 are not a multiple of 16 interleaved rows",
+        "rows of 256 are not a multiple of 16 interleaved rows",
     ]
     only = QuantizeOptions(repack=True, repack_pattern=("attn_q,attn_v",))
     plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", only)
-    assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["no --repack-pattern matches"]
+    assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["not matched by --repack-pattern"]
 
 
 def test_an_interleaved_type_is_no_requantization(q4: Path, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp
     assert {t.name[6:12]: (t.type.name, t.reason) for t in plan.tensors} == {
         "attn_q": ("IQ1_S", "--unrepack"),
         "attn_k": ("IQ1_S_R4", "rows of 96 do not divide into IQ1_S's blocks of 256"),
-        "attn_v": ("IQ1_M_R4", "IQ1_M_R4 is a format of its own: no type of single rows holds its values"),
+        "attn_v": ("IQ1_M_R4", "IQ1_M_R4 has no equivalent type without interleaving"),
     }
     quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
     before, after = (tensor_bytes(tmp_path / f"{name}.gguf") for name in "bc")

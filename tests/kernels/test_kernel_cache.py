@@ -142,7 +142,7 @@ def test_a_folder_that_others_can_fill_is_not_loaded_from(places: Path, monkeypa
     monkeypatch.setenv("QUANTKIT_CACHE", str(base))
     base.chmod(0o777)
     assert cache_folder("kernels", "1") == private
-    assert f"{base}/kernels/1 is not used for compiled kernels: others may write" in capfd.readouterr().err
+    assert f"{base}/kernels/1 is not used for compiled kernels: other users may write" in capfd.readouterr().err
     module._safe_folder.cache_clear()
     private.chmod(0o770)  # and neither is the private one once others could fill it
     own_folder = cache_folder("kernels", "1")

@@ -579,9 +579,9 @@ def test_what_kernels_trust_is_checked(source):
     ):
         with pytest.raises(ValueError, match=r"of this program is|a batch has|outputs are|positions and"):
             program.run(bad)
-    with pytest.raises(KeyError, match="does not leave"):
+    with pytest.raises(KeyError, match="is not an output"):
         program.read(X)
-    with pytest.raises(KeyError, match="does not enter"):
+    with pytest.raises(KeyError, match="is not an input"):
         program.write(X, np.zeros((1, N_EMBD)))
 
 

@@ -103,7 +103,7 @@ def test_every_weight_of_a_prediction_layer_gets_an_entry(arch: str, tmp_path: P
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, overwrite=True)
     without = imatrix(path, (), tmp_path / "out.gguf", options=options, **run)
     assert without.coverage is not None
-    assert any("--nextn records it, too" in note for note in without.notes)
+    assert any("use --nextn to record it too" in note for note in without.notes)
     assert without.coverage.missing
     assert all(".nextn." in t.name or int(t.name.split(".")[1]) for t in without.coverage.missing)
     nextn = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, overwrite=True, nextn=True)
@@ -190,9 +190,9 @@ def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path, llama_bin: Path
     assert "names no weight" not in result.output
     compare(read_imatrix(tmp_path / "o.gguf"), expected)
     for arguments, words in (
-        (["-m", draft], "holds a prediction layer alone"),
-        (["-m", trunk, "-md", trunk], "is no file with a prediction layer alone"),
-        (["-m", full, "-md", draft], "has a prediction layer of its own"),
+        (["-m", draft], "contains only a prediction layer"),
+        (["-m", trunk, "-md", trunk], "-md needs a file that contains only a prediction layer"),
+        (["-m", full, "-md", draft], "has its own prediction layer"),
     ):
         refused = quantkit(*arguments, "--nextn", "-f", tmp_path / "text.txt", "-o", tmp_path / "x.gguf", *NUMBERS)
         assert refused.exit_code != 0

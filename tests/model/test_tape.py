@@ -250,4 +250,4 @@ def test_a_second_process_finds_compiled_operations_on_disk(tmp_path):
     ]
     outputs = [run.stdout for run in runs]
     assert outputs == ["True True True\nFalse False False\n", "True True True\nTrue True True\n"]
-    assert [run.stderr for run in runs] == ["compiling kernels, once\n", ""]
+    assert [run.stderr for run in runs] == ["compiling kernels (first use on this machine)\n", ""]

@@ -653,7 +653,7 @@ def test_links_in_the_folder_are_not_followed(llama: Path, tmp_path: Path, name:
     result = cached(llama, out, "Q4_0", cache)
     assert out.read_bytes() == expected
     if name in ("tmp", "runs.jsonl"):
-        assert any("is not written to" in note for note in use_of(result).notes) == (name == "runs.jsonl")
+        assert any("cannot be written" in note for note in use_of(result).notes) == (name == "runs.jsonl")
     show_cache(cache)
     verify_cache(cache)
     prune_cache(cache, to=0)
@@ -796,7 +796,7 @@ def test_permissions(llama: Path, other_user: Path) -> None:
     with as_nobody():
         result = cached(source, out, "Q5_0", cache)
         assert (used(result)[1], out.read_bytes() == other_q5) == (0, True)
-        assert any("is not written to" in note for note in use_of(result).notes)
+        assert any("cannot be written" in note for note in use_of(result).notes)
         assert used(cached(source, out, "Q4_0", cache)) == (ENCODES, 0)
         assert out.read_bytes() == expected
     for path in entries(cache):
@@ -1181,7 +1181,7 @@ def test_refusals(llama: Path, tmp_path: Path, arguments: list[str], message: st
 
 def test_a_folder_of_other_things_is_refused_with_a_line(llama: Path, tmp_path: Path) -> None:
     result = invoke("quantize", "--cache", llama.parent, llama, tmp_path / "o.gguf", "Q4_0")
-    assert (result.exit_code, "is no tensor cache, but holds other files" in result.stderr) == (1, True)
+    assert (result.exit_code, "is not a tensor cache and contains other files" in result.stderr) == (1, True)
     dry = invoke("quantize", "--dry-run", "--cache", llama.parent, llama, tmp_path / "o.gguf", "Q4_0")
     assert dry.exit_code == 1
 

@@ -102,7 +102,7 @@ def test_the_report_says_what_fell_back_and_why(moe: Path, cov: Path, tmp_path: 
     third = len(rows) // 3
     assert tensor_bytes(out)["blk.0.ffn_up_exps.weight"][1][2 * third :] == rows[2 * third :]
     why = {name: reason for name, _, reason in report.without}
-    assert why["blk.0.attn_k.weight"] == "levels of TQ1_0 are not chosen one by one in this version"
+    assert why["blk.0.attn_k.weight"] == "this version has no error feedback for TQ1_0"
     assert why["blk.0.ffn_down.weight"] == "no covariance"
     lines = "\n".join(feedback_lines(report))
     assert "2 of 10 matrices without feedback: fewer tokens than columns" in lines

@@ -67,7 +67,7 @@ def test_experts_are_rows() -> None:
     assert result.weights is not None
     assert result.weights.tolist() == [[2, 3, 4, 5], [3, 3.5, 4, 4.5], [1, 1, 1, 1]]
     assert result.ones == 1
-    assert result.notes == ("1 of 3 experts saw no calibration token: all their columns weigh the same",)
+    assert result.notes == ("1 of 3 experts received no calibration token: all their columns have the same weight",)
 
 
 @pytest.mark.parametrize("value", [0, 1e-39])
@@ -80,8 +80,8 @@ def test_zeros_are_named(value: float) -> None:
     coverage = importance.coverage([item.tensor for item in finds], finds)
     assert coverage.odd == tuple(finds)
     experts, summary = coverage.lines()[1:]
-    assert "entry blk.0.ffn_down_exps.weight is zero throughout for 1 of 3 experts" in experts
-    assert "entry blk.0.attn_q.weight is zero throughout: " in summary
+    assert "entry blk.0.ffn_down_exps.weight is all zero for 1 of 3 experts" in experts
+    assert "entry blk.0.attn_q.weight is all zero, " in summary
     assert summary.endswith("--exclude-weights blk.0.attn_q.weight")
 
 
@@ -170,7 +170,7 @@ def test_every_alias(alias: object) -> None:
     assert result.weights is not None
     assert result.weights.tolist() == entry(experts, 4).sums.tolist()
     quality = "exact" if alias.exact else "approximate"  # type: ignore[attr-defined]
-    assert result.notes[0].startswith(f"has no entry of its own and uses that of {blk(source)} ({quality}: ")
+    assert result.notes[0].startswith(f"has no entry and uses that of {blk(source)} ({quality}: ")
     assert result in importance.coverage([blk(kind)], [result]).aliased
 
 
@@ -238,7 +238,7 @@ def test_filters_that_match_nothing_are_reported() -> None:
     imatrix = matrix(ffn_up=entry(1, 4))
     assert Importance(imatrix, exclude=["ffn", "nope"]).notes == (
         "--exclude-weights 'nope' matches none of the 1 entries of calib.gguf",
-        "the filters exclude every entry: the model is quantized without an importance matrix",
+        "the filters exclude every entry: quantizing without an importance matrix",
     )
     importance = Importance(imatrix, include=["nope"])
     assert importance.notes[0] == "--include-weights 'nope' matches none of the 1 entries of calib.gguf"
@@ -327,11 +327,11 @@ def test_coverage_names_strangers_gaps_and_loans() -> None:
     assert [item.tensor for item in coverage.aliased] == [blk("ffn_gate")]
     coverage.check()
     assert coverage.lines() == [
-        "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors this model does not have, "
+        "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors that this model does not have, "
         "1 tensors quantized without importance",
-        "blk.0.ssm_in.weight: the importance matrix has this entry, the model no such tensor",
+        "blk.0.ssm_in.weight: the importance matrix has this entry, but the model has no such tensor",
         "blk.0.ffn_down.weight: the importance matrix has no entry for it",
-        "blk.0.ffn_gate.weight: has no entry of its own and uses that of blk.0.ffn_up.weight (exact: the same input)",
+        "blk.0.ffn_gate.weight: has no entry and uses that of blk.0.ffn_up.weight (exact: the same input)",
     ]
 
 

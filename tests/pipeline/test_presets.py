@@ -168,7 +168,7 @@ def test_tables_name_only_presets_types_and_conditions() -> None:
 def test_pick_takes_the_first_row_that_holds() -> None:
     place = Place(i=0, n=32, facts=ModelFacts("llama", 32, n_head=32, n_head_kv=8), has_imatrix=False)
     result = type_rules.pick(type_rules_llama.ATTN_V["Q2_K"], place)
-    assert result == (BY_NAME["Q4_K"], "4+ heads a kv head")
+    assert result == (BY_NAME["Q4_K"], "4+ heads per KV head")
     assert type_rules.pick((), place) is None
     assert type_rules.holds("first 8th, no imatrix", place)
     assert not type_rules.holds("first 8th, imatrix", place)

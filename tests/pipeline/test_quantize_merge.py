@@ -226,8 +226,8 @@ def test_halves_that_stay_different_are_left_alone(tmp_path: Path) -> None:
     assert {t.name for t in plan.tensors if t.name.startswith("blk.1.")} == {
         f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")
     }
-    [note] = [note for note in plan.notes if "left alone" in note]
-    assert "blk.1, blk.2: left alone: gate is F16, up is F32, and COPY keeps both" in note
+    [note] = [note for note in plan.notes if "not changed" in note]
+    assert "blk.1, blk.2: not changed: COPY keeps gate as F16 and up as F32" in note
     ruled = plan_quantize(source, tmp_path / "o.gguf", "COPY", replace(options, tensor_type=("gate_up=bf16",)))
     assert [t.type.name for t in ruled.tensors if "gate_up" in t.name] == ["BF16"] * 3
     alone = model(tmp_path / "t.gguf", "F16", "F32")
@@ -266,7 +266,7 @@ def test_layers_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
     tensors.append(("blk.1.ffn_up_exps.scale", (2,), BY_NAME["F32"], np.ones(2, np.float32).tobytes()))
     write_gguf(tmp_path / "t.gguf", FIELDS, tensors)
     plan = plan_quantize(tmp_path / "t.gguf", tmp_path / "o.gguf", "Q8_0", QuantizeOptions(merge_up_gate=True))
-    assert any("blk.1: left alone: blk.1.ffn_up_exps.scale: no runtime" in note for note in plan.notes)
+    assert any("blk.1: not changed: blk.1.ffn_up_exps.scale: no runtime" in note for note in plan.notes)
     assert {t.name for t in plan.tensors} > {"blk.1.ffn_up_exps.weight", "blk.1.ffn_up_exps.scale"}
 
 
@@ -298,7 +298,10 @@ def test_a_dry_run_shows_what_is_merged_and_who_loads_it(tmp_path: Path, tiny_mo
     result = run("--dry-run", "--merge-up-gate", tiny_moe, tmp_path / "o.gguf", "Q4_K_M")
     assert result.exit_code == 0, result.output
     assert "--merge-up-gate merges up and gate experts of 4 layers (blk.0 .. blk.3)" in result.stderr
-    assert "merged experts of qwen3moe load in: llama.cpp b11434: no, ik_llama.cpp 8337e4cd3: yes" in result.stderr
+    assert (
+        "runtimes that load merged experts of qwen3moe: llama.cpp b11434: no, ik_llama.cpp 8337e4cd3: yes"
+        in result.stderr
+    )
     assert "merged; base of Q4_K_M" in result.stdout
     plan = json.loads(run("--dry-run", "--json", "--merge-up-gate", tiny_moe, tmp_path / "o", "Q4_K_M").stdout)
     [tensor] = [t for t in plan["tensors"] if t["name"] == "blk.0.ffn_gate_up_exps.weight"]

@@ -263,7 +263,9 @@ def test_perplexity_and_kld_give_the_figures_of_one_machine(nodes: Any, tmp_path
     actual = perplexity(model, tokens=tokens, save_logits=SaveLogits(tmp_path / "base"), **settings)
     by_nodes = perplexity(model, tokens=tokens, nodes=Nodes(), **settings)
     choices = [
-        note for note in by_nodes.notes if re.match("node .*: --backend auto: the CPU, as CuPy|.* need CuPy", note)
+        note
+        for note in by_nodes.notes
+        if re.match(r"node .*: --backend auto: the CPU \(CuPy|.*CuPy is not installed", note)
     ]
     assert len(choices) == 2
     notes = tuple(note for note in by_nodes.notes if note not in choices)
@@ -422,8 +424,8 @@ def test_a_node_refuses_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         good = shared_of(tmp_path, journal, "mark")
         assert callable(ray_tasks.begin(good, 1))
         for bad, why in (
-            (replace(good, fingerprint="another"), "is not the same file there: an older one, or another"),
-            (replace(good, mark="another run's"), "is not the one that the driver writes"),
+            (replace(good, fingerprint="another"), "is another file on this node, or an older version"),
+            (replace(good, mark="another run's"), "is not the file that the driver writes"),
             (replace(good, parts=(tmp_path / "gone.part",)), "cannot be written there: No such file"),
             (replace(good, journal=tmp_path / "gone"), "cannot be written there: No such file"),
         ):
@@ -445,9 +447,9 @@ def test_a_late_worker_does_not_write_into_what_took_its_place(tmp_path: Path) -
 def test_a_node_refuses_another_model(tmp_path: Path) -> None:
     node_model = NodeModel.from_path(MODEL, Nodes(), {})
     node_model.check()
-    with pytest.raises(NodeRefusal, match="is another file there"):
+    with pytest.raises(NodeRefusal, match="is another file on this node"):
         replace(node_model, fingerprint="another").check()
-    with pytest.raises(NodeRefusal, match="cannot be read there"):
+    with pytest.raises(NodeRefusal, match="cannot be read on this node"):
         replace(node_model, path=tmp_path / "none.gguf").check()
 
 
@@ -654,7 +656,7 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
         on_card = f"node {names[1]}: --backend {backend}: CUDA0 encodes 6 tensors"
         assert [text for text in watch.texts if names[1] in text] == [on_card]
         if backend == "auto":
-            assert f"node {names[0]}: --backend auto: the CPU, as Ray has no GPU there" in watch.texts
+            assert f"node {names[0]}: --backend auto: using the CPU, because Ray has no GPU on this node" in watch.texts
     with refuses(RecipeError, "QK-E201 --devices --verify"):
         quantize(source, out, "Q4_0", options, overwrite=True, ray="auto", backend="cuda", verify=3)
 
@@ -700,11 +702,11 @@ def test_a_node_chooses_what_it_works_on(tmp_path: Path, monkeypatch: pytest.Mon
         assert placement.requested_devices() == {"CUDA0"}
         assert replace(node_model, nodes=Nodes(backend="cpu")).placement_note() == ""
     with fake_cupy.installed(monkeypatch, 0):
-        assert node_model.placement_note() == "--backend auto: the CPU, as CuPy finds no CUDA device"
+        assert node_model.placement_note() == "--backend auto: the CPU (CuPy finds no CUDA device)"
         with pytest.raises(NodeRefusal, match="CUDA0"):
             replace(node_model, nodes=Nodes(backend="cuda")).load_options(1)
         plan = plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_0")
-        with pytest.raises(NodeRefusal, match="--backend cuda: no GPU can be used: CuPy finds no CUDA device"):
+        with pytest.raises(NodeRefusal, match="--backend cuda: no usable GPU: CuPy finds no CUDA device"):
             choose_gpus(plan, "cuda", 1, 1)
         assert choose_gpus(plan, "auto", 1, 1)[0] == ()
     with fake_cupy.installed(monkeypatch, 2):

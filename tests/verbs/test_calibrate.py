@@ -235,7 +235,7 @@ def test_what_is_balanced(tmp_path: Path) -> None:
     assert "17.54 MiB (16.02 bits per weight) -> 5.64 MiB" in DryRunReport(all_of_it).text()
     assert not widened(none)
     assert [t.nbytes for t in all_of_it.tensors] == [t.nbytes for t in none.tensors]
-    message = "balanced: blk.0.attn_norm.weight .. output_norm.weight (13 tensors) took factors over from 29 tensors"
+    message = "equalized blk.0.attn_norm.weight .. output_norm.weight (13 tensors) with the 29 tensors"
     assert any(note.startswith(message) for note in all_of_it.notes)
     plan_of_layer_0 = plan(tensor_type=(r"blk\.[12]\.=bf16",), leave_output_tensor=True)
     assert widened(plan_of_layer_0) == {name for name in widened(all_of_it) if name.startswith(("blk.0.", "blk.3."))}

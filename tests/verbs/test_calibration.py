@@ -100,7 +100,7 @@ def test_less_text_than_asked_for(tmp_path: Path) -> None:
     total = (tmp_path / "a.txt").stat().st_size
     assert corpus.calibration.nbytes + corpus.evaluation.nbytes > 0.98 * total
     assert 0.05 * total < corpus.evaluation.nbytes <= 0.1 * total
-    assert corpus.notes[0].startswith("there is less text than --size")
+    assert corpus.notes[0].startswith("less text than --size")
     (tmp_path / "b.txt").write_text(prose(2, 120))
     small = calibration([tmp_path / "b.txt"])
     assert not small.evaluation.passages
@@ -237,7 +237,7 @@ def test_unusable_inputs(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E401"):
         read_inputs([tmp_path / "none"])
     corpus = calibration([tmp_path / "c.jsonl"])
-    assert "c.jsonl: 1 records have no text and are left out, first line 2" in corpus.notes[0]
+    assert "c.jsonl: skipped 1 records without text, first line 2" in corpus.notes[0]
     assert "?" in corpus.calibration.text
     (tmp_path / "folder").mkdir()
     with refuses(FormatError, "QK-E121"):
@@ -283,11 +283,11 @@ def test_overlap_estimates_the_share(share: float) -> None:
     assert not actual.same_text
     assert (actual.warning is None) == (share == 0)
     if share == 0.25:
-        assert "of this text was calibrated on" in (actual.warning or "")
+        assert "of this text was used for calibration" in (actual.warning or "")
 
 
 def test_the_same_text_is_recognized_however_short() -> None:
-    assert "this very text" in (overlap("three short words", "three short words").warning or "")
+    assert "results say nothing about other texts" in (overlap("three short words", "three short words").warning or "")
     assert overlap("three short words", "others").warning is None
 
 
@@ -370,7 +370,7 @@ def test_what_was_held_out_is_kept_in_metadata() -> None:
     assert actual.sketch.sha256 == both.sketch.sha256
     used = held_out_warning(Path("x"), {**both.fields(), **two.sketch.fields()})
     assert used is not None
-    assert used.startswith("warning: x was computed on b, held out")
+    assert used.startswith("warning: x was computed on b, which quantkit calibration held out")
     assert held_out_warning(Path("x"), {**both.fields(), **sketch(prose(3, 3000)).fields()}) is None
     for fields in (
         Field.of("quantkit.calibration.heldout.files", 1),

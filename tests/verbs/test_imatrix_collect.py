@@ -426,7 +426,7 @@ def test_evaluations_warn_of_text_that_was_calibrated_on(
                 perplexity(out, tokens=tokens, n_ctx=64, save_logits=save),
                 kld(out, base),
             ]
-            warned = [any("was calibrated on" in note for note in result.notes) for result in results]
+            warned = [any("used for calibration" in note for note in result.notes) for result in results]
             assert warned == 3 * [text is texts[0] and not hidden]
     output = quantkit_("kld", "-m", tmp_path / "False.gguf", "--base", tmp_path / "False-True.bin")
     assert output.startswith("warning: about ")
@@ -454,7 +454,7 @@ def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, d
     copy = tmp_path / "copy.txt"
     copy.write_bytes(b"Another beginning.\n" + held_out.read_bytes())
     moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **settings)
-    message = f"was computed on {held_out}, held out by quantkit calibration"
+    message = f"was computed on {held_out}, which quantkit calibration held out"
     assert not any("held out" in note for result in (right, moved) for note in result.notes)
     assert any(note.startswith("warning: ") and message in note for note in wrong.notes)
 
@@ -526,8 +526,8 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     ("arguments", "words"),
     [
         (["-m", "MODEL"], "give a model (-m) and a text"),
-        (["-m", "MODEL", "-f", "MODEL", "-fug"], "fusion is off"),
-        (["-m", "MODEL", "-f", "MODEL", "--fused-moe"], "fusion is off"),
+        (["-m", "MODEL", "-f", "MODEL", "-fug"], "imatrix never fuses"),
+        (["-m", "MODEL", "-f", "MODEL", "--fused-moe"], "imatrix never fuses"),
         (["-m", "MODEL", "-f", "MODEL", "--plot", "a.svg"], "add --layer-similarity"),
         (["-m", "MODEL", "-f", "MODEL", "--chunks", "0"], "a number above 0"),
         (["-m", "MODEL", "show", "x"], "--model is an option of collecting"),

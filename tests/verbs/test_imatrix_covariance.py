@@ -133,7 +133,7 @@ def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, 
     arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 1]
     for changes, words in (
         (["--covariance", cov, "--max-ram", "100"], "--max-ram leaves"),
-        (["--covariance", out], "are one file"),
+        (["--covariance", out], "are the same file"),
         (["--covariance", tmp_path / "no" / "cov.gguf"], "its folder does not exist"),
     ):
         result = quantkit(*arguments, *changes)

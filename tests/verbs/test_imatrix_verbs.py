@@ -393,7 +393,7 @@ def test_dat_files_weigh_by_calls_and_know_empty_experts(tmp_path: Path) -> None
     a, b = Run(1, 2, empty=1), Run(2, 2)
     one = saved(tmp_path / "a.dat", a.imatrix(), "dat")
     result = merge([one, b.imatrix()])
-    assert any("a .dat has no token counts: one call weighs 256 tokens" in note for note in result.notes)
+    assert any("a .dat has no token counts: each call counts as 256 tokens" in note for note in result.notes)
     assert any("in_sum" in note for note in result.notes)
     down = result.imatrix.entries["blk.0.ffn_down_exps.weight"]
     expected = b.imatrix().entries["blk.0.ffn_down_exps.weight"]
@@ -470,8 +470,8 @@ def test_what_is_known_of_the_texts_is_joined() -> None:
     merge_of_three = merge(
         [a, Run(3).imatrix(), replace(b, extra={**b.extra, "quantkit.x": Field.of("quantkit.x", 1)})]
     )
-    assert "the text of 1 of 3 files is not known to overlap checks" in merge_of_three.notes
-    assert "keys that differ between the files are dropped: quantkit.x" in merge_of_three.notes
+    assert "1 of 3 files have no record of their text: overlap checks do not cover it" in merge_of_three.notes
+    assert "dropped keys that differ between the files: quantkit.x" in merge_of_three.notes
 
 
 # --- conversion ---
@@ -494,7 +494,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert (copy.chunk_count, copy.chunk_size, copy.datasets) == (2, 256, ["text-5"])
     assert copy.stats_schema
     assert len(result.notes) == 1
-    assert result.notes[0].startswith("a .dat has no token counts: one call weighs 256 tokens (--chunk-size)")
+    assert result.notes[0].startswith("a .dat has no token counts: each call counts as 256 tokens (--chunk-size)")
 
 
 def test_what_is_lost_in_a_dat_is_said() -> None:
@@ -502,11 +502,12 @@ def test_what_is_lost_in_a_dat_is_said() -> None:
     matrix.entries["blk.0.attn_k.weight"] = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
     notes = convert(apply_fill(matrix, "mean"), "dat").notes
     assert notes[0] == (
-        "a .dat has no place for: tokens per expert of 6 entries, chunk size, sums of activations (in_sum), statistics,"
-        " all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
+        "lost, because a .dat file cannot store it: tokens per expert of 6 entries, chunk size, sums of activations "
+        "(in_sum), statistics, all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, "
+        "number of prediction layers"
     )
-    assert notes[1] == "1 entries without a token are left out: blk.0.attn_k.weight"
-    assert convert(matrix, "dat").notes[2] == "experts without tokens become ones in 6 entries"
+    assert notes[1] == "omitted 1 entries without tokens: blk.0.attn_k.weight"
+    assert convert(matrix, "dat").notes[2] == "filled experts without tokens with ones in 6 entries"
     assert convert(matrix, "gguf").notes == ()
 
 
@@ -515,7 +516,7 @@ def test_experts_of_a_dat_need_a_clue(tmp_path: Path, tiny_moe: Path, data: Path
     entries = {n: e for n, e in matrix.entries.items() if "exps" in n}
     dat = saved(tmp_path / "x.dat", replace(matrix, entries=entries), "dat")
     assert (
-        "nothing tells how many experts blk.0.ffn_down_exps.weight has (6 such entries)"
+        "the number of experts of blk.0.ffn_down_exps.weight is unknown (6 such entries)"
         in convert(dat, "gguf").notes[1]
     )
     result = convert(dat, "gguf", experts=dict.fromkeys(entries, N_EXPERT))
@@ -688,7 +689,8 @@ def test_show_tells_what_is_missing(data: Path, tmp_path: Path, tiny_moe: Path) 
     result = run("show", "-m", tiny_moe, "--require-coverage", "100%", tmp_path / "x.gguf", code=3)
     assert "weights without an entry: 1\n  blk.2.attn_v.weight" in result.output
     assert (
-        "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: has no entry of its own and" in result.output
+        "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: has no entry and uses that of"
+        in result.output
     )
     check_refused(result.output, "QK-E500 99.14 100 blk.2.attn_v.weight")
 
@@ -711,7 +713,7 @@ def test_merge_command(tmp_path: Path) -> None:
     assert "10 entries, 4 chunks of 256 tokens" in out
     assert_close(read_imatrix(tmp_path / "c.gguf"), both(Run(1), Run(2)))
     rerun = run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.gguf", code=1).output
-    assert "exists; give another name, or --overwrite" in rerun
+    assert "exists; choose another name, or use --overwrite" in rerun
     run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.dat", "--names", "merged")
     matrix = read_imatrix(tmp_path / "c.dat")
     assert matrix.format == "dat"
@@ -753,7 +755,7 @@ def test_sums_of_activations_may_be_negative_but_must_be_finite(tmp_path: Path) 
 def test_convert_command(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "a.gguf", emptied(0))
     result = run("convert", tmp_path / "a.gguf", tmp_path / "a.dat")
-    assert "note: a .dat has no place for: tokens per expert of 6 entries" in result.output
+    assert "note: lost, because a .dat file cannot store it: tokens per expert of 6 entries" in result.output
     result = run("convert", "--chunk-size", 256, "--fill", "neighbour", tmp_path / "a.dat", tmp_path / "b.gguf")
     assert "note: 6 experts without tokens filled in 6 entries" in result.output
     copy = read_imatrix(tmp_path / "b.gguf")

@@ -305,7 +305,7 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
         (15, "Q4_K_M"),
         (38, "MXFP4_MOE or MXFP4"),
         (39, "NVFP4"),
-        (1024, "a mixture without a number"),
+        (1024, "a mix of types without a preset number"),
         (1024 | 7, "Q8_0, guessed"),
         (9999, "unknown, guessed"),
         (500, "unknown"),

@@ -322,7 +322,7 @@ def test_rows_that_do_not_divide_are_told(tmp_path: Path) -> None:
     model = write_hollow(tmp_path / "m.gguf", fields, infos, {})
     lints = lint_recipe(write_recipe_file(tmp_path, "ffn = q4_K\nattn = q4_0_r8\n"), model=model)
     assert [f.code for f in lints] == ["QK-W021", "QK-W021"]
-    assert "Q4_K becomes Q5_0: rows of 96 do not divide into blocks of 256" in lints[0].message + lints[1].message
+    assert "Q4_K becomes Q5_0: rows of 96 are not a multiple of blocks of 256" in lints[0].message + lints[1].message
 
 
 def test_show_by_class_and_device(big: Path, tmp_path: Path) -> None:

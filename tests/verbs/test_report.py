@@ -92,7 +92,7 @@ def example(hostile: str = "", layers: int = 6) -> Report:
             support=(Support("llama.cpp", True, "loads"), Support("ik_llama.cpp", False, "does not load: " + hostile)),
             provenance=(("quantize.imatrix.file", hostile or "im.gguf"),),
             command=f"quantkit quantize model.gguf {hostile} {name}",
-            notes=(f"about 3 % of this text was calibrated on {hostile}",) if i == 0 else (),
+            notes=(f"about 3 % of this text was used for calibration {hostile}",) if i == 0 else (),
             quality=quality,
             errors_key="e",
             speeds=speeds,

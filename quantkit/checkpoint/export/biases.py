@@ -1,8 +1,8 @@
 """Biases of the modules of transformers' classes, and the switches of config.json for them.
 
-A file may have a bias beside any weight: llama.cpp adds it wherever it is. transformers ignores those that the class
-does not make, and the model computes something else. Facts of transformers 4.57.6, of 5.18.0 where that lacks the
-class (models/*/modeling_*.py).
+A file may have a bias for any weight, and llama.cpp adds it. transformers ignores biases that the class does not
+create, and the model gives other results. Facts of transformers 4.57.6, of 5.18.0 where that lacks the class
+(models/*/modeling_*.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quantkit.checkpoint.config import Json
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-#: Model class -> switch -> names of modules that have a bias if it is true; "": whatever config.json says. Of classes
-#: that are not here transformers has no code, only their own repositories. scripts/record_biases.py makes it.
+#: Model class -> switch -> names of modules that have a bias if it is true; "": with any config.json. transformers has
+#: no code for other classes, only their own repositories. scripts/record_biases.py writes this table.
 BIASES: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "biases.json").read_bytes())
 
 
@@ -24,13 +24,13 @@ def set_biases(config: Json, architecture: str, tensors: Iterable[str], where: s
     """Set the switches of a class' biases by the tensors that a checkpoint has.
 
     Args:
-        config: what config.json says of the text model; it is changed.
+        config: config.json of the text model, which is modified.
         architecture: the class of transformers.
         tensors: their names in the checkpoint.
-        where: the file that is exported, for messages.
+        where: the exported file, for messages.
 
     Raises:
-        TypeNotSupported: the class makes no such bias, whatever config.json says.
+        TypeNotSupported: the class has no such bias with any config.json.
     """
     modules = {name.removesuffix(".bias").rpartition(".")[2]: name for name in tensors if name.endswith(".bias")}
     biases = BIASES.get(architecture)
@@ -40,8 +40,8 @@ def set_biases(config: Json, architecture: str, tensors: Iterable[str], where: s
     for module, name in modules.items():
         if module not in modules_with_bias:
             raise TypeNotSupported(
-                f"{where}: {architecture} has no place for a bias beside {module}, and transformers would ignore "
-                f"{short(name)}: the checkpoint would compute something else",
+                f"{where}: {architecture} has no bias of {module}, and transformers would ignore {short(name)}: the "
+                "checkpoint would give other results",
                 "QK-E305",
             )
     config |= {switch: any(m in modules for m in names.split()) for switch, names in biases.items() if switch}

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.checkpoint.general import RELATED, parse_related
 from quantkit.formats.gguf import GGUFFile
 
-#: Key of the card -> key behind ``general.``
+#: Key of the model card -> key after ``general.``
 _NAMES = {
     **{
         name: name
@@ -25,7 +25,7 @@ _MOST_RELATED = 1 << 10
 
 
 def card_files(model: GGUFFile) -> dict[str, bytes]:
-    """Return README.md if the metadata have anything for it."""
+    """Return README.md if the metadata has anything for it."""
     lines = [f"{key}: {_yaml(value)}" for key, value in _entries(model)]
     return {"README.md": "\n".join(["---", *lines, "---", ""]).encode("utf-8", "replace")} if lines else {}
 

@@ -1,4 +1,4 @@
-"""The class of transformers that a GGUF file is exported as, and its names of tensors.
+"""The transformers class for the export of a GGUF file, and its tensor names.
 
 The name map (``tensor_names``) knows many names of one kind of tensor; of a class it is the first of those in its row,
 else the first by ``_ORDER``.
@@ -35,27 +35,27 @@ def find_class(meta: ModelMetadata, name: str | None = None) -> tuple[str, Archi
     """Return the model class of a file, its architecture and its HF names.
 
     Args:
-        meta: what the file says.
-        name: the class, if it was given.
+        meta: the file's metadata.
+        name: the requested class, if any.
 
     Raises:
         TypeNotSupported: no class of this architecture can be exported, or not to the one given.
     """
     classes = of_architecture(meta.arch)
     if name is not None and name not in classes:
-        like = f": there are {', '.join(classes)}" if classes else ""
+        like = f"; choose one of {', '.join(classes)}" if classes else ""
         raise TypeNotSupported(f"{meta.path}: {short(meta.arch)} is not exported as {short(name)}{like}", "QK-E304")
     class_name = name or next((item for item in classes if _matches(CLASSES[item], meta)), None)
     if class_name is None:
         raise TypeNotSupported(
-            f"{meta.path}: the architecture {short(meta.arch)} is not exported by this version: "
-            "`quantkit export --list` shows all that are",
+            f"{meta.path}: the architecture {short(meta.arch)} is not exported by this version; see `quantkit export "
+            "--list`",
             "QK-E304",
         )
     if isinstance(meta.get(".expert_used_count"), list) and CLASSES[class_name].keys.get(".expert_used_count") != "":
         raise TypeNotSupported(
-            f"{meta.path}: how many experts a token has differs from layer to layer, which config.json of {class_name} "
-            "cannot say",
+            f"{meta.path}: the number of experts per token differs between layers, which config.json of {class_name} "
+            "cannot express",
             "QK-E305",
         )
     return class_name, replace(ARCHITECTURES[class_name], arch=meta.arch), CLASSES[class_name]
@@ -68,7 +68,7 @@ def _matches(hf_class: HfClass, meta: ModelMetadata) -> bool:
 def tensor_names_of(row: Architecture, hf_class: HfClass) -> dict[str, str]:
     """Return the name in a checkpoint of each kind of tensor of an architecture, ``*`` for the layer.
 
-    Those that the name map cannot tell are there with the suffix that they have in a file.
+    Those that the name map cannot distinguish have their suffix from the file.
     """
     own_names = hf_class.names.split()
     kinds = {f"{rule.kind}{rule.suffix}": rule.name for rule in row.rules if isinstance(rule, AssignKind)}

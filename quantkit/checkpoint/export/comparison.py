@@ -29,18 +29,18 @@ def compare_keys(model: GGUFFile, folder: Path, row: Architecture, config: Confi
     try:
         row.vocab(Vocabulary(folder, config, keys, model.get("tokenizer.ggml.pre") if pre_name else None))
     except QuantkitError as e:
-        return [*notes, f"`quantkit convert` does not take this vocabulary again: {e.message}"]
+        return [*notes, f"`quantkit convert` does not accept this vocabulary: {e.message}"]
     notes += _lost_keys("tokenizer.", model.fields, keys.fields)
     extra_keys = [key for key in keys.fields if key.startswith("tokenizer.") and key not in model.fields]
-    return notes + ([f"converted again, it also says {_list_keys(extra_keys)}"] if extra_keys else [])
+    return notes + ([f"converting it back adds {_list_keys(extra_keys)}"] if extra_keys else [])
 
 
 def _lost_keys(prefix: str, before: Mapping[str, Field], after: Mapping[str, Field]) -> list[str]:
     prefixed_keys = [key for key in before if key.startswith(prefix) and key not in _OF_FILE]
     missing = [key for key in prefixed_keys if key not in after]
     changed_keys = [key for key in prefixed_keys if key in after and before[key].encode() != after[key].encode()]
-    notes = [f"converted again, it no longer says {_list_keys(missing)}"] if missing else []
-    return notes + ([f"converted again, it says otherwise: {_list_keys(changed_keys)}"] if changed_keys else [])
+    notes = [f"converting it back loses {_list_keys(missing)}"] if missing else []
+    return notes + ([f"converting it back changes {_list_keys(changed_keys)}"] if changed_keys else [])
 
 
 def _list_keys(keys: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """config.json from the metadata of a GGUF file: the key rules of an architecture, inverted.
 
-What a class gives a key of many names is the one that its configuration has (``class_defaults``). Whatever is made here
-is read by the way here again (``check_keys``), so a key that it does not carry is found.
+If a key has many names, the class uses the one of its configuration (``class_defaults``). The result is converted back
+(``check_keys``), which detects keys that were lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantkit.formats.gguf import Field, GGUFFile
 from quantkit.formats.gguf.rules import short
 from quantkit.version import __version__
 
-#: Keys that the class says by itself, or no runtime reads.
+#: Keys that the class implies, or that no runtime reads.
 _IGNORED_KEYS = frozenset((".vocab_size", ".attention.causal"))
 #: Special tokens of config.json -> their GGUF keys.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "sep": "seperator", "mask": "mask"}
@@ -33,9 +33,7 @@ def make_config(meta: ModelMetadata, name: str, row: Architecture, hf_class: HfC
     """Return the configuration of the text model of a file as the class ``name``; values have the dtype ``dtype``."""
     for key in (".block_count", ".n_deepstack_layers"):
         if isinstance(count := meta.get(key), int) and count > _MOST_LAYERS:
-            raise FormatError(
-                f"{meta.path}: key {meta.arch}{key} is {count}: more layers than any model has", "QK-E123"
-            )
+            raise FormatError(f"{meta.path}: key {meta.arch}{key} is {count}, too many layers", "QK-E123")
     config: Json = {"architectures": [name], "model_type": hf_class.model_type}
     if (kind := meta.get(".rope.scaling.type")) in ("linear", "yarn"):
         config["rope_scaling"] = rope_scaling(meta)
@@ -65,7 +63,7 @@ def make_config(meta: ModelMetadata, name: str, row: Architecture, hf_class: HfC
 
 
 def token_ids(model: GGUFFile) -> Json:
-    """Return the ids of special tokens that a configuration names; of those that every class has, null for none."""
+    """Return the ids of special tokens for a configuration; null for missing ones that every class has."""
     ids = {name: model.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()}
     return {
         f"{name}_token_id": number for name, number in ids.items() if number is not None or name in _ALWAYS_IN_CONFIG
@@ -85,14 +83,14 @@ def nest_text_config(config: Json, hf_class: HfClass) -> Json:
 def _vocab_size(model: GGUFFile) -> int:
     embeddings = model.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
-        raise FormatError(f"{model.paths[0]}: it has no token_embd.weight, so it is no whole model", "QK-E105")
+        raise FormatError(f"{model.paths[0]}: has no token_embd.weight, so it is not a complete model", "QK-E105")
     return embeddings.shape[1]
 
 
 def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
     """Convert a configuration back to keys; return notes on keys that the file does not have.
 
-    Raises TypeNotSupported for keys of the architecture that it does not say, or says otherwise.
+    Raises TypeNotSupported for keys of the architecture that it lacks or changes.
     """
     keys = Keys(row.arch, config.path, row.layers(config))
     write_rows((*row.head_keys, *row.base, *row.keys), keys, config)
@@ -103,13 +101,13 @@ def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
         missing_keys.append(causal)
     if missing_keys:
         raise TypeNotSupported(
-            f"{model.paths[0]}: key {missing_keys[0]} = {short(plain(arch_fields[missing_keys[0]].value))} cannot "
-            "be said in config.json of "
-            f"{config.architecture}{_list_rest(missing_keys[1:])}; the checkpoint would compute something else",
+            f"{model.paths[0]}: key {missing_keys[0]} = {short(plain(arch_fields[missing_keys[0]].value))} cannot be "
+            f"expressed in config.json of {config.architecture}{_list_rest(missing_keys[1:])}; the checkpoint would "
+            "give other results",
             "QK-E305",
         )
     added = [key for key in keys.fields if key.startswith(f"{row.arch}.") and key not in arch_fields]
-    return [f"converted again, it also says {', '.join(sorted(added))}"] if added else []
+    return [f"converting it back adds {', '.join(sorted(added))}"] if added else []
 
 
 def _has_value(key: str, field: Field, meta: Mapping[str, Field], arch: str) -> bool:

@@ -1,7 +1,7 @@
 """Values of config.json that are more than copies of keys, set by a file's metadata (``HfClass.config_setters``).
 
-Those that only one family has are in its module. Some are in no file, for llama.cpp (b11434, src/models/*.cpp) has them
-in its code: they come from there.
+Values of only one family are in its module. Some are not in any file, because llama.cpp (b11434, src/models/*.cpp) has
+them in its code; they are taken from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def set_head_norms(meta: ModelMetadata, config: Json) -> None:
 
 
 def set_long_rope(meta: ModelMetadata, config: Json) -> None:
-    """Take the factors of rope for long and short texts from the tensors that hold them."""
+    """Set the rope factors for long and short texts from their tensors."""
     if not meta.has("rope_factors_long.weight"):
         config["rope_scaling"] = None
         return
@@ -50,13 +50,13 @@ def set_rope_parameters(meta: ModelMetadata, config: Json) -> None:
 
 
 def interleave_sections(meta: ModelMetadata, config: Json) -> None:
-    """Positions of several dimensions are interleaved (Qwen3-VL and later)."""
+    """Set interleaved positions of several dimensions (Qwen3-VL and later)."""
     if "mrope_section" in (config.get("rope_scaling") or {}):
         config["rope_scaling"]["mrope_interleaved"] = True
 
 
 def add_deepstack_tower(meta: ModelMetadata, config: Json) -> None:
-    """Describe a vision tower, which is in no file of a text model, as small as can be (Qwen3-VL)."""
+    """Describe a vision tower, which files of text models lack, as small as possible (Qwen3-VL)."""
     n = meta.get(".n_deepstack_layers") or 0
     config["vision_config"] = {
         "depth": max(1, n),
@@ -70,9 +70,9 @@ def add_deepstack_tower(meta: ModelMetadata, config: Json) -> None:
 
 @dataclass(frozen=True)
 class AddTower:
-    """Describe a vision tower, which is in no file of a text model, as small as can be.
+    """Describe a vision tower, which files of text models lack, as small as possible.
 
-    ``settings``: of it, beside what such towers have in common. ``out``: what the width of what it gives is called.
+    ``settings``: those that differ from other towers. ``out``: the name of its output width.
     """
 
     settings: Json

@@ -12,7 +12,7 @@ from quantkit.formats.gguf.rules import short
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it; a float of a file by the shortest digits that mean it."""
+    """Return a value as in JSON; a float by the shortest digits that give its value."""
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
     if isinstance(value, (list, tuple)):
@@ -38,7 +38,7 @@ class ModelMetadata:
         return None if field is None else plain(field.value)
 
     def number(self, key: str) -> int:
-        """Return a count that the model cannot do without; of one for each layer the largest."""
+        """Return a required count; the largest if there is one for each layer."""
         value = self.get(key)
         if isinstance(value, list) and value:
             value = max(value)

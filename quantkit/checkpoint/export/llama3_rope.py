@@ -1,11 +1,11 @@
-"""Rope of Llama 3: the parameters of config.json that make the factors of a file (``rope_freqs.weight``).
+"""Rope of Llama 3: the parameters of config.json that give the factors of a file (``rope_freqs.weight``).
 
 A frequency of wavelength w is divided by 1 if w < L / high, by F if w > L / low, and in between by f with
 
     1 / f = s + (1 - s) / F        s = (L / w - low) / (high - low)
 
-so that 1 / f = a + b / w: two factors in between tell a and b, and F, the largest, tells the rest. Only L / low and
-high / low matter, and low is 1 where that leaves L whole. Where factors leave a choice, it is the usual one.
+so that 1 / f = a + b / w: two factors in between determine a and b, and F, the largest, the rest. Only L / low and high
+/ low matter; low is 1 if that keeps L an integer. If several parameters fit, the usual ones are used.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def llama3_rope(meta: ModelMetadata, row: Architecture, config: Json) -> Json:
                 if (candidate_factors := make_factors(rope)) is not None and np.array_equal(candidate_factors, values):
                     return rope
     raise TypeNotSupported(
-        f"{meta.path}: tensor {FREQUENCIES}: its factors are none that config.json of Llama 3 can say", "QK-E305"
+        f"{meta.path}: tensor {FREQUENCIES}: config.json of Llama 3 cannot express its factors", "QK-E305"
     )
 
 
@@ -70,7 +70,7 @@ def _rope(factor: float, low: float, high: float, length: int) -> Json:
 
 
 def _solve(values: F64, waves: F64) -> Iterator[tuple[float, float, float]]:
-    """Yield F, high and L, for low 1, that may make factors; values that are measured are not exact."""
+    """Yield F, high and L, for low 1, that may give the factors; measured values are not exact."""
     largest = float(values.max(initial=1.0))
     yield from _solve_with_factor(largest, values, waves)
     between = values != 1
@@ -111,7 +111,7 @@ def _line(inverse: F64, waves: F64) -> tuple[float, float]:
 
 
 def _round(factor: float, high: float, length: float) -> Iterator[Json]:
-    """Yield parameters near to those, L whole, the fewest digits first."""
+    """Yield nearby parameters with an integer L, fewest digits first."""
     for low in _LOWS:
         rounded_length = round(length * low)
         if rounded_length < 1 or abs(rounded_length - length * low) > 1e-4 * rounded_length + 0.1:

@@ -29,7 +29,7 @@ _KIMI = (
 )
 _GPT4O = _CASED.format(_SUFFIX, r"\p{N}{1,3}")
 
-#: Name -> patterns of the original, where those of ``PRE`` are no regular expressions of the original's kind.
+#: Name -> patterns of the original, if those of ``PRE`` are not in the original's regular expression syntax.
 ORIGINAL: dict[str, tuple[str, ...]] = {
     "tekken": (_CASED.format("", r"\p{N}"),),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_GPT4O,)),
@@ -40,14 +40,14 @@ NFC = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2ll
 
 
 def pre_tokenizer(name: str) -> tuple[Json | None, Json]:
-    """Return normalizer and pre_tokenizer of a name. Raises TypeNotSupported for one that has none here."""
+    """Return normalizer and pre_tokenizer of a name. Raises TypeNotSupported for an unknown one."""
     row = PRE.get(name)
     patterns = ORIGINAL.get(name, row.patterns if row is not None else ())
     odd = row is None or row.raw or row.metaspace or row.escape_spaces
     if odd or name not in ORIGINAL and any(_is_odd(pattern) for pattern in patterns):
         raise TypeNotSupported(
-            f"the pre-tokenizer {name[:40]!r} has no counterpart in tokenizer.json here; --no-tokenizer leaves the "
-            "tokenizer out: take that of the original model",
+            f"the pre-tokenizer {name[:40]!r} cannot be expressed in tokenizer.json; use --no-tokenizer, and copy the "
+            "tokenizer of the original model",
             "QK-E305",
         )
     splits: list[Json] = [

@@ -61,11 +61,11 @@ from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
 
-#: What --outtype takes, by the dtype of transformers.
+#: Values of --outtype, by the dtype of transformers.
 DTYPES = {"f32": ("float32", TYPE_F32), "f16": ("float16", TYPE_F16), "bf16": ("bfloat16", TYPE_BF16)}
-#: What tensors of layers begin with; T5 has two stacks of them.
+#: Prefixes of layers' tensors; T5 has two stacks.
 _IN_LAYER = re.compile(r"(enc\.|dec\.)?blk\.(\d+)\.")
-#: What is renamed in every checkpoint (``tensors.text_name`` backwards).
+#: Renames in every checkpoint (the inverse of ``tensors.text_name``).
 _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 
 
@@ -73,7 +73,7 @@ _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 class ExportSource:
     """An open export: the ``expressions`` of its tensors, and the text ``files`` beside the weights.
 
-    ``origins``: of what tensors of the file each is made; of none if it is metadata there.
+    ``origins``: the file's tensors that each is computed from; none if it is metadata in the file.
     """
 
     model: GGUFFile
@@ -107,8 +107,8 @@ class ExportSource:
         self.expressions[tensor.name].read(values_in(tensor.type, offset), out, readahead)
         if tensor.type is TYPE_F16 and not np.isfinite(out.view(np.float16)).all():
             raise FormatError(
-                f"{self.where(tensor)}: tensor {short(tensor.name)} holds values beyond float16 or none at all: "
-                "--outtype bf16 or f32 takes them, if they are finite",
+                f"{self.where(tensor)}: tensor {short(tensor.name)} has values that exceed float16, or are not "
+                "finite: use --outtype bf16 or f32",
                 "QK-E305",
             )
 
@@ -122,7 +122,7 @@ class ExportSource:
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:
-        """Return the file that a tensor is made from."""
+        """Return the file that a tensor is computed from."""
         part = next(self.expressions[tensor.name].parts(), None)
         return str(self.paths[0] if part is None else part.path)
 
@@ -135,7 +135,7 @@ class ExportSource:
         return digest.hexdigest()
 
 
-#: What functions of single classes meet where a file's metadata is of other types, shapes or lengths than a model's.
+#: Errors of class-specific functions on metadata of unexpected types, shapes or lengths.
 _METADATA_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -147,26 +147,26 @@ def open_export(
     Args:
         model: an open file.
         outtype: f32, f16, bf16, or auto: the type of the first matrix that is one of them, else bf16.
-        architecture: the class of transformers, where an architecture has several.
-        tokenizer: also make the files of the tokenizer.
+        architecture: the transformers class, if an architecture has several.
+        tokenizer: also write the files of the tokenizer.
 
     Raises:
-        FormatError: the file is broken, or not what its metadata says.
-        TypeNotSupported: an architecture, a key, a tensor, a type or a vocabulary that cannot be exported; why.
+        FormatError: the file is damaged, or contradicts its metadata.
+        TypeNotSupported: an architecture, key, tensor, type or vocabulary that cannot be exported, with the reason.
     """
     if outtype not in (*DTYPES, "auto"):
-        raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto", "QK-E203")
+        raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(DTYPES)}, auto", "QK-E203")
     try:
         return _open(model, outtype, architecture, tokenizer=tokenizer)
     except _METADATA_ERRORS as e:
         reason = short(f"{type(e).__name__}: {e}")
         raise FormatError(
-            f"{model.paths[0]}: its metadata is not that of a model of its architecture: {reason}", "QK-E123"
+            f"{model.paths[0]}: its metadata is not valid for its architecture: {reason}", "QK-E123"
         ) from e
 
 
 def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> ExportSource:
-    """Read a GGUF file; arguments and errors as for ``open_export``, beside those of wrong metadata."""
+    """Read a GGUF file; arguments and errors as for ``open_export``, except those of wrong metadata."""
     meta = ModelMetadata(model, str(model.get("general.architecture")))
     name, row, hf_class = find_class(meta, architecture)
     dtype, target_type = DTYPES[_first_matrix_type(model) if outtype == "auto" else outtype]
@@ -180,8 +180,8 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
     notes = [hf_class.note] * bool(hf_class.note)
     if hf_class.outer_type or "vision_config" in values:
         notes.append(
-            f"{name} also has a vision tower, which is in no file of a text model: only the text model is written, and "
-            "transformers makes a small tower of random numbers"
+            f"{name} also has a vision tower, which GGUF files of text models do not contain: only the text model is "
+            "written, and transformers initializes a small tower randomly"
         )
     vocabulary_notes: list[str] = []
     if tokenizer:
@@ -201,7 +201,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
         notes += check_keys(model, row, config)  # last, for rules find values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
     if options:
-        notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
+        notes.append(f"fused tensors are split; to fuse them again, convert with {' '.join(options)}")
     expressions: dict[str, Expression] = {}
     origins: dict[str, tuple[StoredTensor, ...]] = {}
     for tensor_name, x in sorted(tensors.items()):
@@ -212,7 +212,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
 
 @contextmanager
 def _temporary_folder(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[Path]:
-    """Yield a directory with the small files of the checkpoint, which the way here reads; errors name the GGUF file."""
+    """Yield a directory with the small files of the checkpoint, which conversion reads; errors name the GGUF file."""
     try:
         with TemporaryDirectory(prefix="quantkit-export-") as name:
             folder = Path(name)
@@ -258,7 +258,7 @@ def _tensors(
                 final = re.sub(pattern, replacement, final)
             final = hf_class.rename_last(context.config, final)
             if final in tensors:
-                raise context.fail(original, f"{final} would be there twice", "QK-E107")
+                raise context.fail(original, f"{final} would occur twice", "QK-E107")
             tensors[final] = original.x
     tensors |= {extra_tensor.name: extra_tensor.x for extra_tensor in hf_class.synthetic(meta)}
     if inverse.waiting:
@@ -276,7 +276,7 @@ def _checkpoint_name(context: Context, name: str, kinds: dict[str, str]) -> str:
         if pattern is not None:
             return (pattern.replace("*", layer[2]) if layer else pattern) + suffix
     raise TypeNotSupported(
-        f"{context.config.path.parent}: tensor {short(name)} has no place in a checkpoint of "
+        f"{context.config.path.parent}: tensor {short(name)} cannot be stored in a checkpoint of "
         f"{context.config.architecture}",
         "QK-E305",
     )
@@ -291,7 +291,8 @@ def _check_round_trip(
 ) -> tuple[set[str], set[str]]:
     """Convert the exported tensors again and require the names and shapes of the GGUF file.
 
-    Return the names of what is F32 in a file of type ``target_type``, too, and of what has the type it is stored in.
+    Return the names of tensors that are also F32 in a file of type ``target_type``, and of those with their stored
+    type.
     """
     stored: dict[str, Expression] = {}
     for name, x in sorted(tensors.items()):
@@ -304,8 +305,8 @@ def _check_round_trip(
     for name in (*have, *converted_shapes):
         if _drop_leading_ones(have.get(name)) != _drop_leading_ones(converted_shapes.get(name)):
             raise TypeNotSupported(
-                f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
-                f"{_shape(converted_shapes.get(name))} after converting the checkpoint: it would not be this model",
+                f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, but "
+                f"{_shape(converted_shapes.get(name))} after converting the checkpoint back",
                 "QK-E305",
             )
     full = (
@@ -338,7 +339,7 @@ def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) ->
 
 
 def _keeps_type(x: Expression, as_stored: set[str]) -> bool:
-    """Return whether a tensor keeps its type: whole numbers, and floats that a file has in the checkpoint's type."""
+    """Return whether a tensor keeps its type: integers, and floats already in the checkpoint's type."""
     part = next(x.parts(), None)
     return (
         x.type not in (TYPE_F32, TYPE_F16, TYPE_BF16)

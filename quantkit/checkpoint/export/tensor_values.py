@@ -29,7 +29,7 @@ from quantkit.types import TensorType, type_by_name
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
 _I32 = type_by_name("I32")
-#: Types that stay as they are.
+#: Types that are kept.
 _UNDECODED = (*_FLOATS, _I32)
 
 
@@ -42,7 +42,7 @@ _RANKS_OF = {"kimi-linear": {"*ssm_a": 4}}
 class EncodedTensor:
     """A tensor as stored; types other than F32, F16, BF16 and I32 are decoded to float32.
 
-    ``scales``: what they are multiplied by, all by one number or each of the matrices by its own.
+    ``scales``: factors, one for all or one per matrix.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class EncodedTensor:
         t = self.info.type
         if self.scales and (t in _UNDECODED or self._rows % len(self.scales) or not np.isfinite(self.scales).all()):
             raise FormatError(
-                f"{self.path}: tensor {self.info.name}: {len(self.scales)} scales beside it do not fit", "QK-E106"
+                f"{self.path}: tensor {self.info.name}: its {len(self.scales)} scales do not match it", "QK-E106"
             )
         if t is TENSOR_SCALED:
             check_rows(self.info.shape[0])
@@ -120,7 +120,7 @@ class EncodedTensor:
 
 
 def read_tensors(model: GGUFFile, kinds: Mapping[str, str]) -> dict[str, Expression]:
-    """Return a file's tensors by name, with the scales of NVFP4 that lie beside them.
+    """Return a file's tensors by name, with their NVFP4 scales.
 
     Args:
         model: the file.

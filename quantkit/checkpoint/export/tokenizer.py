@@ -1,8 +1,8 @@
 """tokenizer.* keys as the files of a tokenizer that transformers loads: tokenizer.json and tokenizer_config.json.
 
 Byte-level BPE ("gpt2") has its tokens and merges in the file; its pre-tokenizer follows from the name
-(``pre_tokenizers``). Of SentencePiece ("llama") the file has pieces and scores: tokenizer.json gets the merges they
-stand for, as transformers derives them (convert_slow_tokenizer.py, 4.57.6), and tokenizer.model the pieces themselves.
+(``pre_tokenizers``). Of SentencePiece ("llama") the file has pieces and scores: tokenizer.json gets the merges that
+transformers derives from them (convert_slow_tokenizer.py, 4.57.6), and tokenizer.model the pieces themselves.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def tokenizer_files(model: GGUFFile) -> tuple[dict[str, bytes], list[str]]:
     write = _WRITERS.get(kind)
     if write is None:
         raise TypeNotSupported(
-            f"{model.paths[0]}: the vocabulary {short(kind)} is not exported by this version (there are "
-            f"{', '.join((*_WRITERS, *_LISTS))}); --no-tokenizer leaves the tokenizer out: take that of the original "
-            "model",
+            f"{model.paths[0]}: the vocabulary {short(kind)} is not exported by this version (supported are "
+            f"{', '.join((*_WRITERS, *_LISTS))}); use --no-tokenizer, and copy the tokenizer of the original model",
             "QK-E305",
         )
     tokenizer, extra_files = write(tokens)
@@ -69,8 +68,8 @@ def _list_files(tokens: Tokens, kind: str) -> dict[str, bytes]:
     """Return the files of a tokenizer that only remote code reads."""
     write, class_name = _LISTS[kind]
     tokens.notes.append(
-        f"only the original model's own code ({class_name}) reads such a tokenizer: its tokenization_*.py belongs "
-        "beside these files"
+        f"only the original model's code ({class_name}) reads this tokenizer: copy its tokenization_*.py to this "
+        "directory"
     )
     return write(tokens) | {"tokenizer_config.json": _dump(_config(tokens) | {"tokenizer_class": class_name})}
 
@@ -83,10 +82,10 @@ def _tokens_without_embedding(tokens: Tokens) -> Json:
 
 
 def _dump(value: Json) -> bytes:
-    """Return a JSON object with one entry a line: Python's indent is slow on long vocabularies."""
+    """Return a JSON object with one entry per line; Python's indent is slow for long vocabularies."""
     try:
         return _lines(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # bytes of a token that are no UTF-8
+    except UnicodeEncodeError:  # bytes of a token that are not UTF-8
         return _lines(value, ensure_ascii=True).encode()
 
 
@@ -148,22 +147,22 @@ def _write_bpe(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _usable_merges(tokens: Tokens, vocab: dict[str, int], pairs: list[list[str]]) -> list[list[str]]:
-    """Return the merges whose parts and result are tokens: the others would keep the file from loading."""
+    """Return the merges whose parts and result are tokens; others would prevent the file from loading."""
     usable = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
     if len(usable) < len(pairs):
-        tokens.notes.append(f"{len(pairs) - len(usable)} merges of what is no token are left out of tokenizer.json")
+        tokens.notes.append(f"omitted {len(pairs) - len(usable)} merges from tokenizer.json that do not form tokens")
     return usable
 
 
 def _pair(tokens: Tokens, merge: str) -> list[str]:
     left, space, right = merge.partition(" ")
     if not space or " " in right:
-        raise FormatError(f"{tokens.where}: the merge {short(merge)} is no pair", "QK-E123")
+        raise FormatError(f"{tokens.where}: the merge {short(merge)} is not a pair", "QK-E123")
     return [left, right]
 
 
 def _write_sentencepiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
-    """SentencePiece's BPE: merges are all pairs of pieces that make a piece, the best first."""
+    """Write SentencePiece's BPE: merges are all pairs of pieces that form a piece, best first."""
     scores, types = tokens.scores(), tokens.types
     vocab = tokens.vocab()
     usable = {text: i for text, i in vocab.items() if types[i] in (NORMAL, UNUSED)}
@@ -177,8 +176,8 @@ def _write_sentencepiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
     pieces.sort(key=lambda piece: -piece[0])
     if len(pieces) > 1 and pieces[0][0] == pieces[-1][0]:
         tokens.notes.append(
-            "the file has no scores of pieces, or one for all: what is joined first is lost, and merges of "
-            "tokenizer.json are in the order of ids; the original model's may have another"
+            "the file has no scores of pieces, or the same for all, so the order of merges is lost: tokenizer.json "
+            "has merges in the order of ids, which may differ from the original model"
         )
     has_bytes = BYTE in types
     prefix = tokens.flag("add_space_prefix") is not False

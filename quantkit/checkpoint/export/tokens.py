@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 #: Keys of ids whose name is not that of the kind.
 ID_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-#: What SentencePiece has in place of a space.
+#: SentencePiece's replacement of a space.
 META = "\u2581"
 
 
@@ -39,7 +39,7 @@ class Tokens:
             return []
         values = values.tolist() if hasattr(values, "tolist") else list(values)
         if not all(isinstance(value, kind) for value in values):
-            raise FormatError(f"{self.where}: key tokenizer.ggml.{key} is no list of {kind.__name__}", "QK-E123")
+            raise FormatError(f"{self.where}: key tokenizer.ggml.{key} is not a list of {kind.__name__}", "QK-E123")
         return values
 
     def octets(self, key: str) -> list[int]:
@@ -74,11 +74,11 @@ class Tokens:
         return ids
 
     def is_filler(self, number: int) -> bool:
-        """Return whether a token only makes the vocabulary as long as the embeddings."""
+        """Return whether a token only pads the vocabulary to the length of the embeddings."""
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
     def added(self) -> list[Json]:
-        """Return tokens that are not of the model, as tokenizer.json lists them."""
+        """Return the added tokens, as tokenizer.json lists them."""
         return [
             {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
             | {"special": kind != USER_DEFINED}
@@ -87,15 +87,15 @@ class Tokens:
         ]
 
     def vocab(self, without: tuple[int, ...] = ()) -> dict[str, int]:
-        """Return ids by text, but for fillers and tokens of some types."""
+        """Return ids by text, except padding and tokens of some types."""
         numbers: dict[str, int] = {}
         for i, text in enumerate(self.texts):
             if self.is_filler(i) or self.types[i] in without:
                 continue
             if text in numbers:
                 raise TypeNotSupported(
-                    f"{self.where}: the tokens {numbers[text]} and {i} are both {short(text)}; no tokenizer.json can "
-                    "say that: --no-tokenizer leaves the tokenizer out",
+                    f"{self.where}: the tokens {numbers[text]} and {i} are both {short(text)}, which tokenizer.json "
+                    "cannot express: use --no-tokenizer",
                     "QK-E305",
                 )
             numbers[text] = i
@@ -107,9 +107,8 @@ def template(
 ) -> Json | None:
     """Return the post-processor that adds BOS and EOS, if the metadata, or else ``defaults``, enable them.
 
-    They may be plain tokens, whose texts are nothing special within a text. ``words``: of WordPiece, whose texts end
-    with a separator, and have both whatever the file says. ``separates``: another one lies between two texts, if the
-    file does not say.
+    They may be plain tokens, without special meaning within a text. ``words``: for WordPiece, whose texts end with a
+    separator and always have both. ``separates``: another one separates two texts, if the file does not say.
     """
     affixes = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):
@@ -126,7 +125,7 @@ def template(
         before, after = ([token(text, type_id)] if text else [] for text in affixes)
         return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
 
-    # A file says whether a separator is added only if something lies between the two texts of a pair.
+    # A file has this key only if a separator is added between the two texts of a pair.
     meta = tokens.flag("add_sep_token")
     second = sequence_with_affixes("B", 1)
     used = [text for text in affixes if text]

@@ -1,4 +1,4 @@
-"""Vocabularies of single families: Unigram (T5, XLM-RoBERTa), PLaMo's and RWKV's lists, and Qwen 1's ranks.
+"""Vocabularies of specific families: Unigram (T5, XLM-RoBERTa), PLaMo's and RWKV's lists, and Qwen 1's ranks.
 
 Facts of transformers 4.57.6 (convert_slow_tokenizer.py) and of the files of those models.
 """
@@ -30,7 +30,7 @@ _NOT_SINGLE = r"^ +| +(?= )| +$"
 
 
 def write_unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
-    """Pieces with their scores: tokenizer.json, and the file of the model by the name that its class reads."""
+    """Write pieces with their scores: tokenizer.json, and the model's file under the name that its class reads."""
     scores, of_xlm = tokens.scores(), tokens.model.get("general.architecture") in _XLM
     charsmap = bytes(tokens.octets("precompiled_charsmap"))
     prefix, removes = (tokens.flag(name) is not False for name in ("add_space_prefix", "remove_extra_whitespaces"))
@@ -73,9 +73,9 @@ def write_unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _xlm_file(tokens: Tokens, pieces: list[Piece], normalizer_settings: NormalizerSettings) -> dict[str, bytes]:
-    """Return sentencepiece.bpe.model for a vocabulary of XLM-R, which pads it with [PAD] tokens; else nothing.
+    """Return sentencepiece.bpe.model for a vocabulary of XLM-R, which pads it with [PAD] tokens; otherwise nothing.
 
-    The file has three pieces where the vocabulary has four others.
+    The file has three pieces instead of the vocabulary's four.
     """
     last = len(tokens.texts) - 1
     if tokens.texts[:4] != _FIRST or tokens.texts[last] != f"[PAD{last - 1}]" or USER_DEFINED in tokens.types:
@@ -104,7 +104,7 @@ _PLAMO_TYPES = {UNKNOWN: "UNKNOWN", CONTROL: "CONTROL", BYTE: "BYTE"}
 
 
 def write_plamo(tokens: Tokens) -> dict[str, bytes]:
-    """A line for each token: its text, its score, its type."""
+    """Write a line for each token: its text, its score, its type."""
     scores = tokens.scores()
     size = len(tokens.texts)
     while size and tokens.types[size - 1] == UNUSED:
@@ -140,14 +140,14 @@ def _bytes_of(tokens: Tokens, text: str) -> bytes:
             continue
         if isinstance(token, bytes) and repr(token)[2:-1] == text:
             return token
-    raise FormatError(f"{tokens.where}: the token {short(text)} is not written as Python writes bytes", "QK-E123")
+    raise FormatError(f"{tokens.where}: the token {short(text)} is not a Python bytes literal", "QK-E123")
 
 
 # --- Qwen 1 ----------------------------------------------------------------------------------------------------------
 
 
 def write_ranks(tokens: Tokens) -> dict[str, bytes]:
-    """A line for each plain token: its bytes in Base64, and its id."""
+    """Write a line for each plain token: its bytes in Base64, and its id."""
     lines = (
         base64.b64encode(to_bytes(text)) + b" %d\n" % number
         for number, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True))
@@ -166,7 +166,7 @@ class NormalizerSettings:
 
 
 def pieces_of(tokens: Tokens, scores: Sequence[float]) -> list[Piece]:
-    """Return all tokens but those that only make the vocabulary as long as the embeddings."""
+    """Return all tokens except those that only pad the vocabulary to the length of the embeddings."""
     size = len(tokens.texts)
     while size and (tokens.is_filler(size - 1) or tokens.types[size - 1] == UNUSED and scores[size - 1] == -10000.0):
         size -= 1

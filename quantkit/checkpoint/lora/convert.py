@@ -1,12 +1,12 @@
 """Convert an adapter to a GGUF file, as convert_lora_to_gguf.py (llama.cpp b11434) does.
 
-Names and what becomes of factors follow from the rules of the base's architecture. The runtime multiplies by alpha /
-rank, the rank being that of the tensor, so a file has one alpha for all. Where PEFT has other scales than that program
-assumes, which looks at lora_alpha only, the file has PEFT's:
+Names and transformations of factors follow from the rules of the base's architecture. The runtime multiplies by alpha /
+rank, the rank being that of the tensor, so a file has one alpha for all. If PEFT's scales differ from those of that
+program, which only reads lora_alpha, the file has PEFT's:
 
 * rsLoRA divides by the root of the rank: alpha is lora_alpha times that root.
 * with rank_pattern or alpha_pattern the scales of weights differ: alpha is lora_alpha (with rsLoRA times the root of
-  r), and what a weight's own scale differs by is multiplied into its B.
+  r), and the ratio of a weight's own scale is multiplied into its B.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from quantkit.formats.safetensors import read_checkpoint
 
 
 def open_adapter(folder: Path, *, base: Path | None = None, outtype: str = "f32") -> Checkpoint:
-    """Open an adapter of PEFT.
+    """Open a PEFT adapter.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
-        base: the checkpoint it belongs to, of which config.json is enough; None for the one it names, a directory.
+        base: the checkpoint it belongs to, of which config.json is enough; None for the directory it names.
         outtype: f32, f16, bf16, q8_0, or auto: that of its first matrix.
 
     Raises:
-        FormatError: a file is broken or missing, or the adapter is not of this base, or not to be had as factors.
+        FormatError: a file is damaged or missing, or the adapter belongs to another base or cannot be expressed as
+            factors.
         TypeNotSupported: an architecture that is not converted.
     """
     adapter = read_adapter(folder)
@@ -77,7 +78,7 @@ def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
     if (tokens := adapter.config.get("alora_invocation_tokens")) is not None:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
             raise FormatError(
-                f"{adapter.path / CONFIG}: alora_invocation_tokens is {short(tokens)}, no list of tokens", "QK-E117"
+                f"{adapter.path / CONFIG}: alora_invocation_tokens is {short(tokens)}, not a list of tokens", "QK-E117"
             )
         if tokens:
             keys.counts("adapter.alora.invocation_tokens", tokens)
@@ -133,8 +134,8 @@ def _check(
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 raise adapter.fail(
                     name,
-                    "the embeddings are the output matrix as well (tie_word_embeddings), for which llama.cpp has one "
-                    "tensor and no adapter: merge it (quantkit convert --merge-lora)",
+                    "the embeddings are also the output matrix (tie_word_embeddings), which llama.cpp stores as one "
+                    "tensor without adapter support: merge the adapter (quantkit convert --merge-lora)",
                 )
     shapes, notes = _shapes(base, row, context)
     for text, (name, product) in weights.items():
@@ -147,19 +148,19 @@ def _check(
 
 
 def _shapes(base: Path, row: Architecture, context: Context) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the shapes of the base's weights, {} where they are not there, and notes."""
+    """Return the shapes of the base's weights, {} if they are missing, and notes."""
     if not any(base.glob("model*.safetensors")):
         return {}, []
     try:
         stored = stored_tensors(read_checkpoint(base), row, context, WITH)
         weights = decode_tensors(stored, context.config)
     except FormatError as e:
-        return {}, [f"shapes are compared with config.json only: {e.message}"]
+        return {}, [f"shapes are checked against config.json only: {e.message}"]
     return {name: x.shape for name, x in {**weights.first, **weights.tensors}.items()}, []
 
 
 def _embedding_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the shapes of embeddings that a configuration speaks of."""
+    """Yield the shapes of embeddings in a configuration."""
     width, tokens = config.find("hidden_size", "n_embd"), config.get("vocab_size")
     if isinstance(width, int) and isinstance(tokens, int):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -1,7 +1,7 @@
 """Weights of low rank: B @ A, never computed unless they are merged.
 
-A ``LowRank`` goes through the rules of an architecture like any other tensor. What comes out is a product again, and
-``factors_of`` says of which factors: what moves columns moves those of A, what moves rows moves those of B.
+A ``LowRank`` goes through the rules of an architecture like any other tensor. The result is again a product, and
+``factors_of`` returns its factors: moving columns moves those of A, moving rows those of B.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True)
 class LowRank(RowWise):
-    """``b`` [rows, rank] @ ``a`` [rank, columns] * alpha / rank * strength; ``strength`` is the user's."""
+    """``b`` [rows, rank] @ ``a`` [rank, columns] * alpha / rank * strength; ``strength``: set by the user."""
 
     a: Expression
     b: Expression
@@ -80,7 +80,7 @@ class LowRank(RowWise):
 
 
 def _rows(x: Expression, first: int, n: int) -> F32:
-    """Return rows of a factor; a transposed factor is read whole, which is cheaper."""
+    """Return rows of a factor; a transposed factor is read completely, which is cheaper."""
     if isinstance(x, Transposed):
         return np.ascontiguousarray(_cached(_read_factor, x)[first : first + n])
     return _check_finite(x, read_f32(x, first * x.shape[1], n * x.shape[1])).reshape(n, x.shape[1])
@@ -95,7 +95,7 @@ def _check_finite(x: Expression, values: F32) -> F32:
     if not np.isfinite(values).all():
         part = next(x.parts())
         raise FormatError(
-            f"{part.path}: tensor {short(part.name)}: a value is infinite or NaN: the adapter is broken", "QK-E117"
+            f"{part.path}: tensor {short(part.name)}: a value is infinite or NaN: the adapter is damaged", "QK-E117"
         )
     return values
 
@@ -107,7 +107,7 @@ def _strips(x: Expression) -> F32:
 
 
 def _cached(make: Callable[[Expression], F32], x: Expression) -> F32:
-    """Return ``make`` of a factor; the last results are cached, for every run of rows needs them again."""
+    """Return ``make`` of a factor; the last results are cached, because every range of rows needs them again."""
     part = next(x.parts())
     stat = part.path.stat()
     factor: Any = x  # frozen, so it can be a key
@@ -168,10 +168,10 @@ def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
 
     Args:
         x: of shape [.., rows, columns].
-        alpha: that of the file, one for all; a product with another alpha has the difference in B.
+        alpha: that of the file, common to all; a product with another alpha has the ratio in B.
 
     Raises:
-        ValueError: it is no product of two factors with the same scale.
+        ValueError: it is not a product of two factors with the same scale.
     """
     if isinstance(x, LowRank):
         weight_alpha = x.alpha * x.strength
@@ -189,11 +189,15 @@ def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
         pairs = [factors_of(item, alpha) for item in x.xs]
         ranks = sorted({a.shape[-2] for a, _ in pairs})
         if len(ranks) > 1:
-            raise ValueError(f"its parts have the ranks {', '.join(map(str, ranks))}; llama.cpp has one rank for all")
+            raise ValueError(
+                f"its parts have the ranks {', '.join(map(str, ranks))}, but llama.cpp needs the same rank for all"
+            )
         a_parts = [a for a, _ in pairs]
         b_parts = [b for _, b in pairs]
         if len(x.shape) > len(x.xs[0].shape):
             return stack(a_parts), stack(b_parts)
         if len(x.shape) > 2:
             return concatenate(a_parts), concatenate(b_parts)
-    raise ValueError("what this architecture makes of it is no product of two matrices any more, which llama.cpp needs")
+    raise ValueError(
+        "after this architecture's transformation it is not a product of two matrices, which llama.cpp needs"
+    )

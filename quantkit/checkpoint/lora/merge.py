@@ -1,7 +1,7 @@
-"""Adapters merged into the weights of a checkpoint, while they are read.
+"""Adapters merged into the weights of a checkpoint while they are being read.
 
-What PEFT's merge_and_unload gives in float32, before anything else becomes of a weight: it is decoded, the products are
-added, then come the rules of the architecture. One adapter after another, as merging them one by one does.
+The result equals PEFT's merge_and_unload in float32, before other transformations: a weight is decoded, the products
+are added, then the architecture's rules apply. Several adapters are merged one after another.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ AdapterSpec = tuple[Path, float]
 
 
 def read_adapters(selections: Sequence[AdapterSpec]) -> list[Adapter]:
-    """Return the adapters that are to be merged. Raises FormatError."""
+    """Return the adapters to merge. Raises FormatError."""
     adapters = [read_adapter(path, strength) for path, strength in selections]
     for adapter in adapters:
         if adapter.config.get("alora_invocation_tokens"):
             raise FormatError(
-                f"{adapter.path}: it works behind an invocation only (aLoRA), so it cannot be merged", "QK-E117"
+                f"{adapter.path}: it is active only after an invocation (aLoRA), so it cannot be merged", "QK-E117"
             )
     return adapters
 
 
 def identity(adapters: Sequence[Adapter]) -> str:
-    """Return the part of a fingerprint that adapters decide: digests of their files and their scales."""
+    """Return the adapters' part of a fingerprint: digests of their files and their scales."""
     scales = [[value.scale for value in adapter.weights.values()] for adapter in adapters]
     return "".join(
         f" lora {adapter.digest()} {hashlib.sha256(repr(scale).encode()).hexdigest()}"
@@ -48,29 +48,29 @@ def identity(adapters: Sequence[Adapter]) -> str:
 def text_weights(adapter: Adapter, row: Architecture, context: Context) -> dict[str, tuple[str, LowRank]]:
     """Return the products of an adapter by the names of their weights in the text model, with their own.
 
-    Raises FormatError for one that is not of the text model.
+    Raises FormatError for a weight outside the text model.
     """
     weights: dict[str, tuple[str, LowRank]] = {}
     for name, product in adapter.weights.items():
         items = list(text_tensors(row.stored, name, product, context))
         if not items:
-            raise adapter.fail(name, "it is no part of the text model that is converted, so it would be lost")
+            raise adapter.fail(name, "it is not part of the converted text model, so it would be lost")
         for text, _ in items:
             if text in weights:
-                raise adapter.fail(name, f"it stands for {short(text)}, and so does {short(weights[text][0])}")
+                raise adapter.fail(name, f"both it and {short(weights[text][0])} are adapters of {short(text)}")
             weights[text] = name, product
     return weights
 
 
 def check_copies(adapter: Adapter, shapes: dict[str, tuple[int, ...]], row: Architecture, context: Context) -> None:
-    """Refuse a copy of a weight of the base that is of another shape: of a vocabulary that grew, for one."""
+    """Refuse a copy of a base weight with another shape, such as that of a larger vocabulary."""
     for name, t in adapter.copies.items():
         for text, _ in text_tensors(row.stored, name, next(iter(adapter.weights.values())), context):
             if text in shapes and shapes[text] != t.shape:
                 raise adapter.fail(
                     t.name,
-                    f"{list(t.shape)}, but the base has {list(shapes[text])}: its vocabulary was another one; merge "
-                    "the adapter with PEFT and convert the result",
+                    f"{list(t.shape)}, but the base has {list(shapes[text])}: the adapter has another vocabulary; "
+                    "merge it with PEFT and convert the result",
                 )
 
 
@@ -98,10 +98,14 @@ def merge_adapters(
 def check_shape(adapter: Adapter, name: str, product: LowRank, shape: tuple[int, ...] | None, base: Path) -> None:
     """Refuse a product whose weight is missing (None) or has another shape."""
     if shape is None:
-        raise adapter.fail(name, f"{base} has no such weight: is the adapter of another model?")
+        raise adapter.fail(name, f"{base} has no such weight; check that the adapter belongs to this model")
     if shape != product.shape:
         raise adapter.fail(
-            name, f"B @ A is {list(product.shape)}, the weight {list(shape)}: is the adapter of another model?"
+            name,
+            (
+                f"B @ A is {list(product.shape)}, but the weight is {list(shape)}; check that the adapter belongs to "
+                "this model"
+            ),
         )
 
 
@@ -112,7 +116,7 @@ def notes_of(adapters: Sequence[Adapter], config: Config) -> list[str]:
         notes.append(f"{adapter.path}: merged into {len(adapter.weights)} weights")
         notes += copy_notes(adapter)
         if is_tied(config) and any(name.endswith("embed_tokens.weight") for name in adapter.weights):
-            notes.append(f"{adapter.path}: the embeddings are the output matrix as well: both change, as in PEFT")
+            notes.append(f"{adapter.path}: the embeddings are also the output matrix: both change, as in PEFT")
     return notes
 
 
@@ -121,4 +125,4 @@ def copy_notes(adapter: Adapter) -> list[str]:
     if not adapter.copies:
         return []
     names = ", ".join(short(name) for name in list(adapter.copies)[:2])
-    return [f"{adapter.path / WEIGHTS}: copies of weights of the base are left out: {names}"]
+    return [f"{adapter.path / WEIGHTS}: ignored copies of base weights: {names}"]

@@ -1,9 +1,9 @@
 """PEFT's directory of a LoRA adapter: adapter_config.json and adapter_model.safetensors.
 
-What the two factors of a weight mean follows from both, so everything is checked against both before anything is read.
-PEFT has features under the name of LoRA that are more than a product of two factors; each is refused by name, for a
-file or a merged model without it would be another model. Facts of PEFT 0.17.1: tuners/lora/config.py,
-tuners/lora/model.py, tuners/lora/layer.py, utils/other.py (get_pattern_key).
+The meaning of the two factors of a weight follows from both files, so they are checked before weights are read. Some
+PEFT features called LoRA are more than a product of two factors; each is refused by name, because a file or merged
+model without it would give other results. Facts of PEFT 0.17.1: tuners/lora/config.py, tuners/lora/model.py,
+tuners/lora/layer.py, utils/other.py (get_pattern_key).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "F64")
 #: The most patterns of a table: each is tried on every module.
 _MOST_PATTERNS = 4096
-#: Ends of names of factors, and which they are; of embeddings they stand the other way round.
+#: Suffixes of factor names, and the factors; for embeddings they are reversed.
 _ENDS = {
     ".lora_A.weight": ("A", False),
     ".lora_B.weight": ("B", False),
@@ -39,28 +39,30 @@ _ENDS = {
 _UNSUPPORTED = {
     "use_dora": "DoRA, which rescales every row of the merged weight",
     "use_qalora": "QALoRA, whose A is for groups of columns",
-    "fan_in_fan_out": "weights stored the other way round (fan_in_fan_out)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     "lora_bias": "biases of B (lora_bias)",
-    "modules_to_save": "whole modules beside the factors (modules_to_save)",
+    "modules_to_save": "complete modules besides the factors (modules_to_save)",
     "trainable_token_indices": "rows of the embeddings (trainable_token_indices)",
-    "layer_replication": "layers that are repeated (layer_replication)",
-    "target_parameters": "factors of parameters that hold all experts (target_parameters)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "target_parameters": "factors of parameters for all experts (target_parameters)",
     "use_bdlora": "factors in blocks (BD-LoRA)",
-    "arrow_config": "experts that are chosen while it runs (Arrow)",
-    "invocation_string": "an invocation as text, which PEFT has as alora_invocation_tokens now: tokenize it",
+    "arrow_config": "experts selected at run time (Arrow)",
+    "invocation_string": "an invocation as text: tokenize it into alora_invocation_tokens",
 }
-#: What to do with an adapter that is more than factors.
-_MERGE_IT = "which no adapter in GGUF has: merge it into its base with PEFT (merge_and_unload) and convert the result"
-#: Beginnings that leave the weights of the base as they are; others are defined on a base that they change.
+#: The remedy for an adapter with more than factors.
+_MERGE_IT = (
+    "which GGUF adapters do not support: merge it into its base with PEFT (merge_and_unload) and convert the result"
+)
+#: Initializations that do not change the weights of the base; others modify the base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter whose files are checked.
+    """An adapter with checked files.
 
     ``weights``: by the name of the weight in the base, in the order of the file. ``alpha``: of weights without a
-    pattern; with rsLoRA times the root of the rank. ``copies`` of weights of the base lie beside the factors.
+    pattern; with rsLoRA times the root of the rank. ``copies``: copies of base weights in the adapter.
     """
 
     path: Path
@@ -96,8 +98,8 @@ class Adapter:
         if isinstance(name, str) and name and "\0" not in name and Path(name).is_dir():
             return Path(name)
         raise FormatError(
-            f"{self.path / CONFIG}: base_model_name_or_path is {short(name)}, no directory here; nothing is "
-            "downloaded: give --base DIR (its config.json is enough)",
+            f"{self.path / CONFIG}: base_model_name_or_path is {short(name)}, which is not a local directory, and "
+            "quantkit does not download: give --base DIR (its config.json is enough)",
             "QK-E117",
         )
 
@@ -111,17 +113,17 @@ def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
 
     Args:
         path: the directory.
-        strength: by what its scale is multiplied.
+        strength: the factor of its scale.
 
     Raises:
-        FormatError: a file is missing or broken, or the adapter is more than factors; the message says what.
+        FormatError: a file is missing or damaged, or the adapter has more than factors.
     """
     config = _config(path)
     patterns = _Patterns(path / CONFIG, config)
     pairs, copies = _pairs(path, read_header(path / WEIGHTS))
     weights = {name: _make_product(path, name, pair, patterns, strength) for name, pair in pairs.items()}
     if not weights:
-        raise FormatError(f"{path / WEIGHTS}: it has no factors (lora_A, lora_B)", "QK-E117")
+        raise FormatError(f"{path / WEIGHTS}: has no factors (lora_A, lora_B)", "QK-E117")
     return Adapter(path, config, weights, patterns.default, copies)
 
 
@@ -130,10 +132,10 @@ def _config(path: Path) -> Json:
     if not where.exists():
         if not path.is_dir():
             raise FormatError(f"{path}: no such directory", "QK-E401")
-        raise FormatError(f"{path}: it has no {CONFIG}, so this is no adapter of PEFT", "QK-E117")
+        raise FormatError(f"{path}: has no {CONFIG}, so this is not a PEFT adapter", "QK-E117")
     if not (path / WEIGHTS).exists():
         hint = " only adapter_model.bin: load and save it with PEFT" if (path / "adapter_model.bin").exists() else ""
-        raise FormatError(f"{path}: it has no {WEIGHTS}{',' if hint else ''}{hint}", "QK-E117")
+        raise FormatError(f"{path}: has no {WEIGHTS}{',' if hint else ''}{hint}", "QK-E117")
     config = read_json(where)
     if config.get("peft_type") != "LORA":
         raise FormatError(f"{where}: peft_type is {short(config.get('peft_type'))}; only LORA is converted", "QK-E117")
@@ -147,15 +149,15 @@ def _config(path: Path) -> Json:
     init = config.get("init_lora_weights")
     if not any(init is item or (isinstance(init, str) and init == item) for item in _PLAIN_INITS):
         raise FormatError(
-            f"{where}: init_lora_weights is {short(init)}: the adapter is for a base whose weights that changed; save "
-            "it with path_initial_model_for_weight_conversion, which makes it one for the base as it is",
+            f"{where}: init_lora_weights is {short(init)}: the adapter belongs to a base whose weights this changed; "
+            "save it with path_initial_model_for_weight_conversion to make it fit the original base",
             "QK-E117",
         )
     return config
 
 
 class _Patterns:
-    """Rank and alpha of a module, as PEFT finds them in adapter_config.json."""
+    """Rank and alpha of a module, looked up in adapter_config.json like PEFT."""
 
     def __init__(self, where: Path, config: Json) -> None:
         self.where = where
@@ -202,13 +204,13 @@ class _Patterns:
 
     def _rank(self, key: str, value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 20:
-            raise FormatError(f"{self.where}: {key}: {short(value)} is no rank", "QK-E117")
+            raise FormatError(f"{self.where}: {key}: {short(value)} is not a rank", "QK-E117")
         return value
 
     def _alpha(self, key: str, value: object) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < abs(value) < 1e30:
-            zero = ": the adapter changes nothing, but llama.cpp takes 0 for no scale at all" if value == 0 else ""
-            raise FormatError(f"{self.where}: {key}: {short(value)} is no alpha{zero}", "QK-E117")
+            zero = ": the adapter has no effect, but llama.cpp treats 0 as a missing scale" if value == 0 else ""
+            raise FormatError(f"{self.where}: {key}: {short(value)} is not a valid alpha{zero}", "QK-E117")
         return float(value)
 
 
@@ -216,7 +218,7 @@ _Pair = dict[str, tuple[StoredTensor, bool]]
 
 
 def _pairs(path: Path, header: dict[str, StoredTensor]) -> tuple[dict[str, _Pair], dict[str, StoredTensor]]:
-    """Return the factors of each weight of the base, and copies of weights, by the names they have there."""
+    """Return the factors of each weight of the base, and copies of weights, by their names in the base."""
     pairs: dict[str, _Pair] = {}
     copies: dict[str, StoredTensor] = {}
     for t in sorted(header.values(), key=lambda t: (t.offset, t.name)):
@@ -242,36 +244,36 @@ def _describe_foreign(name: str) -> str:
     if ".lora_magnitude_vector" in name:
         return f"belongs to DoRA, {_MERGE_IT}"
     if re.search(r"\.lora_[AB]\.(?!weight$)", name):
-        return "is more than the weight of a factor: a bias, or an adapter under a name of its own; save it with PEFT"
+        return "is not only the weight of a factor (a bias, or a named adapter); save it with PEFT"
     if "embed_tokens" in name or "lm_head" in name:
-        return f"is a whole matrix, as of tokens that were added or modules_to_save, {_MERGE_IT}"
-    return f"is no factor of LoRA, {_MERGE_IT}"
+        return f"is a complete matrix (added tokens or modules_to_save), {_MERGE_IT}"
+    return f"is not a LoRA factor, {_MERGE_IT}"
 
 
 def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, strength: float) -> LowRank:
     for letter, missing_letter in ("AB", "BA"):
         if letter not in pair:
             raise FormatError(
-                f"{path / WEIGHTS}: tensor {short(pair[missing_letter][0].name)}: {letter} is missing beside it",
+                f"{path / WEIGHTS}: tensor {short(pair[missing_letter][0].name)}: the matching {letter} is missing",
                 "QK-E117",
             )
     (a, flipped), (b, also) = pair["A"], pair["B"]
     for t in (a, b):
         if t.dtype not in _DTYPES or len(t.shape) != 2 or 0 in t.shape:
             raise FormatError(
-                f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} is no matrix of floats", "QK-E117"
+                f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} is not a matrix of floats", "QK-E117"
             )
     if flipped != also:
-        raise FormatError(f"{a.path}: tensor {short(a.name)}: A is of embeddings, or B is, but not both", "QK-E117")
+        raise FormatError(f"{a.path}: tensor {short(a.name)}: only one of A and B belongs to embeddings", "QK-E117")
     rank, alpha = patterns.rank_and_alpha(name.removesuffix(".weight"))
     if a.shape[0] != b.shape[1]:
         raise FormatError(
-            f"{a.path}: tensor {short(a.name)}: A {list(a.shape)} and B {list(b.shape)} have no rank in common",
+            f"{a.path}: tensor {short(a.name)}: A {list(a.shape)} and B {list(b.shape)} have different ranks",
             "QK-E117",
         )
     if a.shape[0] != rank:
         raise FormatError(
-            f"{a.path}: tensor {short(a.name)} has the rank {a.shape[0]}, {CONFIG} says {rank}", "QK-E117"
+            f"{a.path}: tensor {short(a.name)} has rank {a.shape[0]}, but {CONFIG} says {rank}", "QK-E117"
         )
     if flipped:
         return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)
@@ -288,7 +290,5 @@ def parse_adapter(text: str) -> tuple[Path, float]:
     except ValueError:
         return Path(text), 1.0
     if not math.isfinite(strength) or not strength:
-        raise RecipeError(
-            f"--merge-lora {text}: a scale of {number}; give a number that is not 0, such as 0.5", "QK-E203"
-        )
+        raise RecipeError(f"--merge-lora {text}: the scale is {number}; it must not be 0 (0.5, for example)", "QK-E203")
     return Path(path), strength

@@ -56,14 +56,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def make_activations(meta: ModelMetadata) -> Iterable[Tensor]:
-    """Make the parameters of each layer's xIELU tensors again (Apertus)."""
+    """Restore the tensors of each layer's xIELU parameters (Apertus)."""
     for name, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ())):
         field = meta.model.get(f"xielu.{name}")
         values = [] if field is None else list(plain(field))
         if len(values) != meta.number(".block_count"):
-            raise TypeNotSupported(
-                f"{meta.path}: it does not say xielu.{name} of each layer, without which none runs", "QK-E305"
-            )
+            raise TypeNotSupported(f"{meta.path}: xielu.{name} of each layer is missing", "QK-E305")
         for layer, value in enumerate(values):
             x = Shaped(Constant((float(value),)), shape)
             yield Tensor(f"model.layers.{layer}.mlp.act_fn.{name}", x, layer)

@@ -49,7 +49,7 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True)
 class RenameGates(Rule):
-    """One name for two gates: of attention, and of delta attention."""
+    """A common name of two gates: of attention, and of delta attention."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.layer is None or not tensor.name.endswith(".attention.g_proj.weight"):
@@ -58,7 +58,7 @@ class RenameGates(Rule):
         return (replace(tensor, name=f"model.layers.{tensor.layer}.self_attn.{gate_name}.weight"),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Call both gates by one name."""
+        """Rename both gates to a common name."""
         name = re.sub(r"\.self_attn\.g_(a_)?proj\.", ".attention.g_proj.", tensor.name)
         return None if name == tensor.name else (replace(tensor, name=name),)
 
@@ -87,11 +87,13 @@ V3_RULES = (
 
 
 def refuse_settings(keys: Keys, config: Config) -> None:
-    """Refuse settings of Bailing V3 that llama.cpp does not run."""
+    """Refuse settings of Bailing V3 that llama.cpp does not support."""
     supported = {"no_kda_lora": True, "kda_safe_gate": True, "gated_attention_proj_granularity_type": "head_wise"}
     for key, value in supported.items():
         if config.get(key) != value:
-            raise FormatError(f"{config.path}: {key} is not {value!r}, which is all that llama.cpp runs", "QK-E305")
+            raise FormatError(
+                f"{config.path}: {key} is not {value!r}, the only value that llama.cpp supports", "QK-E305"
+            )
 
 
 def _set_attention_layers(keys: Keys, config: Config) -> None:
@@ -153,9 +155,7 @@ MOE_KEYS: tuple[SetKeys, ...] = (
 def refuse_normed_head(config: Config) -> None:
     """Refuse models that divide the output matrix by its column norms, which depend on torch's order of sums."""
     if config.get("norm_head"):
-        raise TypeNotSupported(
-            f"{config.path}: norm_head is true; such a model is not converted by this version", "QK-E305"
-        )
+        raise TypeNotSupported(f"{config.path}: norm_head is true, which this version does not convert", "QK-E305")
 
 
 def is_attention_layer(config: Config, layer: int) -> bool:
@@ -168,7 +168,9 @@ def set_sections(keys: Keys, config: Config) -> None:
     """Set the number of rope pairs for time, height and width."""
     sections = list(config["mrope_section"][:3])
     if 2 * sum(sections) != config.number("qk_rope_head_dim"):
-        raise FormatError(f"{config.path}: mrope_section is {sections}, not all pairs of qk_rope_head_dim", "QK-E112")
+        raise FormatError(
+            f"{config.path}: mrope_section is {sections}, which does not cover qk_rope_head_dim", "QK-E112"
+        )
     keys.array(".rope.dimension_sections", [*sections, 0])
 
 

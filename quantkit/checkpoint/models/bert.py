@@ -23,7 +23,7 @@ from quantkit.checkpoint.vocab.unigram import write_nomic, write_xlm
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-#: Embeddings are all they are made for: no heads, and no layer that pools for one.
+#: Only used for embeddings: no heads, and no pooling layer.
 STORED: tuple[Rule, ...] = (
     Rename(r"^bert\.", ""),
     Rename(r"\.gamma$", ".weight", foreign=True),
@@ -50,7 +50,7 @@ DISTIL_BASE: tuple[SetKeys, ...] = (Always(".attention.layer_norm_epsilon", 1e-1
 
 
 def cut_positions(config: Config) -> None:
-    """Leave positions that no token has out of the context (RobertaModel)."""
+    """Exclude positions without tokens from the context (RobertaModel)."""
     if "max_position_embeddings" in config:
         config.values["max_position_embeddings"] = config.number("max_position_embeddings") - position_offset(config)
 
@@ -60,14 +60,14 @@ def drop_unused_positions(tensor: Tensor, context: Context) -> Expression:
 
 
 def add_unused_positions(tensor: Tensor, context: Context) -> Expression:
-    """Put the positions first that no token has: zeros."""
+    """Prepend the positions without tokens: zeros."""
     unused = position_offset(context.config)
     return concatenate([Zeros((unused, tensor.x.shape[1]), tensor.x.type), tensor.x]) if unused else tensor.x
 
 
 POSITIONS = Transform(r"^embeddings\.position_embeddings\.weight$", drop_unused_positions, add_unused_positions)
 
-#: What configurations of Nomic BERT must say, with experts or without.
+#: Required settings of Nomic BERT, with experts or without.
 _NOMIC = {
     "causal": False,
     "prenorm": False,
@@ -78,7 +78,7 @@ _NOMIC = {
 
 
 def prepare_nomic(config: Config) -> None:
-    """Set the training context; refuse settings that llama.cpp does not run (NomicBertModel)."""
+    """Set the training context; refuse settings that llama.cpp does not support (NomicBertModel)."""
     if _is_unigram(config):
         cut_positions(config)
     experts = has_experts(config)
@@ -86,12 +86,12 @@ def prepare_nomic(config: Config) -> None:
     supported |= dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), experts)
     for key, value in supported.items():
         if config[key] != value:
-            raise FormatError(f"{config.path}: {key} is {short(config[key])}; only {value} is known", "QK-E305")
+            raise FormatError(f"{config.path}: {key} is {short(config[key])}; only {value} is supported", "QK-E305")
     positions, trained = config.number("n_positions"), config.get("max_trained_positions", 2048)
     if positions not in (2048, 8192) or trained != 2048:
         raise FormatError(
-            f"{config.path}: n_positions is {positions} and max_trained_positions {short(trained)}; known are 2048 or "
-            "8192, and 2048",
+            f"{config.path}: n_positions is {positions} and max_trained_positions {short(trained)}; supported are "
+            "2048 or 8192, and 2048",
             "QK-E305",
         )
     config.values["n_positions"] = 2048 if positions == 8192 else 512
@@ -141,16 +141,16 @@ NEO_KEYS: tuple[SetKeys, ...] = (
 
 
 def prepare_xlm(config: Config) -> None:
-    """Limit the positions of XLM-R; refuse its task adapters, each of which would be a file of its own."""
+    """Limit the positions of XLM-R; refuse its task adapters, each of which would need its own file."""
     if config.get("lora_adaptations"):
         raise TypeNotSupported(
-            f"{config.path}: it has adapters (lora_adaptations), which this version does not convert", "QK-E305"
+            f"{config.path}: has adapters (lora_adaptations), which this version does not convert", "QK-E305"
         )
     cut_positions(config)
 
 
 def label_names(config: Config) -> dict[Any, Any]:
-    """Return the labels of a classifier; those that every configuration has are none."""
+    """Return the labels of a classifier; default labels count as none."""
     labels = config.get("id2label") or {}
     if not isinstance(labels, dict):
         raise FormatError(f"{config.path}: id2label is {short(labels)}, not an object", "QK-E112")
@@ -159,7 +159,7 @@ def label_names(config: Config) -> dict[Any, Any]:
 
 
 def position_offset(config: Config) -> int:
-    """Return the number of the first position: behind the padding's."""
+    """Return the number of the first position, after that of padding."""
     return 0 if config.get("pad_token_id") is None else 1 + config.number("pad_token_id")
 
 
@@ -174,7 +174,7 @@ def _is_unigram(config: Config) -> bool:
 
 
 def write_roberta(v: Vocabulary) -> None:
-    """BPE, or pieces of words (RobertaModel)."""
+    """Write a BPE or WordPiece vocabulary (RobertaModel)."""
     if v.model_type == "BPE":
         write_bpe(v)
         set_token_types(v)
@@ -183,7 +183,7 @@ def write_roberta(v: Vocabulary) -> None:
 
 
 def write_jina_bert(v: Vocabulary) -> None:
-    """BERT's or RoBERTa's, as tokenizer_config.json names it (JinaBertV2Model)."""
+    """Write BERT's or RoBERTa's vocabulary, depending on tokenizer_config.json (JinaBertV2Model)."""
     name = v.tokenizer_config.get("tokenizer_class")
     if name == "BertTokenizer":
         write_wordpiece(v)
@@ -191,9 +191,9 @@ def write_jina_bert(v: Vocabulary) -> None:
     split = v.json.get("pre_tokenizer") or {}
     if name != "RobertaTokenizer" or split.get("type") == "Whitespace":
         raise FormatError(
-            f"{v.folder / 'tokenizer_config.json'}: its tokenizer is {name!r}"
-            f"{' and splits at spaces' if name == 'RobertaTokenizer' else ''}; of this class BertTokenizer is known, "
-            "and RobertaTokenizer of bytes",
+            f"{v.folder / 'tokenizer_config.json'}: its tokenizer is "
+            f"{name!r}{' and splits at spaces' if name == 'RobertaTokenizer' else ''}; for this class, BertTokenizer "
+            "and byte-level RobertaTokenizer are supported",
             "QK-E114",
         )
     write_bpe(v)
@@ -257,7 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 _NO_POOLER_NOTE = (
-    "no file holds the layer that pools (pooler.dense): transformers makes one of random numbers; embeddings "
+    "GGUF files do not contain the pooling layer (pooler.dense): transformers initializes it randomly; embeddings "
 )
 
 
@@ -298,8 +298,8 @@ def refuse_classifier(meta: ModelMetadata, config: Json) -> None:
     """Refuse BERT's classifiers."""
     if meta.has("cls.output.weight"):
         raise TypeNotSupported(
-            f"{meta.path}: a classifier of BERT computes labels of what pooler.dense makes of the first token, and no "
-            "file holds that: it would be another model",
+            f"{meta.path}: a BERT classifier needs pooler.dense, which GGUF files do not contain: the checkpoint "
+            "would give other results",
             "QK-E305",
         )
 
@@ -346,7 +346,7 @@ def _set_nomic_names(meta: ModelMetadata, config: Json) -> None:
 
 
 def _make_unused_biases(meta: ModelMetadata) -> Iterable[Tensor]:
-    """Make the biases of experts, which llama.cpp leaves out, of zeros."""
+    """Restore the biases of experts, which llama.cpp omits, as zeros."""
     for layer in range(meta.number(".block_count")):
         if f"blk.{layer}.ffn_gate_inp.weight" in meta.model.tensors:
             zeros = Zeros((meta.number(".embedding_length"),))
@@ -354,7 +354,7 @@ def _make_unused_biases(meta: ModelMetadata) -> Iterable[Tensor]:
 
 
 def _rename_ungated(config: Config, name: str) -> str:
-    """Layers without gates call their first matrix otherwise than those with."""
+    """Rename the first matrix of layers without gates."""
     return name.replace(".mlp.fc11.", ".mlp.fc1.") if config.get("activation_function") == "gelu" else name
 
 
@@ -362,8 +362,8 @@ def _set_jina_names(meta: ModelMetadata, config: Json) -> None:
     """Set ALiBi; refuse models with other layers."""
     if any(meta.has(f"{name}.weight") for name in ("attn_norm_2", "attn_q_norm", "ffn_gate")):
         raise TypeNotSupported(
-            f"{meta.path}: a Jina BERT whose layers are not those of jina-embeddings-v2-base-en (the models for code "
-            "have other norms) is not exported by this version",
+            f"{meta.path}: this version exports Jina BERT only with the layers of jina-embeddings-v2-base-en (the "
+            "models for code have other norms)",
             "QK-E304",
         )
     config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}

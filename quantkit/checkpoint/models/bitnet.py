@@ -71,7 +71,9 @@ CLASSES: dict[str, HfClass] = {
     "BitNetForCausalLM": HfClass(
         "bitnet",
         defaults={AS_COMPUTED_KEY: True},
-        note="BitNet's weights are written as they are computed with, and `quantkit convert` leaves them so; to "
-        "transformers they are those of a plain model, whose activations are not rounded",
+        note=(
+            "BitNet weights are written already quantized, and `quantkit convert` keeps them; transformers loads "
+            "them as a plain model and does not round activations"
+        ),
     ),
 }

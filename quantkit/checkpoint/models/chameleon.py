@@ -31,7 +31,7 @@ class RepeatFirstHead:
         pairs = [range(i, width, width // 2) for i in range(width // 2)]
         heads = context.config.number(self.heads, "num_attention_heads")
         if heads > _MAX_HEADS:
-            raise ValueError(f"it is of {heads} heads")
+            raise ValueError(f"it has {heads} heads")
         first = (range(1),) * heads
         return take(take(tensor.x, 1, *pairs), 0, *first)
 
@@ -66,7 +66,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_image_tokens(meta: ModelMetadata, config: Json) -> None:
-    """Name the tokens that stand for parts of pictures."""
+    """Name the tokens for parts of images."""
     texts = meta.model.get("tokenizer.ggml.tokens")
     numbered = enumerate(() if texts is None else map(str, texts))
     config["vocabulary_map"] = {text: i for i, text in numbered if text == "<image>" or text.startswith("IMGIMG")}
@@ -76,7 +76,9 @@ CLASSES: dict[str, HfClass] = {
     "ChameleonForConditionalGeneration": HfClass(
         "chameleon",
         config_setters=(_set_image_tokens,),
-        note="no file holds what makes tokens of pictures (model.vqmodel): transformers makes one of random numbers; "
-        "texts do not use it. Of the norms of single heads a file has that of the first",
+        note=(
+            "GGUF files do not contain the image tokenizer (model.vqmodel): transformers initializes it randomly; "
+            "text does not use it. Of the norms of single heads, a file has only the first"
+        ),
     ),
 }

@@ -38,12 +38,12 @@ class DropZeroBiases(OneWayRule):
             return None
         n = size_of(tensor.x)
         if any(read_f32(tensor.x, start, min(PIECE, n - start)).any() for start in range(0, n, PIECE)):
-            raise context.fail(tensor, "a bias that is not zero, which this architecture cannot have")
+            raise context.fail(tensor, "a nonzero bias, which this architecture does not support")
         return ()
 
 
 def use_longest_context(config: Config) -> None:
-    """Command R was trained on longer texts than its max_position_embeddings."""
+    """Set the context: Command R was trained on longer texts than its max_position_embeddings."""
     if (length := config.get("model_max_length")) is not None:
         config.values["max_position_embeddings"] = length
 
@@ -51,7 +51,8 @@ def use_longest_context(config: Config) -> None:
 def _rope_width(config: Config) -> int:
     """Return the rotary dimensions of a head.
 
-    transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its own model turns whole heads.
+    transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its model class rotates whole
+    heads.
     """
     return int(config.rotary_part(1.0, "rotary_pct", config.values) * divided_head_dim(config))
 
@@ -80,7 +81,7 @@ def _shared_width(config: Config) -> int | None:
     shared: int = config.get("num_shared_experts", 0)
     if shared and (strategy := config.get("shared_expert_combination_strategy", "average")) != "average":
         raise FormatError(
-            f"{config.path}: shared experts are combined by {short(strategy)}; only average is known", "QK-E305"
+            f"{config.path}: shared experts are combined by {short(strategy)}; only average is supported", "QK-E305"
         )
     return config.number("intermediate_size") * shared if shared else None
 

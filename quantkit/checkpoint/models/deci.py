@@ -34,7 +34,7 @@ def _blocks(config: Config) -> list[Json]:
     """Return block_configs, the hyperparameters of each layer."""
     blocks = config["block_configs"]
     if not isinstance(blocks, list) or len(blocks) != config.layers:
-        raise FormatError(f"{config.path}: block_configs is no list of {config.layers} layers", "QK-E112")
+        raise FormatError(f"{config.path}: block_configs is not a list of {config.layers} layers", "QK-E112")
     return blocks
 
 
@@ -53,7 +53,7 @@ def _heads(config: Config, layer: int) -> tuple[int, int]:
 
 
 def _feed_forward_width(config: Config, layer: int) -> int:
-    """Return the width of a layer's feed forward: 0 where it was left out."""
+    """Return the width of a layer's feed forward: 0 if it is omitted."""
     width = int(2 * (_blocks(config)[layer]["ffn"]["ffn_mult"] or 0.0) * config.number("hidden_size") / 3)
     return -(width // -256) * 256
 
@@ -109,9 +109,10 @@ _BLOCKS_BASE: tuple[SetKeys, ...] = (
 
 
 def write_deci(v: Vocabulary) -> None:
-    """Llama 3's BPE, or Llama's pieces in a tokenizer.json.
+    """Write Llama 3's BPE, or Llama's pieces in a tokenizer.json.
 
-    The reference tells them by the number of tokens, 128256 or not (DeciModel); of its models that is the same.
+    The reference distinguishes them by the number of tokens, 128256 or not (DeciModel), which is equivalent for its
+    models.
     """
     write_tokenizer_json(v)
 
@@ -159,7 +160,7 @@ def _attention_block(heads: int, keys: int) -> Json:
 
 
 def _feed_forward_block(wide: int, width: int) -> Json:
-    """Return the multiplier of the width of the model that makes this width; both are rounded on the way."""
+    """Return the multiplier of the model's width that gives this width; both are rounded in between."""
     multiplier = next((m for n in range(17) if _round_width(m := round(1.5 * wide / width, n), width) == wide), None)
     return {"ffn_mult": multiplier if wide else None, "no_op": not wide, "replace_with_linear": False}
 
@@ -169,7 +170,7 @@ def _round_width(multiplier: float, width: int) -> int:
 
 
 def _rename_linear_output(config: Config, name: str) -> str:
-    """Layers with a matrix in place of attention have only that."""
+    """Keep only the matrix of layers that have one in place of attention."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.o_proj\.weight", name)
     if match is None or "block_configs" not in config:
         return name

@@ -50,19 +50,19 @@ class SplitLatentHeads(Rule):
         return [replace(tensor, name=tensor.name.replace("kv_b_proj", name), x=x) for name, x in parts]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Make keys and values of the latent one matrix again, head by head."""
+        """Merge the key and value matrices of the latent, head by head."""
         match = re.fullmatch(r"(.*\.)([kv])_b_proj\.weight", tensor.name)
         if match is None:
             return None
         if len(tensor.x.shape) != 3:
-            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not one of heads")
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} does not divide into heads")
         joined_name = f"{match[1]}kv_b_proj.weight"
         parts = context.gather(self, joined_name, match[2], tensor, 2)
         if parts is None:
             return ()
         key, value = Transposed(parts["k"].x), parts["v"].x
         if (key.shape[0], key.shape[2]) != (value.shape[0], value.shape[2]):
-            raise context.fail(tensor, f"keys are made by {list(key.shape)}, values by {list(value.shape)}")
+            raise context.fail(tensor, f"its key part is {list(key.shape)}, its value part {list(value.shape)}")
         by_head = concatenate((key, value), 1)
         heads, rows, rank = by_head.shape
         return (replace(tensor, name=joined_name, x=Shaped(by_head, (heads * rows, rank))),)
@@ -112,15 +112,15 @@ def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
 def _yarn_log_multiplier(config: Config) -> float | None:
     scale = config.rope.get("mscale_all_dim")
     if scale is not None and not isinstance(scale, (int, float)):
-        raise FormatError(f"{config.path}: mscale_all_dim of rope is no number", "QK-E112")
+        raise FormatError(f"{config.path}: mscale_all_dim of rope is not a number", "QK-E112")
     return None if scale is None else 0.1 * scale
 
 
 @dataclass(frozen=True)
 class DropNextnLayers(OneWayRule):
-    """Layers behind num_hidden_layers, which predict more tokens, are left out (DeepseekV2Model.skip_mtp).
+    """Omits prediction layers (MTP) after num_hidden_layers (DeepseekV2Model.skip_mtp).
 
-    ``unless_named``: only if the configuration speaks of none.
+    ``unless_named``: only if the configuration has none.
     """
 
     unless_named: bool = False
@@ -201,7 +201,7 @@ MHA_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
-    """List the layers with an indexer of their own, if the file does (GLM 5)."""
+    """List the layers with their own indexer, if the file does (GLM 5)."""
     types = meta.flags(".attention.indexer.types")
     if types is not None:
         config["indexer_types"] = ["full" if item else "shared" for item in types]
@@ -246,8 +246,8 @@ def write_deepseek_32(v: Vocabulary) -> None:
     """Write a BPE vocabulary that requires add_bos_token of tokenizer_config.json (DeepseekV32Model)."""
     if not v.tokenizer_config.get("add_bos_token", v.class_name == "Llama"):
         raise FormatError(
-            f"{v.folder / 'tokenizer_config.json'}: add_bos_token is not true, but texts of this model begin with BOS: "
-            "correct it",
+            f"{v.folder / 'tokenizer_config.json'}: add_bos_token must be true, because texts of this model begin "
+            "with BOS",
             "QK-E114",
         )
     write_bpe(v)
@@ -338,7 +338,9 @@ CLASSES: dict[str, HfClass] = {
         defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         text_key="language_config",
         outer_type="deepseek_vl_v2",
-        note="DeepSeek-OCR's own code also has towers that see, which are in no file of a text model: only the text "
-        "model is written",
+        note=(
+            "DeepSeek-OCR also has vision towers, which GGUF files of text models do not contain: only the text "
+            "model is written"
+        ),
     ),
 }

@@ -1,4 +1,4 @@
-"""DeepSeek V4: tensor names of its own, experts in 4 bits, layers whose experts a table chooses.
+"""DeepSeek V4: own tensor names, experts in 4 bits, layers whose experts a table selects.
 
 Facts of llama.cpp b11434, conversion/deepseek.py.
 """
@@ -30,13 +30,13 @@ from quantkit.types import TensorType, type_by_name
 
 _I32 = type_by_name("I32")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-#: Layers that predict more tokens are converted by --mtp there, not here.
+#: Prediction layers (MTP): convert_hf_to_gguf.py converts them with --mtp, quantkit does not.
 STORED = (Drop(r"^(aligner\.|image_|mtp\.)"),)
 
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """A table of numbers of experts, which stay whole numbers."""
+    """A table of expert numbers, which remain integers."""
 
     x: Stored
 
@@ -111,7 +111,7 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class RenameTensors(OneWayRule):
-    """Tensors are named by this file's tables, and typed by how they are stored."""
+    """Names tensors by this file's tables, and types them by their storage."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = re.match(r"layers\.(\d{1,5})\.(.+)$", tensor.name)
@@ -192,7 +192,8 @@ TEMPLATE = Always("tokenizer.chat_template", "-", "text")
 
 
 def write_deepseek4(v: Vocabulary) -> None:
-    """BPE. Without a chat template the reference writes one of llama.cpp's own, we none (DeepseekV4Model)."""
+    """Write a BPE vocabulary. Without a chat template, the reference writes one of llama.cpp, quantkit none
+    (DeepseekV4Model)."""
     write_bpe(v)
     if v.keys.fields["tokenizer.chat_template"].value == "-":
         v.keys.remove("tokenizer.chat_template")
@@ -221,6 +222,6 @@ CLASSES: dict[str, HfClass] = {
             ".expert_count": "n_routed_experts",
             ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
         },
-        note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
+        note="GGUF files of this architecture have no prediction layers (MTP); `quantkit convert` omits them",
     ),
 }

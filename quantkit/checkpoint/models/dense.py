@@ -45,7 +45,7 @@ ORION_BASE: tuple[SetKeys, ...] = (
 
 
 def _undefined_head_dim(config: Config) -> int | None:
-    """Return the width of Pangu's heads, where the base keys do not have it."""
+    """Return the width of Pangu's heads if the base keys lack it."""
     return config.head_dim if config.get("head_dim") is None else None
 
 
@@ -58,11 +58,11 @@ PANGU_KEYS: tuple[SetKeys, ...] = (
 
 
 def refuse_gates(keys: Keys, config: Config) -> None:
-    """Refuse gates, an activation or layers of Spark 2.5 that llama.cpp does not run."""
+    """Refuse gates, an activation or layers of Spark 2.5 that llama.cpp does not support."""
     gate = config.get("gate_attn_act_mode"), config.get("headwise_attn_output_gate"), config.get("hidden_act")
     if gate != ("sigmoid", True, "gelu") or len(config["layer_types"]) != config.layers:
         raise FormatError(
-            f"{config.path}: gates, activation or layer_types are not those that llama.cpp runs", "QK-E305"
+            f"{config.path}: llama.cpp does not support these gates, activation or layer_types", "QK-E305"
         )
 
 

@@ -26,7 +26,7 @@ from quantkit.errors import FormatError
 
 DOTS3_STORED = (Drop(r"^(vision|audio)_encoder\."),)
 
-#: Values that the runtime takes for granted, where the configuration says anything else.
+#: Values that the runtime assumes, if the configuration differs.
 _REQUIRED = {
     "use_dsa": True,
     "normalization": "RMSNorm",
@@ -49,8 +49,9 @@ def inspect_tensors(config: Config, names: Collection[str]) -> None:
     wrong = [key for key, value in _REQUIRED.items() if config.get(key, value) != value]
     same_rope_width = config["swa_qk_rope_head_dim"] == config["qk_rope_head_dim"]
     if wrong or not same_rope_width or config["swa_q_lora_rank"] != config["q_lora_rank"]:
-        raise FormatError(f"{config.path}: {wrong[0] if wrong else 'swa_qk_rope_head_dim or swa_q_lora_rank'} is of a "
-                          "kind that llama.cpp does not run", "QK-E305")  # fmt: skip
+        raise FormatError(
+            f"{config.path}: {wrong[0] if wrong else 'swa_qk_rope_head_dim or swa_q_lora_rank'} has a value that "
+            "llama.cpp does not support", "QK-E305")  # fmt: skip
 
 
 def _latent_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
@@ -62,7 +63,7 @@ def _latent_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class RenameMtpEmbedding(Rule):
-    """The embeddings of the layer that predicts more tokens belong to it."""
+    """Move the embeddings of the prediction layer (MTP) into it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name != "model.mtp.embed_tokens.weight":

@@ -29,7 +29,7 @@ SPLIT_FUSED = (
     Split(r"up_gate_proj\.weight$", ("gate_proj.weight", "up_proj.weight")),
 )
 
-#: What predicts more tokens is not converted.
+#: The prediction layers (MTP) are not converted.
 DROP_MTP = Drop(r"^model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+")
 
 
@@ -53,7 +53,7 @@ MOE_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_ernie(v: Vocabulary) -> None:
-    """SentencePiece, and whether a space is put before a text (Ernie4_5Model)."""
+    """Write a SentencePiece vocabulary, and whether a space precedes a text (Ernie4_5Model)."""
     write_sentencepiece(v)
     if "add_prefix_space" in v.tokenizer_config:
         v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])

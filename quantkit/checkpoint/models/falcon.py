@@ -88,8 +88,8 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 class ApplyMultipliers(OneWayRule):
     """Multiply the model's multipliers into the weights.
 
-    A multiplier of a layer's inputs (``attention_in``, ``ssm_in``) leaves its bias alone. convert_hf_to_gguf.py b11434
-    multiplies the bias, too, which is another model than transformers'.
+    A multiplier of a layer's inputs (``attention_in``, ``ssm_in``) does not apply to its bias. convert_hf_to_gguf.py
+    b11434 also multiplies the bias, which differs from transformers.
     """
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -113,7 +113,7 @@ def _multiply_parts(x: Expression, tensor: Tensor, context: Context) -> Expressi
     sizes = [inner, inner, state, state, x.shape[0] - 2 * inner - 2 * state]
     factors = config["ssm_multipliers"]
     if sizes[-1] < 0 or len(factors) != len(sizes):
-        raise context.fail(tensor, f"its {x.shape[0]} rows are not those of the configuration")
+        raise context.fail(tensor, f"its {x.shape[0]} rows do not match config.json")
     ends = list(accumulate(sizes))
     rows = [range(end - size, end) for size, end in zip(sizes, ends, strict=True) if size]
     return concatenate([Multiplied(take(x, 0, r), factor=float(f)) for r, f in zip(rows, factors, strict=False)])
@@ -161,17 +161,17 @@ def refuse_norm_before_gate(config: Config) -> None:
     """Refuse norms before the gate: no key describes them, and runtimes apply the norm after the gate."""
     if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
         raise FormatError(
-            f"{config.path}: mamba_norm_before_gate is true, which GGUF cannot say: llama.cpp norms what the gate "
-            "gives, so the file would be another model",
+            f"{config.path}: mamba_norm_before_gate is true, which GGUF cannot express: llama.cpp normalizes after "
+            "the gate",
             "QK-E305",
         )
 
 
 def refuse_heads(keys: Keys, config: Config) -> None:
-    """Refuse an activation that llama.cpp does not run, and an inner size that heads do not divide."""
+    """Refuse an activation that llama.cpp does not support, and an inner size that is not a multiple of the heads."""
     if config.get("hidden_act") not in (None, "silu") or config.number("mamba_d_ssm") % config.number("mamba_d_head"):
         raise FormatError(
-            f"{config.path}: hidden_act is not silu, or mamba_d_ssm makes no heads of mamba_d_head", "QK-E112"
+            f"{config.path}: hidden_act is not silu, or mamba_d_ssm is not a multiple of mamba_d_head", "QK-E112"
         )
 
 
@@ -203,7 +203,7 @@ def refuse_single_norm(meta: ModelMetadata, config: Json) -> None:
     """Refuse the first Falcons, whose layers have one norm for attention and feed-forward, under other names."""
     if not meta.has("attn_norm_2.weight"):
         raise TypeNotSupported(
-            f"{meta.path}: a Falcon of the first architecture is not exported by this version", "QK-E304"
+            f"{meta.path}: this version does not export Falcon models of the old architecture", "QK-E304"
         )
 
 
@@ -211,7 +211,7 @@ _MULTIPLIER_NAMES = "attention_in attention_out key ssm_in ssm_out lm_head embed
 
 
 def _set_mamba_heads(meta: ModelMetadata, config: Json) -> None:
-    """Set Mamba's heads (Falcon H1); multipliers are 1: weights have taken them."""
+    """Set Mamba's heads (Falcon H1); multipliers are 1, because they are in the weights."""
     heads = meta.number(".ssm.time_step_rank")
     config |= {
         "mamba_d_head": meta.number(".ssm.inner_size") // max(1, heads),

@@ -74,7 +74,7 @@ GEMMA2_KEYS: tuple[SetKeys, ...] = (
 
 
 def refuse_softcapping(keys: Keys, config: Config) -> None:
-    """Refuse a cap of attention's logits, which Gemma 3 does not have."""
+    """Refuse a soft cap of attention logits, which Gemma 3 does not have."""
     if config.get("attn_logit_softcapping") is not None:
         raise FormatError(f"{config.path}: attn_logit_softcapping, which this architecture does not have", "QK-E305")
 
@@ -104,7 +104,7 @@ GEMMA3_KEYS: tuple[SetKeys, ...] = (
 
 
 def drop_unknown_tokens(tensor: Tensor, context: Context) -> Expression:
-    """Leave out the rows of embeddings that no token has (Gemma3Model.modify_tensors)."""
+    """Drop embedding rows without a token (Gemma3Model.modify_tensors)."""
     config = context.config
     folder = config.path.parent
     tokenizer = {} if (folder / "tokenizer.model").exists() else optional_json(folder / "tokenizer.json") or {}
@@ -208,7 +208,7 @@ GEMMA3N_STORED = (Rename(r"_scale$", "_scale.weight"),)
 
 
 def pad_vocabulary(tensor: Tensor, context: Context) -> Expression:
-    """Add rows of zeros for tokens that stand for pictures and sounds."""
+    """Add rows of zeros for image and audio tokens."""
     n, (rows, width) = context.config.number("vocab_size"), tensor.x.shape
     return concatenate([tensor.x, Zeros((n - rows, width), tensor.x.type)]) if rows < n else tensor.x
 
@@ -229,7 +229,7 @@ class StackProjections(Rule):
         return (replace(tensor, name=f"model.{match[1]}.weight", x=stack([parts[i].x for i in "012"])),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Return the single projections."""
+        """Return the separate projections."""
         match = re.fullmatch(r"model\.(altup_(?:unembed_)?projections)\.weight", tensor.name)
         if match is None:
             return None
@@ -247,10 +247,10 @@ GEMMA3N_RULES = (Transform(r"embed_tokens(\.weight|_per_layer)", pad_vocabulary,
 
 
 def refuse_inputs(keys: Keys, config: Config) -> None:
-    """Refuse a number of AltUp inputs that llama.cpp does not run."""
+    """Refuse a number of AltUp inputs that llama.cpp does not support."""
     if config["altup_num_inputs"] != 4:
         raise FormatError(
-            f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is run", "QK-E305"
+            f"{config.path}: altup_num_inputs is {short(config['altup_num_inputs'])}; only 4 is supported", "QK-E305"
         )
 
 
@@ -297,9 +297,7 @@ def _of_full_layer(config: Config, name: str, key: str) -> Any:
 def _full_head(config: Config) -> int:
     width = _of_full_layer(config, "global_head_dim", "head_dim")
     if not isinstance(width, int) or isinstance(width, bool) or not 0 < width < 1 << 20:
-        raise FormatError(
-            f"{config.path}: it does not say how wide the heads of full attention are (global_head_dim)", "QK-E112"
-        )
+        raise FormatError(f"{config.path}: global_head_dim, the head width of full attention, is missing", "QK-E112")
     if width > 1 << 16:
         raise FormatError(f"{config.path}: heads of {width} values", "QK-E112")
     return width
@@ -322,7 +320,8 @@ _VISIBLE = frozenset(
 
 
 def write_gemma(v: Vocabulary) -> None:
-    """SentencePiece without a space put before texts (Gemma2Model); Gemma 3 may have a tokenizer.json only."""
+    """Write a SentencePiece vocabulary without a space before texts (Gemma2Model); Gemma 3 may only have a
+    tokenizer.json."""
     if v.has("tokenizer.model"):
         write_sentencepiece(v)
         v.keys.flag("tokenizer.ggml.add_space_prefix", False)
@@ -331,7 +330,7 @@ def write_gemma(v: Vocabulary) -> None:
 
 
 def write_gemma1(v: Vocabulary) -> None:
-    """SentencePiece, with the tokens of CodeGemma (GemmaModel)."""
+    """Write a SentencePiece vocabulary with the tokens of CodeGemma (GemmaModel)."""
     write_sentencepiece(v)
     special = special_tokens(v.folder, kinds=("prefix", "suffix", "middle", "fsep", "eot"))
     special.set("eot", 107)
@@ -341,7 +340,7 @@ def write_gemma1(v: Vocabulary) -> None:
 
 
 def write_gemma4(v: Vocabulary) -> None:
-    """Llama's pieces with their merges (Gemma4Model)."""
+    """Write Llama's pieces with their merges (Gemma4Model)."""
     tokens = llama_hf_tokens(v)
     v.keys.text("tokenizer.ggml.model", "gemma4")
     v.keys.array("tokenizer.ggml.tokens", [piece.text for piece in tokens])
@@ -354,7 +353,7 @@ def write_gemma4(v: Vocabulary) -> None:
 
 
 def write_gemma3n(v: Vocabulary) -> None:
-    """As Gemma's, of all tokens, also those that have no embeddings of each layer (Gemma3NModel)."""
+    """Write Gemma's vocabulary with all tokens, including those without per-layer embeddings (Gemma3NModel)."""
     v.config = v.config.without("vocab_size_per_layer_input")
     write_gemma(v)
 
@@ -400,7 +399,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class SetQueryScale:
-    """Queries are divided by the square root of this: the width of a head, of models with ``wide`` layers another."""
+    """Set the number whose root divides queries: the width of a head, another for models with ``wide`` layers."""
 
     wide: int
 
@@ -440,7 +439,7 @@ def set_proportional_rope(meta: ModelMetadata, config: Json) -> None:
 
 
 def set_table_sizes(meta: ModelMetadata, config: Json) -> None:
-    """Set the sizes that only tensors tell (Gemma 3n)."""
+    """Set the sizes that only tensors show (Gemma 3n)."""
     if (low := meta.model.tensors.get("blk.0.laurel_l.weight")) is not None:
         config["laurel_rank"] = low.shape[1]
     if (table := meta.model.tensors.get("per_layer_token_embd.weight")) is not None:
@@ -451,7 +450,7 @@ _BARE_NAMES = (r"^model\.", "")
 
 
 def _set_bidirectional(meta: ModelMetadata, config: Json) -> None:
-    """Attention is bidirectional."""
+    """Set bidirectional attention."""
     config["use_bidirectional_attention"] = True
     config["sliding_window"] = config.get("sliding_window") or 0
 
@@ -475,7 +474,7 @@ CLASSES: dict[str, HfClass] = {
         keys=_GEMMA_4_CLASS.keys | {".expert_count": ""},
         defaults={"vocab_size_per_layer_input": 0, "moe_intermediate_size": None},
         outer_type="gemma4_assistant",
-        note="a draft's table of clusters of tokens (masked_embedding), if it had one, is in no file",
+        note="GGUF files do not contain the token cluster table of a draft model (masked_embedding)",
     ),
     "Gemma3nForCausalLM": HfClass(
         "gemma3n_text",

@@ -34,12 +34,12 @@ from quantkit.errors import FormatError
 
 
 def to_halves(tensor: Tensor, context: Context) -> Expression:
-    """Put the pairs of rope apart, where positions have several dimensions (Glm4Model.normal_to_neox)."""
+    """Separate the pairs of rope if positions have several dimensions (Glm4Model.normal_to_neox)."""
     return _reorder(tensor, context, lambda h, n: (range(h, h + n, 2), range(h + 1, h + n, 2)))
 
 
 def to_pairs(tensor: Tensor, context: Context) -> Expression:
-    """Put them together again: undoes ``to_halves``."""
+    """Interleave the pairs again: the inverse of ``to_halves``."""
     return _reorder(tensor, context, lambda h, n: [range(h + i, h + n, n // 2) for i in range(n // 2)])
 
 
@@ -105,7 +105,7 @@ def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Seque
     width = config.head_dim
     turned = int(width * config.rotary_part(0.5))
     if x.shape[0] % width or turned % 2:
-        raise ValueError(f"it has no heads of {width} rows, {turned} of them turned by rope")
+        raise ValueError(f"it does not divide into heads of {width} rows, {turned} of them rotated by rope")
     heads = range(0, x.shape[0], width)
     parts = ((*order(h, turned), range(h + turned, h + width)) for h in heads)
     return Gathered(x, 0, tuple(part for head in parts for part in head))
@@ -115,7 +115,7 @@ def _indexer_types(config: Config) -> list[bool] | None:
     """Return which layers of GLM 5 have an indexer; others reuse another layer's tokens."""
     types = config.get("indexer_types")
     if types is not None and not isinstance(types, list):
-        raise FormatError(f"{config.path}: indexer_types is no list", "QK-E112")
+        raise FormatError(f"{config.path}: indexer_types is not a list", "QK-E112")
     return None if types is None else [item == "full" for item in types]
 
 
@@ -184,7 +184,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_chatglm_names(meta: ModelMetadata, config: Json) -> None:
-    """Set the values that ChatGLM names otherwise than transformers, too."""
+    """Also set the values under ChatGLM's own names."""
     theta = config.get("rope_theta") or 10000.0
     ratio = config_values.shortest_argument(theta / 10000.0, lambda x: 10000 * x)
     config |= {"layernorm_epsilon": config["rms_norm_eps"], "rope_ratio": ratio, "head_dim": meta.head_width}

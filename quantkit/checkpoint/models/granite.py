@@ -35,7 +35,7 @@ DROP_OTHER_PARTS = Drop(r"^encoder\.|image_|layerwise_projectors|spatial_project
 
 
 def drop_head_dim(config: Config) -> None:
-    """Granite's heads are always as wide as the model divided among them."""
+    """Drop head_dim: the head width is always the model's width / heads."""
     config.values.pop("head_dim", None)
 
 
@@ -89,7 +89,7 @@ MAMBA_RULES = (
 
 
 def prepare_hybrid(config: Config) -> None:
-    """As ``drop_head_dim``; the vocabulary is filled up to a multiple of eight tokens."""
+    """As ``drop_head_dim``; the vocabulary is padded to a multiple of eight tokens."""
     drop_head_dim(config)
     config.values["pad_vocab_size_multiple"] = 8 if _is_hybrid(config) else 1
 
@@ -106,14 +106,16 @@ def _kv_heads(config: Config) -> list[int]:
 
 
 def refuse_heads(keys: Keys, config: Config) -> None:
-    """Refuse an activation that llama.cpp does not run, and an inner size that heads do not divide."""
+    """Refuse an activation that llama.cpp does not support, and an inner size that is not a multiple of the heads."""
     inner, width = _inner_size(config), config.find("d_head", "mamba_d_head") or 64
     if config.get("hidden_act") not in (None, "silu"):
         raise FormatError(
-            f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is run", "QK-E305"
+            f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is supported", "QK-E305"
         )
     if not isinstance(width, int) or inner % width:
-        raise FormatError(f"{config.path}: an inner size of {short(inner)} makes no heads of {short(width)}", "QK-E112")
+        raise FormatError(
+            f"{config.path}: an inner size of {short(inner)} is not a multiple of heads of {short(width)}", "QK-E112"
+        )
 
 
 # fmt: off
@@ -205,7 +207,7 @@ def hybrid_arch(config: Config) -> str:
     return "granitemoe" if experts else "granite"
 
 
-#: Gate and up stay in one.
+#: Gate and up remain one tensor.
 WINDOW_EXPERTS = (
     AssignKind(
         r"block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$",

@@ -57,20 +57,18 @@ class Shared(Copied):
 
 
 def _set_scaled_rope(keys: Keys, config: Config, alpha: float, width: int) -> None:
-    """Set a base that is scaled by alpha in place of a scale, and the length that is possible by it."""
+    """Set a base scaled by alpha in place of a scale, and the resulting context length."""
     rope = config.rope
     if rope.get("rope_type") != "dynamic":
         return
     alpha, theta = rope.get("alpha", alpha), rope.get("rope_theta", 10000.0)
     numbers = all(isinstance(item, (int, float)) for item in (alpha, theta))
     if not numbers or not 0 < alpha < 1e9 or theta != 10000.0 or width <= 2:
-        raise FormatError(
-            f"{config.path}: rope is scaled by {short(alpha)} from {short(theta)}, which is not known", "QK-E305"
-        )
+        raise FormatError(f"{config.path}: unsupported rope scaling by {short(alpha)} from {short(theta)}", "QK-E305")
     if config.get("max_position_embeddings") not in _CONTEXT_LENGTHS:
         raise FormatError(
             f"{config.path}: max_position_embeddings is {short(config.get('max_position_embeddings'))}; with dynamic "
-            f"rope only {_CONTEXT_LENGTHS[0]} and {_CONTEXT_LENGTHS[1]} are known",
+            f"rope, only {_CONTEXT_LENGTHS[0]} and {_CONTEXT_LENGTHS[1]} are supported",
             "QK-E305",
         )
     keys.f32(".rope.freq_base", theta * (alpha ** (width / (width - 2))))
@@ -89,9 +87,7 @@ def _set_moe_rope(keys: Keys, config: Config) -> None:
     width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
     if config.rope.get("rope_type") == "dynamic" and (config.rope.get("alpha", 1000) != 1000 or width != 128):
         alpha = short(config.rope.get("alpha"))
-        raise FormatError(
-            f"{config.path}: dynamic rope of alpha {alpha}, heads of {width}, which is not known", "QK-E305"
-        )
+        raise FormatError(f"{config.path}: unsupported dynamic rope with alpha {alpha} and heads of {width}", "QK-E305")
     _set_scaled_rope(keys, config, 1000, width)
 
 
@@ -143,11 +139,11 @@ def count_dense_layers(config: Config) -> None:
     config.values["num_key_value_heads"] = config.number("num_attention_heads")
     kinds, meta = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
     if kinds is None and meta is None:
-        raise FormatError(f"{config.path}: it has neither first_k_dense_replace nor mlp_layer_types", "QK-E112")
+        raise FormatError(f"{config.path}: has neither first_k_dense_replace nor mlp_layer_types", "QK-E112")
     first = meta if kinds is None else len(list(takewhile(lambda kind: kind == "dense", kinds)))
     if (meta is not None and meta != first) or (kinds is not None and "dense" in kinds[first:]):
         raise FormatError(
-            f"{config.path}: mlp_layer_types and first_k_dense_replace name no row of first layers", "QK-E112"
+            f"{config.path}: mlp_layer_types and first_k_dense_replace must select consecutive first layers", "QK-E112"
         )
     config.values["first_k_dense_replace"] = first
 
@@ -178,7 +174,7 @@ def _indexer_layers(config: Config) -> list[bool]:
         return [kind in sparse for kind in kinds[:layers]] if any(kind in sparse for kind in kinds) else []
     if len(kinds) < layers or set(kinds[:layers]) - {"full", "shared"} or kinds[:1] != ["full"]:
         raise FormatError(
-            f"{config.path}: indexer_types must name full or shared for every layer, full for the first", "QK-E112"
+            f"{config.path}: indexer_types must be full or shared for every layer, and full for the first", "QK-E112"
         )
     return [kind == "full" for kind in kinds[:layers]]
 
@@ -232,7 +228,7 @@ VL_KEYS: tuple[SetKeys, ...] = (*DENSE_KEYS, _set_xdrope_sections)
 
 
 def write_hunyuan_moe(v: Vocabulary) -> None:
-    """Hunyuan's ranks, without them tokenizer.json; its config.json names a wrong BOS (HunYuanMoEModel)."""
+    """Write Hunyuan's ranks, else tokenizer.json; its config.json has a wrong BOS (HunYuanMoEModel)."""
     if not v.has(HUNYUAN.file):
         write_bpe(v)
         return
@@ -297,7 +293,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_scaled_base(meta: ModelMetadata, config: Json) -> None:
-    """A base that was scaled by alpha stands for a scale (Hunyuan)."""
+    """Restore the scale from a base scaled by alpha (Hunyuan)."""
     base = meta.get(".rope.freq_base")
     if meta.get(".rope.scaling.type") != "none" or base is None:
         return

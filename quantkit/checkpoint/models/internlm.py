@@ -24,7 +24,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class SplitGroupedHeads(Rule):
-    """Heads of queries that share a key are stored before it and its values; all are put apart (InternLM2Model)."""
+    """Separate query heads, which are stored before the key and value that they share (InternLM2Model)."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith(".attention.wqkv.weight"):
@@ -34,7 +34,9 @@ class SplitGroupedHeads(Rule):
         per_group = heads // max(1, keys) + 2
         width = config.number("hidden_size") // max(1, heads)
         if not keys or heads % keys or width % 2 or x.shape[0] != keys * per_group * width:
-            raise context.fail(tensor, f"its shape {list(x.shape)} is not {heads} heads of {width}, {keys} of keys")
+            raise context.fail(
+                tensor, f"its shape {list(x.shape)} does not match {heads} heads of {width}, {keys} of keys"
+            )
         starts = [group * per_group * width for group in range(keys)]
         q = take(x, 0, *(range(start, start + (per_group - 2) * width) for start in starts))
         k, v = (
@@ -45,7 +47,7 @@ class SplitGroupedHeads(Rule):
         return [replace(tensor, name=f"blk.{tensor.layer}.attn_{letter}.weight", x=part) for letter, part in parts]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Put queries that share a key before it and its values."""
+        """Store queries before the key and value that they share."""
         match = re.fullmatch(r"blk\.(\d+)\.attn_([qkv])\.weight", tensor.name)
         if match is None:
             return None
@@ -57,7 +59,7 @@ class SplitGroupedHeads(Rule):
         width, heads_per_key = context.config.number("hidden_size") // max(1, heads), heads // max(1, keys)
         rows = [parts[part].x.shape[0] for part in "qkv"]
         if not keys or heads % keys or rows != [heads * width, keys * width, keys * width]:
-            raise context.fail(tensor, f"{rows} rows are not {heads} heads of {width}, {keys} of keys")
+            raise context.fail(tensor, f"{rows} rows do not match {heads} heads of {width}, {keys} of keys")
         x = concatenate([restore_rows(parts["q"], heads), restore_rows(parts["k"], keys), parts["v"].x])
         starts = [(group * heads_per_key, heads + group, heads + keys + group) for group in range(keys)]
         runs = [(q * width, (q + heads_per_key) * width, k * width, v * width) for q, k, v in starts]
@@ -66,7 +68,7 @@ class SplitGroupedHeads(Rule):
 
 
 def write_internlm3(v: Vocabulary) -> None:
-    """SentencePiece; the end of a turn ends a text (InternLM3Model)."""
+    """Write a SentencePiece vocabulary in which the end of a turn ends a text (InternLM3Model)."""
     tokens = sentencepiece_tokens(v)
     set_pieces(v, tokens)
     special = special_tokens(v.folder, n_tokens=len(tokens))
@@ -85,12 +87,12 @@ _TURN = "<|im_end|>"
 def write_internlm2(v: Vocabulary) -> None:
     """Write a SentencePiece vocabulary whose added tokens replace pieces, or follow them (InternLM2Model)."""
     path = v.folder / "tokenizer.model"
-    v.source = f"{path.name} is SentencePiece's, which is not run here"
+    v.source = f"quantkit does not run SentencePiece, which {path.name} needs"
     model = read_model(path)
     size = v.config.get("vocab_size", len(model.pieces))
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= len(model.pieces):
         raise FormatError(
-            f"{path}: it has {len(model.pieces)} tokens, and vocab_size of config.json is {short(size)}", "QK-E114"
+            f"{path}: has {len(model.pieces)} tokens, but vocab_size of config.json is {short(size)}", "QK-E114"
         )
     tokens = [_without_zero(piece) for piece in model.pieces[:size]]
     added = optional_json(v.folder / "added_tokens.json") or {}
@@ -99,7 +101,7 @@ def write_internlm2(v: Vocabulary) -> None:
     for number, text, special in _added(v):
         if number >= len(tokens):
             raise FormatError(
-                f"{v.folder}: the added token {number} lies beyond the {len(tokens)} of {path.name}", "QK-E114"
+                f"{v.folder}: the added token {number} is outside the {len(tokens)} tokens of {path.name}", "QK-E114"
             )
         end = number if text == _TURN else end
         tokens[number] = Piece(text, -1000.0, CONTROL if special else USER_DEFINED)

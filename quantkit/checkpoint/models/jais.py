@@ -47,7 +47,7 @@ def scale_output(tensor: Tensor, context: Context) -> Expression:
 
 @dataclass(frozen=True)
 class ReadAlibiSlopes(OneWayRule):
-    """The slopes of ALiBi tell the largest of its biases; they are kept in the configuration."""
+    """Derive ALiBi's largest bias from its slopes, and store it in the configuration."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith("relative_pe.slopes"):
@@ -71,10 +71,12 @@ JAIS_RULES = (
 
 
 def refuse_settings(keys: Keys, config: Config) -> None:
-    """Refuse settings of JAIS that llama.cpp does not run."""
+    """Refuse settings of JAIS that llama.cpp does not support."""
     for key, required in (("activation_function", "swiglu"), ("position_embedding_type", "alibi")):
         if config.get(key) != required:
-            raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {required} is known", "QK-E305")
+            raise FormatError(
+                f"{config.path}: {key} is {short(config.get(key))}; only {required} is supported", "QK-E305"
+            )
 
 
 JAIS_BASE: tuple[SetKeys, ...] = (
@@ -105,7 +107,7 @@ _LAYER = "transformer.h.*."
 
 
 def _make_alibi_slopes(meta: ModelMetadata) -> Iterable[Tensor]:
-    """Make the slopes of ALiBi, of the largest of its biases."""
+    """Restore the slopes of ALiBi from its largest bias."""
     heads, max_bias = meta.number(".attention.head_count"), float(meta.get(".attention.max_alibi_bias") or 8.0)
     if not 0 < heads <= 1 << 16:
         raise ValueError(f"{heads} heads")

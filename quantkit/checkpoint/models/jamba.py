@@ -88,7 +88,7 @@ JAMBA_BASE: tuple[SetKeys, ...] = (
 
 
 def write_jamba(v: Vocabulary) -> None:
-    """SentencePiece, Llama's pieces in a tokenizer.json without a space put before texts (JambaModel), or BPE."""
+    """Write SentencePiece, Llama's pieces in a tokenizer.json without a space before texts, or BPE (JambaModel)."""
     if v.has("tokenizer.model"):
         write_sentencepiece(v)
         return
@@ -115,8 +115,8 @@ def _set_periods(meta: ModelMetadata, config: Json) -> None:
         if layers_of_kind != list(range(first, layers, period)):
             part = "attention" if name == "attn" else "experts"
             raise TypeNotSupported(
-                f"{meta.path}: layers {layers_of_kind} have {part}; config.json can only say which is the first, and "
-                "every how many there is another",
+                f"{meta.path}: layers {layers_of_kind} have {part}; config.json can only express a first layer and a "
+                "period",
                 "QK-E305",
             )
         config |= {f"{name}_layer_offset": first, f"{name}_layer_period": period}

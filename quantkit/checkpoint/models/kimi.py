@@ -28,7 +28,7 @@ from quantkit.errors import FormatError
 def as_convolution(tensor: Tensor, context: Context) -> Expression:
     shape = tensor.x.shape
     if len(shape) not in (2, 3):
-        raise ValueError("no convolution of single channels")
+        raise ValueError("not a depthwise convolution")
     return Shaped(tensor.x, (1, shape[0], 1, shape[-1]))
 
 
@@ -139,13 +139,13 @@ class MergeResidualScores(Rule):
             return ()
         norm, proj = parts["norm"], parts["proj"]
         if size_of(norm.x) != size_of(proj.x):
-            raise context.fail(tensor, f"{size_of(proj.x)} values beside a norm of {size_of(norm.x)}")
+            raise context.fail(tensor, f"{size_of(proj.x)} values, but a norm of {size_of(norm.x)}")
         layer = tensor.layer if kind.startswith("*") else None
         name = file_name(kind, layer) + ".weight"
         return (replace(tensor, x=Product(norm.x, proj.x), name_in_file=name),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Split into a norm of ones and a projection that holds the product."""
+        """Split into a norm of ones and a projection with the product."""
         if not tensor.name.endswith("_res_proj.weight"):
             return None
         n = size_of(tensor.x)
@@ -155,7 +155,7 @@ class MergeResidualScores(Rule):
 
 @dataclass(frozen=True)
 class AssignGateKinds(OneWayRule):
-    """One name for two gates: of DeepSeek's attention, and of delta attention."""
+    """A common name of two gates: of DeepSeek's attention, and of delta attention."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.layer is None or not tensor.name.endswith(".self_attn.g_proj.weight"):
@@ -165,7 +165,7 @@ class AssignGateKinds(OneWayRule):
 
 
 def negative_exp_of_heads(tensor: Tensor, context: Context) -> Expression:
-    """Return -exp(x) of as many values as there are heads."""
+    """Return -exp(x), one value per head."""
     heads = min(context.config.number("num_attention_heads"), tensor.x.shape[0])
     return Mapped(take(tensor.x, 0, range(heads)), "negative exp")
 
@@ -189,9 +189,9 @@ K3_RULES = (
 
 
 def refuse_rope(keys: Keys, config: Config) -> None:
-    """Refuse rope in latent attention and other gating: llama.cpp runs neither of K3."""
+    """Refuse rope in latent attention and other gating: llama.cpp does not support either for K3."""
     if not config.get("mla_use_nope") or config["moe_router_activation_func"] != "sigmoid":
-        raise FormatError(f"{config.path}: K3 is only run with mla_use_nope and experts chosen by sigmoid", "QK-E305")
+        raise FormatError(f"{config.path}: K3 needs mla_use_nope and experts selected by sigmoid", "QK-E305")
 
 
 K3_KEYS: tuple[SetKeys, ...] = (
@@ -222,7 +222,9 @@ def write_kimi_linear(v: Vocabulary) -> None:
     end = v.tokenizer_config.get("eos_token")
     numbers = [number for number, entry in v.decoder_entries if entry["content"] == end]
     if not numbers:
-        raise FormatError(f"{v.folder / 'tokenizer_config.json'}: its eos_token is none of its added tokens", "QK-E114")
+        raise FormatError(
+            f"{v.folder / 'tokenizer_config.json'}: its eos_token is not one of its added tokens", "QK-E114"
+        )
     v.keys.u32("tokenizer.ggml.eos_token_id", numbers[0])
 
 

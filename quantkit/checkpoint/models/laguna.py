@@ -36,7 +36,7 @@ def refuse_gates(keys: Keys, config: Config) -> None:
     meta, kinds = config.get("gating"), config.get("gating_types")
     gating = str(meta).replace("_", "-")
     if gating not in ("per-element", "per-head") and meta is not True and not kinds:
-        raise FormatError(f"{config.path}: gating is {short(meta)}; known are per-head and per-element", "QK-E305")
+        raise FormatError(f"{config.path}: gating is {short(meta)}; supported are per-head and per-element", "QK-E305")
     if kinds and any("element" in str(kind) for kind in kinds) and gating != "per-element":
         raise FormatError(f"{config.path}: gating_types has gates per element, but gating is {short(meta)}", "QK-E112")
 

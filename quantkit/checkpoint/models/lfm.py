@@ -59,7 +59,7 @@ LFM_KEYS: tuple[SetKeys, ...] = (
 )
 
 BARE_NAMES = (Rename(r"^lfm2\.", ""), Rename(r"^(?!dense_2)", "model.", foreign=True))
-#: The layer behind the others, in a file of its own.
+#: The layer after the others, in a separate file.
 _DENSE_NAME = "dense_2.weight"
 
 
@@ -101,7 +101,7 @@ def _stored_dense(config: Config) -> Stored | None:
         return None
     weight = read_header(path).get("linear.weight")
     if weight is None:
-        raise FormatError(f"{path}: it has no linear.weight", "QK-E114")
+        raise FormatError(f"{path}: has no linear.weight", "QK-E114")
     return Stored(weight)
 
 

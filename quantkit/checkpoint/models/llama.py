@@ -53,8 +53,8 @@ STACK_MIXTRAL_EXPERTS = StackExperts(
 def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
     """The factors of Llama 3's rope, as a tensor (LlamaModel.generate_extra_tensors).
 
-    torch computes a scalar divided by a tensor as the reciprocal times the scalar, in float32; so do we, and powers in
-    float64, rounded: equal for all released models.
+    torch computes a scalar divided by a tensor as the reciprocal times the scalar, in float32; so does quantkit, with
+    powers in float64, rounded: equal for all released models.
     """
     rope = config.full_rope
     if str(rope.get("rope_type", "")).lower() != "llama3":
@@ -64,7 +64,7 @@ def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
             values = _rope_factors(rope, config.head_dim, factor)
     except (TypeError, ValueError, ArithmeticError) as e:
         raise FormatError(
-            f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}", "QK-E112"
+            f"{config.path}: invalid values of Llama 3 rope scaling: {short(str(e))}", "QK-E112"
         ) from None
     yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
 
@@ -207,7 +207,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_qk_norm(meta: ModelMetadata, config: Json) -> None:
-    """Heads are normalized, but in the model of 128 experts (Llama 4)."""
+    """Set normalized heads, except in the model with 128 experts (Llama 4)."""
     config["use_qk_norm"] = meta.get(".expert_count") != 128
 
 
@@ -216,7 +216,7 @@ _BARE_NAMES = (r"^model\.", "")
 
 
 def _set_pooling_name(meta: ModelMetadata, config: Json) -> None:
-    """Set the pooling by this class's own name, too."""
+    """Also set the pooling by this class's own name."""
     config["pooling"] = {1: "avg", 2: "cls", 3: "last"}.get(meta.get(".pooling_type") or 1)
 
 

@@ -32,7 +32,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class DropTiedOutput(OneWayRule):
-    """An output matrix that has the values of the embeddings is left out; it follows them."""
+    """Drops an output matrix equal to the embeddings, which it follows."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name == "backbone.embeddings.weight":
@@ -62,7 +62,8 @@ def _inner_size(config: Config) -> int:
     inner = config.find("intermediate_size", "d_inner") or 2 * width
     if inner != 2 * width:
         raise FormatError(
-            f"{config.path}: an inner size of {short(inner)}; llama.cpp runs twice the width of {width} only", "QK-E305"
+            f"{config.path}: the inner size is {short(inner)}, but llama.cpp supports only twice the width of {width}",
+            "QK-E305",
         )
     return 2 * width
 
@@ -132,7 +133,8 @@ def _inner_size_2(config: Config) -> int:
     head = _head_width(config)
     if inner != expand * width or inner % head:
         raise FormatError(
-            f"{config.path}: an inner size of {short(inner)} makes no heads of {short(head)}, or is not the width's",
+            f"{config.path}: the inner size {short(inner)} is not a multiple of heads of {short(head)}, or does not "
+            "match the width",
             "QK-E112",
         )
     return inner
@@ -156,7 +158,7 @@ MAMBA2_BASE: tuple[SetKeys, ...] = (
 
 
 def write_mamba(v: Vocabulary) -> None:
-    """Either kind, filled up to a multiple of pad_vocab_size_multiple tokens (Mamba2Model)."""
+    """Write either kind of vocabulary, padded to a multiple of pad_vocab_size_multiple tokens (Mamba2Model)."""
     size, multiple = v.config["vocab_size"], v.config.get("pad_vocab_size_multiple", 16)
     if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
         raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {multiple!r}", "QK-E112")

@@ -20,12 +20,12 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
 
 STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
-#: Layers that predict more tokens: of all releases, whose configurations do not say it.
+#: Prediction layers (MTP) of all releases, whose configurations do not have the number.
 _MTP = 3
 
 
 def layers_with_mtp(config: Config) -> int:
-    """Return the number of layers, those that predict ahead included."""
+    """Return the number of layers, including prediction layers (MTP)."""
     return config.layers + _MTP
 
 
@@ -39,7 +39,7 @@ class RenameMtpLayers(Rule):
             return None
         number, _, tail = name.partition(".")
         if not number.isdecimal() or int(number) >= _MTP:
-            raise context.fail(tensor, f"there are {_MTP} layers that predict more tokens")
+            raise context.fail(tensor, f"expected {_MTP} prediction layers (MTP)")
         return (replace(tensor, name=f"model.layers.{context.config.layers + int(number)}.{tail}"),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
@@ -49,15 +49,13 @@ class RenameMtpLayers(Rule):
 
 
 def refuse_sharded(config: Config, names: Collection[str]) -> None:
-    """Refuse tensors stored in parts for several devices, with scales a part: the generic rules misread them."""
+    """Refuse tensors stored in parts for several devices, with scales per part, which the generic rules misread."""
     quantization = config.get("quantization_config") or {}
     if any(name.endswith("qkv_proj.weight_scale_inv") for name in names):
-        raise TypeNotSupported(
-            f"{config.path}: float8 qkv_proj in parts of several devices is not converted", "QK-E305"
-        )
+        raise TypeNotSupported(f"{config.path}: float8 qkv_proj split over several devices is not supported", "QK-E305")
     if isinstance(quantization, dict) and quantization.get("store_dtype") == "mxfp4":
         raise TypeNotSupported(
-            f"{config.path}: MXFP4 experts of this model are not converted by this version", "QK-E305"
+            f"{config.path}: MXFP4 experts of this model are not supported by this version", "QK-E305"
         )
 
 
@@ -65,7 +63,7 @@ def refuse_settings(keys: Keys, config: Config) -> None:
     """Refuse sliding-window layers with heads of another width or number, and unknown routers."""
     for name in ("head_dim", "num_attention_heads", "v_head_dim"):
         if config[f"swa_{name}"] != config[name]:
-            raise FormatError(f"{config.path}: swa_{name} is not {name}", "QK-E112")
+            raise FormatError(f"{config.path}: swa_{name} differs from {name}", "QK-E112")
     if config["topk_method"] != "noaux_tc":
         raise FormatError(f"{config.path}: topk_method is not noaux_tc", "QK-E305")
 

@@ -1,4 +1,4 @@
-"""MiniCPM 1 to 3, and PLM, whose heads are made of a latent as MiniCPM 3's.
+"""MiniCPM 1 to 3, and PLM, whose heads are projected from a latent like MiniCPM 3's.
 
 Facts of llama.cpp b11434, conversion/minicpm.py, conversion/plm.py.
 """
@@ -89,7 +89,7 @@ def rope_factors(config: Config) -> Iterable[Tensor]:
         return
     for kind, factors in kinds:
         if not isinstance(factors, list) or 2 * len(factors) != width:
-            raise FormatError(f"{config.path}: {kind}_factor of rope is no list of {width // 2} factors", "QK-E112")
+            raise FormatError(f"{config.path}: {kind}_factor of rope is not a list of {width // 2} factors", "QK-E112")
         name = f"rope_factors_{kind}.weight"
         yield Tensor(name, Constant(tuple(float(factor) for factor in factors)), None, name)
 

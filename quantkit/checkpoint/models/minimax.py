@@ -91,9 +91,7 @@ def _residual_scale(config: Config) -> float:
     parts = ("full_attention", "linear_attention", "mlp")
     alphas, betas = ({config[f"layernorm_{part}_{letter}"] for part in parts} for letter in ("alpha", "beta"))
     if len(alphas) > 1 or betas != {1.0}:
-        raise FormatError(
-            f"{config.path}: layers add to what was before by several numbers; only one is known", "QK-E305"
-        )
+        raise FormatError(f"{config.path}: several residual scales; only one is supported", "QK-E305")
     scale: float = alphas.pop()
     return scale
 
@@ -113,7 +111,7 @@ M1_KEYS: tuple[SetKeys, ...] = (
 def write_minimax_m1(v: Vocabulary) -> None:
     """Write a BPE vocabulary; chat_template.jinja takes precedence.
 
-    Without one the reference writes a template of llama.cpp's own, we that of the tokenizer (MiniMaxText01Model).
+    Without one, the reference writes a template of llama.cpp, quantkit that of the tokenizer (MiniMaxText01Model).
     """
     write_bpe(v)
     if v.has("chat_template.jinja"):
@@ -148,7 +146,7 @@ _IMAGE_SIZES = {"image_size": 28, "patch_size": 14}
 
 
 def _set_lightning_layers(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers of lightning attention: they have queries, keys and values in one."""
+    """Name the layers of lightning attention, which fuse queries, keys and values."""
     linear = set(meta.layers_with("attn_qkv.weight"))
     config["attn_type_list"] = [int(i not in linear) for i in range(meta.number(".block_count"))]
 

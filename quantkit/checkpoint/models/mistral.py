@@ -25,7 +25,8 @@ def set_scaling(keys: Keys, config: Config) -> None:
     missing = [name for name in ("mscale_all_dim", "llama_4_scaling_beta") if rope.get(name) is None]
     if rope.get("rope_type") != "yarn" or missing:
         raise FormatError(
-            f"{config.path}: rope of Ministral 3 is YaRN with mscale_all_dim and llama_4_scaling_beta", "QK-E112"
+            f"{config.path}: rope must be YaRN with mscale_all_dim and llama_4_scaling_beta, as in Ministral 3",
+            "QK-E112",
         )
     keys.f32(".rope.scaling.yarn_log_multiplier", rope["mscale_all_dim"])
     keys.f32(".attention.temperature_scale", rope["llama_4_scaling_beta"])

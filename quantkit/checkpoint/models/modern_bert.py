@@ -34,7 +34,7 @@ EURO_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_modern_bert(v: Vocabulary) -> None:
-    """BPE with something before, between and behind texts (ModernBertModel)."""
+    """Write a BPE vocabulary with tokens before, between and after texts (ModernBertModel)."""
     for kind in ("bos", "eos", "sep"):
         v.keys.flag(f"tokenizer.ggml.add_{kind}_token", True)
     write_bpe(v)
@@ -43,7 +43,7 @@ def write_modern_bert(v: Vocabulary) -> None:
 
 
 def _normal_spaces(v: Vocabulary) -> None:
-    """Make added tokens of spaces normal ones: they are never found in a text."""
+    """Make added tokens of spaces normal tokens, because they are never recognized in a text."""
     tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
     for i, text in enumerate(tokens):
         if types[i] == USER_DEFINED and text and not text.strip(" "):

@@ -1,4 +1,4 @@
-"""Mixtures of experts of single releases: Arctic, GroveMoE, Maple, Mellum, SmallThinker.
+"""Mixtures of experts with one release each: Arctic, GroveMoE, Maple, Mellum, SmallThinker.
 
 Facts of llama.cpp b11434, conversion/arctic.py, conversion/grovemoe.py, conversion/maple.py, conversion/mellum.py,
 conversion/smallthinker.py.
@@ -72,10 +72,10 @@ _MAPLE_SETTINGS: Json = {
 
 
 def refuse_settings(keys: Keys, config: Config) -> None:
-    """Refuse settings of Maple that llama.cpp does not run."""
+    """Refuse settings of Maple that llama.cpp does not support."""
     for key, value in _MAPLE_SETTINGS.items():
         if bool(config.get(key, key == "norm_topk_prob")) != bool(value) or (value == "silu" != config.get(key)):
-            raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {value} is known", "QK-E305")
+            raise FormatError(f"{config.path}: {key} is {short(config.get(key))}; only {value} is supported", "QK-E305")
 
 
 MAPLE_KEYS: tuple[SetKeys, ...] = (

@@ -27,7 +27,7 @@ def _set_alibi(meta: ModelMetadata, config: Json) -> None:
     config.setdefault("attn_config", {}).update(
         {
             "alibi": bias > 0,
-            # Later versions of transformers take only a whole number.
+            # Later versions of transformers accept only an integer.
             "alibi_bias_max": (int(bias) if bias.is_integer() else bias) or 8,
         }
     )
@@ -48,7 +48,7 @@ MPT_BASE: tuple[SetKeys, ...] = (
 
 
 def write_mpt(v: Vocabulary) -> None:
-    """BPE; SentencePiece of SEA-LION (MPTModel)."""
+    """Write a BPE vocabulary, or SEA-LION's SentencePiece (MPTModel)."""
     if v.has("tokenizer.json") or not v.has("tokenizer.model"):
         write_bpe(v)
         return
@@ -68,7 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_attention(meta: ModelMetadata, config: Json) -> None:
-    """Set what tensors tell of attention and the feed forward."""
+    """Set the settings of attention and feed-forward that tensors show."""
     attention = {"clip_qkv": None, **config["attn_config"], "qk_ln": meta.has("attn_q_norm.weight")}
     if "kv_n_heads" in attention:
         attention["attn_type"] = "grouped_query_attention"

@@ -25,7 +25,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class AddQueryNorms(Rule):
-    """Queries and keys are normed without weights, queries scaled: weights of norms that do that come before them."""
+    """Add norm weights for queries and keys, whose norms have no weights but scale queries."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         stem, separator, tail = tensor.name.partition(".self_attn.q_proj.")
@@ -34,7 +34,10 @@ class AddQueryNorms(Rule):
         config, rows = context.config, tensor.x.shape[0]
         width, scale = config.number("head_dim"), float(config["qk_scale_factor"])
         if width < 1 or rows % width:
-            raise FormatError(f"{config.path}: head_dim is {short(width)}, of {rows} rows of {tensor.name}", "QK-E112")
+            raise FormatError(
+                f"{config.path}: head_dim is {short(width)}, which does not divide the {rows} rows of {tensor.name}",
+                "QK-E112",
+            )
         norms = (("q", scale), ("k", 1.0))
         return (
             *(
@@ -61,7 +64,7 @@ MUSE_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_muse(v: Vocabulary) -> None:
-    """BPE, with the end of a turn (MuseGlimmerModel)."""
+    """Write a BPE vocabulary with the end of a turn (MuseGlimmerModel)."""
     write_bpe(v)
     if (end := next((number for number, text in v.by_id.items() if text == "<|eot|>"), None)) is not None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end)
@@ -82,8 +85,7 @@ def _set_query_scale(meta: ModelMetadata, config: Json) -> None:
         factors[letter] = {value for name in names for value in meta.values(name)} or {1.0}
     if len(factors["q"]) > 1 or factors["k"] != {1.0}:
         raise TypeNotSupported(
-            f"{meta.path}: norms of queries and keys do more than scale queries by one number, which is all that "
-            "config.json of this class can say",
+            f"{meta.path}: config.json of this class can only express norms that scale all queries by one number",
             "QK-E305",
         )
     config["qk_scale_factor"] = factors["q"].pop()

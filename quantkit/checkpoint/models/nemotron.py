@@ -41,10 +41,10 @@ MTP_NAMES = {
 
 @dataclass(frozen=True)
 class RenameMtpLayer(Rule):
-    """The layer that predicts more tokens is stored as two: attention, and experts.
+    """Splits the prediction layer (MTP) into two: attention, and experts.
 
-    Its type is that of a tensor of the layer that it was stored as, as in the reference, but for experts, which wait
-    for each other in their new layer.
+    A tensor's type is that of its stored layer, as in the reference, except for experts, which are collected in their
+    new layer.
     """
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -60,7 +60,7 @@ class RenameMtpLayer(Rule):
         return (replace(tensor, name=new_name, layer=layer if ".experts." in new_name else tensor.layer),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Take the layer that predicts more tokens apart: attention, and experts."""
+        """Split the prediction layer (MTP): attention, and experts."""
         match = re.fullmatch(r"(?:backbone|model)\.layers\.(\d+)\.(.+)", tensor.name)
         if match is None or int(match[1]) < context.config.layers:
             return None
@@ -81,20 +81,20 @@ NEMOTRON_RULES = (
 
 
 def prepare_nemotron(config: Config) -> None:
-    """Set the number of layers; keep the width of heads under a name that Granite's conversion leaves alone."""
+    """Set the number of layers; keep the width of heads under a name that Granite's conversion does not change."""
     if isinstance(kinds := config.get("layers_block_type"), list):
         config.values["num_hidden_layers"] = len(kinds)
     config.values["attention_head_dim"] = config.find("head_dim", "attention_head_dim")
     if config.values["attention_head_dim"] is None:
-        raise FormatError(f"{config.path}: it has no head_dim or attention_head_dim", "QK-E112")
+        raise FormatError(f"{config.path}: has no head_dim or attention_head_dim", "QK-E112")
     granite.drop_head_dim(config)
 
 
 def layers_with_mtp(config: Config) -> int:
-    """Return the number of layers, that which predicts more tokens included."""
+    """Return the number of layers, including the prediction layer (MTP)."""
     nextn = (config.get("num_nextn_predict_layers", 0) or 0) if has_experts(config) else 0
     if nextn not in (0, 1):
-        raise FormatError(f"{config.path}: {nextn} layers that predict more tokens; only one is known", "QK-E305")
+        raise FormatError(f"{config.path}: {nextn} prediction layers (MTP); only one is supported", "QK-E305")
     return config.layers + int(nextn)
 
 
@@ -227,14 +227,14 @@ DENSE_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_nemotron(v: Vocabulary) -> None:
-    """Write a SentencePiece vocabulary with the padding and unknown ids that no file has (NemotronModel)."""
+    """Write a SentencePiece vocabulary with the padding and unknown ids that files lack (NemotronModel)."""
     write_sentencepiece(v)
     v.keys.u32("tokenizer.ggml.padding_token_id", 0)
     v.keys.u32("tokenizer.ggml.unknown_token_id", 1)
 
 
 def write_nemotron_h(v: Vocabulary) -> None:
-    """BPE, filled up to a multiple of eight tokens (NemotronHModel)."""
+    """Write a BPE vocabulary, padded to a multiple of eight tokens (NemotronHModel)."""
     v.config.values["vocab_size"] = -(checked_size(v, v.config["vocab_size"], 0) // -8) * 8
     write_bpe(v)
 
@@ -274,7 +274,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_layer_pattern(meta: ModelMetadata, config: Json) -> None:
-    """Set hybrid_override_pattern, a letter a layer, and the settings of Mamba layers."""
+    """Set hybrid_override_pattern, one letter per layer, and the settings of Mamba layers."""
     attends, ffn_widths = meta.per_layer(".attention.head_count_kv"), meta.per_layer(".feed_forward_length")
     moe, layers = meta.get(".expert_count") is not None, range(config["num_hidden_layers"])
     heads = meta.number(".ssm.time_step_rank")
@@ -348,7 +348,7 @@ CLASSES: dict[str, HfClass] = {
         },
         defaults={"hidden_act": None},
         config_setters=(_set_block_configs,),
-        note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
+        note="GGUF files of this class have no prediction layers (MTP); `quantkit convert` omits them",
         matches=lambda meta: isinstance(meta.get(".expert_used_count"), list),
     ),
     "NemotronHForCausalLM": _NEMOTRON_H_CLASS,

@@ -31,7 +31,7 @@ from quantkit.errors import FormatError
 
 
 def _round_to_divisor(value: float, divisor: int) -> int:
-    """Return the nearest multiple, not less than 90 %."""
+    """Return the nearest multiple that is at least 90 % of the number."""
     rounded = max(divisor, int(value + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * value else rounded
 
@@ -52,7 +52,7 @@ def _gate_width(tensor: Tensor, context: Context) -> range:
 
 @dataclass(frozen=True)
 class SplitGateUp(Rule):
-    """Gate and up are stored in one; layers differ in width."""
+    """Split gate and up, which are stored in one tensor; layers differ in width."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith(".ffn.proj_1.weight"):
@@ -66,7 +66,7 @@ class SplitGateUp(Rule):
         ]
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Put up behind gate."""
+        """Append up to gate."""
         match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up)\.weight", tensor.name)
         if match is None:
             return None
@@ -84,7 +84,7 @@ def _per_layer(config: Config, values: Any) -> list[int]:
     """Return a list with one value per layer; refuse another length."""
     if not isinstance(values, list) or len(values) != config.layers:
         raise FormatError(
-            f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads are not of {config.layers} layers",
+            f"{config.path}: ffn_multipliers, num_query_heads or num_kv_heads do not have {config.layers} layers",
             "QK-E112",
         )
     return values

@@ -72,7 +72,7 @@ def _rope_width(config: Config) -> int:
 def _lengths(config: Config) -> tuple[int, int]:
     """Return the context length and the training context length.
 
-    A PhiMoE without rope_scaling was trained on the whole; convert_hf_to_gguf.py stops there.
+    A PhiMoE without rope_scaling was trained on the full context; convert_hf_to_gguf.py fails on it.
     """
     length = config.number("n_positions", "max_position_embeddings")
     original = config.rope.get("original_max_position_embeddings", length)
@@ -82,7 +82,7 @@ def _lengths(config: Config) -> tuple[int, int]:
 
 
 def _factors(config: Config) -> dict[str, tuple[float, ...]]:
-    """Return the factors of rope for long and short texts, {} where there are none."""
+    """Return the factors of rope for long and short texts, {} if there are none."""
     if not config.rope.get("long_factor"):
         return {}
     factors = {name: config.rope.get(f"{name}_factor") for name in ("long", "short")}
@@ -123,7 +123,7 @@ PHI3_BASE: tuple[SetKeys, ...] = (
     _ROPE_WIDTH,
     Computed(".rope.freq_base", lambda config: config.full_rope.get("rope_theta", 10000.0), "f32", names="rope_theta"),
     FILE_TYPE,
-    # 0 tells Phi 4 from others of the architecture.
+    # 0 distinguishes Phi 4 from others of the architecture.
     number_or(".attention.sliding_window", "sliding_window", 0),
 )
 PHI2_BASE: tuple[SetKeys, ...] = (

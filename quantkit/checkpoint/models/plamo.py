@@ -46,7 +46,7 @@ class AddConstant:
         return (Unadded if self.inverse else Added)(tensor.x, self.value)
 
 
-#: What norms add to their weights.
+#: The constants that norms add to their weights.
 _ADD_NORM_OFFSETS = (
     Transform(r"\.post_mixer_norm\.weight$", AddConstant(1.0 / 5), AddConstant(1.0 / 5, inverse=True)),
     Transform(r"\.post_mlp_norm\.weight$", AddConstant(1.0 / 5**1.5), AddConstant(1.0 / 5**1.5, inverse=True)),
@@ -111,7 +111,7 @@ PLAMO3_RULES = (
 
 
 def set_rope_scaling(config: Config) -> None:
-    """Set YaRN, for which the configuration has single keys (Plamo3Model)."""
+    """Set YaRN, for which the configuration has separate keys (Plamo3Model)."""
     factor = config.get("rope_scaling_factor", 1)
     if factor != 1 and "rope_type" not in config.rope:
         config.rope |= {
@@ -190,7 +190,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError):
-                raise FormatError(f"{path}: line {number} is no JSON: {short(line)}", "QK-E114") from None
+                raise FormatError(f"{path}: line {number} is not JSON: {short(line)}", "QK-E114") from None
 
 
 def _plamo_pieces(path: Path) -> list[Piece]:
@@ -198,7 +198,7 @@ def _plamo_pieces(path: Path) -> list[Piece]:
     for entry in _json_lines(path):
         is_scored = isinstance(entry, list) and len(entry) > 1 and isinstance(entry[0], str)
         if not is_scored or isinstance(entry[1], bool) or not isinstance(entry[1], (int, float)):
-            raise FormatError(f"{path}: {short(entry)} is no token with its score", "QK-E114")
+            raise FormatError(f"{path}: {short(entry)} is not a token with a score", "QK-E114")
         kind = _PLAMO_TYPES.get(entry[2] if len(entry) > 2 and isinstance(entry[2], str) else "")
         if kind is None:
             kind = CONTROL if entry[0].startswith("<|plamo:") and entry[0].endswith("|>") else NORMAL
@@ -210,11 +210,11 @@ def write_plamo(v: Vocabulary) -> None:
     """Tokens of a tokenizer.jsonl (TextModel._set_vocab_plamo)."""
     path = v.folder / "tokenizer.jsonl"
     if not path.exists():
-        raise FormatError(f"{v.folder}: it has no tokenizer.jsonl, so there is no vocabulary", "QK-E114")
-    v.source = f"how {path.name} splits a text stands in a program beside it"
+        raise FormatError(f"{v.folder}: has no tokenizer.jsonl, so the vocabulary is missing", "QK-E114")
+    v.source = f"{path.name} needs the checkpoint's own Python code to split text"
     pieces, size = _plamo_pieces(path), v.config.number("vocab_size")
     if size > min(MAX_TOKENS, len(pieces) + MAX_PADDING):
-        raise FormatError(f"{path}: it has {len(pieces)} tokens, and vocab_size of config.json is {size}", "QK-E114")
+        raise FormatError(f"{path}: has {len(pieces)} tokens, but vocab_size of config.json is {size}", "QK-E114")
     pieces += [Piece(f"[PAD{i}]", -1000.0, UNUSED) for i in range(1, size - len(pieces) + 1)]
     set_pieces(v, pieces, "plamo2")
     texts, config = [piece.text for piece in pieces], v.tokenizer_config
@@ -222,7 +222,7 @@ def write_plamo(v: Vocabulary) -> None:
         if (text := config.get(f"{kind}_token")) is not None:
             if text not in texts:
                 raise FormatError(
-                    f"{path}: it has no token {short(text)}, the {kind}_token of tokenizer_config.json", "QK-E114"
+                    f"{path}: has no token {short(text)}, the {kind}_token of tokenizer_config.json", "QK-E114"
                 )
             v.keys.u32(f"tokenizer.ggml.{key}_token_id", texts.index(text))
     v.keys.u32("tokenizer.ggml.eot_token_id", 4)  # <|plamo:op|>
@@ -256,7 +256,7 @@ _LAYER = "model.layers.layers.*."
 
 
 def _attention_layers(step: int, layers: int) -> list[bool]:
-    """Return which layers attend if one of ``step`` does."""
+    """Return which layers have attention if one of ``step`` does."""
     if layers <= step // 2:
         return [i == layers - 1 for i in range(layers)]
     return [i % step == step // 2 for i in range(layers)]
@@ -275,8 +275,7 @@ def _set_mamba_step(meta: ModelMetadata, config: Json) -> None:
     if has_mamba and not steps:
         attention_layers = [i for i, is_attention in enumerate(attends) if is_attention]
         raise TypeNotSupported(
-            f"{meta.path}: layers {attention_layers} have attention; config.json can only say every how many there is "
-            "one",
+            f"{meta.path}: layers {attention_layers} have attention; config.json can only express a period",
             "QK-E305",
         )
     step = steps[0] if has_mamba else 2
@@ -290,7 +289,7 @@ def _set_mamba_step(meta: ModelMetadata, config: Json) -> None:
 
 
 def _set_rope_scaling_names(meta: ModelMetadata, config: Json) -> None:
-    """Set the single keys of rope scaling (PLaMo 3)."""
+    """Set the separate keys of rope scaling (PLaMo 3)."""
     rope = config.pop("rope_scaling", None) or {}
     config["rope_scaling_factor"] = rope.get("factor", 1)
     config["initial_context_length"] = rope.get("original_max_position_embeddings", meta.number(".context_length"))

@@ -122,7 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def add_qwen2_tower(meta: ModelMetadata, config: Json) -> None:
-    """Describe a vision tower, which is in no file of a text model, as small as can be (Qwen2-VL)."""
+    """Describe a vision tower, which files of text models lack, as small as possible (Qwen2-VL)."""
     width = meta.number(".embedding_length")
     config["vision_config"] = {"depth": 1, "num_heads": 2} | (
         {"embed_dim": 64, "hidden_size": width}

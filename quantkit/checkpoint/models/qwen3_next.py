@@ -41,16 +41,15 @@ _MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d{1,4})\
 def count_mtp_layers(config: Config, names: Collection[str]) -> None:
     """Record the number of stored MTP layers in the configuration.
 
-    convert_hf_to_gguf.py stops where Qwen3-Next has none (as every finetune that transformers saved), and where the
-    configuration of Qwen 3.5 speaks of one that is not stored it writes a file that does not load. Those that are
-    stored count here.
+    convert_hf_to_gguf.py fails if Qwen3-Next has none (as in every finetune saved by transformers), and writes a file
+    that does not load if the configuration of Qwen 3.5 has one that is not stored. quantkit counts the stored ones.
     """
     numbers = [int(match[1] or 0) for match in map(_MTP.match, names) if match]
     config.values[_MTP_COUNT] = 1 + max(numbers, default=-1)
 
 
 def layers_with_mtp(config: Config) -> int:
-    """Return the number of layers, those that predict ahead included."""
+    """Return the number of layers, including prediction layers (MTP)."""
     return config.layers + config.number(_MTP_COUNT)
 
 
@@ -71,7 +70,7 @@ class RenameMtpLayers(MtpRule):
 
 @dataclass(frozen=True)
 class SplitQkvzByHead(Rule):
-    """in_proj_qkvz of Qwen3-Next holds query, key, values and gates of one head of keys after another.
+    """in_proj_qkvz of Qwen3-Next has query, key, values and gates key head by key head.
 
     They become queries, keys and values of all heads, and the gates of all heads.
     """
@@ -83,7 +82,7 @@ class SplitQkvzByHead(Rule):
         widths = head_widths(context.config)
         size = sum(widths)
         if tensor.x.shape[:1] != (heads.keys * size,):
-            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of {heads.keys} heads of {size}")
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} does not match {heads.keys} heads of {size}")
         parts, start = [], 0
         for width in widths:
             parts.append([range(head * size + start, head * size + start + width) for head in range(heads.keys)])
@@ -109,7 +108,7 @@ class SplitQkvzByHead(Rule):
         widths = head_widths(context.config)
         keys = context.config.number("linear_num_key_heads")
         if x.shape[0] != keys * sum(widths):
-            raise context.fail(tensor, f"{x.shape[0]} rows are not those of {keys} heads of {sum(widths)}")
+            raise context.fail(tensor, f"{x.shape[0]} rows do not match {keys} heads of {sum(widths)}")
         for width in widths:
             order.append([range(start + head * width, start + (head + 1) * width) for head in range(keys)])
             start += keys * width
@@ -173,7 +172,7 @@ NEXT_KEYS: tuple[SetKeys, ...] = (
 
 @dataclass(frozen=True)
 class TileHeads:
-    """Orders heads of values along ``axis``: single rows, heads, or heads behind queries and keys; or undoes that."""
+    """Reorders value heads along ``axis``: single rows, heads, or heads after queries and keys; or the inverse."""
 
     part: str
     axis: int = 0
@@ -223,13 +222,14 @@ class _Heads:
 
     @property
     def query_rows(self) -> int:
-        """Rows of queries, and of keys."""
+        """The number of rows of queries, and of keys."""
         return self.keys * self.key_width
 
     def tile(self, x: Expression, axis: int, width: int, start: int = 0, inverse: bool = False) -> Expression:
         """Reorder value heads along ``axis``, from ``start`` on: the first of every key head, then the second, etc.
 
-        They are stored by key, as transformers repeats keys; ggml repeats them all at once. ``inverse``: the other way.
+        They are stored by key, as transformers repeats keys; ggml repeats them all at once. ``inverse``: the opposite
+        order.
         """
         if x.shape[axis] != start + self.keys * self.values_per_key * width:
             raise ValueError(f"{x.shape[axis]}, not {start} and {self.keys * self.values_per_key} heads of {width}")

@@ -1,6 +1,6 @@
 """RWKV 6 and 7, and Qwens with their time mixing in place of attention.
 
-RWKV 7 is exported as flash-linear-attention names it, which transformers loads with that package.
+RWKV 7 is exported with the names of flash-linear-attention, which transformers loads with that package.
 
 Facts of llama.cpp b11434, conversion/rwkv.py.
 """
@@ -105,7 +105,8 @@ class ConvertMixing7(Rule):
 
 
 def _sizes(context: str = "") -> tuple[SetKeys, ...]:
-    """Return the rows of sizes that all have; ``context``: what config.json calls a length that no file limits."""
+    """Return the rows of common sizes; ``context``: the name in config.json of the context length, which files do not
+    limit."""
     return (
         Computed(".context_length", lambda config: 1 << 20, names=context),
         Copied(".embedding_length", "hidden_size", required=True),
@@ -219,7 +220,7 @@ def _width_6(config: Config) -> int:
 
 
 def _by_width(narrow: int, wide: int) -> Callable[[Config], int]:
-    """Return a rank that depends on the width of the model: 4096, or another."""
+    """Return a rank that depends on whether the model's width is 4096."""
     return lambda config: wide if config.number("hidden_size") == 4096 else narrow
 
 
@@ -261,7 +262,7 @@ QWEN_BASE_6: tuple[SetKeys, ...] = (
 
 
 def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -> int:
-    """Return the rank of a pair of matrices; where it is null, as their code computes it of the width."""
+    """Return the rank of a pair of matrices; if null, computed from the width like the original code."""
     rank = config[names[0]] if names[0] in config else config[names[1]]
     width = config.number("hidden_size")
     return max(1, round(width**power * factor / 32)) * 32 if rank is None else int(rank)
@@ -270,7 +271,9 @@ def _rank(config: Config, names: tuple[str, str], power: float, factor: float) -
 def refuse_version(keys: Keys, config: Config) -> None:
     """Refuse versions of RWKV other than 7."""
     if config["wkv_version"] != 7:
-        raise FormatError(f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is known", "QK-E305")
+        raise FormatError(
+            f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is supported", "QK-E305"
+        )
 
 
 #: Of a Qwen 2 with RWKV 7.
@@ -301,22 +304,22 @@ def _rwkv_text(path: Path, number: int, line: str) -> str:
         if not isinstance(token, bytes) or len(token) != int(length):
             raise ValueError
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise FormatError(f"{path}: line {number} is no token with its length: {short(line)}", "QK-E114") from None
+        raise FormatError(f"{path}: line {number} is not a token with its length: {short(line)}", "QK-E114") from None
     return repr(token)[2:-1]
 
 
 def write_rwkv(v: Vocabulary) -> None:
-    """Bytes, of the longest token that fits; two new lines end a turn (TextModel._set_vocab_rwkv_world)."""
+    """Write a vocabulary of longest byte matches; two newlines end a turn (TextModel._set_vocab_rwkv_world)."""
     path = v.folder / _RWKV
     if not path.exists():
-        raise FormatError(f"{v.folder}: it has no {_RWKV}, so there is no vocabulary", "QK-E114")
-    v.source = f"how {path.name} splits a text stands in a program beside it"
+        raise FormatError(f"{v.folder}: has no {_RWKV}, so the vocabulary is missing", "QK-E114")
+    v.source = f"{path.name} needs the checkpoint's own Python code to split text"
     lines = read_whole(path, MAX_JSON).decode().removesuffix("\n").split("\n")
     tokens = ["<s>", *(_rwkv_text(path, number, line) for number, line in enumerate(lines, 1))]
     size = v.config.get("vocab_size", 65536)
     if not isinstance(size, int) or not len(tokens) <= size <= min(MAX_TOKENS, len(tokens) + MAX_PADDING):
         raise FormatError(
-            f"{path}: it has {len(tokens)} tokens, and vocab_size of config.json is {short(size)}", "QK-E114"
+            f"{path}: has {len(tokens)} tokens, but vocab_size of config.json is {short(size)}", "QK-E114"
         )
     v.keys.text("tokenizer.ggml.model", "rwkv")
     v.keys.array("tokenizer.ggml.tokens", tokens + [f"[PAD{i}]" for i in range(len(tokens), size)])

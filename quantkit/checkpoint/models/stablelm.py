@@ -19,9 +19,9 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 
 @dataclass(frozen=True)
 class StackHeadNorms(Rule):
-    """Stack the norms of single heads into one tensor, one row a head.
+    """Stack the norms of single heads into one tensor, one row per head.
 
-    convert_hf_to_gguf.py means to do that and drops them: it converts no StableLM that has them (2-12B).
+    convert_hf_to_gguf.py drops them by mistake, so it cannot convert a StableLM that has them (2-12B).
     """
 
     pattern: str = r"(self_attn\.[qk]_layernorm)\.norms\.(\d{1,6})\.weight$"
@@ -41,7 +41,7 @@ class StackHeadNorms(Rule):
             raise context.fail(tensor, f"there are {n} heads, but the norm of head {missing} is missing")
         norms = [norms_by_head[str(i)] for i in range(n)]
         if len({norm.x.shape for norm in norms}) > 1:
-            raise context.fail(tensor, "the norms of the heads are not of one shape")
+            raise context.fail(tensor, "the norms of the heads differ in shape")
         return (replace(tensor, name=name, x=stack([norm.x for norm in norms])),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_head_norms(meta: ModelMetadata, config: Json) -> None:
-    """Set whether queries and keys are normed."""
+    """Set whether queries and keys are normalized."""
     config["qk_layernorm"] = meta.has("attn_q_norm.weight")
 
 

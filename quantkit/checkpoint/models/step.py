@@ -33,7 +33,7 @@ STORED = (
 
 
 def squeeze_ones(tensor: Tensor, context: Context) -> Expression:
-    """Leave out dimensions of one, of matrices that have none as they are released."""
+    """Remove dimensions of one from matrices that have none in releases."""
     return squeeze(tensor, context)
 
 
@@ -56,7 +56,9 @@ def _set_heads(keys: Keys, config: Config) -> None:
     slides = [kind == "sliding_attention" for kind in _pad(config.get("layer_types"), n, "full_attention")]
     turned = _pad(config.get("partial_rotary_factors"), n, 0.5)
     if turned != [1.0 if slide else 0.5 for slide in slides]:
-        raise FormatError(f"{config.path}: rope must turn heads with a window whole, others by half", "QK-E305")
+        raise FormatError(
+            f"{config.path}: rope must rotate heads with a window completely, and half of each other head", "QK-E305"
+        )
     for key, name in ((".attention.head_count", "heads"), (".attention.head_count_kv", "groups")):
         full = config.number(f"num_attention_{name}")
         sliding = sliding_config.get(f"num_attention_{name}", full)
@@ -90,7 +92,7 @@ KEYS: tuple[SetKeys, ...] = (
 
 
 def rope_factors(config: Config) -> Iterable[Tensor]:
-    """The factors of Llama 3's rope for the part of a head that layers without a window turn; 1 for the rest."""
+    """The factors of Llama 3's rope for the part of a head that layers without a window rotate; 1 for the rest."""
     rope = config.full_rope
     if str(rope.get("rope_type") or "").lower() != "llama3":
         return
@@ -99,7 +101,7 @@ def rope_factors(config: Config) -> Iterable[Tensor]:
             values = _rope_factors(rope, config)
     except (TypeError, ValueError, ArithmeticError) as e:
         raise FormatError(
-            f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}", "QK-E112"
+            f"{config.path}: invalid values of Llama 3 rope scaling: {short(str(e))}", "QK-E112"
         ) from None
     yield Tensor("rope_freqs.weight", Constant(values), None, "rope_freqs.weight")
 
@@ -114,7 +116,7 @@ def _rope_factors(rope: Json, config: Config) -> tuple[float, ...]:
     kinds = zip(config.get("layer_types") or [], config.get("partial_rotary_factors") or [], strict=False)
     part = next((float(f) for kind, f in kinds if kind == "full_attention"), 0.5)
     if not 0 < part <= 1:
-        raise ValueError(f"a share of {part} of a head is turned")
+        raise ValueError(f"rope rotates a share of {part} of a head")
     turned = int(width * part)
     factor = float(rope.get("factor", 8.0))
     low, high = float(rope.get("low_freq_factor", 1.0)), float(rope.get("high_freq_factor", 4.0))

@@ -1,4 +1,4 @@
-"""Talkie: norms without weights, factors beside matrices, heads that rotate the other way.
+"""Talkie: norms without weights, separate factors of matrices, heads that rotate in the opposite direction.
 
 Facts of llama.cpp b11434, conversion/talkie.py.
 """
@@ -30,13 +30,13 @@ def negate_second_halves(tensor: Tensor, context: Context) -> Expression:
 
 
 def as_rows(tensor: Tensor, context: Context) -> Expression:
-    """Reshape one factor a head to one row a head."""
+    """Reshape one factor per head to one row per head."""
     return Shaped(tensor.x, (*tensor.x.shape, 1))
 
 
 @dataclass(frozen=True)
 class ReadGains(OneWayRule):
-    """Turn the gains of layers into scales of their last matrices, and the gain of logits into a key."""
+    """Convert the gains of layers to scales of their last matrices, and the gain of logits to a key."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name == "lm_head_gain.w_g":
@@ -51,7 +51,7 @@ class ReadGains(OneWayRule):
 
 
 def as_vector(tensor: Tensor, context: Context) -> Expression:
-    """Return one factor a head, without the dimension of its values."""
+    """Return one factor per head, without the dimension of its values."""
     return Shaped(tensor.x, tensor.x.shape[:1])
 
 
@@ -62,7 +62,7 @@ RULES = (
     Rename(r"^(.*)(?<!\.weight)$", r"\1.weight", foreign=True),
 )
 
-#: What PyTorch takes where no epsilon is given.
+#: PyTorch's default epsilon.
 KEYS: tuple[SetKeys, ...] = (Always(".attention.layer_norm_rms_epsilon", float(np.finfo(np.float32).eps), "f32"),)
 
 
@@ -77,7 +77,7 @@ _LAYER = "model.blocks.*."
 
 
 def _make_gain(meta: ModelMetadata) -> Iterable[Tensor]:
-    """Make the factor of logits."""
+    """Restore the factor of logits."""
     yield Tensor("lm_head_gain.w_g", Constant((float(meta.get(".logit_scale") or 1.0),)), None)
 
 

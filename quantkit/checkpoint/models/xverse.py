@@ -26,7 +26,7 @@ from quantkit.errors import FormatError
 class PermuteHeads:
     """Undoes the permutation of queries, or of ``keys``, for rope.
 
-    Where keys are fewer than queries, they are taken for another number of heads, as there.
+    If there are fewer keys than queries, a different number of heads is assumed, as in the reference.
     """
 
     keys: bool = False
@@ -56,7 +56,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def write_xverse(v: Vocabulary) -> None:
-    """Pieces of a tokenizer.json, without scores (XverseModel), or byte-level BPE."""
+    """Write the pieces of a tokenizer.json, without scores (XverseModel), or byte-level BPE."""
     v.run()
     if is_byte_level(v):
         write_bpe(v)
@@ -64,7 +64,7 @@ def write_xverse(v: Vocabulary) -> None:
     size = checked_size(v, v.config.get("vocab_size", len(v.by_id)), max(v.by_id, default=0))
     missing = next((number for number in range(size) if number not in v.by_id), None)
     if missing is not None:
-        raise FormatError(f"{v.where}: it has no token {missing}, and vocab_size of config.json is {size}", "QK-E114")
+        raise FormatError(f"{v.where}: has no token {missing}, but vocab_size of config.json is {size}", "QK-E114")
     pieces = [_type_token(v, v.by_id[number]) for number in range(size)]
     v.keys.text("tokenizer.ggml.model", "llama")
     v.keys.text("tokenizer.ggml.pre", "default")
@@ -94,7 +94,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_model_max_length(meta: ModelMetadata, config: Json) -> None:
-    """Set the context length by Baichuan's own name, too."""
+    """Also set the context length by Baichuan's own name."""
     config["model_max_length"] = meta.number(".context_length")
 
 

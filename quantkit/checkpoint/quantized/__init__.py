@@ -1,9 +1,9 @@
-"""Quantized checkpoints: decoding of each scheme while the weights are read.
+"""Quantized checkpoints: decoding of each scheme while the weights are being read.
 
-A scheme takes what belongs together out of the stored tensors (``scheme``): codes, scales, zero points; and puts one
-expression in their place. ``SCHEMES`` holds them by the quant_method of config.json; what it does not hold is refused
-by name. They end in a few kinds of expressions: ``rows.Scaled``, floats, which is exactly what torch computes, and
-blocks (``blocks``), whose bits only move. ``matrices`` reads what is stored.
+A scheme replaces the stored tensors of a weight (``scheme``), codes, scales and zero points, by one expression.
+``SCHEMES`` has them by the quant_method of config.json; others are refused by name. The results are a few kinds of
+expressions: ``rows.Scaled``, floats computed exactly as in torch, and blocks (``blocks``), whose bits only move.
+``matrices`` reads stored tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEMES: dict[str, Callable[[SchemeReader], None]] = {
 def quantization_of(config: Config) -> dict[str, Any]:
     """Return quantization_config, {} if the checkpoint is not quantized.
 
-    hf_quant_config.json (ModelOpt) comes before config.json, if that does not say everything.
+    hf_quant_config.json (ModelOpt) takes precedence if config.json is incomplete.
     """
     settings = config.get("quantization_config") or {}
     if not isinstance(settings, dict):
@@ -52,7 +52,7 @@ def quantization_of(config: Config) -> dict[str, Any]:
 
 
 def decode_tensors(stored: Mapping[str, Expression], config: Config, *, lossless: bool = False) -> DecodedTensors:
-    """Return the stored tensors as they are meant; ``lossless``: integers as blocks, where that is exact."""
+    """Return the decoded tensors; ``lossless``: integers as blocks, if that is exact."""
     quantization = quantization_of(config)
     method = quantization.get("quant_method") or _guess_method(stored)
     if method is None:
@@ -60,7 +60,7 @@ def decode_tensors(stored: Mapping[str, Expression], config: Config, *, lossless
         return DecodedTensors(dict(stored))
     if not isinstance(method, str) or method not in SCHEMES:
         raise TypeNotSupported(
-            f"{config.path}: weights quantized by {short(method)} are not read; there are {', '.join(SCHEMES)}"
+            f"{config.path}: weights quantized by {short(method)} are not supported; supported are {', '.join(SCHEMES)}"
         )
     reader = SchemeReader(config, stored, quantization, lossless)
     SCHEMES[method](reader)
@@ -68,7 +68,7 @@ def decode_tensors(stored: Mapping[str, Expression], config: Config, *, lossless
 
 
 def _guess_method(stored: Mapping[str, Expression]) -> str | None:
-    """Guess the scheme of a checkpoint that names none: 8-bit floats with scales are fp8."""
+    """Guess the scheme of a checkpoint without one: 8-bit floats with scales are fp8."""
     for name, x in stored.items():
         scaled = isinstance(x, Stored) and x.tensor.dtype in fp8.FLOATS
         if scaled and any(f"{name}{end}" in stored for end in ("_scale_inv", "_scale")):
@@ -81,13 +81,13 @@ def _refuse_mlx(stored: Mapping[str, Expression]) -> None:
     for name, x in stored.items():
         if isinstance(x, Stored) and x.tensor.dtype == "U32" and f"{name.removesuffix('.weight')}.scales" in stored:
             raise TypeNotSupported(
-                f"{x.tensor.path}: tensor {short(name)}: the weights are quantized by MLX, which is not read: convert "
-                "the checkpoint they were made of, or what `mlx_lm.convert --hf-path DIR --dequantize` makes of them"
+                f"{x.tensor.path}: tensor {short(name)}: MLX quantization is not supported: convert the original "
+                "checkpoint, or the output of `mlx_lm.convert --hf-path DIR --dequantize`"
             )
 
 
 def weights_only(config: Config) -> dict[str, bool]:
-    """Return by module whether it is weight-only (W4A16_NVFP4: inputs of 16 bits); "" stands for all others."""
+    """Return by module whether it is weight-only (W4A16_NVFP4: inputs of 16 bits); "" is for all others."""
     settings = quantization_of(config)
     layers = settings.get("quantized_layers") or {}
     if not isinstance(layers, dict):

@@ -23,7 +23,8 @@ def decode(reader: SchemeReader) -> None:
     version, bits = str(reader.settings.get("version", "gemm")).lower(), reader.number("bits", 4)
     if version != "gemm" or bits != 4:
         raise TypeNotSupported(
-            f"{reader.config.path}: AWQ of {bits} bits in the layout {short(version)}; 4 bits in that of GEMM are read"
+            f"{reader.config.path}: AWQ with {bits} bits in layout {short(version)}; only 4 bits in the GEMM layout "
+            "are supported"
         )
     for base, codes in reader.with_suffix(".qweight"):
         reader.add(f"{base}.qweight", f"{base}.weight", _weight(reader, base, codes))

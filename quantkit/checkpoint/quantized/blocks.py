@@ -1,9 +1,9 @@
 """Codes and scales repacked into ggml's blocks without changing a value.
 
 ``MXFP4`` and ``NVFP4`` as convert_hf_to_gguf.py writes them; ``Q4_0`` and ``Q8_0`` of symmetric integers, which it does
-not do. Each knows the floats that it stands for (``floats``), for where blocks cannot go.
+not write. Each has the floats it represents (``floats``), for use where blocks are not possible.
 
-NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``scale_tensors``.
+NVFP4 also has a scale of the whole tensor, which a GGUF file stores as a separate tensor: see ``scale_tensors``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOW = 0x0F0F0F0F0F0F0F0F
 def _reorder_nibbles(codes: U8, group: int) -> U8:
     """Return nibbles [blocks, bytes] in ggml's order: of ``group`` values first half low, second half high.
 
-    They are stored in their order, two a byte: byte i of a group has values 2 i and 2 i + 1.
+    They are stored in order, two per byte: byte i of a group has values 2 i and 2 i + 1.
     """
     word: npt.DTypeLike = np.uint64 if group == 32 else np.uint32
     halves = codes.reshape(-1).view(word).reshape(-1, 2)
@@ -47,7 +47,7 @@ def _reorder_nibbles(codes: U8, group: int) -> U8:
 
 @dataclass(frozen=True)
 class Mxfp4(RowWise):
-    """MXFP4: a byte of the exponent for 32 values; ``codes`` [rows, columns / 2] and ``scales`` as bytes."""
+    """MXFP4: one exponent byte per 32 values; ``codes`` [rows, columns / 2] and ``scales`` as bytes."""
 
     shape: tuple[int, ...]
     codes: Matrix
@@ -62,7 +62,7 @@ class Mxfp4(RowWise):
         blocks = rows.view([("scale", "u1"), ("codes", "V16")])
         scales = self.scales.rows(first, n).view(np.uint8)
         if (scales == 255).any():
-            raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
+            raise fail(next(self.scales.parts()), "a scale is NaN")
         blocks["scale"] = scales
         blocks["codes"] = _reorder_nibbles(self.codes.rows(first, n).view(np.uint8), 32).view("V16").reshape(n, -1)
 
@@ -86,7 +86,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Nvfp4(RowWise):
-    """NVFP4: an 8-bit float (E4M3) for 16 values, and ``scale`` for all; ``input_scale`` is for activations."""
+    """NVFP4: an 8-bit float (E4M3) per 16 values, and ``scale`` for all; ``input_scale`` is for activations."""
 
     shape: tuple[int, ...]
     codes: Matrix
@@ -103,7 +103,7 @@ class Nvfp4(RowWise):
         blocks = rows.view([("scales", "V4"), ("codes", "V32")])
         scales = self.scales.rows(first, n).view(np.uint8) & 0x7F
         if (scales == 0x7F).any():
-            raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
+            raise fail(next(self.scales.parts()), "a scale is NaN")
         blocks["scales"] = scales.view("V4")
         blocks["codes"] = _reorder_nibbles(self.codes.rows(first, n).view(np.uint8), 16).view("V32").reshape(n, -1)
 
@@ -128,7 +128,7 @@ def nvfp4_floats(shape: tuple[int, ...], codes: Matrix, scales: Matrix, scale: O
 
 @dataclass(frozen=True)
 class Numbers:
-    """A matrix of one column, of known numbers; ``tensor`` is where they are from."""
+    """A matrix of one column, of known numbers; ``tensor``: their source."""
 
     values: tuple[float, ...]
     tensor: StoredTensor | None
@@ -147,7 +147,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Q4Rows(RowWise):
-    """Q4_0 of 4-bit codes that stand for themselves less 8, with a scale for ``group`` columns."""
+    """Q4_0 of 4-bit codes minus 8, with a scale per ``group`` columns."""
 
     shape: tuple[int, ...]
     codes: Matrix
@@ -172,7 +172,7 @@ class Q4Rows(RowWise):
 
 @dataclass(frozen=True)
 class Q8Rows(RowWise):
-    """Q8_0 of 8-bit codes, less ``offset``, with a scale for ``group`` columns."""
+    """Q8_0 of 8-bit codes minus ``offset``, with a scale per ``group`` columns."""
 
     shape: tuple[int, ...]
     codes: Matrix
@@ -211,7 +211,7 @@ def fits_half(values: F32) -> bool:
 
 
 def scales_fit(grid: Grid) -> bool:
-    """Return whether all scales of a grid are exact in float16; only those of wider types are read."""
+    """Return whether all scales of a grid are exact in float16; only wider types are read."""
     if grid.tensor.dtype == "F16":
         return True
     rows, columns = grid.cells.shape
@@ -221,13 +221,13 @@ def scales_fit(grid: Grid) -> bool:
 
 
 def as_blocks(floats: Scaled, bits: int, codes: Matrix, offset: int, scales: Grid, group: int) -> Expression | None:
-    """Return symmetric integers as blocks of ggml's, with the scales they have; None if that changes values.
+    """Return symmetric integers as ggml blocks with their scales; None if that changes values.
 
     Args:
-        floats: what they stand for.
+        floats: the floats they represent.
         bits: of a code: 4 (``codes`` are as they are packed, two a byte) or 8.
         codes: by rows.
-        offset: what a code of zero has.
+        offset: the code of zero.
         scales: by rows.
         group: columns of a scale.
     """

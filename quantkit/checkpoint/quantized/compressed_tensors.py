@@ -1,8 +1,8 @@
 """compressed-tensors: integers packed into words, plain ones, 8-bit floats, MXFP4 and NVFP4, also in one model.
 
 pack-quantized: weight_packed I32 [rows, words] holds code + 2^(bits - 1), low bits first, as many as fit in a word (or
-one behind the other across words); weight_scale [rows, groups]; weight_shape; weight_zero_point, packed down the rows;
-weight_g_idx, the group of each column. What bits and groups a weight has, of those in config_groups, its shapes say.
+contiguous across words); weight_scale [rows, groups]; weight_shape; weight_zero_point, packed down the rows;
+weight_g_idx, the group of each column. Its shapes determine which bits and groups of config_groups a weight has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quantkit.formats.safetensors import StoredTensor
 
 #: Orders of columns (actorder) for which the group of each is stored; the others keep columns in order.
 _INDEXED = (True, "group", "dynamic")
-#: What config_groups say about weights: of each group "weights".
+#: The settings of weights in config_groups: "weights" of each group.
 Arguments = dict[str, Any]
 
 
@@ -48,14 +48,14 @@ def decode(reader: SchemeReader) -> None:
         elif codes.dtype == "U8" and scale.dtype in EXPONENTS:
             reader.add(stored_name, f"{base}.weight", mxfp4_of(codes, scale), "first")
         else:
-            raise fail(codes, f"{codes.dtype} with {short(scale.name)} {scale.dtype}: no scheme that is read")
+            raise fail(codes, f"{codes.dtype} with {short(scale.name)} {scale.dtype}: not a supported scheme")
     blocks = [read_block_size(reader, group.get("block_structure")) for group in groups]
     for base, scale in reader.with_suffix(".weight_scale"):
         name = f"{base}.weight"
         reader.optional(f"{base}.weight_scale")
         weight = reader.peek(name)
         if weight is None:
-            raise fail(scale, f"{short(name)} is missing, which it scales")
+            raise fail(scale, f"{short(name)}, which it scales, is missing")
         zero = reader.optional(f"{base}.weight_zero_point")
         if zero is None and weight.dtype == "I8" and all(group.get("symmetric") is False for group in groups):
             reader.tensor(f"{base}.weight_zero_point", weight)
@@ -69,11 +69,11 @@ def _groups(reader: SchemeReader) -> list[Arguments]:
     groups = reader.settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise FormatError(
-            f"{where}: config_groups is {short(groups)}, so nothing is known about the weights", "QK-E112"
+            f"{where}: config_groups is {short(groups)}, so the format of the weights is unknown", "QK-E112"
         )
     sparsity = reader.settings.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
-        raise FormatError(f"{where}: weights are stored sparse, which is not read", "QK-E112")
+        raise FormatError(f"{where}: sparse weights are not supported", "QK-E112")
     weights = []
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(group.get("weights") or {}, dict):
@@ -117,9 +117,9 @@ def _decode_packed(
     stated = reader.tensor(f"{base}.weight_shape", codes)
     shape = tuple(int(n) for n in read_all(stated)) if stated.dtype in ("I64", "I32") else ()
     if len(shape) < 2 or min(shape) < 1 or len(shape) != len(codes.shape) or shape[:-1] != codes.shape[:-1]:
-        raise fail(stated, f"it says {list(shape)[:4]}, which {short(codes.name)} {list(codes.shape)} cannot be")
+        raise fail(stated, f"it says {list(shape)[:4]}, which does not match {short(codes.name)} {list(codes.shape)}")
     if shape[-1] > 32 * codes.shape[-1]:
-        raise fail(stated, f"it says {list(shape)}, more than {short(codes.name)} {list(codes.shape)} holds")
+        raise fail(stated, f"it says {list(shape)}, more than {short(codes.name)} {list(codes.shape)} contains")
     columns, index = shape[-1], reader.optional(f"{base}.weight_g_idx")
     for bits, group, arguments in _candidates(reader, groups, columns):
         packing = _packing_of(bits, columns, codes.shape[-1])
@@ -158,8 +158,8 @@ def _decode_packed(
         )
     raise fail(
         scale,
-        f"{short(codes.name)} {list(codes.shape)} for {list(shape)} with scales {list(scale.shape)} fits no group of "
-        "config_groups",
+        f"{short(codes.name)} {list(codes.shape)} for {list(shape)} with scales {list(scale.shape)} matches no group "
+        "of config_groups",
     )
 
 
@@ -192,5 +192,5 @@ def _zeros(t: StoredTensor, shape: tuple[int, ...], cells: int, packing: Packing
     if t.dtype == "I8" and t.shape == (rows, cells):
         return Grid(Rows(t), 1, rows)
     if t.dtype != "I32" or len(shape) != 2 or t.shape != (packing.words_of(rows), cells):
-        raise fail(t, f"zero points {t.dtype} {list(t.shape)} do not fit a weight {list(shape)} with {cells} groups")
+        raise fail(t, f"zero points {t.dtype} {list(t.shape)} do not match a weight {list(shape)} with {cells} groups")
     return Grid(UnpackedColumns(Rows(t), packing, rows), 1, rows)

@@ -10,9 +10,9 @@ MXFP4: 32 values share a power of two.
 In all of them byte i has values 2 i and 2 i + 1, and codes are those of ggml.
 
 NVFP4: a scale of 8 bits (E4M3) for 16 values, and one of float32 for all. ggml's blocks have four scales and 64 values;
-the scale of all is a tensor beside the weight, NAME.scale, that of its inputs NAME.input_scale. ModelOpt's
-weight_scale_2 and input_scale multiply, the global scales of compressed-tensors divide. Rows that do not divide into
-blocks become floats.
+the scale of all is a separate tensor, NAME.scale, that of its inputs NAME.input_scale. ModelOpt's weight_scale_2 and
+input_scale multiply, the global scales of compressed-tensors divide. Rows that are not a multiple of blocks become
+floats.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def decode(reader: SchemeReader) -> None:
     for base, blocks in reader.with_suffix("_blocks"):
         scales = reader.tensor(f"{base}_scales", blocks)
         if blocks.dtype != "U8" or len(blocks.shape) < 3 or 0 in blocks.shape or blocks.shape[-1] != 16:
-            raise fail(blocks, f"{blocks.dtype} {list(blocks.shape)} are no blocks of 16 bytes")
+            raise fail(blocks, f"{blocks.dtype} {list(blocks.shape)} are not blocks of 16 bytes")
         _check_scales(blocks, scales, blocks.shape[:-1])
         shape = (*blocks.shape[:-2], blocks.shape[-2] * 32)
         x = Mxfp4(shape, Rows(_flat(blocks, shape[-1] // 2)), Rows(scales))
@@ -47,7 +47,7 @@ def mxfp4_of(codes: StoredTensor, scales: StoredTensor) -> Mxfp4:
     stored = matrix_shape(codes)
     shape = (*stored[:-1], stored[-1] * 2)
     if codes.dtype not in ("U8", "I8") or shape[-1] % 32:
-        raise fail(codes, f"{codes.dtype} {list(stored)} are not two codes a byte in groups of 32")
+        raise fail(codes, f"{codes.dtype} {list(stored)} are not two codes per byte in groups of 32")
     _check_scales(codes, scales, (*shape[:-1], shape[-1] // 32))
     return Mxfp4(shape, Rows(codes), Rows(scales))
 
@@ -76,7 +76,8 @@ def add_nvfp4(reader: SchemeReader, stored_name: str, base: str, codes: StoredTe
     shape = (*stored[:-1], stored[-1] * 2)
     if shape[-1] % 16 or scales.shape != (*shape[:-1], shape[-1] // 16):
         raise fail(
-            scales, f"scales {list(scales.shape)} do not fit {short(codes.name)} {list(stored)}: 16 values share one"
+            scales,
+            f"scales {list(scales.shape)} do not match {short(codes.name)} {list(stored)}: each must cover 16 values",
         )
     matrices = 1
     for n in shape[:-2]:
@@ -102,10 +103,10 @@ def _outer(reader: SchemeReader, base: str, matrices: int, name: str, inverse: s
     if t is None:
         return None
     if t.n_values not in (1, matrices) or not t.n_values:
-        raise fail(t, f"{list(t.shape)}, where one scale is due for each of {matrices} matrices")
+        raise fail(t, f"{list(t.shape)}, not one scale for each of {matrices} matrices")
     values = as_numbers(t, read_all(t))
     with np.errstate(divide="ignore"):
         values = np.float32(1) / values if divides else values
     if not np.isfinite(values).all():
-        raise fail(t, "a scale is infinite or NaN, so what it scales has no value")
+        raise fail(t, "a scale is infinite or NaN")
     return Outer(tuple(np.broadcast_to(values, matrices).tolist()), t)

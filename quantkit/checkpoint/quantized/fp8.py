@@ -1,11 +1,11 @@
 """8-bit floats with scales of a block, a row or all: fp8 (DeepSeek, Mistral), fbgemm_fp8; a part of others.
 
-The stored scale multiplies: value = float32(code) * float32(scale), as dequant_simple of convert_hf_to_gguf.py. Which
-scale is whose follows from names, and how many there are from shapes. What is not read from an 8-bit float is told by
-its dtypes: two 4-bit floats a byte with exponents beside them (DeepSeek V4, MiMo) are MXFP4.
+The stored scale multiplies: value = float32(code) * float32(scale), as dequant_simple of convert_hf_to_gguf.py. Names
+show which scale belongs to which weight, shapes their number. Dtypes show other formats: two 4-bit floats per byte with
+exponents (DeepSeek V4, MiMo) are MXFP4.
 
 NVIDIA's ModelOpt stores fp8 with a scale of all, of rows or of blocks, NVFP4, MXFP4 and MXFP8, also in one model; the
-dtypes of a weight and its scales tell which.
+dtypes of a weight and its scales show which.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def scale_weight(
 
 
 def _guess_block(shape: tuple[int, ...], scale: StoredTensor) -> tuple[int, int] | None:
-    """Return the size of blocks that only the shape of scales tells: of MXFP8, and of ModelOpt's fp8 in blocks."""
+    """Return the block size from the shape of scales: for MXFP8, and ModelOpt's fp8 in blocks."""
     rows, columns = shape[-2:]
     if scale.dtype in EXPONENTS and scale.shape == (*shape[:-1], columns // 32) and columns % 32 == 0:
         return 1, 32
@@ -102,7 +102,7 @@ def _guess_block(shape: tuple[int, ...], scale: StoredTensor) -> tuple[int, int]
 def decode_modelopt(reader: SchemeReader) -> None:
     """quant_method modelopt."""
     for _, t in reader.with_suffix(".pre_quant_scale"):
-        raise fail(t, "inputs are scaled before the weight (NVFP4_AWQ, W4A8_AWQ), which a GGUF file cannot say")
+        raise fail(t, "inputs are scaled before the weight (NVFP4_AWQ, W4A8_AWQ), which GGUF cannot express")
     block = (128, 128) if reader.settings.get("quant_algo") == "FP8_PB_WO" else None
     for base, weight in reader.with_suffix(".weight"):
         name = f"{base}.weight"
@@ -116,6 +116,6 @@ def decode_modelopt(reader: SchemeReader) -> None:
         elif weight.dtype == "U8" and scale.dtype in EXPONENTS:
             reader.add(name, name, mxfp4_of(weight, scale), "first")
         else:
-            raise fail(weight, f"{weight.dtype} with {short(scale.name)} {scale.dtype}: no scheme that is read")
+            raise fail(weight, f"{weight.dtype} with {short(scale.name)} {scale.dtype}: not a supported scheme")
     # A scale of nothing is left out, as by convert_hf_to_gguf.py.
     reader.drop(".weight_scale", ".input_scale", ".k_scale", ".v_scale")

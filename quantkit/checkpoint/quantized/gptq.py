@@ -1,9 +1,9 @@
 """GPTQ: qweight I32 [columns * bits / 32, rows], qzeros I32 [groups, rows * bits / 32], scales [groups, rows], g_idx.
 
 Values are scale * (code - zero point) with those of the column's group; stored zero points are less by one unless
-checkpoint_format is gptq_v2. Words hold codes one behind the other, low bits first, of 3 bits across words. With act
-order g_idx has the group of each column in any order. Facts: dequant_gptq of convert_hf_to_gguf.py (b11434), which
-reads 2, 4 and 8 bits; GPTQModel's qlinear for 3.
+checkpoint_format is gptq_v2. Words have contiguous codes, low bits first; codes of 3 bits cross words. With act order
+g_idx has the group of each column in any order. Facts: dequant_gptq of convert_hf_to_gguf.py (b11434), which reads 2, 4
+and 8 bits; GPTQModel's qlinear for 3.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def decode(reader: SchemeReader) -> None:
     form = reader.settings.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise TypeNotSupported(
-            f"{reader.config.path}: GPTQ stored as {short(form)}: the layout is that of one kernel; only gptq and "
-            "gptq_v2 are read"
+            f"{reader.config.path}: GPTQ stored as {short(form)}, a kernel-specific layout; only gptq and gptq_v2 are "
+            "supported"
         )
     bits = reader.number("bits")
     if bits not in BITS:
         raise FormatError(
-            f"{reader.config.path}: quantization_config: GPTQ of {bits} bits; there are {BITS}", "QK-E112"
+            f"{reader.config.path}: quantization_config: GPTQ with {bits} bits; supported are {BITS}", "QK-E112"
         )
     for base, codes in reader.with_suffix(".qweight"):
         # convert_hf_to_gguf.py puts decoded tensors after all others, but not those of 3 bits.
@@ -54,7 +54,7 @@ def _weight(reader: SchemeReader, base: str, codes: StoredTensor, bits: int, v2:
         bits = next((b for b in BITS if _words(b, index.n_values) == words), bits)
     columns = words * 32 // bits if index is None else index.n_values
     if columns * bits != words * 32:
-        raise fail(codes, f"{list(codes.shape)} are no {columns} columns of {bits} bits")
+        raise fail(codes, f"{list(codes.shape)} are not {columns} columns of {bits} bits")
     packing = Packing(bits, dense=True)
     if len(scales.shape) != 2 or scales.dtype not in ("F16", "BF16", "F32"):
         raise fail(scales, f"{scales.dtype} {list(scales.shape)}, not scales [groups, rows]")

@@ -27,19 +27,19 @@ def decode_integers(
     bits: int = 0,
     raw: Matrix | None = None,
 ) -> Expression:
-    """Return a weight of integers: (code - offset - zero point) * scale, as blocks where that is asked for and exact.
+    """Return a weight of integers: (code - offset - zero point) * scale, as blocks if that is requested and exact.
 
     Args:
-        reader: says whether it is.
+        reader: knows whether it is requested.
         shape: of the weight.
         codes: by rows, one in each element.
-        offset: what stands for zero, where there are no ``zeros``.
+        offset: the code of zero, if there are no ``zeros``.
         scales: by rows.
         group: columns of a scale.
-        zeros: by rows; the offset counts, too.
-        index: the group of each column, where columns are not in order (g_idx).
+        zeros: by rows, added to the offset.
+        index: the group of each column, if columns are not in order (g_idx).
         bits: of a code.
-        raw: the codes as they are packed, by rows.
+        raw: the packed codes, by rows.
     """
     width = group if index is None else 0
     steps = [Step("multiply", scales, width, index)]
@@ -57,12 +57,12 @@ def decode_integers(
 def groups_of(scale: StoredTensor, shape: tuple[int, int], have: tuple[int, ...], group: int) -> int:
     """Return the columns that share a scale, for scales of shape ``have``, [rows or 1, groups]. Raises FormatError.
 
-    ``group`` is what the configuration says; 0 or less: a row.
+    ``group``: from the configuration; 0 or less: a row.
     """
     rows, columns = shape
     group = group if 0 < group < columns else columns
     if have != (rows, -(-columns // group)):
-        raise fail(scale, f"scales {list(scale.shape)} do not fit a weight {list(shape)} in groups of {group}")
+        raise fail(scale, f"scales {list(scale.shape)} do not match a weight {list(shape)} in groups of {group}")
     return group
 
 
@@ -77,6 +77,6 @@ def decode_bitnet(reader: SchemeReader) -> None:
             raise fail(weight, f"{weight.dtype} {list(weight.shape)}, not bytes of a matrix")
         shape = (4 * rows, columns)
         if scale.n_values != 1:
-            raise fail(scale, f"{list(scale.shape)}, where one scale is due")
+            raise fail(scale, f"{list(scale.shape)}, not a single scale")
         grid = block_grid(weight, shape, scale, None)
         reader.add(name, name, Scaled(shape, Integers(Ternary(weight), 1), (Step("divide", grid, columns),)))

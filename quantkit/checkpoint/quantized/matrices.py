@@ -1,8 +1,8 @@
 """Stored tensors as matrices, read by rows: packed codes, and grids of scales.
 
-A matrix here has the rows of the weight it belongs to, whichever way it is stored: ``Columns`` reads a stored matrix
-across, ``UnpackedRows`` and ``UnpackedColumns`` take small integers out of 32-bit words. ``rows(first, n)`` gives a new
-contiguous array; nothing but these rows is read, or a slab of columns around them, which is kept for the next call.
+A matrix has the rows of its weight, regardless of its storage order: ``Columns`` reads a stored matrix across,
+``UnpackedRows`` and ``UnpackedColumns`` extract small integers from 32-bit words. ``rows(first, n)`` returns a new
+contiguous array; only these rows are read, or a slab of columns around them, which is kept for the next call.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def fail(t: StoredTensor, problem: str) -> FormatError:
 def raw_dtype(t: StoredTensor) -> np.dtype[Any]:
     """Return the dtype a tensor is read as. Raises FormatError."""
     if t.dtype not in _RAW:
-        raise fail(t, f"{t.dtype} is not read")
+        raise fail(t, f"{t.dtype} is not supported")
     return np.dtype(_RAW[t.dtype])
 
 
@@ -148,7 +148,7 @@ class Columns:
         return slab
 
     def _read(self, first: int, n: int) -> Array:
-        """Return columns from ``first`` on, at least ``n``, as rows; some lines are read, then turned, at a time."""
+        """Return at least ``n`` columns from ``first`` on, as rows, reading and transposing a few lines at a time."""
         t, dtype = self.tensor, raw_dtype(self.tensor)
         lines, columns = t.shape
         n = min(columns - first, max(n, _SLAB // max(1, lines * dtype.itemsize)))
@@ -169,8 +169,8 @@ class Columns:
 class Packing:
     """Integers of ``bits`` packed in 32-bit words, low bits first.
 
-    ``dense``: one behind the other, across words; else as many as fit in each. ``order``: the place in a word of each
-    of its values, where they are not in order.
+    ``dense``: contiguous across words; else as many as fit in each. ``order``: the place in a word of each of its
+    values, if not in order.
     """
 
     bits: int
@@ -231,7 +231,7 @@ class UnpackedRows:
 
 
 def _spread(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """Return values of 2, 4 or 8 bits, one a byte, of bytes [n, columns]."""
+    """Return values of 2, 4 or 8 bits, one per byte, from bytes [n, columns]."""
     if bits == 8:
         return data
     if bits == 4:
@@ -303,9 +303,9 @@ class Ternary:
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers that each stand for a block of a weight: scales, zero points.
+    """Numbers for blocks of a weight: scales, zero points.
 
-    ``cells`` holds a row for each ``rows_each`` rows of the weight, beginning anew in every matrix of ``rows`` rows.
+    ``cells`` has a row for each ``rows_each`` rows of the weight, restarting in every matrix of ``rows`` rows.
     ``exponents``: bytes are powers of two (E8M0).
     """
 
@@ -338,7 +338,7 @@ class Grid:
             raw = as_numbers(self.tensor, raw)
         values = raw.astype(np.float32, copy=False)
         if not np.isfinite(values).all():
-            raise fail(self.tensor, "a scale is infinite or NaN, so what it scales has no value")
+            raise fail(self.tensor, "a scale is infinite or NaN")
         return values
 
     def parts(self) -> Iterator[StoredTensor]:

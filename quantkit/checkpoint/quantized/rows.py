@@ -24,7 +24,7 @@ from quantkit.types import TensorType
 
 
 class RowWise(ABC):
-    """An expression that makes whole rows: subclasses have ``shape``, ``type``, ``parts`` and ``fill``."""
+    """An expression of whole rows: subclasses have ``shape``, ``type``, ``parts`` and ``fill``."""
 
     shape: tuple[int, ...]
 
@@ -74,7 +74,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Integers:
-    """Integer codes less ``offset``."""
+    """Integer codes minus ``offset``."""
 
     codes: Matrix
     offset: int = 0
@@ -105,7 +105,7 @@ class Float8:
 
 @dataclass(frozen=True)
 class Float4:
-    """E2M1, two a byte, the first in the low half."""
+    """E2M1, two per byte, the first in the low half."""
 
     codes: Matrix
 
@@ -119,7 +119,7 @@ class Float4:
 
 #: The values of E2M1.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-#: What a byte of two of them stands for, as two float32 in 64 bits.
+#: The values of a byte of two codes, as two float32 in 64 bits.
 _HALVES = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1).reshape(-1).view(np.uint64)
 
 
@@ -142,7 +142,7 @@ def _look_up(codes: U8, pairs: npt.NDArray[np.uint64], table: F32, x: F32) -> No
 class Step:
     """Values and the cells of their blocks: ``operation`` is subtract, multiply or divide.
 
-    A cell is for ``width`` columns; with ``index`` (act order) for those that this tensor says.
+    A cell applies to ``width`` columns or, with ``index`` (act order), to the columns in this tensor.
     """
 
     operation: str
@@ -156,7 +156,7 @@ class Step:
         n, columns = x.shape
         cells = self.grid.read(first, n)
         if self.operation == "divide" and not cells.all():
-            raise fail(self.grid.tensor, "a scale of 0, which divides, so what it scales has no value")
+            raise fail(self.grid.tensor, "a scale is 0, but values are divided by it")
         if self.index is not None:
             operation(x, cells.take(group_index(self.index, columns, cells.shape[1]), axis=1, mode="clip"), out=x)
         elif cells.shape[1] == 1:
@@ -179,7 +179,7 @@ def group_index(t: StoredTensor, columns: int, groups: int) -> I64:
         raise fail(t, f"{t.dtype} {list(t.shape)}, not the groups of {columns} columns")
     index: I64 = read_all(t).astype(np.int64)
     if index.size and (index.min() < 0 or index.max() >= groups):
-        raise fail(t, f"there are {groups} groups, but it names {int(index.min())} .. {int(index.max())}")
+        raise fail(t, f"its groups are {int(index.min())} .. {int(index.max())}, but there are {groups}")
     return index
 
 

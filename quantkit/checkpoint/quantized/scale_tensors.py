@@ -1,6 +1,6 @@
-"""Scale tensors of NVFP4: one for a whole tensor, or one an expert.
+"""Scale tensors of NVFP4: one for a whole tensor, or one per expert.
 
-They follow the tensor through all that is done to it: stacked experts have all of theirs, a part that of the whole.
+They follow the tensor through all transformations: stacked experts keep all scales, a part keeps that of the whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_scale_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
 def outer_scales(x: Expression) -> dict[str, Sequence[float]]:
     """Return the scales of an NVFP4 tensor, one a matrix, by the suffix of their name.
 
-    What is 1 for all is left out: convert_hf_to_gguf.py's rule, so what a file holds depends on its values.
+    Scales that are all 1 are omitted, as in convert_hf_to_gguf.py, so a file's tensors depend on its values.
     """
     return {end: values for end, values in _outer(x).items() if not _all_one(values)}
 

@@ -13,9 +13,9 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
 
-#: What is wrong with codes that lack a scale.
-WITHOUT = "without which it has no values: a file of the checkpoint is incomplete, download it again"
-#: Dtypes of codes, whose values only scales tell.
+#: The error of codes without a scale.
+WITHOUT = "so its values are unknown: the checkpoint is incomplete, download it again"
+#: Dtypes of codes, whose values depend on scales.
 CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 #: Dtypes of scales and zero points; bytes are exponents (E8M0).
 SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "F8_E4M3", "U8", "I8")
@@ -23,9 +23,9 @@ SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "F8_E4M3", "U8", "I8")
 
 @dataclass(frozen=True)
 class DecodedTensors:
-    """The tensors of a checkpoint as they are meant.
+    """The decoded tensors of a checkpoint.
 
-    ``first`` are repacked ones, which come before all others. ``could`` weights are integers such as --lossless keeps.
+    ``first``: repacked ones, which precede all others. ``lossless_count``: integer weights that --lossless can keep.
     """
 
     tensors: dict[str, Expression]
@@ -62,7 +62,7 @@ class SchemeReader:
         return x.tensor if isinstance(x, Stored) else None
 
     def optional(self, name: str) -> StoredTensor | None:
-        """Take a tensor that belongs to another, None if absent; it is no longer a tensor of the model."""
+        """Remove and return a tensor that belongs to another, None if absent."""
         tensor = self.peek(name)
         if tensor is not None:
             self._used.add(name)
@@ -82,12 +82,12 @@ class SchemeReader:
     def add(self, stored_name: str, name: str, x: Expression, where: str = "here") -> None:
         """Add the expression ``x`` as tensor ``name``; ``stored_name`` is that of its codes.
 
-        ``where``: "here", in the place of those codes; "first" or "last", before or behind all that is not made so.
+        ``where``: "here", in place of the codes; "first" or "last", before or after all others.
         """
         clash = name != stored_name and name in self.stored
         if clash or name in self._first or name in self._last:
             part = next(x.parts())
-            raise fail(part, f"it stands for {short(name)}, which is there as well")
+            raise fail(part, f"it replaces {short(name)}, which is also present")
         self._used.add(stored_name)
         if where == "here":
             self._in_place[stored_name] = name, x
@@ -95,7 +95,7 @@ class SchemeReader:
             (self._first if where == "first" else self._last)[name] = x
 
     def result(self) -> DecodedTensors:
-        """Return the tensors as they are meant. Raises FormatError for codes that no scale was found for."""
+        """Return the decoded tensors. Raises FormatError for codes without a scale."""
         tensors: dict[str, Expression] = {}
         for name, x in self.stored.items():
             if name in self._in_place:
@@ -103,12 +103,12 @@ class SchemeReader:
                 tensors[result_name] = result
             elif name not in self._used:
                 if isinstance(x, Stored) and x.tensor.dtype in CODES and len(x.tensor.shape) > 1:
-                    raise fail(x.tensor, f"its {x.tensor.dtype} codes have no scale beside them, {WITHOUT}")
+                    raise fail(x.tensor, f"its {x.tensor.dtype} codes have no scale, {WITHOUT}")
                 tensors[name] = x
         return DecodedTensors(tensors | self._last, self._first, self.lossless_count)
 
     def number(self, key: str, default: int | None = None, table: Mapping[str, Any] | None = None) -> int:
-        """Return a whole number of quantization_config, or of a part of it. Raises FormatError."""
+        """Return an integer of quantization_config, or of a part of it. Raises FormatError."""
         value = (self.settings if table is None else table).get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise FormatError(
@@ -120,7 +120,7 @@ class SchemeReader:
 def matrix_shape(t: StoredTensor) -> tuple[int, ...]:
     """Return the shape of a weight, which has rows and columns and no dimension of 0. Raises FormatError."""
     if len(t.shape) < 2 or 0 in t.shape:
-        raise fail(t, f"its shape {list(t.shape)} is not that of a weight")
+        raise fail(t, f"its shape {list(t.shape)} is not a weight's")
     return t.shape
 
 
@@ -134,11 +134,11 @@ def block_grid(weight: StoredTensor, shape: tuple[int, ...], t: StoredTensor, bl
         block: rows and columns of a block, None if there are no blocks.
 
     Raises:
-        FormatError: the shapes do not fit each other.
+        FormatError: the shapes do not match.
     """
     rows, columns = shape[-2:]
     have = tuple(t.shape)
-    wrong = fail(t, f"scales {list(have)} do not fit {short(weight.name)}, which is {list(shape)}")
+    wrong = fail(t, f"scales {list(have)} do not match {short(weight.name)}, which is {list(shape)}")
     exponents = t.dtype == "U8"
     if t.dtype not in SCALES:
         raise fail(t, f"scales that are {t.dtype}")
@@ -166,5 +166,5 @@ def weight_rows(shape: tuple[int, ...]) -> int:
 
 
 def _as(t: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a stored tensor seen in another shape."""
+    """Return a stored tensor in another shape."""
     return StoredTensor(t.name, t.dtype, shape, t.path, t.offset, t.nbytes)

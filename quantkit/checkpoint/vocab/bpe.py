@@ -30,9 +30,9 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def bpe_tokens(v: Vocabulary, as_listed: bool = False) -> tuple[list[str], list[int]]:
-    """Return the text and the type of every token; numbers without one are filled up.
+    """Return the text and the type of every token; missing ids are filled with padding.
 
-    ``as_listed``: added tokens are what the files say, whatever the tokenizer makes of them.
+    ``as_listed``: use added tokens as in the files, not as the tokenizer changes them.
     """
     v.run()
     size = checked_size(v, v.config.get("vocab_size", len(v.by_id)), max(v.by_id, default=0))
@@ -66,8 +66,8 @@ def write_bpe(
 
     Args:
         v: the vocabulary.
-        special: kind -> added token, where files name none of that kind.
-        kinds: of special tokens that files are asked for.
+        special: kind -> added token, used if files have none of that kind.
+        kinds: the kinds of special tokens to read from files.
         as_listed: see ``bpe_tokens``.
     """
     v.run()
@@ -80,7 +80,7 @@ def write_bpe(
     special_ids = special_tokens(v.folder, merges=True, kinds=kinds)
     for kind, text in special.items():
         if text not in v.added:
-            raise FormatError(f"{v.where}: it has no token {text}, which tokenizers of this model have", "QK-E114")
+            raise FormatError(f"{v.where}: has no token {text}, which this model needs", "QK-E114")
         special_ids.set(kind, v.added[text].number)
     special_ids.write(v.keys)
 
@@ -97,7 +97,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def is_llama_hf(v: Vocabulary) -> bool:
-    """Return whether tokenizer.json holds Llama's pieces; else it is byte-level BPE."""
+    """Return whether tokenizer.json has Llama's pieces; otherwise it is byte-level BPE."""
     model = v.model
     decoder = v.json.get("decoder")
     if model.get("type") != "BPE" or not model.get("byte_fallback", False):
@@ -106,7 +106,7 @@ def is_llama_hf(v: Vocabulary) -> bool:
 
 
 def is_byte_level(v: Vocabulary) -> bool:
-    """Return whether the tokens of the tokenizer.json are written in letters of bytes."""
+    """Return whether the tokens of tokenizer.json are spelled in byte-level BPE."""
     return any(_has_type(v.json.get(step), "ByteLevel") for step in ("pre_tokenizer", "decoder"))
 
 
@@ -119,15 +119,13 @@ def _has_type(step: Any, name: str) -> bool:
 
 
 def llama_hf_tokens(v: Vocabulary) -> list[Piece]:
-    """Return the tokens of the model, and behind them those that were added.
+    """Return the tokens of the model, followed by the added ones.
 
     Raises FormatError: the tokenizer.json is none of these.
     """
     v.run()
     if not is_llama_hf(v):
-        raise FormatError(
-            f"{v.where}: it is no BPE of pieces with bytes to fall back on, which this model needs", "QK-E114"
-        )
+        raise FormatError(f"{v.where}: not a BPE of pieces with byte fallback, which this model needs", "QK-E114")
     special = {token.number for token in v.added.values() if token.special and token.text in v.special_texts}
     size = len(v.base)
     by_id = {number: text for text, number in v.base.items()}

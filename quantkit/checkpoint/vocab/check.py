@@ -1,7 +1,7 @@
-"""A check that the written vocabulary tokenizes as the original: it compares the ids of a difficult text.
+"""A check that the written vocabulary tokenizes like the original: it compares the ids of a test text.
 
-A class of models says nothing about its tokenizer, and a name of a pre-tokenizer is a claim. What is written is run by
-the tokenizer that runs GGUF files, what was read by the package tokenizers or by ranks.
+A model class does not determine its tokenizer, and the name of a pre-tokenizer may be wrong. The written vocabulary is
+run by quantkit's GGUF tokenizer, the original by the tokenizers package or by ranks.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _MAX_SHOWN = 4
 
 
 def check_ids(v: Vocabulary, gguf: Metadata, allowed: bool) -> tuple[str, ...]:
-    """Compare the ids of a difficult text; return notes on differences, or on why nothing was compared.
+    """Compare the ids of the test text; return notes on differences, or the reason why nothing was compared.
 
-    Raises FormatError: --pre makes them differ, unless that is ``allowed``. Without --pre it is llama.cpp that cannot
-    do what the tokenizer does: a name that a hash gave is the model's own there.
+    Raises FormatError: --pre makes them differ, unless that is ``allowed``. Without --pre, a difference is a limit of
+    llama.cpp, because the hash identifies the model's own pre-tokenizer.
     """
     if isinstance(v.source, str):
-        return (f"ids are not checked: {v.source}",)
+        return (f"token ids are not checked: {v.source}",)
     try:
         text, expected = v.source()
     except QuantkitError as e:
-        return (f"ids are not checked: {e.message}",)
+        return (f"token ids are not checked: {e.message}",)
     try:
         ids = Tokenizer.from_gguf(gguf).encode(text, add_special=False, parse_special=True).tolist()
     except QuantkitError as e:
-        return (f"ids are not checked, for what is written does not run here: {e.message}",)
+        return (f"token ids are not checked, because quantkit cannot run the written tokenizer: {e.message}",)
     if ids == expected:
         return ()
     difference = _difference(v, gguf, ids, expected)
     if v.pre is None or allowed or gguf.get(f"{KEY}model") != "gpt2":
         return (difference,)
     tried = advice(set(v.library.call("word_ends", TEXT)), bool(v.model.get("ignore_merges", False)))
-    raise FormatError(f"{difference} with --pre {v.pre}; {tried}; --allow-other-ids writes it as it is", "QK-E115")
+    raise FormatError(f"{difference} with --pre {v.pre}; {tried}; use --allow-other-ids to write it anyway", "QK-E115")
 
 
 def _difference(v: Vocabulary, gguf: Metadata, ids: list[int], expected: list[int]) -> str:
@@ -54,6 +54,6 @@ def _difference(v: Vocabulary, gguf: Metadata, ids: list[int], expected: list[in
         )
 
     return (
-        f"{v.folder}: llama.cpp gives other ids to a difficult text than the checkpoint's tokenizer: "
-        f"from place {position} on {format_ids(ids)} instead of {format_ids(expected)}"
+        f"{v.folder}: for the test text, llama.cpp's token ids differ from those of the checkpoint's tokenizer: from "
+        f"position {position} {format_ids(ids)} instead of {format_ids(expected)}"
     )

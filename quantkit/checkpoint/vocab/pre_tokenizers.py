@@ -26,14 +26,14 @@ TEXT = (
 #: Hash -> name, and the model whose tokenizer was hashed: scripts/make_pre_hashes.py makes it.
 PRE_HASHES: dict[str, tuple[str, str]] = json.loads((Path(__file__).parent / "pre_hashes.json").read_bytes())
 
-#: How many names are told.
+#: Maximum number of suggested names.
 _MAX_ALTERNATIVES = 4
 
 
 def nearest(ends: set[int], ignore_merges: bool) -> tuple[float, list[str]]:
     """Return the highest share of words with equal ends, and the pre-tokenizers that reach it.
 
-    Of several with one share those come first that look up whole words as the tokenizer does (``ignore_merges``).
+    Among equal shares, those that look up whole words like the tokenizer (``ignore_merges``) come first.
     """
     shares: dict[tuple[str, ...], float] = {}
     for pre in PRE.values():
@@ -51,6 +51,7 @@ def advice(ends: set[int], ignore_merges: bool) -> str:
     alternatives = ", ".join(similar[:_MAX_ALTERNATIVES]) + (", .." if len(similar) > _MAX_ALTERNATIVES else "")
     if share == 1:
         return (
-            f"--pre {first} splits a difficult text as this tokenizer does{alternatives and f' (so do {alternatives})'}"
+            f"try --pre {first}, which splits the test text in the same "
+            f"way{alternatives and f' (as do {alternatives})'}"
         )
-    return f"nearest is --pre {first}, which ends {share:.0%} of the words of a difficult text where this one does"
+    return f"the closest is --pre {first}, which agrees on {share:.0%} of the word ends of the test text"

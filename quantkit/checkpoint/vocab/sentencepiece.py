@@ -1,7 +1,7 @@
 """SentencePiece: tokenizer.model as llama.cpp's "llama" vocabulary (TextModel._create_vocab_sentencepiece).
 
-A tokenizer.model is a protobuf message; of it only the pieces are read (field 1: text, score, type), the kind of model
-(field 2, its field 3), and what is done to texts before (field 3).
+A tokenizer.model is a protobuf message; only the pieces are read (field 1: text, score, type), the kind of model (field
+2, its field 3), and the normalization of texts (field 3).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
 
-#: Types in a tokenizer.model (NORMAL 1 .. BYTE 6) that stay; user-defined pieces (4) become normal ones, as there.
+#: Types in a tokenizer.model (NORMAL 1 .. BYTE 6) that are kept; user-defined pieces (4) become normal ones, as in the
+#: reference.
 _PIECE_TYPES = {2: UNKNOWN, 3: CONTROL, 5: UNUSED, 6: BYTE}
 
 
@@ -64,7 +65,7 @@ def read_model(path: Path) -> PieceModel:
     except (IndexError, UnicodeDecodeError, struct.error) as e:
         raise FormatError(f"{path}: not a SentencePiece model: {e}", "QK-E114") from None
     if not model.pieces:
-        raise FormatError(f"{path}: it has no pieces, so there is no vocabulary: download it again", "QK-E114")
+        raise FormatError(f"{path}: has no pieces, so the vocabulary is missing: download it again", "QK-E114")
     return model
 
 
@@ -95,7 +96,7 @@ def _piece(data: bytes) -> Piece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Yield number and value of each field of a protobuf message. Raises IndexError where it ends too early."""
+    """Yield number and value of each field of a protobuf message. Raises IndexError if it ends too early."""
     position = 0
     while position < len(data):
         tag, position = _varint(data, position)
@@ -141,7 +142,7 @@ def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
 
 
 def phi_tokens(v: Vocabulary) -> list[Piece]:
-    """Return the tokens of Phi 3, where only tokens marked special are control tokens, in tokenizer.json, too."""
+    """Return the tokens of Phi 3, where only tokens marked special are control tokens, also in tokenizer.json."""
     tokens = _pad_tokens(v, "vocab_size")
     added = [(v.where, t.number, t.text, t.special) for t in v.added_in_json] if v.has("tokenizer.json") else []
     for where, number, text, special in (*_decoder_tokens(v), *added):
@@ -152,7 +153,7 @@ def phi_tokens(v: Vocabulary) -> list[Piece]:
 
 def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") -> list[Piece]:
     """Return the pieces of a file, as many as the vocabulary has."""
-    v.source = f"{file} is SentencePiece's, which is not run here"
+    v.source = f"quantkit does not run SentencePiece, which {file} needs"
     pieces = read_model(v.folder / file).pieces
     size = v.config.find(*size_keys or ("vocab_size",)) or len(pieces)
     if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
@@ -161,7 +162,7 @@ def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") 
 
 
 def _pad_tokens(v: Vocabulary, *size_keys: str) -> list[Piece]:
-    """Return the same with the tokens of added_tokens.json in their places."""
+    """Return the tokens with those of added_tokens.json in their places."""
     tokens = plain_tokens(v, *size_keys)
     add_added_tokens(v, tokens)
     return tokens
@@ -180,7 +181,7 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
     where = v.folder / "tokenizer_config.json"
     entries = v.tokenizer_config.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
-        raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id", "QK-E114")
+        raise FormatError(f"{where}: added_tokens_decoder is not a table of tokens by id", "QK-E114")
     for key, entry in entries.items():
         text = entry.get("content") if isinstance(entry, dict) else None
         if not str(key).isdecimal() or not isinstance(text, str):
@@ -189,9 +190,9 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
 
 
 def _is_in_vocabulary(where: Path, number: object, size: int) -> bool:
-    """Return whether a token lies in the vocabulary; others are dropped."""
+    """Return whether a token is in the vocabulary; others are dropped."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise FormatError(f"{where}: {short(number)} is no id of a token", "QK-E114")
+        raise FormatError(f"{where}: {short(number)} is not a token id", "QK-E114")
     return number < size
 
 

@@ -1,7 +1,7 @@
-"""Special tokens, merges and chat templates of any tokenizer, as gguf-py's SpecialVocab (llama.cpp b11434) finds them.
+"""Special tokens, merges and chat templates of any tokenizer, found like gguf-py's SpecialVocab (llama.cpp b11434).
 
-What it gets wrong on purpose is kept: a post-processor is only looked at where texts begin and end, lists of EOS tokens
-are not seen, and of a chat template in two places that of tokenizer_config.json counts.
+Its simplifications are kept: a post-processor is only evaluated for the begin and end of texts, lists of EOS tokens are
+ignored, and the chat template of tokenizer_config.json takes precedence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID_KEYS = {
 
 @dataclass
 class SpecialTokens:
-    """Ids of special tokens and whether to add them, by kind, in the order in which they are found."""
+    """Ids of special tokens and whether to add them, by kind, in the order of discovery."""
 
     n_tokens: int | None = None
     folder: Path = Path()
@@ -45,13 +45,14 @@ class SpecialTokens:
     strip_accents: bool | None = None
 
     def set(self, kind: str, number: object) -> None:
-        """Take the id of a kind, if it has none yet and the id is one of the vocabulary."""
+        """Set the id of a kind if it has none yet and the id is in the vocabulary."""
         if not isinstance(number, int):
             return
         if number < 0:
             where = self.folder / "config.json"
             raise FormatError(
-                f"{where}: {kind}_token_id is {number}: for no such token write null, or leave it out", "QK-E114"
+                f"{where}: {kind}_token_id is {number}: if there is no such token, write null or remove the key",
+                "QK-E114",
             )
         if self.n_tokens is None or number < self.n_tokens:
             self.ids.setdefault(kind, int(number))
@@ -68,8 +69,8 @@ class SpecialTokens:
         write_template(keys, self.template, self.template_file)
         if self.ignored_file is not None:
             keys.omissions.append(
-                f"{self.ignored_file}: a chat template counts only beside a tokenizer_config.json: the file has no chat"
-                " template"
+                f"{self.ignored_file}: chat templates are only read together with tokenizer_config.json: the GGUF "
+                "file has no chat template"
             )
         for name, flag in (("lowercase", self.lowercase), ("strip_accents", self.strip_accents)):
             if flag is not None:
@@ -80,24 +81,26 @@ def write_template(keys: Keys, template: Any, file: str = "tokenizer_config.json
     """Set a chat template, or a list of named ones; any other value is omitted with a note."""
     where = keys.where.with_name(file)
     if template is not None and not isinstance(template, (str, list)):
-        keys.omissions.append(f"{where}: chat_template is {short(template)}, no text: the file has no chat template")
+        keys.omissions.append(
+            f"{where}: chat_template is {short(template)}, not a text: the GGUF file has no chat template"
+        )
         return
     if isinstance(template, list):
         default, names = None, []
         for choice in template:
             if not isinstance(choice, dict):
                 raise FormatError(
-                    f"{where}: the chat template {short(choice)} is no object with name and template", "QK-E114"
+                    f"{where}: the chat template {short(choice)} is not an object with name and template", "QK-E114"
                 )
             text, name = choice.get("template"), str(choice.get("name", ""))
             name = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
             if not name or text is None:
                 keys.omissions.append(
-                    f"{where}: the chat template {short(choice)} lacks a name or a text: it is left out"
+                    f"{where}: ignored the chat template {short(choice)}, which has no name or no text"
                 )
                 continue
             if not isinstance(text, str):
-                raise FormatError(f"{where}: the chat template {short(name)} is {short(text)}, no text", "QK-E114")
+                raise FormatError(f"{where}: the chat template {short(name)} is {short(text)}, not a text", "QK-E114")
             if name == "default":
                 default = text
             else:
@@ -148,7 +151,7 @@ def _merges(path: Path, tokenizer: Json) -> list[str]:
     if kinds == {str}:
         return merges
     if kinds != {list} or set(map(len, merges)) != {2} or set(map(type, chain.from_iterable(merges))) != {str}:
-        raise FormatError(f"{path}: model.merges is no list of pairs", "QK-E114")
+        raise FormatError(f"{path}: model.merges is not a list of pairs", "QK-E114")
     lines = list(map(" ".join, merges))
     if "".join(lines).count(" ") == len(lines):
         return lines
@@ -283,7 +286,7 @@ def _id(piece: Any, kind: str) -> str | None:
 
 
 def _template(folder: Path, config: Json) -> tuple[Any, str]:
-    """Return the chat template, or a list of named ones, and its file: tokenizer_config.json before all others."""
+    """Return the chat template, or a list of named ones, and its file; tokenizer_config.json takes precedence."""
     if "chat_template" in config:
         return config["chat_template"], "tokenizer_config.json"
     if (folder / "chat_template.jinja").exists():
@@ -302,7 +305,7 @@ def template_file(folder: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return a text with its ends of lines as Python reads them."""
+    """Return a text with line endings normalized as Python does."""
     try:
         return read_text(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:

@@ -1,7 +1,7 @@
 """tekken.json, Mistral's vocabularies: the keys that TextModel._set_vocab_mistral (llama.cpp b11434) sets.
 
 A file has a list of tokens, as bytes in Base64, by rank, of which the first 256 are the bytes themselves; special
-tokens come before them, as many as the file says. Merges are not stored: every two tokens that make up a third are one.
+tokens precede them; the file has their number. Merges are not stored: every two tokens that form a third are one.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _TEMPLATES = {"v3": "mistral-v3-tekken", "v7": "mistral-v7-tekken"}
 def write_tekken(v: Vocabulary) -> None:
     """Set the keys of such a vocabulary.
 
-    The chat template is one that llama.cpp has by name, or else that of the checkpoint; convert_hf_to_gguf.py takes
-    one of its own files for versions from 11 on.
+    The chat template is one that llama.cpp knows by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
+    one of its own files from version 11 on.
     """
     path = v.folder / FILE
     data = read_json(path)
     config = data.get("config")
     if not isinstance(config, dict):
-        raise FormatError(f"{path}: it has no config", "QK-E114")
+        raise FormatError(f"{path}: has no config", "QK-E114")
     size, n = (_count(v, config, key) for key in ("default_vocab_size", "default_num_special_tokens"))
     if n > MAX_PADDING:
-        raise FormatError(f"{path}: it has {n} special tokens", "QK-E114")
+        raise FormatError(f"{path}: has {n} special tokens", "QK-E114")
     special = _special(v, data, n)
     ranks = _ranks(v, data, size - n)
     v.source = lambda: (TEXT, _ids(v, config.get("pattern"), ranks, n))
@@ -74,7 +74,7 @@ def write_tekken(v: Vocabulary) -> None:
     ids = {text: i for i, text in reversed(list(enumerate(special)))}
     for key, text in (("bos", "<s>"), ("eos", "</s>"), ("unknown", "<unk>"), ("padding", "<pad>")):
         if text not in ids:
-            raise FormatError(f"{path}: it has no special token {text}", "QK-E114")
+            raise FormatError(f"{path}: has no special token {text}", "QK-E114")
         keys.u32(f"tokenizer.ggml.{key}_token_id", ids[text])
     keys.array("tokenizer.ggml.tokens", [*special, *map(to_letters, ranks)])
     keys.array("tokenizer.ggml.scores", [0] * size)
@@ -87,7 +87,7 @@ def write_tekken(v: Vocabulary) -> None:
 
 
 def _ids(v: Vocabulary, pattern: Any, ranks: dict[bytes, int], n: int) -> list[int]:
-    """Return the ids of the difficult text, as the package tiktoken finds them."""
+    """Return the ids of the test text, as computed by the tiktoken package."""
     try:
         words = regex.findall(pattern, TEXT)
     except (TypeError, regex.error) as e:
@@ -112,7 +112,7 @@ def _own_template(v: Vocabulary) -> Any:
 
 
 def _special(v: Vocabulary, data: Json, n: int) -> list[str]:
-    """Return the special tokens, filled up to ``n``."""
+    """Return the special tokens, padded to ``n``."""
     path, specials = v.folder / FILE, data.get("special_tokens")
     if specials is None:
         texts: list[Any] = list(_SPECIAL)
@@ -122,7 +122,7 @@ def _special(v: Vocabulary, data: Json, n: int) -> list[str]:
         raise FormatError(f"{path}: special_tokens is {short(specials)}, not a list", "QK-E114")
     texts += [f"<SPECIAL_{i}>" for i in range(len(texts), n)]
     if len(texts) != n or not all(isinstance(text, str) for text in texts) or len(set(texts)) < n:
-        raise FormatError(f"{path}: its special tokens are not {n} different texts", "QK-E114")
+        raise FormatError(f"{path}: its special tokens must be {n} different texts", "QK-E114")
     return texts
 
 
@@ -130,7 +130,7 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
     """Return the ranks of the first ``n`` tokens."""
     path, entries = v.folder / FILE, data.get("vocab")
     if not isinstance(entries, list) or not 256 <= n <= len(entries):
-        raise FormatError(f"{path}: its vocab does not hold {n} tokens", "QK-E114")
+        raise FormatError(f"{path}: its vocab does not contain {n} tokens", "QK-E114")
     ranks: dict[bytes, int] = {}
     for i, entry in enumerate(entries[:n]):
         try:
@@ -138,7 +138,7 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
         except (KeyError, TypeError, ValueError, binascii.Error):
             raise FormatError(f"{path}: token {i} has no bytes in Base64: {short(entry)}", "QK-E114") from None
         if entry.get("rank") != i or (i < 256 and token != bytes([i])) or not 0 < len(token) <= _MAX_TOKEN:
-            raise FormatError(f"{path}: token {i} is not the one of this rank: {short(entry)}", "QK-E114")
+            raise FormatError(f"{path}: token {i} does not have this rank: {short(entry)}", "QK-E114")
         if token in ranks:
             raise FormatError(f"{path}: tokens {ranks[token]} and {i} are the same", "QK-E114")
         ranks[token] = i
@@ -146,14 +146,14 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
 
 
 def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
-    """Return every pair of tokens that is a third, in the order of that one, then of the parts."""
+    """Return every pair of tokens that forms a third, in the order of the third, then of the parts."""
     merges: list[str] = []
     for token in list(ranks)[256:]:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
         if not pairs:
             raise FormatError(
-                f"{v.folder / FILE}: token {ranks[token]} is made of no two others: {short(token)}", "QK-E114"
+                f"{v.folder / FILE}: token {ranks[token]} is not a merge of two others: {short(token)}", "QK-E114"
             )
         merges += [f"{to_letters(a)} {to_letters(b)}" for _, _, a, b in pairs]
     return merges

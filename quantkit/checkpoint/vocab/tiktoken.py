@@ -1,9 +1,9 @@
-"""Files of ranks as the package tiktoken reads them: Kimi's tiktoken.model, Hunyuan's hy.tiktoken.
+"""Files of ranks as read by the tiktoken package: Kimi's tiktoken.model, Hunyuan's hy.tiktoken.
 
-A line is a token, in Base64, and its rank, which is its id. Merges are not stored: of each token they are the two parts
-that are left when its bytes are joined by ranks below its own (HunYuanMoEModel.set_vocab and DeepseekV2Model.set_vocab
-of llama.cpp b11434). What splits a text, and most special tokens, stand in programs beside the file, which are not run
-here; so their names are in a table.
+A line is a token, in Base64, and its rank, which is its id. Merges are not stored: for each token, they are the two
+parts that remain when its bytes are joined by ranks below its own (HunYuanMoEModel.set_vocab and
+DeepseekV2Model.set_vocab of llama.cpp b11434). The pre-tokenizer and most special tokens are in Python code of the
+checkpoint, which quantkit does not run, so a table has their names.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Ranks = dict[bytes, int]
 
 @dataclass(frozen=True)
 class RankFile:
-    """A kind of such files: its name, its pre-tokenizer, and the special tokens behind the ranks.
+    """A kind of such files: its name, its pre-tokenizer, and the special tokens after the ranks.
 
-    ``special`` names that of a place among them and of an id; there are at most ``max_special``.
+    ``special``: the name of a special token by its place and id; there are at most ``max_special``.
     """
 
     file: str
@@ -74,10 +74,12 @@ def read_ranks(path: Path) -> Ranks:
             token, number = base64.b64decode(text, validate=True), int(rank)
         except (ValueError, binascii.Error):
             raise FormatError(
-                f"{path}: line {line_number} is no token in Base64 with its rank: {short(line)}", "QK-E114"
+                f"{path}: line {line_number} is not a Base64 token with its rank: {short(line)}", "QK-E114"
             ) from None
         if not 0 < len(token) <= MAX_TOKEN or not 0 <= number < MAX_TOKENS:
-            raise FormatError(f"{path}: line {line_number}: a token of {len(token)} bytes, of rank {number}", "QK-E114")
+            raise FormatError(
+                f"{path}: line {line_number}: a token of {len(token)} bytes with rank {number}", "QK-E114"
+            )
         ranks[token] = number
     return ranks
 
@@ -117,13 +119,13 @@ def write_ranks(v: Vocabulary, kind: RankFile, complete: Complete = lambda speci
     path = v.folder / kind.file
     if not path.exists():
         raise FormatError(
-            f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary", "QK-E114"
+            f"{v.folder}: has neither tokenizer.json nor {kind.file}, so the vocabulary is missing", "QK-E114"
         )
-    v.source = f"how {kind.file} splits a text stands in a program beside it, which is not run here"
+    v.source = f"{kind.file} needs the checkpoint's own Python code to split text, which quantkit does not run"
     ranks = read_ranks(path)
     size = v.config.number("vocab_size")
     if not max(ranks.values(), default=0) < size <= min(MAX_TOKENS, len(ranks) + MAX_PADDING):
-        raise FormatError(f"{path}: it has {len(ranks)} tokens, and vocab_size of config.json is {size}", "QK-E114")
+        raise FormatError(f"{path}: has {len(ranks)} tokens, but vocab_size of config.json is {size}", "QK-E114")
     first = len(ranks)
     last = min(size, first + kind.max_special)
     special = {number: kind.special(number - first, number) for number in range(first, last)}
@@ -156,8 +158,8 @@ def to_letters(token: bytes) -> str:
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes of a token of byte-level BPE. Raises ValueError if it is none."""
+    """Return the bytes of a token of byte-level BPE. Raises ValueError if it is not one."""
     try:
         return bytes(_BYTES[letter] for letter in text)
     except KeyError as e:
-        raise ValueError(f"{text!r} is no token of byte-level BPE") from e
+        raise ValueError(f"{text!r} is not a token of byte-level BPE") from e

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's tokenizer, read once, and its tokens as transformers 4.57.6 would have them."""
+"""The files of a checkpoint's tokenizer, read once, and its tokens as in transformers 4.57.6."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from quantkit.formats.outputs import read_whole
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 #: More tokens than any vocabulary has.
 MAX_TOKENS = 1 << 24
-#: More unused tokens behind the others than any vocabulary has.
+#: Limit of unused tokens after the others.
 MAX_PADDING = 1 << 16
-#: The number of an added token that goes behind all others.
+#: The id of an added token that follows all others.
 _NEXT = -1
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Classes that replace the post-processor of tokenizer.json: BOS, and perhaps EOS, around the text.
 _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _END = "<|endoftext|>"
-#: What the package tokenizers may use: a vocabulary of 256 Ki tokens takes some seconds, and 500 MB.
+#: Resource limits of the tokenizers package: a vocabulary of 256 Ki tokens needs some seconds, and 500 MB.
 LIMITS = Limits(seconds=60, memory=4 << 30, answers=64 << 20)
-#: Special tokens that classes have where tokenizer_config.json does not speak of them (null is to speak of them).
+#: Special tokens of classes, used if tokenizer_config.json lacks the key (null counts as present).
 _CLASS_TOKENS: dict[str, Json] = {
     **dict.fromkeys(("Llama", "CodeLlama"), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
     "Gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
@@ -76,9 +76,9 @@ class Vocabulary:
         self.config = config
         self.keys = keys
         self.pre = pre
-        #: Gives a difficult text and its ids by the files that were read, or says why these cannot be run here; the
-        #: writer sets it.
-        self.source: Callable[[], tuple[str, list[int]]] | str = "nothing here runs its tokenizer"
+        #: Returns the test text and its ids from the files that were read, or the reason why quantkit cannot run them;
+        #: set by the writer.
+        self.source: Callable[[], tuple[str, list[int]]] | str = "quantkit cannot run its tokenizer"
 
     def has(self, name: str) -> bool:
         """Return whether a file exists."""
@@ -101,13 +101,14 @@ class Vocabulary:
             lists_added = "added_tokens_decoder" in self.tokenizer_config
             return tokenizer_json.json_from_merges(self.folder, self.class_name, self.settings, lists_added)
         raise FormatError(
-            f"{self.folder}: it has no tokenizer.json, so there is no vocabulary: add that of the model it is from",
+            f"{self.folder}: has no tokenizer.json, so the vocabulary is missing: copy the tokenizer of the original "
+            "model",
             "QK-E114",
         )
 
     @property
     def _is_list(self) -> bool:
-        """Its tokens are in a vocab.txt."""
+        """Whether its tokens are in a vocab.txt."""
         has_other = self.has("tokenizer.json") or self.class_name not in tokenizer_json.CLASSES
         return not has_other and self.has(tokenizer_json.VOCAB_TXT)
 
@@ -128,7 +129,7 @@ class Vocabulary:
         """The model of tokenizer.json."""
         model = self.json.get("model")
         if not isinstance(model, dict):
-            raise FormatError(f"{self.where}: it has no model", "QK-E114")
+            raise FormatError(f"{self.where}: has no model", "QK-E114")
         return model
 
     @property
@@ -137,11 +138,11 @@ class Vocabulary:
         return str(self.model.get("type") or "BPE")
 
     def check_model(self, expected: str) -> None:
-        """Raise FormatError where the model of tokenizer.json is not of the type that is to be written."""
+        """Raise FormatError if the model of tokenizer.json is not of the requested type."""
         if self.model_type != expected:
             raise FormatError(
-                f"{self.where}: its model is {short(self.model_type)}, but that of this class is {expected}: take the "
-                "tokenizer of the model it is from",
+                f"{self.where}: its model is {short(self.model_type)}, but this class needs {expected}: copy the "
+                "tokenizer of the original model",
                 "QK-E114",
             )
 
@@ -153,12 +154,12 @@ class Vocabulary:
             pieces = (piece[0] if isinstance(piece, list) and piece else None for piece in vocab)
             vocab = {text: i for i, text in enumerate(pieces) if isinstance(text, str)}
         if not isinstance(vocab, dict) or not _are_ids(vocab.values()):
-            raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids", "QK-E114")
+            raise FormatError(f"{self.where}: model.vocab is not a table of tokens and ids", "QK-E114")
         return vocab
 
     @property
     def added_in_json(self) -> Iterator[AddedToken]:
-        """The added tokens of tokenizer.json, as they are listed."""
+        """The added tokens of tokenizer.json, in order."""
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MAX_TOKENS:
@@ -196,7 +197,7 @@ class Vocabulary:
 
     @property
     def named_texts(self) -> set[str]:
-        """Texts of the special tokens that tokenizer_config.json names."""
+        """Texts of the special tokens in tokenizer_config.json."""
         values = (*self.tokenizer_config.values(), *(entry for _, entry in self.decoder_entries))
         contents = (value.get("content") if isinstance(value, dict) else value for value in values)
         return {content for content in contents if isinstance(content, str)}
@@ -207,7 +208,7 @@ class Vocabulary:
         table = self.tokenizer_config.get("added_tokens_decoder") or {}
         where = self.folder / "tokenizer_config.json"
         if not isinstance(table, dict) or not all(str(key).isdecimal() and len(str(key)) < 10 for key in table):
-            raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id", "QK-E114")
+            raise FormatError(f"{where}: added_tokens_decoder is not a table of tokens by id", "QK-E114")
         entries = sorted(((int(key), entry) for key, entry in table.items()), key=lambda item: item[0])
         return list(zip((number for number, _ in entries), self._entries([e for _, e in entries], where), strict=True))
 
@@ -235,7 +236,7 @@ class Vocabulary:
 
     @property
     def special_texts(self) -> dict[str, bool]:
-        """Special tokens by their text; True: text is normalized before it is searched for them."""
+        """Special tokens by their text; True: the input is normalized before the search for them."""
         config = self.settings
         extra = config.get("extra_special_tokens") or []
         additional = config.get("additional_special_tokens") or extra
@@ -254,9 +255,9 @@ class Vocabulary:
         return {**{i: text for text, i in self.base.items()}, **{t.number: t.text for t in self.added.values()}}
 
     def run(self) -> None:
-        """Make the tokenizer of the checkpoint the source of the ids that are compared.
+        """Use the checkpoint's tokenizer as the source of the compared ids.
 
-        The process that runs it starts now, and reads tokenizer.json at the same time as this one.
+        Its process starts now and reads tokenizer.json in parallel.
         """
         self.source = self.difficult
         if not PRE_TOKENIZER.missing() and self.has("tokenizer.json"):
@@ -275,12 +276,12 @@ class Vocabulary:
 
     @cached_property
     def library(self) -> Child:
-        """A child with the tokenizer as the package tokenizers runs it: a ``foreign.tokenizer.Tokenizer``."""
+        """A child process with the tokenizer of the tokenizers package: a ``foreign.tokenizer.Tokenizer``."""
         if PRE_TOKENIZER.missing():
-            raise missing_packages(PRE_TOKENIZER, hint=f"or name that of {self.where} with --pre")
+            raise missing_packages(PRE_TOKENIZER, hint=f"or set that of {self.where} with --pre")
         if self.model_type == "BPE" and self.model.get("continuing_subword_prefix"):  # it panics where a merge lacks it
             raise FormatError(
-                f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE", "QK-E114"
+                f"{self.where}: model.continuing_subword_prefix is not empty: not a byte-level BPE", "QK-E114"
             )
         added = [(token.text, token.options) for token in self.added.values()]
         changes = (self._byte_level, self._bert_normalizer, self._affixes)
@@ -336,22 +337,22 @@ class Vocabulary:
         digest = sha256(str(self.ids(TEXT, add_special_tokens=True)).encode()).hexdigest()
         if digest not in PRE_HASHES and self.model_type == "WordPiece":
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {digest}); it is one of words and pieces, which "
-                "llama.cpp splits in one way whatever it is called: name it with --pre jina-v2-en",
+                f"{self.where}: unknown pre-tokenizer (hash {digest}); llama.cpp splits all WordPiece vocabularies in "
+                "the same way: use --pre jina-v2-en",
                 "QK-E115",
             )
         if digest not in PRE_HASHES:
             ends = set(self.library.call("word_ends", TEXT))
             tried = advice(ends, bool(self.model.get("ignore_merges", False)))
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {digest}), and llama.cpp tokenizes by its name: "
-                f"{tried}; see `quantkit inspect` on a GGUF file of the model, if there is one, for tokenizer.ggml.pre",
+                f"{self.where}: unknown pre-tokenizer (hash {digest}): {tried}; if a GGUF file of the model exists, "
+                "see its tokenizer.ggml.pre in `quantkit inspect`",
                 "QK-E115",
             )
         return PRE_HASHES[digest][0]
 
     def round_trip(self, token: AddedToken) -> str:
-        """Return the text of an added token as encoding and decoding leave it, unless it is normalized."""
+        """Return the text of an added token after encoding and decoding, unless it is normalized."""
         try:
             return token.text if token.normalized else self._spellings[token.text]
         except ResourceError:
@@ -367,15 +368,15 @@ class Vocabulary:
         return {text: clean_up(result, self.tokenizer_config) for text, result in zip(texts, results, strict=True)}
 
     def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text by the package tokenizers. Raises ResourceError without it, and FormatError."""
+        """Return the ids of a text from the tokenizers package. Raises ResourceError without it, and FormatError."""
         ids: list[int] = self.library.call("ids", text, add_special_tokens)
         return ids
 
     def difficult(self) -> tuple[str, list[int]]:
-        """Return a difficult text and its ids by the package tokenizers; errors as of ``ids``.
+        """Return the test text and its ids from the tokenizers package; errors as for ``ids``.
 
-        The text of BPE has no characters that its tokens cannot spell: what is left out, and before or after which
-        merges, is where the package and llama.cpp differ.
+        For BPE, the text omits characters that its tokens cannot spell, because the package and llama.cpp differ in
+        when they drop these.
         """
         text = TEXT
         if self.model_type == "BPE":
@@ -412,29 +413,28 @@ def looks_special(text: str) -> bool:
 
 
 def _check_named(v: Vocabulary, size: int) -> None:
-    """Refuse tokens beyond the vocabulary that only tokenizer_config.json names: transformers adds them."""
+    """Refuse tokens beyond the vocabulary that are only in tokenizer_config.json, which transformers adds."""
     in_json = {token.text for token in v.added_in_json}
     token = next((t for t in v.added.values() if t.number >= size and t.text not in in_json), None)
     if token is None or token.text in v.base:
         return
     where = v.folder / "tokenizer_config.json"
     problem = (
-        f"which is not in {v.where.name}; as number {token.number} it has no place among the {size} tokens that "
-        "config.json speaks of (vocab_size)"
+        f"which is not in {v.where.name}; its id {token.number} exceeds the {size} tokens of vocab_size in config.json"
     )
     if token.text in _CLASS_TOKENS.get(v.class_name, {}).values() and token.text not in v.named_texts:
         raise FormatError(
-            f"{where}: it does not name the special tokens, and those of {v.class_name} include "
-            f"{short(token.text)}, {problem}: add the file of the model, or name them",
+            f"{where}: has no special tokens, and those of {v.class_name} include {short(token.text)}, {problem}: "
+            "copy the file of the original model, or add them",
             "QK-E114",
         )
     raise FormatError(
-        f"{where}: it names the token {short(token.text)}, {problem}: correct its spelling, or remove it", "QK-E114"
+        f"{where}: has the token {short(token.text)}, {problem}: correct its spelling, or remove it", "QK-E114"
     )
 
 
 def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
-    """Return the size of a vocabulary; FormatError if it does not hold its tokens."""
+    """Return the size of a vocabulary. Raises FormatError if its tokens exceed it."""
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_TOKENS:
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}", "QK-E112")
     if size - len(v.by_id) > MAX_PADDING:
@@ -444,7 +444,7 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
     if highest >= size:
         _check_named(v, size)
         raise FormatError(
-            f"{v.where}: it has a token {highest}, but vocab_size of config.json is {size}: one of them is of "
+            f"{v.where}: has a token {highest}, but vocab_size of config.json is {size}: one of them belongs to "
             "another model",
             "QK-E114",
         )
@@ -452,7 +452,7 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
 
 
 def dump(value: Json) -> str:
-    """Return an object as JSON that is the same for the same object."""
+    """Return an object as canonical JSON."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -1,4 +1,5 @@
-"""tokenizer.json of checkpoints without one, as transformers makes it of vocab.txt, or of vocab.json and merges.txt.
+"""tokenizer.json of checkpoints without one, as transformers builds it from vocab.txt, or from vocab.json and
+merges.txt.
 
 Facts of transformers 4.57.6 (convert_slow_tokenizer.py, BertTokenizerFast): the classes that are WordPiece, those that
 are byte-level BPE, and how each splits a text.
@@ -16,7 +17,7 @@ from quantkit.formats.outputs import read_text
 VOCAB_TXT = "vocab.txt"
 #: Classes that are WordPiece with BERT's normalizer.
 CLASSES = ("Bert", "DistilBert")
-#: Their special tokens, where tokenizer_config.json does not speak of them.
+#: Their special tokens, used if tokenizer_config.json lacks them.
 TOKENS = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "sep", "pad", "cls", "mask")}
 
 
@@ -30,9 +31,10 @@ def normalizer(settings: Json) -> Json:
 
 
 def json_from_vocab_txt(folder: Path, settings: Json) -> Json:
-    """Return the tokenizer.json of a checkpoint that has only vocab.txt, a token a line; of equal ones the last counts.
+    """Return the tokenizer.json of a checkpoint that has only vocab.txt, one token per line; the last of equal ones
+    counts.
 
-    What is put around texts is not in it: that may be tokens which the file lacks.
+    It has no post-processor, whose tokens may be missing from the file.
     """
     path = folder / VOCAB_TXT
     try:
@@ -73,8 +75,8 @@ def json_from_merges(folder: Path, class_name: str, settings: Json, lists_added:
     Args:
         folder: the checkpoint.
         class_name: of its tokenizer: GPT2, Qwen2, ..; others are refused.
-        settings: of its tokenizer_config.json, with what the class has.
-        lists_added: that file lists the added tokens, so added_tokens.json does not count.
+        settings: tokenizer_config.json, with the defaults of the class.
+        lists_added: tokenizer_config.json lists the added tokens, so added_tokens.json is ignored.
     """
     prefix = bool(settings.get("add_prefix_space", False))
     split: Json = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True, "use_regex": True}
@@ -86,9 +88,9 @@ def json_from_merges(folder: Path, class_name: str, settings: Json, lists_added:
     elif class_name not in _LIKE_GPT2:
         classes = ", ".join((*_LIKE_GPT2, "Qwen2"))
         raise FormatError(
-            f"{folder}: it has vocab.json and merges.txt but no tokenizer.json, and its tokenizer is of the class "
-            f"{class_name or '(none is named)'}; only for {classes} it is known how these split a text: "
-            "save it with transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            f"{folder}: has vocab.json and merges.txt but no tokenizer.json, and its tokenizer class is "
+            f"{class_name or '(missing)'}; only {classes} are supported without tokenizer.json: save it with "
+            "transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
             "QK-E114",
         )
     model = {"type": "BPE", "vocab": read_json(folder / MERGES_FILES[0]), "merges": _merges(folder / MERGES_FILES[1])}

@@ -32,23 +32,23 @@ from quantkit.formats.gguf.rules import short
 
 #: Names of T5's file, and XLM-RoBERTa's.
 _T5, _XLM = ("tokenizer.model", "spiece.model"), "sentencepiece.bpe.model"
-#: What XLM-RoBERTa has in place of the first three pieces; its last one it has not.
+#: XLM-RoBERTa's replacements of the first three pieces; it lacks the last one.
 _FIRST = (("<s>", CONTROL), ("<pad>", CONTROL), ("</s>", CONTROL), ("<unk>", UNKNOWN))
 #: Of Nomic's mixture of experts: a token that the file lacks.
 _MASK = 250001
 
 
 def write_t5(v: Vocabulary) -> None:
-    """Pieces with their scores; older models are SentencePiece's BPE."""
+    """Write pieces with their scores; older models are SentencePiece BPE."""
     file = next((name for name in _T5 if v.has(name)), None)
     if file is None:
-        raise FormatError(f"{v.folder}: it has neither {' nor '.join(_T5)}, so there is no vocabulary", "QK-E114")
+        raise FormatError(f"{v.folder}: has neither {' nor '.join(_T5)}, so the vocabulary is missing", "QK-E114")
     model = read_model(v.folder / file)
     if not model.is_unigram and file == _T5[0]:
         write_sentencepiece(v)
         return
     if not model.is_unigram:
-        raise FormatError(f"{v.folder / file}: it is no Unigram model", "QK-E114")
+        raise FormatError(f"{v.folder / file}: not a Unigram model", "QK-E114")
     tokens = plain_tokens(v, file=file)
     add_added_tokens(v, tokens)
     set_pieces(v, tokens, "t5")
@@ -59,12 +59,12 @@ def write_t5(v: Vocabulary) -> None:
 
 
 def write_xlm(v: Vocabulary) -> None:
-    """Pieces with their scores, of the model's file or, without one, of tokenizer.json."""
+    """Write pieces with their scores, from the model's file or, without one, from tokenizer.json."""
     if v.has(_XLM):
-        v.source = f"{_XLM} is SentencePiece's, which is not run here"
+        v.source = f"quantkit does not run SentencePiece, which {_XLM} needs"
         model = read_model(v.folder / _XLM)
         if not model.is_unigram:
-            raise FormatError(f"{v.folder / _XLM}: it is no Unigram model", "QK-E114")
+            raise FormatError(f"{v.folder / _XLM}: not a Unigram model", "QK-E114")
         tokens = _moved(v, model.pieces)
     else:
         v.run()
@@ -89,7 +89,7 @@ def _size(v: Vocabulary, n: int) -> int:
     """Return the vocabulary size: the larger of ``n`` and the configuration's."""
     size = v.config.get("vocab_size", 0)
     if not isinstance(size, int) or isinstance(size, bool) or size > min(MAX_TOKENS, n + MAX_PADDING):
-        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}, of {n} tokens", "QK-E112")
+        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}, but there are {n} tokens", "QK-E112")
     return max(size, n)
 
 
@@ -98,13 +98,13 @@ def _padding(first: int, size: int) -> list[Piece]:
 
 
 def _moved(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
-    """Return the tokens of a model's file, which XLM-RoBERTa has in other places."""
+    """Return the tokens of a model's file, which XLM-RoBERTa orders differently."""
     tokens = pieces + _padding(len(pieces), _size(v, len(pieces)))
     tokens = [Piece(text, 0.0, kind) for text, kind in _FIRST] + tokens[3:-1]
     if v.keys.arch == "nomic-bert-moe":
         if len(tokens) <= _MASK:
             raise FormatError(
-                f"{v.folder / _XLM}: {len(tokens)} tokens; those of Nomic are more than {_MASK}", "QK-E114"
+                f"{v.folder / _XLM}: {len(tokens)} tokens; Nomic models have more than {_MASK}", "QK-E114"
             )
         tokens[_MASK] = Piece("<mask>", 0.0, CONTROL)
     return tokens
@@ -115,7 +115,7 @@ def _in_json(v: Vocabulary) -> tuple[PieceModel, list[Piece]]:
     entries = v.model.get("vocab")
     if v.model.get("type") != "Unigram" or not isinstance(entries, list):
         raise FormatError(
-            f"{v.where}: its model is {short(v.model.get('type'))}, but that of this class is Unigram", "QK-E114"
+            f"{v.where}: its model is {short(v.model.get('type'))}, but this class needs Unigram", "QK-E114"
         )
     unknown_text = v.tokenizer_config.get("unk_token")
     added = {t.number: t for t in v.added.values()}
@@ -143,10 +143,10 @@ def _in_json(v: Vocabulary) -> tuple[PieceModel, list[Piece]]:
 
 def _pair(v: Vocabulary, entry: Any) -> tuple[str, float]:
     if not isinstance(entry, list) or len(entry) != 2:
-        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is no text with its score", "QK-E114")
+        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is not a text with a score", "QK-E114")
     text, score = entry
     if not isinstance(text, str) or isinstance(score, bool) or not isinstance(score, (int, float)):
-        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is no text with its score", "QK-E114")
+        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is not a text with a score", "QK-E114")
     return text, float(score)
 
 
@@ -156,4 +156,4 @@ def _charsmap(v: Vocabulary) -> bytes:
     try:
         return base64.b64decode(text or "", validate=True)
     except (TypeError, ValueError, binascii.Error):
-        raise FormatError(f"{v.where}: precompiled_charsmap of its normalizer is no Base64", "QK-E114") from None
+        raise FormatError(f"{v.where}: precompiled_charsmap of its normalizer is not Base64", "QK-E114") from None

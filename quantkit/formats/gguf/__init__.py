@@ -1,4 +1,4 @@
-"""GGUF, the file format of llama.cpp and ik_llama.cpp: a reader for any file, a writer as pure layout.
+"""GGUF, the file format of llama.cpp and ik_llama.cpp: a reader for any file, and a writer of fixed layouts.
 
 A GGUF file of version 2 or 3 (all integers little-endian; the two versions differ in nothing here)::
 
@@ -14,15 +14,15 @@ A model may be split into shards named PREFIX-00001-of-00003.gguf, each a GGUF f
 split.count and split.tensors.count; the other metadata is in the first one. ``open_gguf`` opens any shard as
 the whole model.
 
-The reader trusts nothing: every length and count is checked against the remaining bytes before any loop or
-allocation, and any violation is one FormatError with the file, the item and the byte offset.
-It refuses what llama.cpp b11434's gguf.cpp refuses, and also: overlapping tensors, tensors past the end of
-the file, booleans other than 0 and 1, keys and names that are empty, not UTF-8 or hold a
-NUL. It accepts what gguf.cpp refuses but does not misread: names of 64 bytes and more (up to ``MAX_NAME``) and more
-than four dimensions (up to ``MAX_DIMS``), both of which diffusion models have, gaps between tensors, tensors in any
-order. As there, a tensor may be empty (a dimension of 0) or a scalar (no dimensions). Arrays of arrays, which the
-specification allows and no runtime reads, are refused. String values may hold any bytes (tokenizers do):
-they are decoded with "surrogateescape", which ``Field.of`` turns back into the same bytes.
+The reader does not trust the file: every length and count is checked against the remaining bytes before any loop or
+allocation, and any violation is a FormatError with the file, the item and the byte offset. It refuses what llama.cpp
+b11434's gguf.cpp refuses, and also: overlapping tensors, tensors past the end of the file, booleans other than 0 and 1,
+keys and names that are empty, not UTF-8 or contain a NUL. It accepts some files that gguf.cpp refuses: names of 64
+bytes and more (up to ``MAX_NAME``) and more than four dimensions (up to ``MAX_DIMS``), both of which diffusion models
+have, gaps between tensors, tensors in any order. As in gguf.cpp, a tensor may be empty (a dimension of 0) or a scalar
+(no dimensions). Arrays of arrays, which the specification allows and no runtime reads, are refused. String values may
+hold any bytes (tokenizers do): they are decoded with "surrogateescape", which ``Field.of`` turns back into the same
+bytes.
 """
 
 from __future__ import annotations

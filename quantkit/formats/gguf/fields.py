@@ -1,4 +1,4 @@
-"""A metadata field: the bytes of its value as in the file, decoded on first use, or made from Python values."""
+"""A metadata field: the bytes of its value as in the file, decoded on first use, or built from Python values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _INT_RANGES: tuple[tuple[ValueType, int, int], ...] = (
 
 @dataclass(frozen=True)
 class Field:
-    """One metadata entry; ``raw`` holds the value's bytes exactly as in the file, so copying copies bytes.
+    """A metadata field; ``raw`` has the value's bytes exactly as in the file, so copying copies bytes.
 
     For an array ``raw`` begins with the item type and the count, and ``item_type`` is set. ``value`` and
     ``array`` decode on first use.
@@ -68,7 +68,7 @@ class Field:
             item_type: the type of an array's items, inferred in the same way; an empty list needs it.
 
         Raises:
-            RecipeError: the key or value cannot be written like this; the message names the key.
+            RecipeError: the key or value cannot be stored; the message names the key.
         """
         check_key(key)
         if isinstance(value, np.ndarray) and value.ndim != 1:
@@ -79,7 +79,7 @@ class Field:
         if not is_array:
             if item_type is not None:
                 raise RecipeError(
-                    f"key {short(key)}: an item type was given, but {short(value)} is no array", "QK-E203"
+                    f"key {short(key)}: an item type was given, but {short(value)} is not an array", "QK-E203"
                 )
             numpy_type = _BY_DTYPE.get(value.dtype) if isinstance(value, np.generic) else None
             explicit_type = type if type is not None else numpy_type
@@ -124,7 +124,7 @@ class Field:
         return struct.unpack("<" + _LETTERS[self.type], self.raw)[0]
 
     def describe(self) -> str:
-        """Return the type in words: "UINT32", "ARRAY of 250 STRING"."""
+        """Return the type as text: "UINT32", "ARRAY of 250 STRING"."""
         return self.type.name if self.item_type is None else f"ARRAY of {self.count} {self.item_type.name}"
 
     def encode(self) -> bytes:
@@ -136,7 +136,7 @@ class Field:
 def _infer(key: str, items: list[Any]) -> ValueType:
     """Return the value type that holds all of ``items``."""
     if not items:
-        raise RecipeError(f"key {short(key)}: an empty list tells no item type; give item_type", "QK-E203")
+        raise RecipeError(f"key {short(key)}: an empty list has no item type; give item_type", "QK-E203")
     if all(isinstance(v, (bool, np.bool_)) for v in items):
         return ValueType.BOOL
     if all(isinstance(v, str) for v in items):
@@ -158,7 +158,7 @@ def _pack(key: str, value_type: ValueType, items: list[Any]) -> bytes:
     if value_type is ValueType.STRING:
         return _pack_strings(key, items)
     if value_type not in _LETTERS:
-        raise RecipeError(f"key {short(key)}: arrays of arrays are not written; no runtime reads them", "QK-E203")
+        raise RecipeError(f"key {short(key)}: arrays of arrays are not supported; no runtime reads them", "QK-E203")
     bools = [isinstance(v, (bool, np.bool_)) for v in items]
     if not all(bools) if value_type is ValueType.BOOL else any(bools):
         raise RecipeError(f"key {short(key)}: {short(items)} does not fit {value_type.name}", "QK-E203")
@@ -169,7 +169,7 @@ def _pack(key: str, value_type: ValueType, items: list[Any]) -> bytes:
 
 
 def _is_unicode(items: list[str]) -> bool:
-    """Return whether strings hold no surrogates, which stand for bytes that are not UTF-8."""
+    """Return whether strings have no surrogates, which represent bytes that are not UTF-8."""
     try:
         "".join(items).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Open a model: one file, or all shards of a split one as one."""
+"""Open a model: a single file, or all shards of a split model as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAMPLE = 4096
 
 
 class GGUFFile:
-    """An open model: metadata, tensors and their bytes, over all shards. Made by ``open_gguf``.
+    """An open model: metadata, tensors and their bytes, over all shards. Created by ``open_gguf``.
 
     Attributes:
         paths: all shards in order; one path for a file that is not split.
@@ -73,13 +73,13 @@ class GGUFFile:
 
         Raises:
             KeyError: no tensor of this name.
-            FormatError: the file was opened ``header_only``, or was written to since.
+            FormatError: the file was opened ``header_only``, or has changed since.
             ValueError: the file is closed.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         if self._header_only:
             raise FormatError(
-                f"{self.paths[info.shard]}: opened for its header only; it has no tensor data here", "QK-E103"
+                f"{self.paths[info.shard]}: opened for its header only, so its tensor data cannot be read", "QK-E103"
             )
         if not info.nbytes:
             return np.empty(0, np.uint8)
@@ -88,7 +88,7 @@ class GGUFFile:
             check_unchanged(self.paths[info.shard : info.shard + 1])
         if info.offset + info.nbytes > len(view):
             raise FormatError(
-                f"{self.paths[info.shard]}: the file has shrunk; {info.name} is gone, at byte {len(view)}", "QK-E109"
+                f"{self.paths[info.shard]}: the file has shrunk to {len(view)} bytes; {info.name} is missing", "QK-E109"
             )
         return np.frombuffer(view, np.uint8, info.nbytes, info.offset)
 
@@ -98,13 +98,13 @@ class GGUFFile:
             check_unchanged(self.paths)
 
     def expect_writes(self) -> None:
-        """Take changes of the files as they come: this process writes them."""
+        """Accept changes of the files: this process writes them."""
         self._grows = True
 
     def forget(self, tensor: TensorInfo | str) -> None:
         """Release a tensor's pages from this process's memory; views stay valid and read the file again.
 
-        Mapped pages count as resident once touched: who streams through a model calls this behind itself.
+        Mapped pages count as resident once touched: call this after each tensor when streaming through a model.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         with self._lock:
@@ -121,9 +121,9 @@ class GGUFFile:
         return tuple(self.paths)
 
     def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
-        """Fill ``out`` from byte ``offset`` of a tensor on, with pread; ask the kernel for ``readahead`` bytes more.
+        """Fill ``out`` from byte ``offset`` of a tensor on, with pread; ask the kernel for ``readahead`` more bytes.
 
-        Works when closed, too. Raises FormatError when the file ends before, OSError when it cannot be read.
+        Also works when closed. Raises FormatError when the file ends before, OSError when it cannot be read.
         """
         begin = tensor.offset
         read_range(self.paths[tensor.shard], out, begin + offset, readahead, (begin, begin + tensor.nbytes))
@@ -144,7 +144,7 @@ class GGUFFile:
         """Return a SHA-256 that identifies the model, over all headers and both ends of every tensor.
 
         Hashing all of a 500 GB model would take longer than quantizing it; the first and last 4 KiB of every tensor are
-        enough to distinguish trained models. Of objects of a store their entity tags are taken instead of those ends.
+        enough to distinguish trained models. For objects of a store, their entity tags are used instead.
         """
         digest = hashlib.sha256()
         for field in self.fields.values():
@@ -183,11 +183,11 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
     """Open a GGUF file, or, given any shard of a split one, the whole model.
 
     Args:
-        path: the file; shards are looked for beside it under the names of ``split_path``.
-        header_only: accept files whose tensor data is missing or cut off; ``data`` then raises.
+        path: the file; shards are searched beside it under the names of ``split_path``.
+        header_only: accept files whose tensor data is missing or truncated; ``data`` then raises.
 
     Raises:
-        FormatError: a file is broken; the message names file and byte.
+        FormatError: a file is damaged; the message names file and byte.
     """
     return GGUFFile(open_shards(path, header_only=header_only), header_only)
 
@@ -208,17 +208,17 @@ def open_shards(path: str | os.PathLike[str], *, header_only: bool) -> list[Shar
 
 
 def open_model(path: str | os.PathLike[str]) -> GGUFFile:
-    """Open a model as ``open_gguf`` does; FormatError, too, for a file without a single tensor."""
+    """Open a model like ``open_gguf``; also raises FormatError for a file without tensors."""
     file = open_gguf(path)
     if not file.tensors:
         raise FormatError(
-            f"{file.paths[0]}: there is no tensor in it, so this is no model: convert or download it again", "QK-E105"
+            f"{file.paths[0]}: has no tensors, so this is not a model: convert or download it again", "QK-E105"
         )
     return file
 
 
 def _without_map(shard: Shard) -> Shard:
-    """Copy only the split keys of a later shard, so that thousands of shards do not hold a mapping each."""
+    """Copy only the split keys of a later shard, so that thousands of shards do not each keep a mapping."""
     fields = {key: replace(f, raw=bytes(f.raw)) for key, f in shard.fields.items() if key.startswith("split.")}
     return replace(shard, fields=fields)
 
@@ -245,7 +245,7 @@ def _shard_paths(location: Path, no: int, count: int) -> list[Path]:
     if missing:
         suffix = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise FormatError(
-            f"{location}: {len(missing)} of {count} shards are missing beside it: {', '.join(missing[:3])}{suffix}",
+            f"{location}: {len(missing)} of {count} shards are missing: {', '.join(missing[:3])}{suffix}",
             "QK-E104",
         )
     return paths
@@ -258,7 +258,8 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
         no, its_count = _split_int(shard, "split.no"), _split_int(shard, "split.count", count)
         if (no, its_count) != (i, count):
             raise FormatError(
-                f"{shard.path}: says shard {no + 1} of {its_count}, its name {i + 1} of {count}", "QK-E104"
+                f"{shard.path}: its metadata says shard {no + 1} of {its_count}, its name shard {i + 1} of {count}",
+                "QK-E104",
             )
         for tensor in shard.tensors:
             owner_path = owner.setdefault(tensor.name, shard.path)
@@ -268,7 +269,7 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
         total = _split_int(shard, "split.tensors.count", len(owner))
         if total != len(owner):
             raise FormatError(
-                f"{shard.path}: split.tensors.count is {total}, but the shards hold {len(owner)}", "QK-E104"
+                f"{shard.path}: split.tensors.count is {total}, but the shards contain {len(owner)}", "QK-E104"
             )
 
 

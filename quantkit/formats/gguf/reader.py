@@ -34,11 +34,11 @@ from quantkit.units import round_up
 #: Fewest bytes of a field and a tensor info: bounds for the two counts in the header.
 _MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 4 + 8
 
-#: What a file that is not GGUF may be.
+#: Likely kinds of a file that is not GGUF.
 _OTHER_MAGICS = {
     b"vers": "a Git LFS pointer: fetch the file itself (git lfs pull)",
-    b"<!DO": "an HTML page: the download went wrong",
-    b"<htm": "an HTML page: the download went wrong",
+    b"<!DO": "an HTML page: the download failed",
+    b"<htm": "an HTML page: the download failed",
     b"tjgg": "a GGJT file of 2023: convert the model again",
     b"PK\x03\x04": "a zip archive",
 }
@@ -61,7 +61,7 @@ class TensorInfo:
 
 
 class _NeedMore(Exception):
-    """The header needs the bytes up to ``end``, which are not read yet."""
+    """The header needs bytes up to ``end`` that have not been read yet."""
 
     def __init__(self, end: int) -> None:
         super().__init__(end)
@@ -71,7 +71,7 @@ class _NeedMore(Exception):
 class _Cursor:
     """Reads one file's bytes, never past their end; ``fail`` raises every error.
 
-    Of a file of ``size`` bytes ``buf`` may hold only the first ones; ``_More`` asks for others.
+    ``buf`` may have only the first of the file's ``size`` bytes; ``_More`` requests others.
     """
 
     def __init__(self, path: Path, buf: memoryview, size: int) -> None:
@@ -85,12 +85,12 @@ class _Cursor:
         return self.size - self.pos
 
     def fail(self, problem: str, offset: int | None = None, code: str = "QK-E102") -> FormatError:
-        """Return an error at byte ``offset``, by default the cursor's."""
+        """Return an error at byte ``offset``; default: the cursor's."""
         return FormatError(f"{self.path}: {problem}, at byte {self.pos if offset is None else offset}", code)
 
     def skip(self, n: int, item: str) -> None:
         if n > self.left:
-            message = f"{item} takes {n} bytes, but the file ends after {self.left} more (truncated?)"
+            message = f"{item} needs {n} bytes, but the file ends after {self.left} more (truncated?)"
             raise self.fail(message, code="QK-E103")
         self.pos += n
         if self.pos > len(self.buf):
@@ -113,7 +113,7 @@ class _Cursor:
         self.skip(n, item)
         data = bytes(self.buf[self.pos - n : self.pos])
         if 0 in data:
-            raise self.fail(f"{item} {short(data)} holds a NUL byte", start + 8)
+            raise self.fail(f"{item} {short(data)} contains a NUL byte", start + 8)
         try:
             return data.decode()
         except UnicodeDecodeError as e:
@@ -126,22 +126,26 @@ def _read_header(cur: _Cursor) -> tuple[int, int, int]:
     if magic != MAGIC:
         likely_kind = _OTHER_MAGICS.get(magic)
         raise cur.fail(
-            f"not a GGUF file: it begins with {magic!r}" + (f"; it looks like {likely_kind}" if likely_kind else ""),
+            f"not a GGUF file: it starts with {magic!r}" + (f"; it looks like {likely_kind}" if likely_kind else ""),
             0,
             "QK-E101",
         )
     cur.pos = 4
     version = cur.u32("the version")
     if version and version & 0xFFFF == 0:
-        raise cur.fail("a big-endian GGUF file; only little-endian ones are read (convert the model again)", 4)
+        raise cur.fail("a big-endian GGUF file; only little-endian files are supported (convert the model again)", 4)
     if version not in (2, 3):
-        raise cur.fail(f"GGUF version {version}; only versions 2 and 3 are read", 4)
+        raise cur.fail(f"GGUF version {version}; only versions 2 and 3 are supported", 4)
     n_tensors = cur.u64("the number of tensors")
     n_kv = cur.u64("the number of keys")
     if n_kv > min(cur.left // _MIN_FIELD, MAX_FIELDS):
-        raise cur.fail(f"{n_kv} keys; {cur.left} bytes follow, and at most {MAX_FIELDS} keys are read", 16)
+        raise cur.fail(
+            f"{n_kv} keys, but only {cur.left} bytes follow, and at most {MAX_FIELDS} keys are supported", 16
+        )
     if n_tensors > min((cur.left - n_kv * _MIN_FIELD) // _MIN_TENSOR, MAX_TENSORS):
-        raise cur.fail(f"{n_tensors} tensors; {cur.left} bytes follow, and at most {MAX_TENSORS} tensors are read", 8)
+        raise cur.fail(
+            f"{n_tensors} tensors, but only {cur.left} bytes follow, and at most {MAX_TENSORS} tensors are supported", 8
+        )
     return version, n_tensors, n_kv
 
 
@@ -170,7 +174,7 @@ def _read_value_type(cur: _Cursor, item: str) -> ValueType:
 
 
 def _skip_array(cur: _Cursor, item: str) -> ValueType:
-    """Step over an array, checking its bounds; return its item type."""
+    """Skip an array, checking its bounds; return its item type."""
     item_type = _read_value_type(cur, f"an item of {item}")
     count_at = cur.pos
     count = cur.u64(f"the count of {item}")
@@ -178,11 +182,11 @@ def _skip_array(cur: _Cursor, item: str) -> ValueType:
         raise cur.fail(f"{item} is an array of arrays, which no runtime reads", count_at - 4)
     if count > cur.left // SIZES.get(item_type, 8):
         raise cur.fail(
-            f"{item} counts {count} items of {item_type.name}, more than the {cur.left} bytes left", count_at
+            f"{item} has {count} items of {item_type.name}, more than the remaining {cur.left} bytes", count_at
         )
     if item_type is ValueType.STRING:
         if count > MAX_STRINGS:
-            raise cur.fail(f"{item} counts {count} strings; at most {MAX_STRINGS} are read", count_at)
+            raise cur.fail(f"{item} has {count} strings; at most {MAX_STRINGS} are supported", count_at)
         _skip_strings(cur, count, item)
         return item_type
     start = cur.pos
@@ -190,12 +194,12 @@ def _skip_array(cur: _Cursor, item: str) -> ValueType:
     if item_type is ValueType.BOOL and count:
         items = np.frombuffer(cur.buf, np.uint8, count, start)
         if items.max() > 1:
-            raise cur.fail(f"{item} holds a boolean of {items.max()}, neither 0 nor 1", start + int(items.argmax()))
+            raise cur.fail(f"{item} contains a boolean of {items.max()}, neither 0 nor 1", start + int(items.argmax()))
     return item_type
 
 
 def _skip_strings(cur: _Cursor, count: int, item: str) -> None:
-    """Step over ``count`` strings; without calls in the loop, for large vocabularies."""
+    """Skip ``count`` strings, without calls in the loop, for large vocabularies."""
     buf = cur.buf
     pos = cur.pos
     last = len(cur.buf) - 8
@@ -248,7 +252,7 @@ class Shard:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file read-only, of an object of a store a copy; raise FormatError if that is not possible."""
+    """Map a file, or a copy of a store's object, read-only. Raises FormatError if that is not possible."""
     if isinstance(path, URL):
         try:
             with path.open("rb") as file:
@@ -260,7 +264,7 @@ def map_file(path: Path) -> memoryview:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 is_folder = stat.S_ISDIR(status.st_mode)
-                kind = "a directory; name the .gguf file in it" if is_folder else "not a regular file"
+                kind = "a directory; give the .gguf file in it" if is_folder else "not a regular file"
                 raise FormatError(f"{path}: {kind}", "QK-E120")
             if status.st_size == 0:
                 raise FormatError(f"{path}: the file is empty", "QK-E103")
@@ -272,9 +276,9 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
-    """Read and check the header of one file, which is held then; with ``header_only`` its tensor data may be missing.
+    """Read and check the header of one file, which is then held; with ``header_only`` its tensor data may be missing.
 
-    Of an object of a store only the beginning is read, more and more of it until the header is there.
+    Of an object of a store only the beginning is read, in growing pieces until the header is complete.
     """
     if not isinstance(path, URL):
         try:
@@ -304,7 +308,7 @@ def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
         start = cur.pos
         item = _read_field(cur, i)
         if item.key in fields:
-            raise cur.fail(f"key {short(item.key)} appears twice", start, "QK-E107")
+            raise cur.fail(f"key {short(item.key)} occurs twice", start, "QK-E107")
         fields[item.key] = item
         if item.key == ALIGNMENT_KEY:
             try:
@@ -317,9 +321,9 @@ def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
         start = cur.pos
         tensor = _read_tensor(cur, i, shard)
         if tensor.name in names:
-            raise cur.fail(f"tensor {short(tensor.name)} appears twice", start, "QK-E107")
+            raise cur.fail(f"tensor {short(tensor.name)} occurs twice", start, "QK-E107")
         if tensor.offset % alignment:
-            problem = f"tensor {short(tensor.name)}: its offset {tensor.offset} is no multiple of {alignment}"
+            problem = f"tensor {short(tensor.name)}: its offset {tensor.offset} is not a multiple of {alignment}"
             raise cur.fail(problem, cur.pos - 8)
         names.add(tensor.name)
         tensors.append(tensor)

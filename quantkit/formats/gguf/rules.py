@@ -13,7 +13,7 @@ ALIGNMENT_KEY = "general.alignment"
 
 #: Longest key or tensor name in bytes: the specification's bound for keys.
 MAX_NAME = 65535
-#: Largest alignment: padding must stay small compared with a model.
+#: Largest alignment: padding must remain small compared with a model.
 MAX_ALIGNMENT = 1 << 24
 #: Most strings in one array (vocabularies have up to a few 100k): bounds the time to walk them.
 MAX_STRINGS = 1 << 26
@@ -28,7 +28,7 @@ MAX_TENSORS = 1 << 18
 
 
 def short(value: object) -> str:
-    """Return ``value`` for a message: its repr, cut."""
+    """Return ``value`` for a message: its shortened repr."""
     try:
         text = repr(value[:80] if isinstance(value, (str, bytes, list)) else value)
     except (RecursionError, ValueError):  # deeply nested, or a number of thousands of digits
@@ -37,7 +37,7 @@ def short(value: object) -> str:
 
 
 def check_key(key: str, kind: str = "key", error: type[FormatError | RecipeError] = RecipeError) -> bytes:
-    """Return a key or tensor name as the file's bytes; raise ``error`` if it cannot be one."""
+    """Return a key or tensor name as the file's bytes; raise ``error`` if it is invalid."""
     code = "QK-E203" if error is RecipeError else "QK-E107"
     try:
         data = key.encode()
@@ -54,7 +54,8 @@ def n_dims(shape: Sequence[int]) -> int:
 
 
 def checked_bytes(tensor_type: TensorType, shape: Sequence[int]) -> int:
-    """Return a tensor's bytes; raise ValueError for a shape no file holds, TypeNotSupported for the type's.
+    """Return a tensor's bytes. Raises ValueError for an invalid shape, TypeNotSupported for one that the type cannot
+    have.
 
     A scalar has no dimensions, an empty tensor one of 0.
     """
@@ -66,8 +67,8 @@ def checked_bytes(tensor_type: TensorType, shape: Sequence[int]) -> int:
             raise ValueError(f"shape {list(shape)} has a dimension below 0")
         n *= max(ne, 1)
     if n >= 1 << 63:
-        raise ValueError(f"shape {list(shape)} has more values than 63 bits count")
+        raise ValueError(f"shape {list(shape)} has more values than 63 bits can count")
     nbytes = tensor_type.tensor_bytes(shape)
     if nbytes >= 1 << 63:
-        raise ValueError(f"shape {list(shape)} takes more bytes than 63 bits count")
+        raise ValueError(f"shape {list(shape)} needs more bytes than 63 bits can count")
     return nbytes

@@ -1,4 +1,4 @@
-"""Write GGUF as pure layout: header and offsets are fixed before any data exists."""
+"""Lay out GGUF files: header and offsets are fixed before any data exists."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def layout_gguf(
         fields: the metadata, in order.
         tensors: name, shape (innermost first) and type of each.
         version: 2 or 3.
-        all_dims: write the dimensions as they are, as convert_hf_to_gguf.py does; llama.cpp's own writer drops trailing
-            ones and writes a scalar as [1].
+        all_dims: write all dimensions, as convert_hf_to_gguf.py does; llama.cpp's writer drops trailing ones and writes
+            a scalar as [1].
         pad_header: False: a file without tensors ends with its last key.
         alignment: that of the field general.alignment, or 32 without one; another value is refused.
 
     Raises:
-        FormatError: duplicate keys or names, a name, shape, version or alignment that no file may have.
+        FormatError: duplicate keys or names, an invalid name, shape, version or alignment.
         TypeNotSupported: a type cannot hold a tensor of this shape.
     """
     entries: dict[str, Field] = {}
@@ -67,7 +67,7 @@ def layout_gguf(
         entries[item.key] = item
     if len(entries) > MAX_FIELDS or len(tensors) > MAX_TENSORS:
         counts = f"{len(entries)} keys and {len(tensors)} tensors"
-        raise FormatError(f"cannot write {counts}; at most {MAX_FIELDS} and {MAX_TENSORS} are read", "QK-E102")
+        raise FormatError(f"cannot write {counts}; at most {MAX_FIELDS} and {MAX_TENSORS} are supported", "QK-E102")
     if version not in (2, 3):
         raise FormatError(f"cannot write GGUF version {version}; only 2 and 3", "QK-E102")
     try:
@@ -76,7 +76,7 @@ def layout_gguf(
         raise FormatError(f"cannot write this file: {e}", "QK-E102") from None
     if alignment not in (None, of_field):
         raise FormatError(
-            f"cannot align to {alignment}: a reader would take {of_field} from {ALIGNMENT_KEY} or its default",
+            f"cannot align to {alignment}: a reader would use {of_field}, from {ALIGNMENT_KEY} or the default",
             "QK-E102",
         )
     infos, relative, size = _layout_tensors(tensors, of_field, all_dims)
@@ -111,7 +111,7 @@ def _layout_tensors(
         offsets.append(size)
         size += round_up(nbytes, alignment)
         if size >= 1 << 63:
-            raise FormatError(f"tensor {short(name)}: the file would be larger than 63 bits count", "QK-E102")
+            raise FormatError(f"tensor {short(name)}: the file would be larger than 63 bits can count", "QK-E102")
     return b"".join(parts), offsets, size
 
 

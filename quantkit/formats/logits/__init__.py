@@ -1,11 +1,11 @@
-"""Base logits: a reference model's predictions for a text, kept to compare quantized files with.
+"""Base logits: a reference model's predictions for a text, stored for comparison with quantized files.
 
 There are two formats. llama.cpp's (``llama.py``) has a 16-bit code for every token of the vocabulary, 300 KB per
-position for a large one; every runtime reads it. Ours (``compact.py``) has only the most probable tokens, exactly, and
-the mass of the rest: a few KB per position, with a bound on the error.
+position for a large one; every runtime reads it. quantkit's (``compact.py``) has only the most probable tokens,
+exactly, and the mass of the rest: a few KB per position, with a bound on the error.
 
-Both hold the tokens of the evaluated text in chunks of ``n_ctx``; the predictions at positions n_ctx // 2 to n_ctx - 2
-of each chunk are scored, as in llama-perplexity. ``open_logits`` opens either and trusts nothing in it.
+Both contain the tokens of the evaluated text in chunks of ``n_ctx``; the predictions at positions n_ctx // 2 to n_ctx -
+2 of each chunk are scored, as in llama-perplexity. ``open_logits`` opens either and validates everything.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = [
 
 
 def open_logits(path: str | Path) -> LogitsFile:
-    """Open a file of base logits, llama.cpp's or ours, told apart by its first 8 bytes.
+    """Open a file of base logits, llama.cpp's or quantkit's, detected by its first 8 bytes.
 
-    Raises FormatError when it is neither, is broken, or does not have the size its header says.
+    Raises FormatError if it is neither, is damaged, or does not have the size in its header.
     """
     path = located(path)
     if not path.is_file():
@@ -56,4 +56,6 @@ def open_logits(path: str | Path) -> LogitsFile:
                 return kind(path)
     except OSError as e:
         raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from e
-    raise FormatError(f"{path}: begins with {magic!r}: no base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit")
+    raise FormatError(
+        f"{path}: starts with {magic!r}: not base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit"
+    )

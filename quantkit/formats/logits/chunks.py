@@ -18,7 +18,7 @@ I32 = npt.NDArray[np.int32]
 class Chunks:
     """The tokens, int32 [n_chunks, n_ctx], as in the text, and the size of the vocabulary.
 
-    No BOS is substituted here: llama-perplexity puts it in position 0 when it evaluates a chunk.
+    BOS is not substituted: llama-perplexity puts it in position 0 when it evaluates a chunk.
     """
 
     n_vocab: int
@@ -43,12 +43,12 @@ class Chunks:
         return scored_rows(self.n_ctx)
 
     def sha256(self) -> bytes:
-        """Return the hash that names the text: of the tokens, int32, little-endian."""
+        """Return the hash that identifies the text: of the tokens, int32, little-endian."""
         return hashlib.sha256(self.tokens.astype("<i4").tobytes()).digest()
 
 
 def scored_rows(n_ctx: int) -> int:
-    """Return how many positions of a chunk are scored (llama.cpp b11434 perplexity.cpp: n_ctx - 1 - n_ctx / 2)."""
+    """Return the number of scored positions of a chunk (llama.cpp b11434 perplexity.cpp: n_ctx - 1 - n_ctx / 2)."""
     return n_ctx - 1 - n_ctx // 2
 
 
@@ -57,12 +57,12 @@ def check_header(path: Path, n_ctx: int, n_vocab: int, n_chunks: int) -> None:
     for name, value, least in (("n_ctx", n_ctx, 3), ("n_vocab", n_vocab, 1), ("n_chunk", n_chunks, 1)):
         if value < least:
             raise FormatError(
-                f"{path}: header: {name} is {value}, at least {least} is needed: not base logits, or broken"
+                f"{path}: header: {name} is {value}, but must be at least {least}: not base logits, or damaged"
             )
 
 
 def read_tokens(path: Path, raw: bytes, n_ctx: int, n_vocab: int, offset: int) -> Chunks:
-    """Return the chunks of int32 tokens that lie at byte ``offset``; FormatError on ids beyond the vocabulary."""
+    """Return the chunks of int32 tokens at byte ``offset``. Raises FormatError for ids beyond the vocabulary."""
     tokens = np.frombuffer(raw, "<i4").astype(np.int32).reshape(-1, n_ctx)
     bad = np.flatnonzero((tokens.ravel() < 0) | (tokens.ravel() >= n_vocab))
     if bad.size:

@@ -11,9 +11,9 @@ A payload, unpacked, has one array after the other, each as four planes of bytes
 which compress better. R positions (rows), N tokens kept in all of them::
 
     f32 log_sum_exp[R]   log(sum(exp(logits))): logit = log p + log_sum_exp
-    f32 residual[R]      the mass of the tokens that are not kept
-    f32 next[R]          log p of the token that came next in the text, kept or not
-    u32 counts[R]        tokens kept: the top_k most probable, fewer when hardly any mass is left
+    f32 residual[R]      the mass of the tokens that are not stored
+    f32 next[R]          log p of the next token of the text, stored or not
+    u32 counts[R]        tokens kept: the top_k most probable, or fewer if little mass is left
     u32 ids[N]           ascending within a row, each the difference to the one before (the first: to 0)
     f32 log_p[N]         their log-probabilities
 
@@ -22,14 +22,14 @@ smallest kept p and b the smallest q of the compared model. Then
 
     least = sum over S of p log(p / q)  +  r log(r / s)   <=   KLD   <=   least + r log(a / b) - r log(r / s) = most
 
-The left holds because merging outcomes cannot raise a divergence (log-sum inequality), the right because no token
-that was left out is more probable than a, nor less than b in the other model. What is missing on the left is exactly
-r times the divergence among the tokens that were left out. Quantization blurs the logits of improbable
-tokens alike, so E, the divergence among the kept tokens with p < a e^2, serves as its estimate::
+The left holds because merging outcomes cannot raise a divergence (log-sum inequality), the right because no omitted
+token is more probable than a, or less probable than b in the other model. The left lacks exactly r times the divergence
+among the omitted tokens. Quantization affects the logits of all improbable tokens similarly, so E, the divergence among
+the kept tokens with p < a e^2, serves as its estimate::
 
     value = min(least + r E, most)                      |value - KLD| <= max(value - least, most - value) + 1e-6
 
-The 1e-6 covers float32. The bound is the worst case, in which everything left out falls on the model's least probable
+The 1e-6 covers float32. The bound is the worst case, in which all omitted mass falls on the model's least probable
 tokens; the estimate is far closer (a test holds it to 1 % of the divergence on a real model).
 """
 
@@ -118,7 +118,7 @@ def pack_rows(rows: CompactRows) -> bytes:
 
 
 def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -> CompactRows:
-    """Return the rows of a payload; FormatError, beginning with ``where``, if they cannot be."""
+    """Return the rows of a payload. Raises FormatError, beginning with ``where``, if it is invalid."""
     if len(raw) < _ROW_BYTES * n_rows:
         raise FormatError(f"{where}: {len(raw)} bytes cannot hold {n_rows} positions", "QK-E122")
     log_sum_exp, residual, following = (_from_planes(raw, 4 * n_rows * i, n_rows, "<f4") for i in range(3))
@@ -127,7 +127,7 @@ def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -
     n = int(starts[-1])
     if counts.min() < 1 or counts.max() > min(top_k, n_vocab) or len(raw) != _ROW_BYTES * n_rows + _TOKEN_BYTES * n:
         raise FormatError(
-            f"{where}: it keeps {counts.min()} to {counts.max()} tokens a position in {len(raw)} bytes", "QK-E122"
+            f"{where}: has {counts.min()} to {counts.max()} tokens per position in {len(raw)} bytes", "QK-E122"
         )
     deltas = _from_planes(raw, 16 * n_rows, n, "<u4").astype(np.int64)
     log_probs = _from_planes(raw, 16 * n_rows + 4 * n, n, "<f4")
@@ -136,11 +136,11 @@ def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -
     repeated = deltas == 0
     repeated[starts[:-1]] = False
     if ids.max() >= n_vocab or repeated.any():
-        raise FormatError(f"{where}: token ids must ascend and be below {n_vocab}", "QK-E122")
+        raise FormatError(f"{where}: token ids must be ascending and less than {n_vocab}", "QK-E122")
     # NaN fails every comparison.
     sane = (log_probs <= 0).all() and np.isfinite(log_probs).all() and (following <= 0).all()
     if not (sane and np.isfinite(log_sum_exp).all() and ((residual >= 0) & (residual <= 1)).all()):
-        raise FormatError(f"{where}: it holds values that are no log-probabilities", "QK-E122")
+        raise FormatError(f"{where}: it contains values that are not log-probabilities", "QK-E122")
     return CompactRows(log_sum_exp, residual, following, starts, ids, log_probs)
 
 
@@ -173,19 +173,20 @@ def _zstd() -> tuple[Callable[[bytes, int], bytes], Callable[[bytes, int], bytes
 
 
 def compress(data: bytes, codec: str) -> bytes:
-    """Return ``data`` compressed. Raises ResourceError where zstd is wanted and missing."""
+    """Return ``data`` compressed. Raises ResourceError if zstd is requested and missing."""
     return zlib.compress(data, _LEVEL["zlib"]) if codec == "zlib" else _zstd()[0](data, _LEVEL["zstd"])
 
 
 def decompress(data: bytes, size: int, codec: str, where: str) -> bytes:
-    """Return exactly ``size`` bytes; FormatError, beginning with ``where``, if ``data`` holds anything else."""
+    """Return exactly ``size`` decompressed bytes. Raises FormatError, beginning with ``where``, if ``data`` has other
+    content."""
     unpack = _zstd()[1] if codec == "zstd" else lambda data, size: zlib.decompressobj().decompress(data, size + 1)
     try:
         raw = unpack(data, size)
     except Exception as e:  # each library has its own errors
-        raise FormatError(f"{where}: {codec} cannot unpack it: {e}", "QK-E122") from None
+        raise FormatError(f"{where}: {codec} cannot decompress it: {e}", "QK-E122") from None
     if len(raw) != size:
-        raise FormatError(f"{where}: it unpacks to other than the {size} bytes it should have", "QK-E122")
+        raise FormatError(f"{where}: it does not decompress to {size} bytes", "QK-E122")
     return raw
 
 
@@ -209,7 +210,7 @@ class CompactLogits:
             self.chunks = read_tokens(path, raw, n_ctx, n_vocab, _HEADER.size + len(name))
             if self.chunks.sha256() != self._sha256:
                 raise FormatError(
-                    f"{path}: the tokens do not have the SHA-256 in the header: the file is damaged", "QK-E122"
+                    f"{path}: the tokens do not match the SHA-256 in the header: the file is damaged", "QK-E122"
                 )
             self._frames = self._find_frames(file, size)
         self._last_chunk: tuple[int, CompactRows] | None = None
@@ -219,21 +220,21 @@ class CompactLogits:
         path = self.path
         if len(raw) < _HEADER.size:
             raise FormatError(
-                f"{path}: ends after {size} bytes, within the header of base logits: it was truncated", "QK-E103"
+                f"{path}: ends after {size} bytes, within the header of base logits: truncated", "QK-E103"
             )
         _, version, codec, n_ctx, n_vocab, n_chunks, top_k, self._sha256, model, name_bytes = _HEADER.unpack(raw)
         if version != VERSION:
-            raise FormatError(f"{path}: base logits of version {version}; this quantkit reads version {VERSION}")
+            raise FormatError(
+                f"{path}: base logits of version {version}; this version of quantkit reads version {VERSION}"
+            )
         if codec not in CODECS.values() or not top_k or name_bytes > MAX_NAME:
             raise FormatError(
-                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: it is damaged", "QK-E122"
+                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: damaged", "QK-E122"
             )
         check_header(path, n_ctx, n_vocab, n_chunks)
         need = _HEADER.size + name_bytes + 4 * n_ctx * n_chunks + _FRAME.size
         if size < need:
-            raise FormatError(
-                f"{path}: {size} bytes, its text and first frame alone need {need}: it was truncated", "QK-E103"
-            )
+            raise FormatError(f"{path}: {size} bytes, but its text and first frame need {need}: truncated", "QK-E103")
         self.codec = next(name for name, number in CODECS.items() if number == codec)
         self.top_k = int(top_k)
         self.fingerprint = model.hex()
@@ -250,7 +251,7 @@ class CompactLogits:
             mark, number, crc, raw_bytes, nbytes = _FRAME.unpack(file.read(_FRAME.size))
             if mark != b"CHNK" or number != len(frames) or raw_bytes > max_raw_bytes:
                 raise FormatError(
-                    f"{self.path}: byte {offset}: here the frame of chunk {len(frames)} should begin", "QK-E122"
+                    f"{self.path}: the frame of chunk {len(frames)} is not at byte {offset}: damaged", "QK-E122"
                 )
             offset += _FRAME.size
             if offset + nbytes > size:
@@ -258,10 +259,10 @@ class CompactLogits:
             frames.append((offset, nbytes, raw_bytes, crc))
             offset += nbytes
         if not frames:
-            raise FormatError(f"{self.path}: ends within its first chunk: it was truncated, write it again", "QK-E103")
+            raise FormatError(f"{self.path}: ends within its first chunk: truncated, write it again", "QK-E103")
         if len(frames) == chunks.n_chunks and offset != size:
             raise FormatError(
-                f"{self.path}: {size - offset} bytes after the last chunk, byte {offset}: it is damaged", "QK-E122"
+                f"{self.path}: {size - offset} bytes after the last chunk, byte {offset}: damaged", "QK-E122"
             )
         return frames
 
@@ -274,11 +275,11 @@ class CompactLogits:
     def description(self) -> str:
         frames = sum(nbytes for _, nbytes, _, _ in self._frames)
         bytes_per_row = frames / max(1, self.n_whole * self.chunks.rows)
-        size = f"{bytes_per_row:.0f} bytes a position"
+        size = f"{bytes_per_row:.0f} bytes per position"
         return f"quantkit's base logits of {self.model}, top {self.top_k}, {size}, {self.codec}"
 
     def chunk(self, index: int) -> CompactRows:
-        """Return the rows of a chunk, checked; the last one is kept. Any thread may ask."""
+        """Return the checked rows of a chunk; the last chunk is cached. Safe to call from any thread."""
         with self._lock:
             if self._last_chunk is None or self._last_chunk[0] != index:
                 self._last_chunk = (index, self._read(index))
@@ -293,7 +294,7 @@ class CompactLogits:
         except OSError as e:
             raise ResourceError(f"{where}: cannot be read: {e.strerror or e}", os_error_code(e)) from e
         if zlib.crc32(payload.data) != crc:
-            raise FormatError(f"{where}: its checksum is wrong: the file is damaged", "QK-E122")
+            raise FormatError(f"{where}: wrong checksum: the file is damaged", "QK-E122")
         raw = decompress(payload.tobytes(), raw_bytes, self.codec, where)
         return unpack_rows(raw, self.chunks.rows, self.chunks.n_vocab, self.top_k, where)
 

@@ -1,6 +1,6 @@
 """llama.cpp's base logits, as llama-perplexity --save-all-logits writes and --kl-divergence reads them.
 
-Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.cpp's is the same but for the clip)::
+Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.cpp's differs only in the clip)::
 
     "_logits_"  i32 n_ctx  i32 n_vocab  i32 n_chunk
     i32 tokens[n_chunk * n_ctx]
@@ -9,8 +9,8 @@ Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.c
 
     log p = scale * code + min_log_prob         scale = (max - min) / 65535,  min = max(lowest logit, max - clip)
 
-The clip is 16 in llama.cpp and 24 in ik_llama.cpp: everything less probable than e^-clip times the top token
-collapses to code 0. A file does not say which it was written with, and no reader needs to know.
+The clip is 16 in llama.cpp and 24 in ik_llama.cpp: everything less probable than e^-clip times the top token becomes
+code 0. A file does not record its clip, and readers do not need it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<8siii")
 
 
 def row_codes(n_vocab: int) -> int:
-    """Return the uint16 values of a row: four hold scale and minimum, and codes come in pairs."""
+    """Return the number of uint16 values of a row: four for scale and minimum, and codes in pairs."""
     return 2 * ((n_vocab + 1) // 2) + 4
 
 
@@ -88,8 +88,8 @@ def encode_rows(logits: F32, log_sum_exp: F32, clip: float = 16, scratch: F32 | 
 class LlamaLogits:
     """A file of llama.cpp's base logits, open for reading by rows.
 
-    ``chunks`` has the tokens of all chunks; the file has logits for the first ``n_whole``, which is all of them
-    unless the writer was killed.
+    ``chunks`` has the tokens of all chunks; the file has logits for the first ``n_whole``, which is all unless the
+    writer was killed.
     """
 
     magic = b"_logits_"
@@ -102,7 +102,7 @@ class LlamaLogits:
             raw = file.read(_HEADER.size)
             if len(raw) < _HEADER.size:
                 raise FormatError(
-                    f"{path}: ends after {size} bytes, within the header of base logits: it was truncated", "QK-E103"
+                    f"{path}: ends after {size} bytes, within the header of base logits: truncated", "QK-E103"
                 )
             _, n_ctx, n_vocab, n_chunks = _HEADER.unpack(raw)
             check_header(path, n_ctx, n_vocab, n_chunks)
@@ -117,22 +117,21 @@ class LlamaLogits:
         complete_bytes = self._start + n_chunks * chunk_bytes
         if size > complete_bytes:
             raise FormatError(
-                f"{self.path}: {size} bytes, but its header describes {complete_bytes}: not base logits, or broken"
+                f"{self.path}: {size} bytes, but its header describes {complete_bytes}: not base logits, or damaged"
             )
         if size < self._start + chunk_bytes:
             raise FormatError(
                 f"{self.path}: {size} bytes, but its header describes {complete_bytes}, {self._start + chunk_bytes} "
-                "up to the"
-                " end of its first chunk: it was truncated, write it again",
+                "up to the end of its first chunk: truncated, write it again",
                 "QK-E103",
             )
 
     @property
     def description(self) -> str:
-        return f"llama.cpp's base logits, {16 * self.chunks.n_vocab // 8} bytes a position"
+        return f"llama.cpp's base logits, {16 * self.chunks.n_vocab // 8} bytes per position"
 
     def rows(self, chunk: int, first: int, last: int) -> LlamaRows:
-        """Read rows ``first`` to ``last`` (exclusive) of a chunk. Raises FormatError on scales that are none."""
+        """Read rows ``first`` to ``last`` (exclusive) of a chunk. Raises FormatError for invalid scales."""
         n = last - first
         raw = np.empty(n * self._row_bytes, np.uint8)
         offset = self._start + (chunk * self.chunks.rows + first) * self._row_bytes
@@ -149,8 +148,8 @@ class LlamaLogits:
             row = first + int(bad[0])
             scale, minimum = (float(v) for v in header[bad[0]])
             raise FormatError(
-                f"{self.path}: chunk {chunk}, position {self.chunks.first + row}, byte"
-                f" {offset + int(bad[0]) * self._row_bytes}: scale {scale} and minimum {minimum} are no "
+                f"{self.path}: chunk {chunk}, position {self.chunks.first + row}, byte "
+                f"{offset + int(bad[0]) * self._row_bytes}: scale {scale} and minimum {minimum} are not "
                 "log-probabilities"
             )
         return LlamaRows(header[:, 0], header[:, 1], codes[:, 4 : 4 + self.chunks.n_vocab])
@@ -161,7 +160,7 @@ class LlamaWriter:
 
     def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16) -> None:
         if clip not in CLIPS.values():
-            raise ValueError(f"clip {clip}: files have {sorted(CLIPS.values())}")
+            raise ValueError(f"clip {clip}: choose one of {sorted(CLIPS.values())}")
         self.path = located(path)
         self.chunks = chunks
         self.clip = clip
@@ -176,8 +175,8 @@ class LlamaWriter:
         free = shutil.disk_usage(self.path.parent).free if self.path.parent.is_dir() else self.nbytes
         if free < self.nbytes:
             raise ResourceError(
-                f"{self.path.parent}: {format_size(self.nbytes)} are needed, {format_size(free)} are free; fewer"
-                " --chunks, or --logits-format compact",
+                f"{self.path.parent}: needs {format_size(self.nbytes)}, but only {format_size(free)} are free; use "
+                "fewer --chunks, or --logits-format compact",
                 "QK-E406",
             )
         self.path.write_bytes(self.header)
@@ -193,15 +192,18 @@ class LlamaWriter:
 
 
 class LlamaSharer(LlamaWriter):
-    """Writes rows to a file that another process, perhaps on another machine, has begun.
+    """Writes rows to a file that another process, perhaps on another machine, has created.
 
-    It stays open, so that what is late never gets into a file that took its place. Raises FormatError if it is another.
+    The file stays open, so that late writes never reach a file that replaced it. Raises FormatError if it is another
+    file.
     """
 
     def _begin(self) -> None:
         with self.path.open("rb") as file:
             if file.read(len(self.header)) != self.header:
-                raise FormatError(f"{self.path} is not what was begun: it has other chunks, or none", "QK-E409")
+                raise FormatError(
+                    f"{self.path} is not the file that this run started: it has other chunks, or none", "QK-E409"
+                )
             self._fd = os.open(self.path, os.O_WRONLY)
 
     def _write_at(self, data: npt.NDArray[np.uint8], offset: int) -> None:

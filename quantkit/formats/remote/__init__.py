@@ -1,12 +1,12 @@
 """Files in object stores and on the web, by URL: ``s3://``, ``gs://``, ``hf://``, ``https://``, all schemes of fsspec.
 
-A ``URL`` is a ``Path``, so what reads files takes it as it takes others; ``formats.ranges`` reads its ranges and
-``formats.outputs`` its texts. ``located`` makes one of what a user wrote.
+A ``URL`` is a ``Path``, so every function that reads files accepts it; ``formats.ranges`` reads its ranges and
+``formats.outputs`` its texts. ``located`` creates it from a user's text.
 
-What a URL points to is pinned when it is first looked at: size and entity tag. Every later read asks for just that
-object, so one that is replaced meanwhile is an error and not a mixture. Requests are repeated, with growing pauses,
-where a store is busy or a connection breaks (``retry``). Requests of names carry credentials, messages do not: a URL is
-shown without user, password and query. ``file://`` is no store: it names a path of this machine.
+An object is pinned on first access, by size and entity tag. Every later read requests this very object, so a
+replacement is an error, not a mix of versions. Requests are repeated, with growing pauses, if a store is busy or a
+connection fails (``retry``). Requests carry credentials, messages do not: a URL is shown without user, password and
+query. ``file://`` is not a store: it names a local path.
 
 | store | reading | writing |
 |---|---|---|

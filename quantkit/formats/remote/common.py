@@ -55,7 +55,7 @@ class Store(Protocol):
 def pinned_length(data: bytes, begin: int, end: int) -> bytes:
     """Return the bytes of an answer; raise BrokenAnswer if they are too few or too many."""
     if len(data) != end - begin:
-        raise BrokenAnswer(f"{len(data)} bytes came instead of {end - begin}")
+        raise BrokenAnswer(f"received {len(data)} bytes instead of {end - begin}")
     return data
 
 

@@ -1,7 +1,7 @@
 """Reading ahead: blocks of 8 MiB, a few requested at a time, shared by all threads.
 
-A job reads a MiB or two. Over a network a request costs as much as several of those, so what is read are whole blocks,
-those that will be wanted next before they are, and each once while it is among the last ones.
+A job reads a MiB or two. Over a network, a request costs as much as several of those, so whole blocks are read, in
+advance where possible, and each only once while it is in the cache.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: Bytes of a request, requests under way at most, and bytes that are kept, beyond what --max-ram counts.
+#: Bytes of a request, maximum number of requests in flight, and bytes that are kept, not counted by --max-ram.
 BLOCK = 8 << 20
 MAX_REQUESTS = 8
 CACHE_BYTES = 128 << 20
-#: Blocks asked for ahead of a reader at least.
+#: Minimum number of blocks requested ahead of a reader.
 _PREFETCH_BLOCKS = 3
 #: How often an object is fetched whose checksum is wrong.
 _COPIES = 3
@@ -37,7 +37,7 @@ Key = tuple[str, str, int, int]
 
 
 class Blocks:
-    """The blocks that were read last, of all objects."""
+    """The most recently read blocks of all objects."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -47,7 +47,7 @@ class Blocks:
         self._nbytes = 0
 
     def block(self, url: Object, begin: int, end: int) -> Future[bytes]:
-        """Return a range of an object, asked for if it is not there."""
+        """Return a range of an object, requested if it is missing."""
         key = (url.address, url.facts.tag, begin, end)
         with self._lock:
             future = self._futures.get(key)
@@ -82,15 +82,14 @@ def blocks() -> Blocks:
 def read_into(
     url: Object, out: npt.NDArray[np.uint8], offset: int, readahead: int = 0, within: tuple[int, int] | None = None
 ) -> None:
-    """Fill ``out`` from byte ``offset`` of an object on; ``readahead`` bytes behind are asked for meanwhile.
+    """Fill ``out`` from byte ``offset`` of an object on; the next ``readahead`` bytes are requested in the background.
 
-    ``within``: where the tensor begins and ends; tensors are not read in the order of the file, so nothing outside of
-    it is asked for. Raises FormatError when the object ends before, or is another one by now, OSError when it cannot be
-    read.
+    ``within``: begin and end of the tensor; tensors are not read in file order, so nothing outside is requested. Raises
+    FormatError if the object ends early or was replaced, OSError if it cannot be read.
     """
     end, size = offset + out.size, url.facts.size
     if end > size:
-        raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated", "QK-E103")
+        raise FormatError(f"{url}: ends at byte {size}, within tensor data: truncated", "QK-E103")
     if not out.size:
         return
     start, stop, step = (*within, BLOCK) if within is not None else (0, size, BLOCK)
@@ -117,7 +116,7 @@ def read_into(
 
 
 def fetch(url: Object, file: IO[bytes]) -> None:
-    """Copy a whole object into a file; its checksum is compared if the store has one of the whole object.
+    """Copy a whole object into a file; its checksum is verified if the store has one for the whole object.
 
     Raises FormatError, OSError.
     """
@@ -134,7 +133,7 @@ def fetch(url: Object, file: IO[bytes]) -> None:
         file.flush()
         if digest is None or digest.hexdigest() == expected:
             return
-    raise FormatError(f"{url}: it arrives damaged: its {kind} is not the one that the store has of it", "QK-E412")
+    raise FormatError(f"{url}: received damaged data: its {kind} differs from the store's", "QK-E412")
 
 
 def _blocks_in_order(url: Object) -> Iterable[bytes]:
@@ -151,7 +150,7 @@ def _blocks_in_order(url: Object) -> Iterable[bytes]:
 
 
 class Prefix:
-    """The beginning of an object, as far as it was asked for: headers are read with it."""
+    """The beginning of an object, read on demand, for headers."""
 
     def __init__(self, url: Object) -> None:
         self.url = url

@@ -1,8 +1,7 @@
 """Failed requests: the meaning of a failure, whether it is retried, and when.
 
-Exceptions of many libraries arrive here (botocore, aiohttp, httpx, fsspec's file systems), so they are told by status,
-by the codes of S3 and by the names of their classes, not by importing them. No text of theirs is shown: it may hold
-signed addresses.
+Exceptions come from many libraries (botocore, aiohttp, httpx, fsspec's file systems), so they are classified by status,
+S3 code and class name, without importing these. Their text is never shown: it may contain signed addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Patience:
     total_seconds: float = 300.0
 
     def pause(self, failures: int, requested: float | None) -> float:
-        """Return the seconds to wait after so many ``failures``; ``requested``: by Retry-After."""
+        """Return the seconds to wait after a number of ``failures``; ``requested``: by Retry-After."""
         return max(requested or 0.0, random.uniform(0.1, 1.0) * min(self.longest, self.first * 2.0 ** (failures - 1)))
 
 
@@ -41,7 +40,7 @@ PATIENCE, FIRST_LOOK = Patience(), Patience(attempts=4, total_seconds=60.0)
 #: Seconds without a byte after which a connection counts as broken, and for a whole request.
 SILENCE, REQUEST = 30.0, 600.0
 
-#: Set when a run is given up: nobody waits any longer.
+#: Set when a run is abandoned, so that no retry waits.
 cancelled = threading.Event()
 
 
@@ -140,7 +139,7 @@ def judge(e: BaseException) -> Verdict:
             return Verdict(Meaning.RETRY, str(error))
     for error in chain:
         if _CREDENTIALS & _class_names(error):
-            return Verdict(Meaning.DENIED, "there are no credentials for it")
+            return Verdict(Meaning.DENIED, "no credentials")
     for error in chain:
         if isinstance(getattr(error, "response", None), dict):
             return _judge_answer(*_answer_of(error))
@@ -152,7 +151,7 @@ def judge(e: BaseException) -> Verdict:
             return _judge_answer(*answer)
     for error in chain:
         if isinstance(error, FileNotFoundError):
-            return Verdict(Meaning.MISSING, "there is no such file")
+            return Verdict(Meaning.MISSING, "no such file")
         if isinstance(error, PermissionError):
             return Verdict(Meaning.DENIED, "access is denied")
     return Verdict(
@@ -189,7 +188,7 @@ def _class_names(e: BaseException) -> set[str]:
 
 
 def _answer_of(e: Any) -> tuple[int, str, str | None]:
-    """Return status, S3's code and Retry-After of an exception that stands for an answer; 0, "" and None without."""
+    """Return status, S3's code and Retry-After of an exception for a response; 0, "" and None if missing."""
     response = getattr(e, "response", None)
     if isinstance(response, dict):  # botocore
         meta = response.get("ResponseMetadata", {})
@@ -231,8 +230,8 @@ def _retry_after_seconds(wait: str | None) -> float | None:
 def with_retries(where: object, request: Callable[[], T], patience: Patience | None = None) -> T:
     """Return the result of a request; repeat it while its failures may be temporary.
 
-    Raises FormatError if the object was replaced, else OSError: FileNotFoundError, PermissionError or, when patience is
-    at its end, one of errno EIO; FileExistsError where something is there that must not be. ``where`` is named in it.
+    Raises FormatError if the object was replaced, else OSError: FileNotFoundError, PermissionError or, after the last
+    attempt, one with errno EIO; FileExistsError if an object exists that must not. ``where`` is named in it.
     """
     patience = patience or PATIENCE
     began = time.monotonic()
@@ -252,14 +251,14 @@ def with_retries(where: object, request: Callable[[], T], patience: Patience | N
 
 
 def error_of(where: object, verdict: Verdict) -> Exception:
-    """Return the error that tells a user of a failure that will not pass."""
+    """Return the error for a permanent failure."""
     reason = verdict.reason
     if verdict.meaning is Meaning.CHANGED:
         return FormatError(
-            f"{where}: it was replaced by another object, or cut, while it was read; begin anew ({reason})", "QK-E109"
+            f"{where}: the object was replaced or truncated while it was being read; start over ({reason})", "QK-E109"
         )
     if verdict.meaning is Meaning.MISSING:
-        return FileNotFoundError(errno.ENOENT, f"there is nothing of this name ({reason})", str(where))
+        return FileNotFoundError(errno.ENOENT, f"no such object ({reason})", str(where))
     if verdict.meaning is Meaning.DENIED:
         return PermissionError(
             errno.EACCES, f"access is denied ({reason}); check the credentials and their rights", str(where)

@@ -1,8 +1,8 @@
 """S3 and compatible stores: MinIO, R2, Ceph, Google's XML interface.
 
-s3fs finds bucket, region, endpoint and credentials (AWS_*, ~/.aws, FSSPEC_S3_*) and makes single requests; how often
-they are repeated is decided in ``retry`` alone. Each part that is uploaded goes with its MD5, which the server checks,
-and the entity tag it answers with is compared, too.
+s3fs finds bucket, region, endpoint and credentials (AWS_*, ~/.aws, FSSPEC_S3_*) and makes single requests; only
+``retry`` decides on repetitions. Each uploaded part has its MD5, which the server checks, and the returned entity tag
+is also compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantkit.formats.remote import retry
 from quantkit.formats.remote.common import Facts, Object, entries_of, pinned_length, run_on_loop
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, Patience, judge, with_retries
 
-#: What is between the name of an object and its version.
+#: The separator of an object's name and its version.
 VERSION = "?versionId="
 _MD5 = re.compile(r"[0-9a-f]{32}")
 #: The smallest and the largest part, and the most of them, that S3 takes.
@@ -62,7 +62,7 @@ class S3:
         return {"Bucket": bucket, "Key": key}
 
     def _version(self, url: Object) -> dict[str, str]:
-        """Return which version of an object is to be read, if its address names one."""
+        """Return the version of an object to read, if its address names one."""
         version = url.address.partition(VERSION)[2]
         return {"VersionId": version} if version else {}
 
@@ -83,13 +83,13 @@ class S3:
             self._call("head_bucket", Bucket=bucket)
         except Exception as e:
             if judge(e).meaning is Meaning.MISSING:
-                raise FileNotFoundError(2, f"there is no bucket {bucket}; make it first", str(url)) from None
+                raise FileNotFoundError(2, f"no bucket {bucket}; create it first", str(url)) from None
 
     # ---------------------------------------------------------------- reading
 
     def facts(self, url: Object) -> Facts:
         if not self._names(url)["Key"]:
-            raise FileNotFoundError(2, "a bucket; name an object in it", str(url))
+            raise FileNotFoundError(2, "a bucket; give an object in it", str(url))
         head = self._request(url, "head_object", retry.FIRST_LOOK, **self._version(url))
         kms = "kms" in str(head.get("ServerSideEncryption", "")) or head.get("SSECustomerAlgorithm")
         tag = str(head.get("ETag", "")).strip('"')
@@ -132,11 +132,9 @@ class S3:
 
     def check_writable(self, url: Object) -> None:
         if not self._names(url)["Key"]:
-            raise ResourceError(f"{url}: a bucket; name an object in it", "QK-E412")
+            raise ResourceError(f"{url}: a bucket; give an object in it", "QK-E412")
         if self._version(url):
-            raise ResourceError(
-                f"{url}: a version of an object; what is written is a new one: omit ?versionId=", "QK-E412"
-            )
+            raise ResourceError(f"{url}: a version of an object cannot be written: omit ?versionId=", "QK-E412")
         try:
             self._check_bucket(url)
         except FileNotFoundError as e:
@@ -171,7 +169,7 @@ class S3:
             tag = str(answer["ETag"]).strip('"')
             kms = "kms" in str(answer.get("ServerSideEncryption", "")) or answer.get("SSECustomerAlgorithm")
             if not kms and _MD5.fullmatch(tag) and tag != md5.hexdigest():
-                raise BrokenAnswer(f"part {number} arrived damaged: its checksum is not that of what was sent")
+                raise BrokenAnswer(f"part {number} was damaged during upload: its checksum differs")
             return UploadedPart(number, tag, len(data))
 
         return with_retries(url, send)
@@ -192,7 +190,8 @@ class S3:
             after = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     def complete(self, url: Object, upload: str, parts: list[UploadedPart], *, overwrite: bool) -> None:
-        """Give the object its name. Raises FileExistsError if one has it, and is not to be overwritten."""
+        """Give the object its name. Raises FileExistsError if an object with this name exists and must not be
+        overwritten."""
         manifest = {"Parts": [{"PartNumber": part.number, "ETag": f'"{part.tag}"'} for part in parts]}
         only_new = {} if overwrite else {"IfNoneMatch": "*"}
 
@@ -211,7 +210,9 @@ class S3:
                     return
                 verdict = judge(e)
                 if verdict.meaning is Meaning.CHANGED:
-                    raise Answer(412, "an object of this name has appeared", meaning=Meaning.PRESENT) from None
+                    raise Answer(
+                        412, "an object of this name was created in the meantime", meaning=Meaning.PRESENT
+                    ) from None
                 if only_new and verdict.status == 501:  # a store without conditions
                     only_new.clear()
                     raise BrokenAnswer(verdict.reason) from None
@@ -238,13 +239,13 @@ class S3:
 
 
 def _listing_facts(info: Mapping[str, Any]) -> Facts:
-    """Return the facts about an object in a listing; those omit encryption, so the tag may be no checksum."""
+    """Return the facts about an object in a listing; those omit encryption, so the tag may not be a checksum."""
     return Facts(int(info["size"]), str(info.get("ETag", "")).strip('"'))
 
 
 def part_bytes(nbytes: int, usual: int) -> int:
     """Return the part size of an object: the usual one, or a larger one that keeps it within ``MAX_PARTS`` parts."""
     if nbytes > MAX_PARTS * MAX_PART:
-        raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size", "QK-E412")
+        raise ResourceError(f"{nbytes} bytes exceed the limit of an S3 object: use --split-max-size", "QK-E412")
     least = -(-nbytes // MAX_PARTS)
     return usual if least <= usual else -(-least // (1 << 20)) << 20

@@ -16,7 +16,7 @@ from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pin
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
 from quantkit.formats.remote.s3 import S3
 
-#: What pip has to install for a scheme, where fsspec alone is not enough.
+#: The package of a scheme that needs more than fsspec.
 PACKAGES = {
     "s3": ("s3fs", "s3fs"),
     "gs": ("gcsfs", "gcsfs"),
@@ -55,7 +55,7 @@ def _connect(url: Object) -> Store:
         raise _missing_package(url, package) from None
     except ValueError:
         raise ResourceError(
-            f"{url}: {scheme}:// is no scheme that fsspec knows; is it s3://, gs://, hf://, https://?", "QK-E412"
+            f"{url}: fsspec does not know the scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
         ) from None
     if scheme == "s3":
         return S3(kind, fsspec.config.conf.get("s3", {}))
@@ -64,9 +64,7 @@ def _connect(url: Object) -> Store:
     try:
         return FsspecStore(kind(skip_instance_cache=True), scheme)
     except Exception as e:
-        raise ResourceError(
-            f"{url}: there is no connection to {scheme}://: {retry.judge(e).reason}", "QK-E412"
-        ) from None
+        raise ResourceError(f"{url}: cannot connect to {scheme}://: {retry.judge(e).reason}", "QK-E412") from None
 
 
 def _missing_package(url: Object, package: str) -> ResourceError:
@@ -81,13 +79,13 @@ def _missing_package(url: Object, package: str) -> ResourceError:
 
 
 class Web:
-    """http:// and https://: ranges and entity tags; no folders, nothing is written."""
+    """http:// and https://: ranges and entity tags; no folders, read-only."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
 
     def facts(self, url: Object) -> Facts:
-        # Of signed addresses only GET is signed, so the first byte is asked for.
+        # Signed addresses are signed only for GET, so the first byte is requested.
         return with_retries(url, lambda: self._ask(url, 0, 1, None)[0], retry.FIRST_LOOK)
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
@@ -118,20 +116,18 @@ class Web:
             if pinned is not None and facts[:2] != pinned[:2]:
                 raise Answer(412, "another entity tag, date or length", meaning=Meaning.CHANGED)
             if is_whole and facts.size > end - begin:
-                raise Answer(200, "its server gives no ranges of files", meaning=Meaning.UNKNOWN)
+                raise Answer(200, "its server does not support range requests", meaning=Meaning.UNKNOWN)
             return facts, await answer.read()
 
     def check_writable(self, url: Object) -> None:
-        raise ResourceError(
-            f"{url}: nothing can be written to {url.scheme}://; write to s3://, or to a file", "QK-E412"
-        )
+        raise ResourceError(f"{url}: {url.scheme}:// is read-only; write to s3://, or to a file", "QK-E412")
 
     def upload_file(self, url: Object, file: Path) -> None:
         self.check_writable(url)
 
 
 def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
-    """Return the facts about the whole object in a response, and whether the response holds all of it."""
+    """Return the facts about the whole object in a response, and whether the response contains all of it."""
     tag = headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
     if status == 200:
         return Facts(int(headers.get("Content-Length", 1 << 62)), tag), True
@@ -142,7 +138,7 @@ def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool
 # ---------------------------------------------------------------- all else
 
 
-#: What file systems of fsspec call the identity of an object.
+#: Names of an object's identity in fsspec's file systems.
 _TAGS = (
     "ETag",
     "etag",
@@ -168,7 +164,7 @@ class FsspecStore:
         return path
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the file system, with a limit of time if it has one that waits."""
+        """Call a method of the file system, with a time limit if it supports one."""
         if getattr(self.fs, "async_impl", False) and hasattr(self.fs, f"_{name}"):
             return run_on_loop(self.fs.loop, lambda: getattr(self.fs, f"_{name}")(*args, **kwargs))
         return getattr(self.fs, name)(*args, **kwargs)
@@ -178,7 +174,7 @@ class FsspecStore:
             self.fs.invalidate_cache()
             info = self._call("info", self._path(url))
             if info.get("type") == "directory":
-                raise Answer(404, "a folder; name a file in it")
+                raise Answer(404, "a folder; give a file in it")
             return _info_facts(info)
 
         return with_retries(url, ask, retry.FIRST_LOOK)
@@ -211,11 +207,11 @@ class FsspecStore:
 
     def check_writable(self, url: Object) -> None:
         if self.scheme == "hf":
-            raise ResourceError(f"{url}: hf:// is only read here; write to a file, then `hf upload` it", "QK-E412")
-        if self.scheme == "memory":
             raise ResourceError(
-                f"{url}: memory:// ends with this process, and what is in it; write to a file", "QK-E412"
+                f"{url}: hf:// is read-only; write to a file, then upload it with `hf upload`", "QK-E412"
             )
+        if self.scheme == "memory":
+            raise ResourceError(f"{url}: memory:// is lost when this process ends; write to a file", "QK-E412")
 
     def upload_file(self, url: Object, file: Path) -> None:
         path = self._path(url)
@@ -227,7 +223,7 @@ class FsspecStore:
                 self.fs.makedirs(parent, exist_ok=True)
             self.fs.put_file(str(file), growing)
             if (size := self.fs.info(growing)["size"]) != file.stat().st_size:
-                raise BrokenAnswer(f"{size} bytes arrived instead of {file.stat().st_size}")
+                raise BrokenAnswer(f"received {size} bytes instead of {file.stat().st_size}")
             self.fs.mv(growing, path)
 
         try:

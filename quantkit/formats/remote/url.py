@@ -29,10 +29,11 @@ _OBJECTS = ("s3", "gs", "abfs", "hf", *_WEB)
 
 
 def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
-    """Return the path that a user wrote: a URL, or a file of this machine, which ``file://`` names, too.
+    """Return the path for a user's text: a URL, or a local file, also as ``file://``.
 
-    All inputs and outputs of all commands go through it, so that a place is one place however it is written. ``spool``:
-    see ``URL``. Raises ResourceError for an address with a user and a password, where its store takes none.
+    All inputs and outputs of all commands go through this function, so that different spellings are the same place.
+    ``spool``: see ``URL``. Raises ResourceError for an address with a user and a password, if its store does not use
+    them.
     """
     if isinstance(place, URL):
         return place if spool is None else URL(place.address, spool)
@@ -59,8 +60,8 @@ def _normalize(scheme: str, location: str) -> str:
     has_secret = not user and port and not port.isdecimal() and not host.startswith("arn:") and "@" in path
     if has_secret or (":" in user or user and scheme in ("s3", "gs")) and scheme not in _WEB:
         raise ResourceError(
-            f"{scheme}://..: this address holds a user and a password, which no output, note or message may show: give "
-            "them as its store takes them (of S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or ~/.aws)",
+            f"{scheme}://..: this address contains a user and a password, which would appear in outputs and messages: "
+            "pass them as the store expects (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or ~/.aws)",
             "QK-E412",
         )
     if scheme in _WEB:
@@ -82,7 +83,7 @@ class URL(PosixPath):
     folder: URL | None
 
     def __new__(cls, address: str, *arguments: Any) -> URL:
-        """Make one without taking it apart as a path of this machine."""
+        """Construct a URL without parsing it as a local path."""
         return object.__new__(cls)
 
     def __init__(self, address: str, spool: Path | None = None, folder: URL | None = None) -> None:
@@ -115,7 +116,7 @@ class URL(PosixPath):
 
     @property
     def identity(self) -> str:
-        """The address without the parts that do not select the object: a version, slashes at its end."""
+        """The address without parts that do not select the object: a version, trailing slashes."""
         web = self.scheme in _WEB
         base = self._text.removesuffix("?..") if web else self.address.partition(VERSION)[0]
         scheme, _, location = base.partition("://")
@@ -178,7 +179,7 @@ class URL(PosixPath):
 
     @property
     def local(self) -> Path:
-        """The local file that stands for it while it is written; the names of its temporary files begin with it."""
+        """The local file that replaces it while being written, and the prefix of its temporary files."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()
         return (self.spool or default_spool()) / f"{digest[:16]}-{self.identity.rpartition('/')[2][-100:]}"
 
@@ -201,7 +202,7 @@ class URL(PosixPath):
         return self.store.entries(self)
 
     def _folder_facts(self) -> tuple[bool, Facts | None]:
-        """Return whether the folder is listed, and its facts of this object."""
+        """Return whether the folder can be listed, and its facts about this object."""
         if self.folder is None or self.folder.listing is None:
             return False, None
         return True, self.folder.listing.get(self.name)
@@ -250,9 +251,9 @@ class URL(PosixPath):
         return self.glob("*")
 
     def check(self) -> None:
-        """Raise FormatError if the object has changed since it was pinned. Raises OSError, too."""
+        """Raise FormatError if the object has changed since it was pinned. Also raises OSError."""
         if "facts" in self.__dict__ and self.store.facts(self)[:2] != self.facts[:2]:
-            raise FormatError(f"{self}: it was replaced by another object while it was read; begin anew", "QK-E109")
+            raise FormatError(f"{self}: the object was replaced while it was being read; start over", "QK-E109")
 
     # ---------------------------------------------------------------- its bytes
 
@@ -269,9 +270,9 @@ class URL(PosixPath):
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:  # type: ignore[override]
-        """Open a copy of the whole object, a file of this machine without a name."""
+        """Open a copy of the whole object, a local file without a name."""
         if set(mode) - set("rbt"):
-            raise io.UnsupportedOperation(f"{self}: only for reading")
+            raise io.UnsupportedOperation(f"{self}: read-only")
         file: IO[Any] = tempfile.TemporaryFile()  # noqa: SIM115 - returned
         try:
             fetch(self, file)

@@ -1,13 +1,13 @@
 """Byte-pair encoding (tokenizer.ggml.model gpt2, gemma4, whitespace): split into words, merge by the list of merges.
 
-GPT-2 writes each byte of a word as a letter of its own (printable ones as themselves, the others from U+0100 on), so
-every byte is a symbol that a vocabulary holds. The *raw* kind (Gemma 4) merges characters, a space being U+2581, and
-writes what is not in the vocabulary as tokens <0xXX>. A symbol that is no token and has no such bytes is dropped, as
-llama.cpp b11434 does (llm_tokenizer_bpe_session).
+GPT-2 writes each byte of a word as a separate letter (printable ones as themselves, the others from U+0100 on), so
+every byte is a symbol of the vocabulary. The *raw* kind (Gemma 4) merges characters, a space being U+2581, and writes
+missing characters as tokens <0xXX>. A symbol that is not a token and has no such bytes is dropped, as llama.cpp b11434
+does (llm_tokenizer_bpe_session).
 
-The merge loop is ours because the ``tokenizers`` library drops unknown characters *before* merging, so that their
-neighbours may join; lets the last of two equal merges win, where llama.cpp takes the first; and refuses merges whose
-parts or result are not tokens, which llama.cpp allows.
+quantkit has its own merge loop because the ``tokenizers`` library drops unknown characters *before* merging, so that
+their neighbours may join; prefers the last of two equal merges, where llama.cpp uses the first; and refuses merges
+whose parts or result are not tokens, which llama.cpp allows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def pre_of(vocab: Vocab) -> Pre:
     name = "gemma4" if vocab.model == "gemma4" else vocab.source.get(KEY + "pre", "")
     if not isinstance(name, str) or name not in PRE:
         raise FormatError(
-            f"{vocab.path}: {KEY}pre is {name!r}, and how it splits a text is not known here. Another splitting would "
-            "give other ids, so none is tried; token ids are accepted everywhere: --tokens 1,2,3 or --tokens @FILE.i32",
+            f"{vocab.path}: {KEY}pre is {name!r}, a pre-tokenizer that quantkit does not know. Give token ids instead "
+            "of text: --tokens 1,2,3 or --tokens @FILE.i32",
             "QK-E115",
         )
     return PRE[name]
@@ -52,7 +52,7 @@ class Bpe:
     """Ids of a text by a list of merges."""
 
     def __init__(self, vocab: Vocab) -> None:
-        """Raises FormatError: an unknown pre-tokenizer, or no merges."""
+        """Raises FormatError for an unknown pre-tokenizer, or missing merges."""
         self._vocab, self._pre = vocab, pre_of(vocab)
         self._splitter = Splitter(self._pre.patterns)
         self._ranks = _ranks(vocab)
@@ -72,7 +72,7 @@ class Bpe:
         return self._vocab.piece(token)
 
     def _parts(self, text: str) -> Iterator[str]:
-        """The model ``whitespace`` drops white space; the others take the text as it is."""
+        """The model ``whitespace`` drops white space; the others keep the text unchanged."""
         if self._vocab.model != "whitespace":
             yield text.replace(" ", SPACE) if self._pre.escape_spaces else text
             return
@@ -113,7 +113,7 @@ class Bpe:
         return ids_of(merge(list(symbols), self._ranks, " "), ids, self._bytes)
 
     def _bytes(self, symbol: str) -> Iterator[int]:
-        """The ids of a symbol that is not a token: its bytes, as far as they are tokens."""
+        """The ids of a symbol that is not a token: those of its bytes that are tokens."""
         for byte in unicode.to_utf8(symbol):
             text = f"<0x{byte:02X}>" if self._pre.raw else bytes([byte]).decode("utf-8", "surrogateescape")
             if text in self._vocab.ids:
@@ -147,6 +147,6 @@ def _seam_pairs(merges: list[str]) -> str:
 def _letter_bytes(letter: str, text: str) -> bytes:
     if letter in LETTER_BYTES:
         return bytes([LETTER_BYTES[letter]])
-    # llama.cpp's own words for a letter that stands for no byte.
+    # llama.cpp's text for a letter that represents no byte.
     utf8 = letter.encode("utf-8", "surrogateescape")
     return f"[UNK_BYTE_0x{utf8.hex()}".encode() + text.encode("utf-8", "surrogateescape") + b"]"

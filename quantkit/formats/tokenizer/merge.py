@@ -1,10 +1,10 @@
-"""Merging neighbours, the lowest rank first, the leftmost of equals: the loop of BPE and of SentencePiece's BPE.
+"""Merging neighbours, lowest rank first, leftmost of equal ones: the loop of BPE and of SentencePiece's BPE.
 
-BPE ranks a pair by the position of "left right" among the merges, SentencePiece (SPM) by the score of the joined
-token, highest first. Nothing else differs, so there is one loop: ``order`` maps left + between + right to a rank.
+BPE ranks a pair by the position of "left right" among the merges, SentencePiece (SPM) by the score of the joined token,
+highest first. Nothing else differs, so both share a loop: ``order`` maps left + between + right to a rank.
 
-A vocabulary without words, such as SPM's, merges over a whole text. Neighbours that no merge can join still cut it
-(``Seams``) into pieces, words in practice, so that each is merged once and then looked up (``WordCache``).
+A vocabulary without words, such as SPM's, merges over a whole text. Neighbours that no merge can join still divide it
+(``Seams``) into pieces, in practice words, so that each is merged once and then looked up (``WordCache``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _merge_long(symbols: list[str], order: Mapping[str, float], between: str) ->
 
 
 def ids_of(symbols: Iterable[str], ids: Mapping[str, int], parts: Callable[[str], Iterable[int]]) -> list[int]:
-    """Return the ids of symbols; a symbol that is no token gives those of its parts."""
+    """Return the ids of symbols; a symbol that is not a token gives those of its parts."""
     out: list[int] = []
     for symbol in symbols:
         token_id = ids.get(symbol)
@@ -88,7 +88,7 @@ def ids_of(symbols: Iterable[str], ids: Mapping[str, int], parts: Callable[[str]
 
 
 class Seams:
-    """Cuts a text between neighbours that no merge can join."""
+    """Divides a text between neighbours that no merge can join."""
 
     def __init__(self, pairs: Iterable[str]) -> None:
         """``pairs``: the two characters at every place where a merge may join."""
@@ -121,7 +121,7 @@ _MAX_WORDS, _MAX_LENGTH = 1 << 16, 64
 
 
 class WordCache:
-    """Calls ``encode`` once per distinct word: natural text repeats itself."""
+    """Calls ``encode`` once per distinct word, because words repeat."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode

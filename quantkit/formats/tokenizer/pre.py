@@ -1,15 +1,15 @@
 r"""tokenizer.ggml.pre: the split of text into words, one row per name that llama.cpp b11434 knows.
 
-A row has patterns that are applied one after the other, each to every word of the one before: a match becomes a word,
-and so does what lies between matches. Two kinds, told apart as llama.cpp does (unicode.cpp, unicode_regex_split):
+A row has patterns that are applied in order, each to every word of the previous one: a match becomes a word, and so
+does the text between matches. There are two kinds, as in llama.cpp (unicode.cpp, unicode_regex_split):
 
 - a pattern with categories, ``\p{L}`` and the like, sees the collapsed text (unicode.py). There is no difference
   between upper and lower case beyond ASCII: ``\p{Lu}`` of the original tokenizers is ``\p{L}`` here, as there;
-- one without sees the text itself, with white space beyond ASCII as U+000B.
+- a pattern without categories sees the text itself, with white space beyond ASCII as U+000B.
 
-The patterns are those that llama.cpp runs, not those of the original tokenizers, where the two differ. Where it has a
-loop by hand instead (gpt-2, llama3, qwen2, qwen35, kimi-k2), the pattern is what that loop computes; digits in groups
-of three, where a pattern would take quadratic time, are functions in split.py.
+Where the two differ, the patterns are those of llama.cpp, not of the original tokenizers. Where llama.cpp has a
+handwritten loop (gpt-2, llama3, qwen2, qwen35, kimi-k2), the pattern is equivalent to it; digits in groups of three,
+for which a pattern would take quadratic time, are functions in split.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _cased_words(letters: str, upper: str, low: str, suffix: str, numbers: str) 
     return rf"{prefix}{first}*{last}+{suffix}|{prefix}{first}+{last}*{suffix}|{numbers}|{_TAIL_SLASH}"
 
 
-# Letters beyond ASCII count as both cases; \p{Lo} stands for them.
+# Letters beyond ASCII count as both cases, represented by \p{Lo}.
 _TEKKEN = _cased_words(r"\p{Lo}", "A-Z", "a-z", "", r"\p{N}")
 _GPT4O = _cased_words(r"\p{Lo}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")
 _GRANITE_MULTI = _cased_words(r"\p{Lo}\p{M}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")

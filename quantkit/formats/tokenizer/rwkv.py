@@ -1,6 +1,6 @@
 r"""RWKV's tokenizer (tokenizer.ggml.model rwkv): at each byte the longest token.
 
-Tokens are written with escapes: \t, \n, \r, \xHH; any other character behind a backslash is itself. llama.cpp b11434
+Tokens are written with escapes: \t, \n, \r, \xHH; any other character after a backslash is itself. llama.cpp b11434
 llm_tokenizer_rwkv_session.
 """
 
@@ -27,7 +27,7 @@ class Rwkv:
         self._lengths = longest_by_start(self._ids)
 
     def encode(self, text: bytes, first: bool) -> list[int]:
-        """Return the ids of a piece of text without special tokens. FormatError: no token for a byte."""
+        """Return the ids of a piece of text without special tokens. Raises FormatError if a byte has no token."""
         ids = self._ids
         out = []
         position = 0
@@ -61,8 +61,6 @@ def _unescape(text: bytes, path: str) -> bytes:
         try:
             return bytes([int(match[1], 16)]) if match[1] else _ESCAPED_BYTES.get(match[2], match[2])
         except ValueError:
-            raise FormatError(
-                f"{path}: the token {text!r} has an escape that is none: {match[0]!r}", "QK-E114"
-            ) from None
+            raise FormatError(f"{path}: the token {text!r} has an invalid escape: {match[0]!r}", "QK-E114") from None
 
     return _ESCAPE.sub(replace_escape, text)

@@ -1,9 +1,9 @@
 """Find special tokens in a text before it is tokenized.
 
-User-defined tokens are always found, control and unknown ones only where a text may hold special tokens
-(``parse_special``). The longest token goes first, through the whole text, and what it leaves is searched for the
-next: not the same as the longest match from left to right (llama.cpp b11434 tokenizer_st_partition). Among tokens of
-one length that overlap in a text the order of ids decides; llama.cpp's unstable sort leaves that open.
+User-defined tokens are always recognized, control and unknown ones only if a text may contain special tokens
+(``parse_special``). The longest token is searched first, in the whole text, then the next in the remaining text: not
+the same as the longest match from left to right (llama.cpp b11434 tokenizer_st_partition). Overlapping tokens of equal
+length are taken in order of ids; llama.cpp's unstable sort leaves that open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Fragment = bytes | int
 
 
 class SpecialTokens:
-    """The tokens to look for, longest first."""
+    """The tokens to search for, longest first."""
 
     def __init__(self, vocab: Vocab) -> None:
         ids = vocab.ids_with(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)

@@ -9,7 +9,7 @@ from functools import cache
 from quantkit.formats.tokenizer import unicode
 from quantkit.formats.tokenizer.pre import THREES_AFTER, THREES_WITHIN
 
-#: What \p{...} is in the collapsed text: the ASCII characters of a category, and the one that stands for the others.
+#: \p{...} in the collapsed text: the ASCII characters of a category, and the one that represents the others.
 _CLASSES = {
     "N": "0-9" + unicode.NUMBER,
     "L": "A-Za-z" + unicode.LETTER + unicode.HAN_LETTER,
@@ -50,7 +50,7 @@ class Splitter:
 
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Return a pattern with \\p{...} written out: inside brackets as it is, elsewhere in brackets of its own."""
+    """Return a pattern with \\p{...} written out: inside brackets unchanged, elsewhere in its own brackets."""
     out = []
     in_brackets = False
     position = 0

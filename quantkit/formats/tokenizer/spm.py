@@ -1,6 +1,7 @@
 """SentencePiece's BPE (tokenizer.ggml.model llama): merge neighbours whose joined text is the best-scored token.
 
-A space is U+2581. What remains and is no token becomes byte tokens <0xXX>. llama.cpp b11434 llm_tokenizer_spm_session.
+A space is U+2581. Remaining symbols that are not tokens become byte tokens <0xXX>. llama.cpp b11434
+llm_tokenizer_spm_session.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Spm:
             if token_id is None:
                 raise FormatError(
                     f"{self._vocab.path}: the vocabulary has no token for {symbol!r} and none for its byte "
-                    f"0x{byte:02X} (<0x{byte:02X}>); llama.cpp ends on such a text",
+                    f"0x{byte:02X} (<0x{byte:02X}>); llama.cpp crashes on such a text",
                     "QK-E114",
                 )
             yield token_id

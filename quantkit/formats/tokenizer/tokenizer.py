@@ -36,7 +36,7 @@ _MODELS: dict[str, Callable[[Vocab], Model]] = {
 
 
 class Tokenizer:
-    """Text to token ids and back, as llama.cpp b11434's llama_tokenize does it. Made by ``from_gguf``.
+    """Text to token ids and back, as in llama.cpp b11434's llama_tokenize. Created by ``from_gguf``.
 
     Attributes:
         n_vocab: number of tokens.
@@ -60,7 +60,8 @@ class Tokenizer:
                 vocab.special.pop("bos", None)
             if vocab.model != "gemma4" and not vocab.source.get(KEY + "pre"):
                 self.notes += (
-                    f"{vocab.path} has no {KEY}pre; text is split as llama.cpp does then, likely not as in training",
+                    f"{vocab.path} has no {KEY}pre; text is split with llama.cpp's default, which probably differs "
+                    "from training",
                 )
         self.bos, self.eos, self.eot = (vocab.special.get(name) for name in ("bos", "eos", "eot"))
         self.add_bos = vocab.flag("add_bos_token", default_bos)
@@ -71,9 +72,9 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, source: Metadata) -> Tokenizer:
-        """Make the tokenizer of an open file, the header is enough, or of a checkpoint.
+        """Create the tokenizer of an open file, of which the header is enough, or of a checkpoint.
 
-        Raises FormatError: the file has none, or an unknown one; the message names model and pre.
+        Raises FormatError if the file has no tokenizer, or an unknown one; the message names model and pre.
         """
         vocab = read_vocab(source)
         return cls(vocab, _MODELS[vocab.model](vocab))
@@ -84,12 +85,12 @@ class Tokenizer:
         """Return the ids of a text, int32 [n].
 
         Args:
-            text: bytes are taken as they are, UTF-8 or not; a str as its UTF-8, "surrogateescape" bytes as such.
-            add_special: add the tokens that begin and end a sequence, as far as the model wants them.
-            parse_special: take "<|im_end|>" and the like for the control tokens they name.
+            text: bytes, UTF-8 or not, are used unchanged; a str as its UTF-8, with "surrogateescape" bytes restored.
+            add_special: add the tokens that begin and end a sequence, if the model uses them.
+            parse_special: treat "<|im_end|>" and the like as control tokens.
 
         Raises:
-            RecipeError: a str with surrogates, or bytes beyond U+10FFFF, which no tokenizer takes.
+            RecipeError: a str with surrogates, or bytes beyond U+10FFFF, which no tokenizer accepts.
             FormatError: the vocabulary lacks a token that this text needs.
         """
         data = _utf8(text) if isinstance(text, str) else bytes(text)
@@ -106,10 +107,10 @@ class Tokenizer:
         return np.array(out, np.int32)
 
     def decode(self, ids: Iterable[int] | npt.NDArray[np.int32]) -> str:
-        """Return the text of ids, special tokens by their names, bytes that are no UTF-8 as U+FFFD.
+        """Return the text of ids, special tokens by their names, invalid UTF-8 as U+FFFD.
 
-        Without the space that SentencePiece puts before a text, but otherwise as it is: llama_detokenize also tidies
-        up spaces before punctuation in some models. Raises RecipeError for an id that there is not.
+        The space that SentencePiece puts before a text is removed; llama_detokenize also removes spaces before
+        punctuation in some models. Raises RecipeError for an invalid id.
         """
         tokens = [int(i) for i in ids]
         pieces_by_id = {i: self.piece(i) for i in set(tokens)}
@@ -122,12 +123,10 @@ class Tokenizer:
     def piece(self, token: int) -> bytes:
         """Return the bytes of one token as llama_token_to_piece does, special tokens by their names.
 
-        Raises RecipeError for an id that there is not.
+        Raises RecipeError for an invalid id.
         """
         if not 0 <= token < self.n_vocab:
-            raise RecipeError(
-                f"{self._vocab.path}: there is no token {token}; ids are 0 to {self.n_vocab - 1}", "QK-E203"
-            )
+            raise RecipeError(f"{self._vocab.path}: no token {token}; ids are 0 to {self.n_vocab - 1}", "QK-E203")
         attr = int(self._vocab.attrs[token])
         if self._vocab.model == "rwkv":
             return self._model.piece(token)
@@ -150,8 +149,8 @@ class Tokenizer:
     def _required_token(self, name: str) -> int:
         if name not in self._vocab.special:
             raise FormatError(
-                f"{self._vocab.path}: the model wants a {name} token with every text, but {KEY}{name}_token_id names "
-                "none; encode with add_special=False",
+                f"{self._vocab.path}: the model adds a {name} token to every text, but {KEY}{name}_token_id is "
+                "missing; encode with add_special=False",
                 "QK-E123",
             )
         return self._vocab.special[name]

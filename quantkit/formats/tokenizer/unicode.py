@@ -1,9 +1,9 @@
 """Code points as llama.cpp sees them: lenient UTF-8, general categories, and a text collapsed to them.
 
-To split a text into words, all that matters about a character is whether it is a letter, a number, a mark,
-punctuation, a symbol or white space. So a text is *collapsed*: ASCII stays, any other character becomes one byte that
-stands for its category, and Python's ``re`` runs over the result with re.ASCII. That is also what llama.cpp b11434
-does (unicode.cpp, unicode_regex_split), so ids depend neither on Python's version nor on another regex library.
+To split a text into words, only the category of a character matters: letter, number, mark, punctuation, symbol or white
+space. So a text is *collapsed*: ASCII is kept, any other character becomes one byte that represents its category, and
+Python's ``re`` runs over the result with re.ASCII. llama.cpp b11434 does the same (unicode.cpp, unicode_regex_split),
+so ids depend neither on Python's version nor on another regex library.
 
 ``unicode.npz`` (scripts/make_unicode.py) holds Unicode 15.1::
 
@@ -29,7 +29,7 @@ U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 
 _COUNT = 0x110000
-#: What a collapsed character of each category is; anything else is _OTHER.
+#: The collapsed character of each category; all others are _OTHER.
 NUMBER, LETTER, PUNCTUATION, MARK, SYMBOL, HAN_LETTER, HAN = (chr(c) for c in range(0xD1, 0xD8))
 _OTHER_BYTE, _SPACE = 0xD0, 0x0B
 _HAN_RANGES = (
@@ -81,13 +81,13 @@ def bases() -> U32:
 
 @cache
 def lower() -> dict[int, int]:
-    """Return the code points that have a lower case, and its first code point."""
+    """Return the code points with a lower case, and its first code point."""
     return {int(c): int(low) for c, low in _tables()["lower"]}
 
 
 @cache
 def _collapsed(han: bool) -> U8:
-    """Return the byte that stands for each code point; with ``han``, Han characters are two classes of their own."""
+    """Return the byte that represents each code point; with ``han``, Han characters are two classes of their own."""
     kinds = {"N": NUMBER, "L": LETTER, "P": PUNCTUATION, "M": MARK, "S": SYMBOL}
     by_category = np.full(256, _OTHER_BYTE, np.uint8)
     for letter, byte in kinds.items():
@@ -102,12 +102,12 @@ def _collapsed(han: bool) -> U8:
 
 
 def code_points(text: str) -> U32:
-    """Return the code points of a text, surrogates as they are."""
+    """Return the code points of a text, surrogates unchanged."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 def from_code_points(points: npt.NDArray[np.uint32]) -> str:
-    """Return the text of code points, surrogates as they are."""
+    """Return the text of code points, surrogates unchanged."""
     return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
@@ -117,9 +117,9 @@ def to_utf8(text: str) -> bytes:
 
 
 def from_utf8(data: bytes) -> str:
-    """Decode as llama.cpp's unicode_cpts_from_utf8: each byte that begins no sequence becomes U+FFFD.
+    """Decode as llama.cpp's unicode_cpts_from_utf8: each byte that does not begin a sequence becomes U+FFFD.
 
-    Raises RecipeError for a sequence beyond U+10FFFF, on which llama.cpp itself ends.
+    Raises RecipeError for a sequence beyond U+10FFFF, on which llama.cpp crashes.
     """
     try:
         return data.decode()
@@ -138,7 +138,7 @@ def from_utf8(data: bytes) -> str:
                 point = point << 6 | byte & 0x3F
             if point >= _COUNT:
                 raise RecipeError(
-                    f"the text is not UTF-8: byte {match.start()} begins U+{point:X}, and code points end at U+10FFFF",
+                    f"the text is not UTF-8: byte {match.start()} starts U+{point:X}, which exceeds U+10FFFF",
                     "QK-E121",
                 )
             points.append(point)
@@ -146,7 +146,7 @@ def from_utf8(data: bytes) -> str:
 
 
 def collapse(text: str, han: bool = False) -> str:
-    """Return a text with every character beyond ASCII replaced by one that stands for its category."""
+    """Return a text with every character beyond ASCII replaced by one that represents its category."""
     return text if text.isascii() else _collapsed(han)[code_points(text)].tobytes().decode("latin-1")
 
 

@@ -1,13 +1,13 @@
 """SentencePiece's unigram model (tokenizer.ggml.model t5): the tokens of a text whose scores sum highest (Viterbi).
 
-The text is normalized first, by a map of prefixes that the file carries (precompiled_charsmap)::
+The text is first normalized by a map of prefixes in the file (precompiled_charsmap)::
 
     u32 n, n bytes of a double array (u32 each), then texts that end with a NUL
     double array: children of a node at (node ^ base(node)) ^ byte, where the low byte, or bit 31, must equal it;
     bit 8: the node ends a prefix, and its base leads to the offset of the text that replaces it
 
 Sums are float64 over the whole text, as in llama.cpp b11434 (llm_tokenizer_ugm_session): rounding decides between
-nearly equal paths, so each piece continues from the sum before it.
+nearly equal paths, so each piece continues from the previous sum.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Charsmap:
     """The map of prefixes to their normal forms."""
 
     def __init__(self, data: bytes, path: str) -> None:
-        """Raises FormatError: the map is cut off."""
+        """Raises FormatError if the map is truncated."""
         size = int.from_bytes(data[:4], "little")
         if len(data) < 4 or 4 + size >= len(data) or size < 4:
-            raise FormatError(f"{path}: {KEY}precompiled_charsmap of {len(data)} bytes is cut off", "QK-E123")
+            raise FormatError(f"{path}: {KEY}precompiled_charsmap of {len(data)} bytes is truncated", "QK-E123")
         self._path = path
         self._array: list[int] = np.frombuffer(data, "<u4", size // 4, 4).tolist()
         self._texts = data[4 + size :]
@@ -72,13 +72,13 @@ class Charsmap:
         end = self._texts.find(b"\0", replacement[1])
         if end < 0:
             raise FormatError(
-                f"{self._path}: {KEY}precompiled_charsmap has no end of the text at {replacement[1]}", "QK-E123"
+                f"{self._path}: {KEY}precompiled_charsmap has no end of text at {replacement[1]}", "QK-E123"
             )
         return replacement[0], self._texts[replacement[1] : end]
 
     @cached_property
     def spaces_stand_alone(self) -> bool:
-        """Whether no longer prefix has a space in it, so that words can be normalized one by one."""
+        """Whether only single spaces are prefixes with a space, so that words can be normalized one by one."""
         array = np.array(self._array, np.uint32)
         by_space = np.flatnonzero(array & np.uint32(0x800000FF) == 0x20)
         single = self._base(0) ^ 0x20
@@ -99,7 +99,7 @@ class Unigram:
     """Ids of a text by the best sum of scores."""
 
     def __init__(self, vocab: Vocab) -> None:
-        """Raises FormatError: a broken charsmap, or no unknown token."""
+        """Raises FormatError for a damaged charsmap, or a missing unknown token."""
         self._vocab, self.piece = vocab, vocab.piece
         self._prefix = vocab.flag("add_space_prefix", False)
         self._merge_spaces = vocab.flag("remove_extra_whitespaces", False)
@@ -116,7 +116,7 @@ class Unigram:
         self._lengths = longest_by_start(self._tokens)
         defined = [vocab.tokens[i] for i in np.flatnonzero(vocab.types & Attr.USER_DEFINED).tolist()]
         user = [text.encode("utf-8", "surrogateescape") for text in defined]
-        # llama.cpp leaves any beginning of a user-defined token as it is, not only whole ones.
+        # llama.cpp does not change any prefix of a user-defined token, not only complete ones.
         self._protected = {text[:n] for text in user for n in range(1, len(text) + 1)}
         self._seams = Seams(inner_pairs(self._tokens))
         self._normal_words: dict[bytes, bytes] = {}
@@ -140,7 +140,7 @@ class Unigram:
         return [i for before, i in zip([None, *ids], ids, strict=False) if i != self._unknown or before != i]
 
     def _normalize(self, text: bytes) -> bytes:
-        """Replace prefixes; word by word where that is the same."""
+        """Replace prefixes, word by word if that is equivalent."""
         alone = self._charsmap is None or self._charsmap.spaces_stand_alone
         if not alone or any(b" " in prefix for prefix in self._protected):
             return self._replace(text)
@@ -167,7 +167,7 @@ class Unigram:
         return b"".join(out)
 
     def _escape_spaces(self, text: bytes) -> bytes:
-        """Write spaces as U+2581, as many as the file's flags say."""
+        """Write spaces as U+2581, according to the file's flags."""
         space = SPACE.encode()
         if self._merge_spaces:
             return b"".join(space + word for word in text.split(b" ") if word)
@@ -176,7 +176,7 @@ class Unigram:
         return space * (len(text) - len(stripped)) + prefix + stripped.replace(b" ", space)
 
     def _best_path(self, edges: list[Edge], length: int, total: float) -> tuple[float, list[int]]:
-        """Return the best sum from ``total`` on over the ways of a piece, and its ids."""
+        """Return the best sum over the segmentations of a piece, starting from ``total``, and its ids."""
         sums = [total] + [_LEAST] * length
         back_pointers: list[tuple[int, int]] = [(0, 0)] * (length + 1)
         for start, end, score, token in edges:
@@ -190,7 +190,7 @@ class Unigram:
         return sums[-1], ids[::-1]
 
     def _edges_of_text(self, piece: str) -> list[Edge]:
-        """Return the tokens at all places of a piece, in order; a character that is none is the unknown token."""
+        """Return the tokens at all places of a piece, in order; a character without a token is the unknown token."""
         edges = self._edges.get(piece)
         if edges is None:
             if len(self._edges) >= _MAX_WORDS:
@@ -230,7 +230,7 @@ class Unigram:
 
 
 def _character(text: bytes, position: int) -> tuple[int, bytes]:
-    """Return the length and bytes of the character at a place; U+FFFD for one byte that begins none."""
+    """Return the length and bytes of the character at a place; U+FFFD for a byte that does not begin one."""
     length = _LENGTHS[text[position] >> 4]
     continuation = text[position + 1 : position + length]
     if (

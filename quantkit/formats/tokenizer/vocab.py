@@ -1,9 +1,9 @@
 """A vocabulary from GGUF metadata: texts, scores and attributes of tokens, special ids, flags.
 
 Keys (tokenizer.ggml.*): tokens, scores, token_type (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte),
-merges, *_token_id, add_bos_token ... Files lie about types, so llama.cpp b11434 corrects them by the texts of tokens
-and by the names of models (llama-vocab.cpp, llama_vocab::impl::load); ids depend on these corrections, which are all
-here.
+merges, *_token_id, add_bos_token ... Types in files are often wrong, so llama.cpp b11434 corrects them by the texts of
+tokens and the names of models (llama-vocab.cpp, llama_vocab::impl::load); ids depend on these corrections, which this
+module implements.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _CONTROL = (
     "<|tool_response>",
     "[e~[",
 )
-#: Fill-in-the-middle tokens by their keys: the one the file names stays as it is, else the first text is control.
+#: Fill-in-the-middle tokens by their keys: the one named in the file is unchanged, otherwise the first text is control.
 _FIM: dict[tuple[str, ...], tuple[str, ...]] = {
     ("fim_pre", "prefix"): (
         "<|fim_prefix|>",
@@ -150,14 +150,14 @@ class Vocab:
         return value
 
     def special_id(self, name: str) -> int | None:
-        """Return tokenizer.ggml.NAME_token_id; None without the key, or where no token has this id."""
+        """Return tokenizer.ggml.NAME_token_id; None without the key, or if no token has this id."""
         value = self.source.get(f"{KEY}{name}_token_id")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise FormatError(f"{self.path}: {KEY}{name}_token_id is {value!r}, not an id", "QK-E123")
         return value if value is not None and 0 <= value < len(self.tokens) else None
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a normal token, with U+2581 for a space, or a byte token, <0xXX>, stands for."""
+        """Return the bytes of a normal token, with U+2581 for a space, or of a byte token, <0xXX>."""
         text = self.tokens[token]
         if self.attrs[token] & Attr.NORMAL:
             return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
@@ -171,11 +171,11 @@ class Vocab:
 def read_vocab(source: Metadata) -> Vocab:
     """Read and correct a file's vocabulary.
 
-    Raises FormatError: no tokenizer, one that is not supported, or one that contradicts itself; the message names it.
+    Raises FormatError for a missing, unsupported or inconsistent tokenizer; the message names it.
     """
     path = str(source.paths[0])
     model = source.get(KEY + "model")
-    raw_ids = "Token ids are accepted everywhere instead: --tokens 1,2,3 or --tokens @FILE.i32"
+    raw_ids = "Give token ids instead of text: --tokens 1,2,3 or --tokens @FILE.i32"
     if model in (None, "no_vocab", "none"):
         raise FormatError(
             f"{path}: the file has no tokenizer ({KEY}model is {model or 'missing'}). {raw_ids}", "QK-E123"
@@ -183,14 +183,14 @@ def read_vocab(source: Metadata) -> Vocab:
     if model not in _DEFAULT_IDS:
         names = ", ".join(MODELS)
         raise FormatError(
-            f"{path}: no tokenizer for {KEY}model {model!r}; there is one for {names}. {raw_ids}", "QK-E123"
+            f"{path}: unsupported tokenizer {KEY}model {model!r}; supported are {names}. {raw_ids}", "QK-E123"
         )
     tokens = _texts(source, path)
     ids = {text: i for i, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         duplicate = next(text for i, text in enumerate(tokens) if ids[text] != i)
         raise FormatError(
-            f"{path}: the token {duplicate!r} is in {KEY}tokens twice; llama.cpp refuses that too", "QK-E114"
+            f"{path}: the token {duplicate!r} occurs twice in {KEY}tokens, which llama.cpp also rejects", "QK-E114"
         )
     scores = _numbers(source, path, "scores", len(tokens), (ValueType.FLOAT32, ValueType.INT32))
     kinds = _numbers(source, path, "token_type", len(tokens), (ValueType.INT32,))
@@ -277,7 +277,7 @@ def _ids_of(vocab: Vocab, *texts: str) -> list[int]:
 
 
 def _strip(vocab: Vocab) -> None:
-    """Mark the tokens that swallow adjacent white space; only the model's name tells."""
+    """Mark the tokens that absorb adjacent white space, known only by the model's name."""
     get, attrs = vocab.source.get, vocab.attrs
     pre, arch, name = (str(get(key, "")) for key in (KEY + "pre", "general.architecture", "general.name"))
     name = name.lower()

@@ -1,8 +1,8 @@
 """WordPiece (tokenizer.ggml.model bert): words, then the longest token at each place; a word begins with U+2581.
 
-White space separates words; punctuation and Chinese characters are words of their own; control characters vanish.
-With normalizer.lowercase (the default) letters lose case and, unless normalizer.strip_accents says no, accents. A word
-that tokens do not cover is the unknown token. llama.cpp b11434 llm_tokenizer_wpm_session.
+White space separates words; punctuation and Chinese characters are separate words; control characters are removed. With
+normalizer.lowercase (the default) letters lose case and, unless normalizer.strip_accents says no, accents. A word that
+tokens do not cover becomes the unknown token. llama.cpp b11434 llm_tokenizer_wpm_session.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WordPiece:
         self._ids = {text.encode("utf-8", "surrogateescape"): i for text, i in vocab.ids.items()}
         self._longest = max(map(len, self._ids), default=0)
         self._cache = WordCache(self._encode_word)
-        #: What a character becomes: text of a word, a word by itself (after "\\1"), a separator " ", nothing.
+        #: The replacement of a character: text of a word, a separate word (after "\\1"), a separator " ", nothing.
         self._roles: dict[str, str] = {}
 
     def encode(self, text: bytes, first: bool) -> list[int]:
@@ -45,7 +45,7 @@ class WordPiece:
         return self._cache.ids(self._words(unicode.from_utf8(text)))
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a normal token stands for."""
+        """Return the bytes of a normal token."""
         if self._vocab.attrs[token] & Attr.NORMAL:
             return self._vocab.piece(token)
         text = self._vocab.tokens[token]
@@ -60,7 +60,7 @@ class WordPiece:
         return (w for w in "".join([roles[c] for c in text]).split(" ") if w)
 
     def _role(self, point: int) -> str:
-        """Return a character's text, with spaces around it if it is a word by itself, " " if it ends one."""
+        """Return a character's text, with spaces around it if it is a separate word, " " if it ends one."""
         if self._strip:
             point = int(unicode.bases()[point])
         category = chr(unicode.categories()[point])

@@ -1,6 +1,6 @@
-"""A digest of bytes at the speed of memory, to notice that they changed since they were read.
+"""A digest of bytes at the speed of memory, to detect changes since they were read.
 
-It is not for bytes that somebody chose to have a digest: it finds what was overwritten, cut or taken from another file.
+It is not cryptographic: it detects data that was overwritten, truncated or replaced by another file's.
 """
 
 from __future__ import annotations

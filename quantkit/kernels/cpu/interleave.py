@@ -1,4 +1,4 @@
-"""Interleave rows, and take them apart: the layouts of kernels/interleave.py as SIMD code.
+"""Interleave and deinterleave rows: the layouts of kernels/interleave.py as SIMD code.
 
 A layout is a table that says for each bit where it comes from; ``_moves`` turns it into straight-line code for a unit.
 Source bytes are loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same
@@ -244,7 +244,7 @@ def interleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -> 
     """Return ``interleave_groups`` of a layout, compiled on its first call; TypeNotSupported if it goes one way."""
     if layout.source_bits is None:
         t, base = layout.type, layout.base
-        raise TypeNotSupported(f"{base} has not all that {t} holds: its rows cannot be interleaved as {t}")
+        raise TypeNotSupported(f"{base} lacks data of {t}: its rows cannot be interleaved as {t}")
     pieces, name = (layout.rows, 1), f"interleave_{layout.type.name.lower()}_{layout.values}"
     move = _moves(name, layout.source_bits.astype(np.int64), pieces, layout.signs, layout.xor, True)
     return _specialized(interleave_groups, move, layout, compiled)
@@ -262,7 +262,7 @@ def interleave_rows(t: TensorType, rows: U8, out: U8) -> None:
     """Interleave rows of a base type as the interleaved type ``t``, without the GIL.
 
     rows: uint8 [n, row bytes of base_of(t)]; out: uint8 [n, row bytes of t]; both C-contiguous, n a multiple of
-    ``t.interleave``. Raises TypeNotSupported if the base type lacks what ``t`` holds, ValueError for other shapes.
+    ``t.interleave``. Raises TypeNotSupported if the base type lacks data of ``t``, ValueError for other shapes.
     """
     layout, units = _checked_layout(t, rows, out)
     interleave_kernel(layout)(
@@ -290,10 +290,10 @@ def _checked_layout(t: TensorType, rows: U8, interleaved: U8, row_type: TensorTy
     base, count = layout.base, len(rows)
     if n % layout.values:
         raise TypeNotSupported(
-            f"{t}: rows of {n} values cannot be taken apart: {layout.values} values make a unit", "QK-E303"
+            f"{t}: rows of {n} values cannot be deinterleaved: they are not a multiple of {layout.values}", "QK-E303"
         )
     if rows.shape != (count, base.row_bytes(n)) or interleaved.shape != (count, t.row_bytes(n)):
         raise ValueError(f"{t}: rows are uint8 [{list(rows.shape)}] as {base}, [{list(interleaved.shape)}] interleaved")
     if count % layout.rows or not (rows.flags.c_contiguous and interleaved.flags.c_contiguous):
-        raise ValueError(f"{t}: {count} rows must be contiguous and whole groups of {layout.rows}")
+        raise ValueError(f"{t}: {count} rows must be contiguous and a multiple of {layout.rows}")
     return layout, n // layout.values

@@ -12,7 +12,7 @@ from quantkit.kernels.cpu.core.simd import f32x16, load, splat, store
 F32 = npt.NDArray[np.float32]
 
 LANES = 16
-#: Rows that are computed at once: what is loaded of A serves them all.
+#: Rows that are computed at once, sharing the loads of A.
 ROWS = 4
 
 
@@ -29,8 +29,8 @@ def strips(a: F32) -> F32:
 def add_low_rank(x: F32, a: F32, b: F32, scale: np.float32) -> None:
     """Add B @ A * scale to x.
 
-    Every value by itself: the sum over the rank in its order, each term rounded, then times the scale, then added. So
-    neither the rows of a call nor the CPU change a bit.
+    Each value is computed separately: the sum over the rank in order, each term rounded, then times the scale, then
+    added. So neither the rows of a call nor the CPU change a bit.
 
     Args:
         x: [rows, columns]

@@ -1,7 +1,8 @@
 """Interface of backends, which compile any part of a graph and run it, batch after batch.
 
 Backends are ``reference`` (numpy, the specification), ``cpu`` (numba) and ``cuda``; another one implements these two
-protocols and gets a row in registry.py. Values cross between backends, or between two segments of one, as numpy arrays.
+protocols and gets a row in registry.py. Values are passed between backends, or between segments of one backend, as
+numpy arrays.
 """
 
 from __future__ import annotations

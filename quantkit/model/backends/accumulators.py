@@ -4,8 +4,8 @@
     Covariance   sums, weighted f64 [experts, n, n]; counts i64 [experts], weight f64 [experts] (sum of weights^2)
     Similarity   total f64 [1], counts i64 [1]
 
-The arrays are live: restoring copies of them (a snapshot) continues from there. A row that is not finite spoils its
-sums; it is reported, and the caller restores a snapshot.
+The arrays are live: restoring copies of them (a snapshot) continues from there. A row that is not finite invalidates
+its sums; it is reported, and the caller restores a snapshot.
 """
 
 from __future__ import annotations

@@ -172,5 +172,5 @@ class Memory:
         self.start = self._bytes.ctypes.data + self._shift
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return some of its bytes."""
+        """Return a range of its bytes."""
         return self._bytes[self._shift + offset : self._shift + offset + nbytes]

@@ -45,13 +45,13 @@ class Boundary(ABC):
     def read(self, value: Value) -> Any:
         """Return a value that leaves the program, [rows, width], valid until the next run; KeyError for others."""
         if value not in self._leaves:
-            raise KeyError(f"{value} does not leave this program: name it in leaves")
+            raise KeyError(f"{value} is not an output of this program: list it in leaves")
         return self._view(value)
 
     def write(self, value: Value, array: Any) -> None:
         """Set a value that another program computed, for the next run. Raises KeyError, ValueError."""
         if value not in self._takes:
-            raise KeyError(f"{value} does not enter this program")
+            raise KeyError(f"{value} is not an input of this program")
         data = np.ascontiguousarray(array, np.int32 if value.integer else np.float32).reshape(-1)
         buffer = self._values[value]
         if data.nbytes > buffer.nbytes:

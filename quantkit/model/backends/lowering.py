@@ -1,8 +1,8 @@
-"""Lowering of operations to entries of a program, as far as devices share it.
+"""The part of lowering operations to entries of a program that devices share.
 
-Slots of entries hold numbers, addresses of weights, and buffers, which get offsets at the end (arena.py). What several
-operations need is computed once: activations in the format of a weight's type, tokens by expert, scratch, and float32
-vectors.
+Slots of entries contain numbers, addresses of weights, and buffers, which get offsets at the end (arena.py). Data that
+several operations need is computed once: activations in the format of a weight's type, tokens by expert, scratch, and
+float32 vectors.
 """
 
 from __future__ import annotations

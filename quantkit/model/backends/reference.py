@@ -1,8 +1,8 @@
 """The backend ``reference``: every operation in numpy, the specification of the others.
 
 Weights are decoded to float32 and activations are never quantized, so the other backends are compared with it on float
-weights, and on quantized weights it shows their error alone. Sources of the definitions: llama.cpp b11434
-ggml-cpu/ops.cpp and llama-graph.cpp; no code is copied.
+weights; on quantized weights it isolates their error. Sources of the definitions: llama.cpp b11434 ggml-cpu/ops.cpp and
+llama-graph.cpp; no code is copied.
 """
 
 from __future__ import annotations

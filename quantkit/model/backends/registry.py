@@ -1,4 +1,4 @@
-"""The backends by device name; each is imported when it is first used.
+"""The backends by device name, each imported on first use.
 
 A backend is a row of BACKENDS: its constructor and, if it fuses operations into launches, its fusion.
 """

@@ -1,8 +1,7 @@
-"""Digests of everything that decides the bytes of encoded rows; equal digests mean equal bytes.
+"""Digests of everything that determines the bytes of encoded rows; equal digests mean equal bytes.
 
 The key of an entry is the digest of its encoding (types, encoder and its code, shape, importance) and that of its
-source rows. Source rows are digested while they are read; known digests are looked up by *identity*, which needs no
-reading.
+source rows. Source rows are digested while being read; known digests are looked up by *identity*, without reading.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def importance_digest(part: PlannedPart) -> str | None:
 
 
 def encoding_digest(part: PlannedPart, importance: str | None) -> str:
-    """Return the digest of everything that decides encoded rows except the source rows."""
+    """Return the digest of everything that determines encoded rows except the source rows."""
     pieces, encoding = pieces_of(part), part.encoding
     settings = {
         "from": encoding.source.name,
@@ -117,7 +116,7 @@ def _path_of(folder: Path, module: str) -> Path | None:
 
 @cache
 def package_digest() -> str:
-    """Return a digest of all of quantkit's code: it decides the rows of tensors that are made while they are read."""
+    """Return a digest of all of quantkit's code, which determines the rows of tensors computed while reading."""
     return _digest([version("numpy"), *_files_digests(set(_PACKAGE.rglob("*.py")))])
 
 
@@ -157,7 +156,7 @@ def identity(source: Source, fingerprint: str, part: PlannedPart) -> str | None:
 def _identity_of(path: Path) -> list[int | str] | None:
     """Return the stamp of one version of a file; None for an object in a store without a version."""
     if isinstance(path, URL):
-        # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
+        # A tag may be only a date, so the address also counts, without the signature of a signed one.
         return [str(path), *stamp_of(path)] if path.facts.tag else None
     return stamp_of(path)
 

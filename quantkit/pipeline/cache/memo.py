@@ -1,7 +1,7 @@
-"""Digests of source tensors from earlier runs, so that cache hits need not read the source.
+"""Digests of source tensors from earlier runs, so that cache hits do not read the source.
 
-Each source has a folder, in which each run writes a file of its own. A line is an identity (``keys.identity``), a
-digest, and the CRC-32 of both; damaged lines are ignored.
+Each source has a folder, in which each run writes its own file. A line is an identity (``keys.identity``), a digest,
+and the CRC-32 of both; damaged lines are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Memo:
         return None if identity is None else self._digests.get(identity)
 
     def add(self, identity: str, digest: str) -> None:
-        """Remember a digest. Raises OSError."""
+        """Record a digest. Raises OSError."""
         if self._digests.get(identity) != digest:
             self._digests[identity] = digest
             self._write([(identity, digest)], os.O_APPEND)
@@ -55,7 +55,7 @@ class Memo:
                     os.unlink(name, dir_fd=folder)
 
     def tidy(self) -> None:
-        """Write many files as one. Raises OSError."""
+        """Merge many files into one. Raises OSError."""
         if len(self._files) <= _MAX_FILES:
             return
         self._write(list(self._digests.items()), os.O_TRUNC)

@@ -1,9 +1,9 @@
-"""A run's use of the tensor cache: entries it takes, and entries it adds.
+"""A run's use of the tensor cache: entries it reads, and entries it adds.
 
-Before the run, ``look_up`` asks which entries are known to have what the plan encodes: their jobs read nothing of the
-source. Where the source was not read before, the first piece of its rows tells whether an entry may have them; such
-jobs read and digest their rows, and compare. What is encoded is copied to the cache from the output, when a tensor is
-on the disk and before it is in the journal. Whatever goes wrong in the cache's folder, the run goes on, with a note.
+Before the run, ``look_up`` finds the entries that are known to match the plan: their jobs do not read the source. If
+the source was not read before, the first piece of its rows decides whether an entry may match; such jobs read and
+digest their rows, and compare. Encoded tensors are copied to the cache from the output, after a tensor is on the disk
+and before it is journaled. If anything fails in the cache's folder, the run continues, with a note.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _LABEL = 100
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Statistics of a run's cache: ``hits`` of ``tensors`` that are encoded came from it.
+    """Statistics of a run's cache: ``hits`` of ``tensors`` came from it.
 
-    ``unread`` is the number that only reading can tell; ``damaged`` entries were encoded again, ``stored`` ones are
-    new.
+    ``unread``: tensors for which only reading the source decides; ``damaged`` entries were encoded again, ``stored``
+    ones are new.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class CacheUse:
 
 @dataclass(slots=True)
 class _Lookup:
-    """A part of a tensor that is encoded: ``source``, the digest of its rows, is None if nobody remembers it."""
+    """A part of a tensor that is encoded: ``source``, the digest of its rows, is None if unknown."""
 
     encoding: str
     importance: str | None
@@ -88,9 +88,9 @@ class _Lookup:
 
 
 class RunCache:
-    """The cache of a run of ``plan``, or of a dry run, which changes nothing.
+    """The cache of a run of ``plan``, or of a dry run, which does not change it.
 
-    ``measure``: entries must have error sums; ``skip``: names of tensors to leave out.
+    ``measure``: entries must have error sums; ``skip``: names of tensors to skip.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RunCache:
         return lookup
 
     def _open(self, part: _Lookup, name: EntryName) -> Header | None:
-        """Return the header of an entry that serves this run, or None; one that is damaged is removed."""
+        """Return the header of an entry that this run can use, or None; a damaged entry is removed."""
         try:
             with Entry(self.store.path(name)) as entry:
                 header = entry.header
@@ -163,7 +163,7 @@ class RunCache:
         return CacheUse(self.store.folder, len(self._parts), sum(map(self.is_known, self.plan.tensors)), unread)
 
     def prepare(self, tensor: PlannedTensor, jobs: Sequence[Job], file: Path | None) -> list[Job]:
-        """Return a tensor's jobs with the cache's part in them; ``file``: as for ``add``."""
+        """Return a tensor's jobs with their cache records; ``file``: as for ``add``."""
         entries: dict[int, tuple[EntryName, bytes] | None] = {}
         out = []
         for job in jobs:
@@ -195,12 +195,12 @@ class RunCache:
         return Cached(self.store.path(name).absolute(), offset, job_records, part.is_known)
 
     def _make_temporary(self, tensor: PlannedTensor, number: int) -> None:
-        """Make the file that a part's jobs write to."""
+        """Create the file that a part's jobs write to."""
         if (tensor.name, number) not in self._temporary:
             self._temporary[tensor.name, number] = self.store.make_temporary().absolute()
 
     def _entry(self, part: PlannedPart, lookup: _Lookup, pieces: Pieces) -> tuple[EntryName, bytes] | None:
-        """Return the entry that has a part, or may have it, and its records."""
+        """Return the entry that contains a part, or may contain it, and its records."""
         names = lookup.entries
         if names and not lookup.is_known:
             first = self._first_digest(part, pieces)
@@ -217,7 +217,7 @@ class RunCache:
         return None
 
     def _first_digest(self, part: PlannedPart, pieces: Pieces) -> str:
-        """Return the digest of the first piece of a part, as entries are named by it; "" if it cannot be read."""
+        """Return the digest of the first piece of a part, by which entries are named; "" if it cannot be read."""
         row_bytes = part.source.type.row_bytes(part.values)
         data, tail = np.empty(min(pieces.piece, pieces.rows) * row_bytes, np.uint8), np.empty(0, np.uint8)
         try:
@@ -234,7 +234,7 @@ class RunCache:
     def add(self, tensor: PlannedTensor, results: Iterable[tuple[Job, JobResult]], file: Path | None) -> None:
         """Add the encoded rows of a tensor, which are in ``file``, or in the temporary files of its jobs.
 
-        Raises FormatError if the source is not what it was when its digest was remembered.
+        Raises FormatError if the source has changed since its digest was recorded.
         """
         by_part: dict[int, list[tuple[Job, JobResult]]] = {}
         for job, result in results:
@@ -265,8 +265,8 @@ class RunCache:
             self.memo.forget()
             where = self.plan.source.where(part.source)
             raise FormatError(
-                f"{where}: tensor {part.source.name} is not what it was when the cache {self.store.folder} took note "
-                "of it, though the file's size and time are the same; that note is removed: run again",
+                f"{where}: tensor {part.source.name} has changed since the cache {self.store.folder} recorded it, "
+                "although the file's size and time are the same; the record is removed: run again",
                 "QK-E109",
             )
         name = EntryName(lookup.encoding, records["source"][0].tobytes().hex()[:16], source)
@@ -298,7 +298,7 @@ class RunCache:
     def _try_store(
         self, name: EntryName, header: Header, file: Path, ranges: list[tuple[int, int]], records: bytes
     ) -> None:
-        """Make an entry of ranges of a file."""
+        """Create an entry from ranges of a file."""
         self._try(partial(self._store_if_room, name, header, file, ranges, records))
 
     def _store_if_room(
@@ -320,7 +320,7 @@ class RunCache:
         self._total += self._stored[-1]
 
     def _try(self, change: Callable[[], None]) -> None:
-        """Change the cache's folder; after a failure, do nothing more."""
+        """Change the cache's folder; do nothing after a failure."""
         if not self._failure:
             try:
                 change()
@@ -359,12 +359,12 @@ class RunCache:
         if self._n_damaged:
             yield f"{where}: {_count(self._n_damaged, 'entry was', 'entries were')} damaged and removed"
         if self._failure:
-            yield f"{where} is not written to: {self._failure}; what is in it was used all the same"
+            yield f"{where} cannot be written: {self._failure}; its entries were still used"
         if self._n_rejected:
             tensors = _count(self._n_rejected, "tensor was", "tensors were")
-            yield f"{where} is full: {tensors} not kept; its limit is {format_size(self.store.limit)} (--cache-size)"
+            yield f"{where} is full: {tensors} not stored; its limit is {format_size(self.store.limit)} (--cache-size)"
         if self._short_of_memory:
-            yield f"{where} was not used for tensors whose rows are too many for --max-ram: give more of it"
+            yield f"{where} was not used for tensors that exceed --max-ram: raise --max-ram"
 
 
 def _ranges(tensor: PlannedTensor, part: PlannedPart, pieces: Pieces) -> list[tuple[int, int]]:

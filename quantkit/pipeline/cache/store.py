@@ -1,4 +1,4 @@
-"""The folder of a tensor cache, which users, and machines on one file system, may share.
+"""The folder of a tensor cache, which users, and machines with a common file system, may share.
 
     cache.json               its size limit
     entries/ab/HOW-FIRST-SOURCE    a tensor's encoded rows (formats/cache_entry.py)
@@ -6,10 +6,10 @@
     runs.jsonl               a line for each run that used it
     tmp/                     what is being written
 
-Nothing in it that is a link is followed, and nothing is locked. A file is written to its end and synced before it gets
-its name, by rename; who reads one that is evicted meanwhile encodes instead. Entries of one name have the same bytes,
-so it does not matter which of two writers is the last. The time of an entry's last change is that of its last use: the
-least recently used go first.
+Links in it are not followed, and nothing is locked. A file is complete and synced before it is renamed to its final
+name; a reader whose entry is evicted in the meantime encodes instead. Entries with the same name have the same bytes,
+so the order of two writers does not matter. The modification time of an entry is that of its last use: the least
+recently used are evicted first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EVICTION_MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """An entry in the folder: ``used`` is when, in seconds."""
+    """An entry in the folder; ``used``: the time of its last use, in seconds."""
 
     path: Path
     name: EntryName
@@ -67,7 +67,7 @@ class Store:
     # ------------------------------------------------------------ queries
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Yield all entries; other files are left alone."""
+        """Yield all entries; other files are ignored."""
         for prefix in (f"{i:02x}" for i in range(256)):
             with suppress(OSError), open_folder(self.folder, _ENTRIES, prefix) as folder:
                 for text, status in regular_files(folder).items():
@@ -93,7 +93,7 @@ class Store:
         return Memo(self.folder, (_SOURCES, fingerprint[:32]), self.run)
 
     def temporary(self) -> dict[str, os.stat_result]:
-        """Return the files that are being written, or were when their runs were killed."""
+        """Return the temporary files of running and killed runs."""
         with suppress(OSError), open_folder(self.folder, _TEMPORARY) as folder:
             return regular_files(folder)
         return {}
@@ -148,7 +148,7 @@ class Store:
         return evicted
 
     def make_room(self, nbytes: int, spare: set[Path]) -> int:
-        """Return the bytes of all entries; where ``nbytes`` more would be too many, some go, none of ``spare``."""
+        """Return the bytes of all entries; evict entries, except ``spare``, if ``nbytes`` more exceed the limit."""
         total = self.nbytes()
         if total + nbytes > self.limit:
             total -= sum(
@@ -172,7 +172,7 @@ class Store:
         return removed
 
     def forget_sources(self, age: float = _YEAR) -> None:
-        """Remove digests of sources that nobody has asked for."""
+        """Remove digests of unused sources."""
         with suppress(OSError), open_folder(self.folder, _SOURCES) as folder:
             for name in os.listdir(folder):
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -229,7 +229,7 @@ class Store:
 
 
 def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> Store:
-    """Open a cache; ``make``: create a missing one, in an empty folder. ``size``: set its limit.
+    """Open a cache; ``make``: create it if missing, in an empty folder. ``size``: set its limit.
 
     The default limit is a quarter of the free disk space. Raises ResourceError if the folder is not a cache.
     """
@@ -238,7 +238,7 @@ def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> S
             folder.mkdir(parents=True, exist_ok=True)
         limit = _read_limit(folder)
         if limit is None and not make:
-            raise ResourceError(f"{folder} is no tensor cache: --cache {folder} makes it one", "QK-E401")
+            raise ResourceError(f"{folder} is not a tensor cache; --cache {folder} creates one", "QK-E401")
         store = Store(folder, 0 if limit is None else limit)
         if limit is None:
             store.resize(shutil.disk_usage(folder).free // 4 if size is None else size)
@@ -246,19 +246,19 @@ def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> S
             store.resize(size)
     except OSError as e:
         raise ResourceError(
-            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be the tensor cache", os_error_code(e)
+            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be used as the tensor cache", os_error_code(e)
         ) from None
     return store
 
 
 def _read_limit(folder: Path) -> int | None:
-    """Return the size limit of a cache, or None if the folder is empty; ResourceError if it is no cache."""
+    """Return the size limit of a cache, or None if the folder is empty; ResourceError if it is not a cache."""
     names = set(os.listdir(folder))
     if _CONFIG not in names:
         if names - {_TEMPORARY}:
             raise ResourceError(
-                f"{folder} is no tensor cache, but holds other files ({min(names)}): "
-                "name an empty folder, or a new one",
+                f"{folder} is not a tensor cache and contains other files ({min(names)}): choose an empty or new "
+                "folder",
                 "QK-E402",
             )
         return None
@@ -269,12 +269,12 @@ def _read_limit(folder: Path) -> int | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     raise ResourceError(
-        f"{folder / _CONFIG} is not that of a tensor cache of this version: name another folder", "QK-E122"
+        f"{folder / _CONFIG} does not belong to a tensor cache of this version: choose another folder", "QK-E122"
     )
 
 
 def _read_head(root: Path, name: str, nbytes: int) -> bytes:
-    """Return the first ``nbytes`` bytes of a file in a folder; empty if it is no file."""
+    """Return the first ``nbytes`` bytes of a file in a folder; empty if it is not a file."""
     with suppress(OSError), open_folder(root) as folder, open(open_file(name, os.O_RDONLY, folder), "rb") as file:
         return file.read(nbytes)
     return b""

@@ -1,4 +1,4 @@
-"""Batches of jobs through a slot of a GPU: read, encoded there, checked and written."""
+"""Batches of jobs processed by a slot of a GPU: read, encoded, checked and written."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class BatchRunner:
         return self._tensor(job).parts[job.part]
 
     def _read(self, form: Conversion, jobs: list[Job]) -> list[tuple[Job, SourceRows]]:
-        """Read rows into the slot, one job after the other; jobs that the cache serves are finished here."""
+        """Read rows into the slot, one job after the other; jobs served by the cache are finished immediately."""
         pending, offset = [], 0
         for job in jobs:
             tensor, nbytes = self._tensor(job), job.rows * form.source.row_bytes(form.n)
@@ -270,7 +270,7 @@ class BatchRunner:
         yield from ((slice(row, row + step), x[row : row + step]) for row in range(0, job.rows, step))
 
     def _verify(self, job: Job, tensor: PlannedTensor, target: U8) -> None:
-        """Encode a sampled job on the CPU, too; ResourceError if the GPU's bytes differ."""
+        """Encode a sampled job on the CPU as well. Raises ResourceError if the GPU's bytes differ."""
         if (job.tensor, job.target_offset) not in self._queues.sampled_jobs:
             return
         expected = self._worker.convert_again(job, tensor)
@@ -278,9 +278,9 @@ class BatchRunner:
         if wrong.size:
             first = tensor.parts[job.part].target_row + job.row
             raise ResourceError(
-                f"{self._gpu.name} encodes as {tensor.type} what the CPU encodes to other bytes: tensor "
-                f"{tensor.name}, {wrong.size} of rows {first} to {first + job.rows - 1} of matrix {job.matrix}, first "
-                f"row {first + int(wrong[0])}; no output was written: use --backend cpu",
+                f"{self._gpu.name} and the CPU encode {tensor.type} to different bytes: tensor {tensor.name}, "
+                f"{wrong.size} of rows {first} to {first + job.rows - 1} of matrix {job.matrix}, first row "
+                f"{first + int(wrong[0])}; no output was written: use --backend cpu",
                 "QK-E411",
             )
         with self._verification.lock:

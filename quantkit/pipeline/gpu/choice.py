@@ -38,14 +38,14 @@ def cpu_reason(part: PlannedPart) -> str | None:
     if can_encode(encoding.encoder_type, encoding.search):
         return None
     if encoding.search and can_encode(encoding.encoder_type):
-        missing += f" by the search '{encoding.search}'"
+        missing += f" with the search '{encoding.search}'"
     return missing
 
 
 def conversions_of(part: PlannedPart) -> tuple[Conversion, ...]:
     """Return the forms that a part's rows may have on a GPU; none if the CPU encodes them.
 
-    The CPU decodes types that GPUs cannot. Of an interleaved type GPUs encode single rows, which the CPU interleaves.
+    The CPU decodes types that GPUs cannot. For an interleaved type, GPUs encode single rows, which the CPU interleaves.
     """
     if cpu_reason(part) is not None:
         return ()
@@ -92,17 +92,17 @@ def gpus_for(plan: Plan, backend: str, numbers: Sequence[int] = ()) -> tuple[tup
         RecipeError: no such backend, or GPUs are named for backend "cpu".
     """
     if backend not in BACKENDS:
-        raise RecipeError(f"--backend {backend}: there are {', '.join(BACKENDS)}", "QK-E203")
+        raise RecipeError(f"--backend {backend}: choose one of {', '.join(BACKENDS)}", "QK-E203")
     if backend == "cpu":
         if numbers:
-            raise RecipeError("--devices names GPUs: give --backend cuda, or auto, with it", "QK-E202")
+            raise RecipeError("--devices selects GPUs: add --backend cuda or auto", "QK-E202")
         return (), ""
     count = devices.count_devices()
     missing = [f"CUDA{i}" for i in numbers if i >= count]
     if not count and (backend == "cuda" or numbers):
-        raise ResourceError(f"--backend {backend}: no GPU can be used: {devices.why_none()}", "QK-E411")
+        raise ResourceError(f"--backend {backend}: no usable GPU: {devices.why_none()}", "QK-E411")
     if missing:
-        raise ResourceError(f"--devices: there is no {', '.join(missing)}; {devices.why_none()}", "QK-E411")
+        raise ResourceError(f"--devices: no device {', '.join(missing)}; {devices.why_none()}", "QK-E411")
     names = tuple(f"CUDA{i}" for i in dict.fromkeys(numbers or range(count)))
     if not names:
         return (), f"--backend {backend}: the CPU encodes everything: {devices.why_none()}"
@@ -117,12 +117,12 @@ def gpus_for(plan: Plan, backend: str, numbers: Sequence[int] = ()) -> tuple[tup
             reasons[reason] += 1
     summary = ", ".join(f"{text} ({n})" for text, n in reasons.most_common())
     if not on_gpus:
-        return (), f"--backend {backend}: the CPU does everything: {summary or 'nothing is to be encoded'}"
+        return (), f"--backend {backend}: the CPU does all work: {summary or 'no tensor needs encoding'}"
     text = f"--backend {backend}: {', '.join(names)} encode{'s' * (len(names) == 1)} {_tensors(on_gpus)}"
     if plan.executor is not None:
-        text += ", the text runs through the model on the CPU: bytes are the same on every backend"
+        text += "; calibration runs the model on the CPU, so bytes are the same on every backend"
     if interleaved:
-        text += f" (rows of {interleaved} are interleaved by the CPU)"
+        text += f" (the CPU interleaves rows of {interleaved})"
     return names, text + (f", the CPU {_tensors(reasons.total())}: {summary}" if summary else "")
 
 

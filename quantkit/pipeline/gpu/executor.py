@@ -51,8 +51,8 @@ VRAM_SHARE, METRICS_SHARE = 0.8, 0.5
 class GpuExecutor(Threads):
     """GPUs by name, and ``threads`` threads for jobs that GPUs do not encode.
 
-    max_vram: bytes of each GPU. verify: jobs to encode again on the CPU. say: is called with notes for the user.
-    keep_metrics: whether metrics stay on the GPUs from one run to the next of the same work.
+    max_vram: bytes per GPU. verify: jobs to encode again on the CPU. say: is called with notes for the user.
+    keep_metrics: whether metrics remain on the GPUs between runs of the same work.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GpuExecutor(Threads):
         self.cpu_tensors: set[str] = set()
 
     def run(self, ledger: Work, *, measure: bool) -> None:
-        """Run all jobs of a ledger, or of a part of one; on return none is under way."""
+        """Run all jobs of a ledger, or of a part of one; no job is in flight on return."""
         tensors = ledger.to_encode()
         gpu_parts = [(t, p, forms) for t in tensors for p in t.parts if (forms := conversions_of(p))]
         values = job_values(list(ledger.plan.tensors), self.count, ledger.max_ram)
@@ -110,7 +110,7 @@ class GpuExecutor(Threads):
             self._disabled.add(gpu.name)
         if not already_disabled:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self.say(f"{gpu.name} is not used any more, others do its work: {reason}")
+            self.say(f"{gpu.name} is no longer used; the other devices take over its work: {reason}")
 
     def release(self, gpus: Sequence[Gpu]) -> None:
         """Release the memory of GPUs without work in flight."""
@@ -170,8 +170,8 @@ class GpuExecutor(Threads):
         gpu.slots = min(self.slots, vram // gpu.room.device)
         if not gpu.slots:
             raise ResourceError(
-                f"{gpu.name} has too little memory: a job takes {format_size(gpu.room.device)}, "
-                f"and {format_size(vram)} may be used",
+                f"{gpu.name} has too little memory: a job needs {format_size(gpu.room.device)}, but only "
+                f"{format_size(vram)} may be used",
                 "QK-E407",
             )
 
@@ -186,7 +186,7 @@ class GpuExecutor(Threads):
                 count += sum(conversion_of(tensor.parts[job.part], job.matrix) is not None for job in jobs)
         seed = int(ledger.plan.fingerprint[:8], 16)
         sample = random.Random(seed).sample(range(count), min(self._verify, count))
-        self.say(f"--verify: the CPU encodes {len(sample)} of {count} jobs of the GPUs, too, drawn with seed {seed}")
+        self.say(f"--verify: the CPU also encodes {len(sample)} of the {count} GPU jobs, sampled with seed {seed}")
         return Verification(frozenset(sample))
 
 
@@ -219,7 +219,7 @@ class _GpuRun:
         finally:
             self.executor.release(self.gpus)
         if self.verification.sample and not self.ledger.stop.is_set():
-            self.executor.say(f"--verify: {self.verification.count} jobs have the CPU's bytes")
+            self.executor.say(f"--verify: {self.verification.count} jobs are identical to the CPU's")
 
     def _form(self, job: Job) -> Conversion | None:
         """Return the form of a job's rows; None for the CPU, which also takes jobs that the cache serves."""
@@ -239,11 +239,11 @@ class _GpuRun:
         if part.inputs.metric_bytes > self._metric_limit:
             return "a covariance does not fit into GPU memory"
         if form.target.is_quantized and not can_round(form.target, self._capability):
-            return f"error feedback for {form.target} takes more shared memory than the GPUs have"
+            return f"error feedback for {form.target} needs more shared memory than the GPUs have"
         return None
 
     def _report_cpu_tensors(self) -> None:
-        """Report the tensors that the CPU encodes after all, once in all runs."""
+        """Report the tensors that the CPU encodes instead, once over all runs."""
         tensors_by_reason: dict[str, set[str]] = {}
         for tensor in self.ledger.to_encode():
             for part in tensor.parts:

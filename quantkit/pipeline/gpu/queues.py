@@ -113,7 +113,7 @@ class JobQueues:
             self._changed.notify_all()
 
     def remove_slot(self) -> None:
-        """Count one slot less."""
+        """Decrease the number of slots."""
         with self._changed:
             self._slots -= 1
             self._changed.notify_all()

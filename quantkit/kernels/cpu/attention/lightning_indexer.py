@@ -2,11 +2,11 @@
 
     score[p] = sum over heads of scale * weight[h] * max(q[h] . k[p], 0)
 
-Tokens are taken in rounds. First threads score chunks of keys, one token at a time: a block of keys is transposed and
-multiplied by four heads at once, as attention does with many rows. Then each thread selects for tokens: the n-th
+Tokens are processed in rounds. First, threads score chunks of keys, one token at a time: a block of keys is transposed
+and multiplied by four heads at once, as attention does with many rows. Then each thread selects for tokens: the n-th
 largest score is found digit by digit (a radix selection over integers that sort as the floats do, NaN as the lowest),
-and a last pass keeps the positions above it in order, and of those equal to it the lowest. Tokens that see no more than
-n_selected keys take them all, and nothing is computed for them.
+and a last pass keeps the positions above it in order, and of those equal to it the lowest. Tokens that see at most
+n_selected keys select all of them, without computation.
 
     slot        lightning_indexer
     out         int32 [n_tokens, n_selected]: positions, ascending, then -1
@@ -92,13 +92,13 @@ def _integer(address, i):
 
 @inline
 def _n_keys(args, token):
-    """Return how many keys a token could see."""
+    """Return the number of keys that a token can see."""
     return (_integer(batch_word(args, POSITIONS), token) + 1) // arg(args, _RATIO)
 
 
 @helper
 def _n_scored(args, token):
-    """Return how many keys of a token are scored: none if it sees all."""
+    """Return the number of scored keys of a token: 0 if it selects all."""
     n = _n_keys(args, token)
     return n if n > arg(args, _N_SELECTED) else 0
 

@@ -2,7 +2,7 @@
 
 numba's own cache misses changes of a helper in another file and runs stale code. So the name of the cache directory
 carries a hash of all kernel sources and compiler versions: any change means a new directory. fastmath is off and LLVM
-does not contract a*b+c by itself, so f32 arithmetic is what the source says.
+does not contract a*b+c by itself, so f32 arithmetic is exactly that of the source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ROOT = Path(__file__).parent.parent.parent
-#: numba reads its setting twice while it makes a function, and would cache beside whoever runs it if it were none then.
+#: numba reads its setting twice while it compiles a function, and would cache beside the caller if it were missing.
 _SETTING = threading.RLock()
 
 
@@ -100,6 +100,6 @@ def helper(function: F) -> F:
 def specialize(function: Callable[..., Any], suffix: str, compiled: Any = inline, /, **bound: Any) -> Any:
     """Compile a function with other globals (``rebind``): inlined, or as a ``helper`` or ``kernel``.
 
-    A compiled function stands for the plain one it was made of.
+    A compiled function is replaced by its plain source function.
     """
     return compiled(rebind(getattr(function, "py_func", function), suffix, **bound))

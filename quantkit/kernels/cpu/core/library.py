@@ -17,7 +17,7 @@ from numba.core.compiler import Compiler, CompileResult
 
 from quantkit.kernels.first_run import compiling
 
-#: What numba looks up by name: an entry point's C and Python wrappers, and its environment.
+#: Names that numba looks up: an entry point's C and Python wrappers, and its environment.
 _FOUND_BY_NAME = ("cfunc.", "_ZN7cpython", "_ZN08NumbaEnv")
 
 

@@ -1,13 +1,13 @@
 """One function, many kernels: copies with other globals, named after their bindings, and records as arguments.
 
-numba names machine code and cache files after a function's qualified name. So that one name always means the same
-code, whatever the process and order of compilation, a copy's name ends with a hash of its bindings, and theirs in
-turn. All else is source code, which names the cache folder.
+numba names machine code and cache files after a function's qualified name. So that one name always means the same code,
+whatever the process and order of compilation, a copy's name ends with a hash of its bindings, and theirs in turn.
+Everything else is source code, whose hash names the cache folder.
 
-Frozen records may be arguments: their fields are compile-time constants. numba compiles a function anew for each record
-that it is called with, as for each type of an argument, and LLVM sees the fields as numbers: it decides branches and
-unrolls loops as if they stood in the source. A field may also be a compiled function, or another record. At run time a
-record is nothing.
+Frozen records may be arguments: their fields are compile-time constants. numba compiles a function for each record that
+it is called with, as for each type of an argument, and LLVM sees the fields as numbers: it resolves branches and
+unrolls loops as if they were in the source. A field may also be a compiled function, or another record. A record has no
+cost at run time.
 """
 
 from __future__ import annotations

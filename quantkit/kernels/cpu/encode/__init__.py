@@ -20,8 +20,8 @@ Encoder = Callable[[Any, Any, Any, int, int], None]
 def encoder(t: TensorType, variant: str | None = None) -> Encoder:
     """Return the encoder of type ``t``; of an interleaved type for whole groups of rows.
 
-    variant: whose, "mainline" or "ik", where there are two; by default that of the type's own tree. Raises
-    TypeNotSupported if there is none.
+    variant: "mainline" or "ik", if there are two; default: that of the type's project. Raises TypeNotSupported if there
+    is none.
     """
     search = encoder_for(t, variant)
     if is_interleaved(t):

@@ -85,8 +85,8 @@ def _first_strided(address: int, row_bytes: int, rows: int, kind: Any, mask: Any
 def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
     """Return the first row with an invalid block, or -1.
 
-    ``data`` is uint8 [rows, row_bytes]. Raises FormatError if it is not, or if a row is not a whole number of blocks.
-    Types without fields to check (``t.scales`` empty) always pass; interleaved rows, in whole groups, are taken apart.
+    ``data`` is uint8 [rows, row_bytes]. Raises FormatError if it is not, or if a row is not a multiple of blocks. Types
+    without fields to check (``t.scales`` empty) always pass; interleaved rows, in whole groups, are deinterleaved.
     """
     if is_interleaved(t):
         return _validate_interleaved(t, data)

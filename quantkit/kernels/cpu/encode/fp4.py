@@ -104,7 +104,7 @@ def _largest_magnitudes(xt, rows):
 
 @inline
 def _floats_that_round_up(k):
-    """Return how many floats below 2^k have log2f equal to k: floor(ln 2 * 2^p), 2^p the power of two in |k|.
+    """Return the number of floats below 2^k whose log2f equals k: floor(ln 2 * 2^p), 2^p the power of two in |k|.
 
     The j-th float below 2^k is 2^k (1 - j 2^-24), its logarithm k - j 2^-24 / ln 2; ulp(k) / 2 is 2^(p - 24).
     For k > 0 the spacing of floats below k counts, hence k - 1.

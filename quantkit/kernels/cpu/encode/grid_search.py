@@ -5,8 +5,9 @@ off the grid becomes the one of its neighbours (neighbours.py) with the smallest
 The candidate is rated by sum(w q x)^2 / sum(w q q), with the best scale sum(w q x) / sum(w q q). At the end groups are
 rounded again by the scale that won.
 
-A lane is a sub-block in all of this but the search among neighbours, where a lane is a neighbour: what a level costs is
-computed once for every value of the group, in tables of a vector, and costs are added in the reference's order.
+A lane is a sub-block in all of this but the search among neighbours, where a lane is a neighbour: the cost of each
+level is computed once for every value of the group, in tables of a vector, and costs are added in the reference's
+order.
 
 Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}_impl, iq{2,3}_find_best_neighbour.
 """

@@ -49,9 +49,7 @@ def interleaved_encoder(t: TensorType, variant: str) -> Encoder:
     ``variant``: whose, "mainline" or "ik" (``formats.encoder_for``).
     """
     if not has_encoder(t):
-        raise TypeNotSupported(
-            f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist", "QK-E302"
-        )
+        raise TypeNotSupported(f"no encoder for {t.name} in this version; see `quantkit types`", "QK-E302")
     if t.name.startswith("Q8_K_R"):
         return partial(_encode_q8_k, t.interleave)
     if t.name == "Q8_KV_R8":

@@ -3,7 +3,7 @@
 Layouts and the generator of points are in cpu/unpack/trellis.py. The error weighs values as ik_llama.cpp does: by
 importance * sqrt(2 m + x^2), without importances by m / 2 + x^2, m the mean square of 256 values; 1e-4 where values or
 weights are almost 0. Its bytes depend on its CPU's vectors, and its search leaves errors that are up to twice the least
-possible, so it is not repeated here. This one:
+possible, so quantkit has its own search, which
 
 1. guesses the scale of 32 values from their fourth powers;
 2. finds the points near them for scales around the guess, either sign, either codebook: in more searches where
@@ -887,7 +887,7 @@ def encode(x, weights, out, row0, row1, tables):
 
 @cache
 def point_format(size: int, bias: int, short: bool = False) -> points.PointFormat:
-    """Return how points of ``size`` values are stored; ``short``: weights of queries have 8 bits, all else 16."""
+    """Return the storage of points of ``size`` values; ``short``: weights of queries have 8 bits, all else 16."""
     units = points.SHORT if short else {}
     largest = F(64 if bias else 126)
     if size == 8:

@@ -90,7 +90,7 @@ def _centers(points: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
 
 
 def _extents(points: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return how far cells of 16 points reach, times SCALES as f32: exact, then rounded outwards."""
+    """Return the extent of cells of 16 points, times SCALES as f32: exact, then rounded outwards."""
     cells = points.reshape(len(points) // 256, 16, 16, -1)
     scaled = np.multiply.outer(np.array(SCALES, np.float32).astype(np.float64), cells)
     low = np.nextafter(scaled.min((0, 3)).astype(np.float32), np.float32(-np.inf))

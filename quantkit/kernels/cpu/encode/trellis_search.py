@@ -590,7 +590,7 @@ def prepare_bounds(c, s):
 
 @inline
 def bounds_of_cells(c, extents, cells, s):
-    """Return how much the points of each of 16 cells add to the error, above the least, at any scale: at least."""
+    """Return a lower bound of the error that the points of each of 16 cells add to the least one, at any scale."""
     total = splat(f32x16, F(0))
     for j in range(c.size):
         offset, nearest = 128 * (c.size * cells + j), load(types.float32, s, NEAREST + 4 * j)

@@ -40,7 +40,7 @@ class GroupTile:
 
     def __init__(self, layout: Levels, x: F32, rows: U8, start: U8, metric: Metric) -> None:
         if metric.groups is None or metric.groups.grouping != layout.grouping:
-            raise ValueError(f"the metric is not for groups of columns as {layout.type} has them")
+            raise ValueError(f"the metric does not match the groups of columns of {layout.type}")
         self.layout = layout
         self.metric = metric
         self.groups = metric.groups

@@ -40,9 +40,9 @@ class Metric:
 
     columns: in descending order of their variance, or of their groups', int32 [n]; u, pivots: the factors U, packed,
     and D of the covariance in that order. frames: those of groups of columns, if they are rounded together. h: the
-    covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x that is to
-    come near to x + x M; None: to itself. offset: what each row is to gain besides, float32 [rows, n]. importance: of
-    the columns, float32 [n], for encoders without an importance matrix; None: unknown.
+    covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x whose
+    target is x + x M; None: x itself. offset: an additional term of the targets, float32 [rows, n]. importance: of the
+    columns, float32 [n], for encoders without an importance matrix; None: unknown.
     """
 
     columns: Ints

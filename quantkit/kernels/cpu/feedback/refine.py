@@ -24,14 +24,14 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 F = np.float32
 
-#: What may be fitted: nothing, an integer, or a half float.
+#: Fitted values: nothing, an integer, or a half float.
 FIXED = 0
 INTEGER = 1
 HALF = 2
 
 
 class Scales(NamedTuple):
-    """Scales of a tile, float32 [sub-blocks, ROWS] if nothing else is said; fits set them.
+    """Scales of a tile, float32 [sub-blocks, ROWS] unless noted; set by fits.
 
     v = scale * level - minimum, scale = d * factor, minimum = dmin * m - scale * shift, inverse = 1 / scale, or 0 for
     0. scale_kind: what is fitted of the scale, the factor (INTEGER) or d (HALF); factor_index: of the factor in
@@ -347,7 +347,7 @@ def _set_scale(s: Any, a: Any, row: Any, scale: Any, factor_index: Any, best: An
 
 @inline
 def _try_neighbour_scales(tile: Any, s: Any, a: Any, g: Any, column: Any, work: Any) -> Any:
-    """Choose sub-block a anew from either neighbour of its scale; keep, by row, the largest reduction of the loss.
+    """Choose sub-block a again from either neighbour of its scale; keep, by row, the largest reduction of the loss.
 
     g, from column ``column`` on: H e before the sub-block was visited.
     """

@@ -54,9 +54,9 @@ def round_rows(
         x: the rows, float32 [rows, n], which the reference's encoder is given.
         encode: fills the rows of the second argument with the reference's bytes of the first.
         metric: the metric.
-        rounding: what is done.
-        target: what the values shall come near to, if that is not x. Losses are those from it, also that of the
-            reference's bytes of x.
+        rounding: the rounding options.
+        target: the target of the values, if not x. All losses are relative to it, also that of the reference's bytes of
+            x.
     """
     blocks = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
     encode(x, blocks)
@@ -77,7 +77,7 @@ def round_rows(
     return Rounded(blocks, before, after)
 
 
-#: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.
+#: A row is kept if its loss is less by this share, which exceeds the rounding error of float32.
 MARGIN = 1e-4
 
 
@@ -192,7 +192,7 @@ def _kind(is_integer: bool, is_half: bool) -> int:
 
 def integers_of(layout: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64]) -> Integers:
     """Return the integers of some rows of a tile."""
-    distinct, codes = np.unique(layout.codebook, return_index=True)  # whole numbers, -128 to 127
+    distinct, codes = np.unique(layout.codebook, return_index=True)  # integers, -128 to 127
     code = np.zeros(256, np.uint8)
     code[distinct.astype(np.int8).view(np.uint8)] = codes
     q = np.empty((ROWS, len(levels)), np.uint8)

@@ -234,12 +234,12 @@ def search(tree, part, table, t, z, of_class, now, s):
 
     Args:
         tree: of the points.
-        part: which of the group's parts it is for.
+        part: the group's part.
         table: for each part, T^T times the roots, float32 [parts, roots / 16, size, 16].
         t: for each part, -T with its rows multiplied by the signs of each pattern, float32 [parts, patterns, size,
             size], and 16 more.
         z: the target, each axis in all lanes.
-        of_class: the class that the point shall have.
+        of_class: the class that the point must have.
         now: the code of a point, of that class, to keep unless there is a nearer; -1: there is none.
         s: scratch, of SCRATCH bytes.
     """

@@ -110,7 +110,7 @@ def to_lanes(rows: F32, out: F32) -> None:
 
 @kernel
 def codes_of_levels(levels: F32, code: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    """Set ``out`` [ROWS, n] to the codes of levels [n, ROWS]: whole numbers, -128 to 127. code: by level & 255."""
+    """Set ``out`` [ROWS, n] to the codes of levels [n, ROWS]: integers, -128 to 127. code: by level & 255."""
     n = len(levels)
     for begin in range(0, n, 64):
         for row in range(ROWS):

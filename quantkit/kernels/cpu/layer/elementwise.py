@@ -292,7 +292,7 @@ _TABLE, _TABLE_WIDTH = 2, 3
 
 @operation("batch out table width")
 def lookup(args, tid, nth):
-    """Copy the rows of a table of whole numbers that tokens name; table: int32 [n_vocab, width]."""
+    """Copy rows of an integer table, selected by tokens; table: int32 [n_vocab, width]."""
     width, tokens = arg(args, _TABLE_WIDTH), batch_word(args, TOKENS)
     first, end = share(batch_word(args, N_TOKENS), width, tid, nth)
     for row in range(first, end):
@@ -305,7 +305,7 @@ decode: Any = None
 
 _WEIGHT, _ROW_BYTES, _EMBED_WIDTH, _EMBED_SCALE, _SCRATCH, _SCRATCH_BYTES, _ROWS_BY = range(2, 9)
 
-#: What names the rows: words of the batch block.
+#: The source of row numbers: words of the batch block.
 ROWS_BY = {"token": TOKENS, "position": POSITIONS}
 
 

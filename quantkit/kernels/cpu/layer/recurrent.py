@@ -1,6 +1,6 @@
 """Recurrent layers with a state of fixed size per sequence: convolution, gated delta rule, selective scan, RWKV.
 
-A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
+A state is float32 [sequences, width]; a token at position 0 starts from zeros, regardless of the state. Tokens are
 processed in batch order; sequences may be mixed. Columns are independent, so threads share columns and no result
 depends on the number of threads.
 
@@ -746,7 +746,7 @@ def column_scan(args, tid, nth):
 _R, _W, _W_K, _W_V, _REMOVED, _RATE, _W_OUT, _W_STATE, _W_N_HEAD, _W_N_KV, _W_HEAD = range(1, 12)
 _EARLIER, _COMPLEMENT, _W_SCALE, _BOUND = range(12, 16)
 
-#: Numbers of each row of S: its decay, what values are added by and what is lost by, and what reads it.
+#: Numbers of each row of S: its decay, the factors of added and removed values, and that of the output.
 _ROW_W, _ROW_K, _ROW_REMOVAL, _ROW_R = (4 * MAX_DECAYS * i for i in range(4))
 
 
@@ -786,7 +786,7 @@ def _splat_at(buffer, byte):
 def _wkv_step(state, before, v, out, earlier, rows):
     """Process one token on 64 columns of a head.
 
-    before: what S is multiplied by before it changes, or 0; earlier: that gives out.
+    before: the factor of S before its update, or 0; earlier: out reads S before its update.
     """
     s, stride, n = state
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)

@@ -1,4 +1,4 @@
-"""Activations for matrix products: llama.cpp's integers and scales in the layout of our kernels.
+"""Activations for matrix products: llama.cpp's integers and scales in the layout of quantkit's kernels.
 
 A quantized weight is multiplied by int8 activations, in the format llama.cpp pairs with its type (b11434,
 ggml-cpu.c type_traits_cpu), ik_llama.cpp with those that only it has (8337e4cd3, ggml.c type_traits)::

@@ -79,7 +79,7 @@ def not_lowered(sums: Any, act: int) -> Any:
 
 
 def operand_functions(spec: Format) -> dict[str, Any]:
-    """Return how a type's levels become operands of dot4, and how the sums are corrected."""
+    """Return the conversion of a type's levels to operands of dot4, and the correction of the sums."""
     if not spec.signed:
         return {"operand": unsigned_operand, "correct": not_lowered}
     return (

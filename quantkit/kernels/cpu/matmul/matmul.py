@@ -71,9 +71,9 @@ def scratch_bytes(t: TensorType, n_in: int) -> int:
 
 
 def cached_rows(row_bytes: int) -> int:
-    """Return how many rows of x, of so many bytes each, stay in the L2 cache: whole blocks.
+    """Return the number of rows of x, of a given size, that fit into the L2 cache, in whole blocks.
 
-    Where it does not hold even half a block it does not matter, and panels are unpacked once for all rows.
+    If not even half a block fits, panels are unpacked once for all rows.
     """
     block = BLOCK * row_bytes
     return BLOCK * max(1, round(l2_bytes() / block)) if block <= 2 * l2_bytes() else ANY_NUMBER
@@ -90,7 +90,7 @@ def share_rows(n_out: int, rows: int, tid: int, nth: int) -> Any:
 
 @inline
 def rows_at_once(count: int) -> Any:
-    """Return how many rows of weights a call multiplies: a panel, or as many as have room for one row of x."""
+    """Return the number of weight rows per call: a panel, or as many as leave space for one row of x."""
     return ROWS * BLOCK if count == 1 else ROWS
 
 

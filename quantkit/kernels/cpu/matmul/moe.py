@@ -127,7 +127,7 @@ PANEL_GAP = 128
 def share(ticket, n, nth, long_runs):
     """Return (first unit, one past the last, tickets with any units) for n units and nth threads.
 
-    One unit per ticket; or in long runs: every nth tickets together take half of what is left.
+    One unit per ticket; or in long runs: every nth tickets together take half of the rest.
     """
     if not long_runs:
         return ticket, min(ticket + 1, n), n
@@ -156,7 +156,7 @@ def next_share(batch, n, nth, long_runs):
 
 @inline
 def run_of_units(unit, last, panels, count):
-    """Return how many units, up to ``last``, are done at once: a block holds one pair's products of 60 units."""
+    """Return the number of units, up to ``last``, per step: a block has one pair's products of 60 units."""
     return min(last - unit, panels - unit % panels, BLOCK) if count == 1 else 1
 
 

@@ -258,10 +258,10 @@ tile: Any = None
 def multiply_tiles(
     panel: int, n: int, x: int, stride: int, rows: int, i: int, count: int, out: int, next_rows: int, step: int
 ) -> int:
-    """Multiply a panel by the next few of ``count`` rows of x, from the i-th on; return how many.
+    """Multiply a panel by the next few of ``count`` rows of x, from the i-th on; return their number.
 
     rows: address of int32 numbers of rows of x, or 0: the i-th is row i. The products go to out, f32 [TOKENS, 32].
-    Every 256 values prefetch ``step`` more bytes from ``next_rows`` on: what is read next.
+    Every 256 values, prefetch the next ``step`` bytes from ``next_rows`` on.
     """
     if count - i >= 5:
         tokens = (
@@ -294,7 +294,7 @@ class Panels:
 
 @cache
 def panels(t: TensorType) -> Panels:
-    """Return how weights of type ``t`` are unpacked into panels and multiplied in tiles."""
+    """Return the functions that unpack weights of type ``t`` into panels and multiply them in tiles."""
     name = t.name.lower()
     if t.name in float_dots.LOADS:
         unpack_floats = specialize(float_dots.unpack_float_panel, name, helper, **float_dots.LOADS[t.name])

@@ -103,5 +103,5 @@ class Unpacker:
 
 
 def unpacker(t: TensorType) -> Unpacker:
-    """Return the unpacker of type ``t``; raise TypeNotSupported if there is none."""
+    """Return the unpacker of type ``t``. Raises TypeNotSupported if there is none."""
     return Unpacker(format_of(t, "unpacker"), cpu_function("unpack", t))

@@ -21,8 +21,8 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape, shared_of_block
 
 VECTOR, TILE, TENSOR = range(3)
 
-#: Parts of the keys at most (attention_combine takes no more). A launch is about as many blocks as run at once: what
-#: comes after them has a multiprocessor to itself, and every part more is combined.
+#: Parts of the keys at most (attention_combine takes no more). A launch has about as many blocks as run at once: later
+#: ones would run alone on a multiprocessor, and each additional part must be combined.
 SPLITS, MULTIPROCESSORS = 128, 132
 #: Up to how many rows (tokens x heads of a group) ``few`` is the way: where tensor cores could, and where not.
 FEW_ROWS, FEW_ROWS_F32 = 2, 16
@@ -97,7 +97,7 @@ def attention(
 
 @cache
 def most_scratch(layer: AttentionLayer, rows: int, capability: int = 90) -> int:
-    """Return the bytes of scratch that up to ``rows`` tokens take, as ``attention`` says for each number of them."""
+    """Return the scratch bytes for up to ``rows`` tokens, the most that ``attention`` needs for any of them."""
     return max(attention(layer, n, capability=capability).scratch for n in range(1, rows + 1))
 
 

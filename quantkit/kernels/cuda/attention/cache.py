@@ -1,4 +1,4 @@
-"""Keys and values as a cache keeps them on the device: cache.cu.
+"""Keys and values in a cache on the device: cache.cu.
 
 blocks.cu has the rows of a cache that stand for blocks of positions, and the cells that tokens see.
 """

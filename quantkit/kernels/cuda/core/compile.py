@@ -45,7 +45,7 @@ def target_of(capability: int, targets: Sequence[int]) -> str:
     supported = [n for n in targets if n < capability and n not in _ON_CHIP]
     if not supported:
         raise ResourceError(
-            f"NVRTC {_version()} does not compile for a GPU of compute capability {capability // 10}.{capability % 10}",
+            f"NVRTC {_version()} does not support a GPU of compute capability {capability // 10}.{capability % 10}",
             "QK-E411",
         )
     same_major = max(supported) // 10 == capability // 10 and capability not in _ON_CHIP
@@ -60,7 +60,7 @@ def _target(capability: int) -> str:
 def compile_options(target: int | str) -> tuple[str, ...]:
     """Return NVRTC's options for kernels: no contraction of a product and a sum, so that results can be compared.
 
-    target: a compute capability, or what ``target_of`` returns.
+    target: a compute capability, or a result of ``target_of``.
     """
     return (
         f"-I{SOURCES}",
@@ -92,7 +92,7 @@ def compile_module(kernel: Kernel, target: int | str, *options: str) -> tuple[by
     """Compile a kernel's module to a cubin, or PTX; return it and the compiler's report. ``options``: further options.
 
     Raises:
-        RuntimeError: the source does not compile, which is a bug of ours or of the compiler.
+        RuntimeError: the source does not compile, which is a bug of quantkit or the compiler.
     """
     nvrtc = _nvrtc()
     program = create_program(nvrtc, kernel)

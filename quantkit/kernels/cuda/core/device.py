@@ -1,6 +1,7 @@
 """A CUDA device: its memory, its modules, and launches on one stream. All of CuPy that quantkit uses is in this file.
 
-``Device`` is what the rest needs; the tests bring another one, which runs the same sources on the host.
+``Device`` is the interface that other modules use; the tests have another implementation, which runs the same sources
+on the host.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TRANSPOSED = 1
 _AS_IS = 0
 
 
-#: What cudaEventQuery says of an event that has not been reached.
+#: cudaEventQuery's result for an event that has not been reached.
 _NOT_READY = 600
 #: Seconds between two looks at a device: at first, and at most.
 _SOON, _SELDOM = 1e-4, 5e-3
@@ -134,8 +135,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as e:
         raise ResourceError(
-            f"CUDA devices need CuPy, which is not installed ({e}): pip install 'gguf-quantkit[cuda12]' or "
-            "'gguf-quantkit[cuda13]', by the version of your driver",
+            f"CuPy is not installed ({e}): pip install 'gguf-quantkit[cuda12]' or 'gguf-quantkit[cuda13]', depending "
+            "on your driver",
             "QK-E410",
         ) from None
     return cupy
@@ -160,7 +161,7 @@ def why_none() -> str:
         n = cupy.cuda.runtime.getDeviceCount()
     except Exception as e:
         return f"CuPy {cupy.__version__} finds no CUDA device: {e}"
-    return f"there are {n} CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
+    return f"available CUDA devices: CUDA0 to CUDA{n - 1}" if n else "CuPy finds no CUDA device"
 
 
 @cache
@@ -175,7 +176,7 @@ class CUDADevice:
     def __init__(self, index: int = 0) -> None:
         cupy = _cupy()
         if index >= count_devices():
-            raise ResourceError(f"there is no device CUDA{index}: {why_none()}", "QK-E411")
+            raise ResourceError(f"no device CUDA{index}: {why_none()}", "QK-E411")
         self._cupy = cupy
         self.index = index
         self.name = f"CUDA{index}"
@@ -207,7 +208,7 @@ class CUDADevice:
             try:
                 memory = self._cupy.cuda.alloc(nbytes + PADDING)
             except self._cupy.cuda.memory.OutOfMemoryError as e:
-                raise ResourceError(f"{self.name} has no room for {nbytes} bytes more: {e}", "QK-E407") from None
+                raise ResourceError(f"{self.name} has no memory for {nbytes} more bytes: {e}", "QK-E407") from None
         self._memory[memory.ptr] = memory
         return int(memory.ptr)
 
@@ -281,7 +282,7 @@ class CUDADevice:
             # No call of the driver waits for a limited time.
             waited = wait_for(lambda: runtime.eventQuery(self._end_event.ptr) != _NOT_READY, seconds, given_up)
             if waited is not None:
-                raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
+                raise DeviceHangs(f"{self.name} does not respond: its work is not finished after {waited:.0f} seconds")
             self._end_event.synchronize()  # which raises what went wrong
 
     # ------------------------------------------------------------ kernels
@@ -318,7 +319,7 @@ class CUDADevice:
             return self._functions[kernel]
 
     def _allow_shared(self, launch: Launch) -> None:
-        """Ask for more than 48 KiB of shared memory, the source's included, as the driver requires.
+        """Request more than 48 KiB of shared memory, the source's included, as the driver requires.
 
         How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
         shared memory does not keep blocks out, and that launches with other preferences need not wait.
@@ -334,7 +335,7 @@ class CUDADevice:
                     driver.funcSetAttribute(function, attribute, launch.shared)
                 except driver.CUDADriverError as e:
                     needs = f"{launch.kernel.name} needs {launch.shared} bytes of shared memory"
-                    raise ResourceError(f"{needs}, and {self.name} has less: {e}", "QK-E411") from None
+                    raise ResourceError(f"{needs}, but {self.name} has less: {e}", "QK-E411") from None
             self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
@@ -377,13 +378,15 @@ class CUDADevice:
         try:
             from cupy_backends.cuda.libs import cublas
         except ImportError as e:
-            raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}", "QK-E410") from None
+            raise ResourceError(f"--cublas needs cuBLAS, but CuPy does not find it: {e}", "QK-E410") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         with self.current():
             try:
                 handle = int(self._device.cublas_handle)
             except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
-                raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}", "QK-E411") from None
+                raise ResourceError(
+                    f"--cublas needs cuBLAS, which does not work on this machine: {e}", "QK-E411"
+                ) from None
             cublas.setStream(handle, self.stream.ptr)
             try:
                 cublas.gemmEx(
@@ -401,7 +404,7 @@ class CUDADevice:
         return self._cupy
 
     def bytes_free(self) -> int:
-        """Return the bytes of memory that are free, those that CuPy's pool keeps for whoever asks next among them."""
+        """Return the bytes of free memory, including those in CuPy's pool."""
         with self.current():
             self._cupy.get_default_memory_pool().free_all_blocks()
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
@@ -424,7 +427,7 @@ class CUDADevice:
             return float(cuda.get_elapsed_time(start, end)) / 1e3
 
     def _use(self) -> None:
-        """Make this device the thread's current one, for good: a reset would initialize a GPU that nobody asked for."""
+        """Make this device the thread's current one permanently; a reset would initialize an unused GPU."""
         runtime = self._cupy.cuda.runtime
         if runtime.getDevice() != self.index:
             runtime.setDevice(self.index)

@@ -1,9 +1,9 @@
 """Headers that are generated: the registry of types, tables and settings for CUDA sources.
 
-    unpack/traits.cuh    namespace traits: what kernels/formats.py says of each type, a struct a type
+    unpack/traits.cuh    namespace traits: the records of kernels/formats.py, one struct per type
     unpack/tables.cuh    codebooks and grids, from kernels/tables.py
     matmul/units.cuh     Q8_UNIT, bytes of 256 activations
-    encode/trellis_settings.cuh    namespace trellis_settings: kernels/trellis_settings.py, a struct a type
+    encode/trellis_settings.cuh    namespace trellis_settings: kernels/trellis_settings.py, one struct per type
 
 Codebooks are 16 int8 levels in four words; longer ones, templates, are parts of 16: kvalues_iq5nl<0>. iq2kl_pairs:
 an entry of iq2kl_grid is a byte, two nibbles that select levels of kvalues_iq3nl. Of other grids an entry is one

@@ -1,4 +1,4 @@
-"""Arrays that kernels look up: put on a device when they are first asked for, where they stay.
+"""Arrays that kernels look up, uploaded to a device on first use and kept there.
 
 Codebooks of trellis types (trellis_search.cuh): points and centers are the CPU's (cpu/encode/trellis_codebook.py), in
 the same order, but each lies by itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are

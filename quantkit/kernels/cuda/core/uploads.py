@@ -1,9 +1,9 @@
 """Copies arrays to a device by way of pinned memory.
 
-A copy from pinned memory is done by the device later, one from other memory perhaps as well: the documentation promises
-nothing ("API synchronization behavior" of the CUDA driver), and a GPU that reads the host's page tables need not copy
-first. So an array goes piece by piece into slots of pinned memory. A slot is written again when an event says that the
-device is done with it, so the host fills one while the device reads another.
+The device executes a copy from pinned memory later, and possibly one from other memory: the documentation does not
+guarantee more ("API synchronization behavior" of the CUDA driver), and a GPU that reads the host's page tables need not
+copy first. So an array goes piece by piece into slots of pinned memory. A slot is reused when an event shows that the
+device has finished with it, so the host fills one while the device reads another.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
-_REFUSED = "no CUDA device encodes rows of {} values as {}"
+_REFUSED = "CUDA devices cannot encode rows of {} values as {}"
 #: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
 _FEWER_LANES = {"IQ2_K": 64, "Q6_0": 64}

@@ -4,7 +4,8 @@
     write_ternary    x out rows n    rows of Q2_K that are almost ternary become that, without importance
     repeat_shifts    x out rows n    halves of zeros in groups of 4 rows of IQ1_M_ROW shift as those before
 
-x: f32 [rows, n], finite; out: the rows' bytes. The CPU's encoders say more: quantkit.kernels.cpu.encode.interleaved.
+x: f32 [rows, n], finite; out: the rows' bytes. Details are in the CPU's encoders:
+quantkit.kernels.cpu.encode.interleaved.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ F32 = npt.NDArray[np.float32]
 
 #: Rows that are encoded together may have so many importances.
 SEGMENTS = 64
-#: Elements of a block of threads (each.cuh), and where what encoders write may begin.
+#: Elements of a block of threads (each.cuh), and the alignment of encoders' output.
 _PART, ALIGNED = 1024, 16
 #: Before the encoded rows: whether a value was not finite.
 HEAD = 256
@@ -189,7 +189,7 @@ class Slot:
         """Allocate; raise ResourceError where the GPU, or CuPy's error where the host, has not enough memory."""
         self.device, self.memory = device, room
         self._addresses: list[int] = []
-        #: What comes back: where it lies in ``_made``, and its bytes.
+        #: The results: their places in ``_made``, and their bytes.
         self._parts: list[tuple[int, int]] = []
         with _ALLOCATION:
             try:
@@ -202,7 +202,7 @@ class Slot:
         self._source, self._importance, self._x, self._work, self._out = (
             self._allocated(nbytes) for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
         )
-        #: Rows as they lie in the file, one behind the other.
+        #: Rows as stored in the file, contiguous.
         self.source: U8 = self.device.host_array(room.source, np.uint8)
         self._weights: F32 = self.device.host_array(room.importance // 4, np.float32)
         self._download: U8 = self.device.host_array(room.out, np.uint8)
@@ -240,7 +240,7 @@ class Slot:
         return x
 
     def _upload_importances(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the address of each segment's importance, 0 where there is none."""
+        """Return the address of each segment's importance, 0 if there is none."""
         offset, addresses = 0, []
         for _, importance in segments:
             self._weights[offset : offset + importance.size] = importance

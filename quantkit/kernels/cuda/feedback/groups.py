@@ -116,12 +116,12 @@ def group_launches(
     rounding: Rounding,
     addresses: Addresses,
 ) -> list[Launch]:
-    """Return the launches that improve rows, as rounding.py's ``round_rows`` says.
+    """Return the launches that improve rows, as described in rounding.py's ``round_rows``.
 
     addresses: of the arrays of ``group_lines``. ValueError if the metric is not for the type's groups.
     """
     if metric.grouping is None or metric.grouping != layout.grouping:
-        raise ValueError(f"the metric is not for groups of columns as {layout.type} has them")
+        raise ValueError(f"the metric does not match the groups of columns of {layout.type}")
     on = tree_on(device, layout.type)
     fields = tables_on(device, layout.type)
     rows = x.rows

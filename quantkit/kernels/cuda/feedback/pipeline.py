@@ -4,7 +4,7 @@
     made for the reference, by its encoder; where targets are corrected, x + x M, and what is made of that to start from
     rounded in the metric, in place; bytes and losses come back
 
-What is not quantized only comes near to its target: that is all that is stored.
+Unquantized tensors are only moved towards their targets and stored.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _F32 = BY_NAME["F32"]
 class FeedbackConversion(NamedTuple):
     """Source and target of rows with error feedback; rows of one matrix and conversion form a batch.
 
-    columns: of the metric; rows of more values are as many rows to it. corrected: whether targets are others than the
-    rows. how: what is done.
+    columns: of the metric; rows of more values are as many rows to it. corrected: whether targets differ from the rows.
+    how: the rounding options.
     """
 
     conversion: RowConversion
@@ -135,7 +135,7 @@ class FeedbackSlot(Slot):
     """A slot that also encodes rows with error feedback: ``upload``, and once they have a metric, ``encode``."""
 
     def upload(self, form: FeedbackConversion, rows: int) -> None:
-        """Send rows on their way: those at the beginning of ``source``. Then ``wait`` tells whether they are finite."""
+        """Enqueue rows, those at the beginning of ``source``. Then ``wait`` returns whether they are finite."""
         self._rows_at = self._load(form.conversion, rows)
         self._parts = []
         self.device.start_download(self._out, self._download[:4])

@@ -45,7 +45,7 @@ def working_bytes(t: TensorType, rows: int, n: int, rounding: Rounding | None = 
 
 def _levels_of(t: TensorType) -> Levels:
     if not can_round(t):
-        raise TypeNotSupported(f"levels of {t} cannot be chosen by a CUDA device in this version", "QK-E302")
+        raise TypeNotSupported(f"this version has no error feedback for {t} on CUDA devices", "QK-E302")
     return levels_of(t)
 
 

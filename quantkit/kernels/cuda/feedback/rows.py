@@ -27,9 +27,9 @@ _PARTS = 16
 class RowAddresses(NamedTuple):
     """Rows on a device, by addresses.
 
-    target: f32 [rows, n], what values shall approximate. blocks: uint8 [rows, row bytes], the reference's bytes,
-    improved in place. start: bytes to begin with, for the target; may be ``blocks``. before, after: f64 [rows], the
-    losses of the reference's bytes and of the best.
+    target: f32 [rows, n], the values to approximate. blocks: uint8 [rows, row bytes], the reference's bytes, improved
+    in place. start: bytes to begin with, for the target; may be ``blocks``. before, after: f64 [rows], the losses of
+    the reference's bytes and of the best.
     """
 
     rows: int

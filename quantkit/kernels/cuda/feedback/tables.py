@@ -20,7 +20,7 @@ from quantkit.kernels.levels import Bits, Levels, float_bits, levels_of
 from quantkit.types import TensorType
 
 Ints = npt.NDArray[np.int32]
-#: What a bit is of (fields.cuh).
+#: The field of a bit (fields.cuh).
 _LEVEL, _FACTOR, _MINIMUM, _SHIFT, _D, _DMIN = range(1, 7)
 
 
@@ -88,7 +88,7 @@ def tables(t: TensorType) -> Tables:
         factors, codes, factor_indices = np.unique(layout.factors, return_index=True, return_inverse=True)
     level_codes, levels = np.zeros(0, np.int32), np.zeros(0, np.float32)
     if layout.grid is None:
-        distinct, first = np.unique(layout.codebook, return_index=True)  # whole numbers, -128 to 127
+        distinct, first = np.unique(layout.codebook, return_index=True)  # integers, -128 to 127
         level_codes, levels = np.zeros(256, np.int32), codebook(layout.codebook)
         level_codes[distinct.astype(np.int8).view(np.uint8)] = first
     return Tables(
@@ -106,9 +106,9 @@ def tables_on(device: Device, t: TensorType) -> Tables:
 class TreeTables(NamedTuple):
     """Arrays or, on a device, their addresses.
 
-    roots: float32 [roots, size]. lines: of all heights below, highest first, uint8 [lines, 16, size], 128 more than
-    what they are. signs: which levels are negative in each pattern, a bit each, uint8. order: the index of each point,
-    int32; point_of_index: the point of each index, int32. pattern_of: the pattern of each combination of signs, uint8.
+    roots: float32 [roots, size]. lines: of all heights below, highest first, uint8 [lines, 16, size], offset by 128.
+    signs: which levels are negative in each pattern, a bit each, uint8. order: the index of each point, int32;
+    point_of_index: the point of each index, int32. pattern_of: the pattern of each combination of signs, uint8.
     """
 
     roots: Any

@@ -41,7 +41,7 @@ def per_head(kind: str, rows: int, sizes: Sequence[tuple[int, int]]) -> Shape:
     """Return the kernel and grid of chains, (width, n) each, for ``rows`` tokens; kind: of the cache."""
     longest = max(n for _, n in sizes)
     if longest > MAX_OF_BLOCK:
-        raise ValueError(f"a piece of a chain has up to {MAX_OF_BLOCK} columns, not {longest}")
+        raise ValueError(f"a piece of a chain can have up to {MAX_OF_BLOCK} columns, not {longest}")
     team, teams = (32, 4) if longest <= MAX_OF_WARP else (256, 1)
     pieces = sum(-(-width // n) for width, n in sizes)
     return Shape(_kernel_of(kind, team), (rows, -(-pieces // teams), 1), 4 * teams * _room(longest))

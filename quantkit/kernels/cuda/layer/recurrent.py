@@ -1,5 +1,4 @@
-"""Layers that remember a sequence, on the device: recurrent.cu. Convolution, the gated delta rule, selective scans,
-RWKV.
+"""Recurrent layers on the device: recurrent.cu. Convolution, the gated delta rule, selective scans, RWKV.
 
     convolve     batch x out weight bias state taps width rows
                  weight: f32 [width, taps], taps <= TAPS; bias: f32 [width], or 0
@@ -15,7 +14,8 @@ RWKV.
     wkv          batch r g k v removed rate out state n_head n_kv_head head earlier complement scale bound rows
                  removed, rate: or 0; state: f32 [sequences, n_head, head, head]
 
-rows: tokens. A token at position 0 finds zeros in the state; otherwise what is there counts, so it begins as zeros.
+rows: tokens. A token at position 0 finds zeros in the state; otherwise it reads the state, which is initialized with
+zeros.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ NOTHING = {
 def row_epilogue(width: int, rows: int) -> Shape:
     """Return the kernel and grid of a row epilogue on rows of at most MAX_WIDTH columns."""
     if width > MAX_WIDTH:
-        raise ValueError(f"a row epilogue takes rows of up to {MAX_WIDTH} columns, not {width}")
+        raise ValueError(f"a row epilogue supports rows of up to {MAX_WIDTH} columns, not {width}")
     units, warps = -(-width // 256), 1
     while warps < min(units, 32):
         warps *= 2

@@ -1,9 +1,9 @@
 """Products of weights with many rows of activations on the device: mat_mat.cu, panel.cuh.
 
-Slots are those of mat_vec.py's kernels of the same names; strides are bytes. x holds rows in the format of the
-weight's type (activations.py): 16-byte aligned if it is quantized. ``plan`` is what moe.bucket makes. A ``Shape``
-belongs to sizes and to a device's ``capability``: small ones share less memory. A row of the result does not depend
-on the other rows.
+Slots are those of mat_vec.py's kernels of the same names; strides are bytes. x holds rows in the format of the weight's
+type (activations.py): 16-byte aligned if it is quantized. ``plan`` is a result of moe.bucket. A ``Shape`` belongs to
+sizes and to a device's ``capability``: small ones share less memory. A row of the result does not depend on the other
+rows.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LARGE = Tile(128, 128, 256)
 def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
     """Return the tile for ``tokens`` rows of x in each of ``groups`` (heads, experts): a larger one for more rows.
 
-    Of large ones two should fit a multiprocessor, so that one multiplies while the other unpacks; where they do not,
-    two middle ones may, and they unpack no more often.
+    Two large tiles should fit on a multiprocessor, so that one multiplies while the other unpacks; otherwise two medium
+    ones may, which do not unpack more often.
     """
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
     if blocks < (_FEW_BLOCKS if tokens > SMALL.tokens else _FEW_BLOCKS * _FEW_OF_32):

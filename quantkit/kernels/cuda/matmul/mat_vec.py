@@ -102,7 +102,7 @@ def _shape(
 ) -> Shape:
     """Return the shape of a kernel on several matrices (heads, or pairs); at least ``concurrent`` run at once."""
     if not 1 <= columns <= MAX_ROWS:
-        raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
+        raise ValueError(f"mat_vec supports 1 to {MAX_ROWS} rows, not {columns}")
     lanes = _lanes(t, n_in, n_out * concurrent)
     tiles = _tiles(t, lanes, n_out * concurrent, columns, 2 if kind else 1)
     rows = 4 * tiles or _rows(t, lanes, n_out * concurrent, columns, 2 if kind else 1)
@@ -148,7 +148,7 @@ def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, row
 def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
     """Return the kernel and grid that multiply each head of one row by its own matrix and quantize the result.
 
-    None if no whole number of heads, or of blocks' rows of a head, makes 256 columns.
+    None if 256 columns are not a multiple of heads, or of blocks' rows of a head.
     """
     shape = _shape("mul_mat_heads_to", t, n_in, n_out, 1, heads, heads)
     return shape if (256 % n_out == 0 or n_out % 256 == 0) and n_out % rows_of_block(shape.kernel) == 0 else None

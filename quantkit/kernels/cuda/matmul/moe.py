@@ -26,7 +26,7 @@ def most_tiles(pairs: int, n_expert: int, tokens: int) -> int:
 
 
 def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
-    """Return the bytes of a plan for ``rows`` tokens; fewer tokens need no more."""
+    """Return the bytes of a plan for up to ``rows`` tokens."""
     pairs = rows * n_used
     return 4 * (_HEAD + -(-pairs // 4) * 4) + 16 * sum(most_tiles(pairs, n_expert, t) for t in TILES)
 

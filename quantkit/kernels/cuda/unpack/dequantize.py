@@ -9,7 +9,7 @@ from quantkit.kernels.cuda.unpack import decoders
 from quantkit.kernels.formats import FORMATS, format_of
 from quantkit.types import TensorType
 
-#: What rows are written as; f16 and bf16 are rounded to nearest even.
+#: Output types of rows; f16 and bf16 are rounded to nearest even.
 OUTPUTS = ("f32", "f16", "bf16")
 
 #: Parts of 32 values that a block of threads takes.

@@ -192,7 +192,7 @@ class CPUProgram(Boundary):
     def _view(self, value: Value) -> Any:
         buffer = self._values[value]
         if self._batch is None:
-            raise ValueError(f"{value}: nothing has been run yet")
+            raise ValueError(f"{value}: not computed yet")
         rows = self._batch.rows(value.outputs) * value.per
         data = self._memory.view(buffer.offset, 4 * rows * value.width)
         return data.view(np.int32 if value.integer else np.float32).reshape(rows, value.width)

@@ -403,6 +403,6 @@ LOWER |= observe.LOWER
 
 
 def lower(b: CPULowering, op: Op) -> None:
-    """Append the entries of an operation; TypeNotSupported if this backend has none."""
+    """Append the entries of an operation. Raises TypeNotSupported if this backend has none."""
     b.op = op
     LOWER[type(op)](b, op)

@@ -1,10 +1,10 @@
-"""Streaming of models larger than memory: weights that stay, and weights whose pages are dropped after use.
+"""Streaming of models larger than memory: resident weights, and weights whose pages are dropped after use.
 
 Weights are pages of mapped files, which the system reads when they are touched and ``madvise`` drops. A run reads all
-weights in order, once, so an LRU cache would not help: the first stages stay as far as the budget goes, the others
-stream, the next stage being read ahead (into the page cache) while the current one computes. A stage is a layer, or
-single operations if a layer is too large. The stages that stay and the largest one that streams fit the budget; only
-the weights of one operation may exceed it.
+weights in order, once, so an LRU cache would not help: the first stages remain within the budget and the others stream;
+the next stage is read ahead (into the page cache) while the current one computes. A stage is a layer, or single
+operations if a layer is too large. The resident stages and the largest streamed one fit the budget; only the weights of
+one operation may exceed it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ Step = list[Launch] | Callable[[], None]
 class CUDABackend:
     """Compiler of programs for one device; they share its weights. max_vram: bytes of weights on it.
 
-    cublas: prompts are computed by cuBLAS on weights unpacked to bf16 (cublas.py), the reference of our products.
+    cublas: prompts are computed by cuBLAS on weights unpacked to bf16 (cublas.py), the reference for quantkit's
+    products.
     """
 
     name = "cuda"
@@ -85,7 +86,7 @@ class CUDABackend:
 
 @dataclass
 class Recording:
-    """The steps of a run for one number of tokens and outputs; replay: runs them all, after a second run."""
+    """The steps of a run for one number of tokens and outputs; replay: runs all of them, after a second run."""
 
     steps: list[Step]
     replay: Callable[[], None] | None = None
@@ -253,7 +254,7 @@ class CUDAProgram(Boundary):
     def _view(self, value: Value) -> Any:
         buffer = self._values[value]
         if self._batch is None:
-            raise ValueError(f"{value}: nothing has been run yet")
+            raise ValueError(f"{value}: not computed yet")
         rows = self._batch.rows(value.outputs) * value.per
         size = rows * value.width
         if value not in self._host or self._host[value].size < size:  # logits of a prompt are gigabytes, rarely read

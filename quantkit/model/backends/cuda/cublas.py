@@ -1,9 +1,10 @@
-"""Products by cuBLAS (--cublas): weights unpacked to bf16, activations rounded to bf16. The reference of our products.
+"""Products by cuBLAS (--cublas): weights unpacked to bf16, activations rounded to bf16. The reference for quantkit's
+products.
 
-Only for more rows than FEW_ROWS; F32 weights, which are strict, and products by head stay with our kernels. Experts are
-computed one after another: their pairs are gathered in the order of the plan (plan.cuh), and each expert with pairs
-takes an unpacking and a GEMM. The host reads the ids back once a layer, which waits for the device, so prompts are
-not recorded as a CUDA graph with --cublas; single tokens are.
+Only for more rows than FEW_ROWS; F32 weights, which are strict, and products by head remain with quantkit's kernels.
+Experts are computed one after another: their pairs are gathered in the order of the plan (plan.cuh), and each expert
+with pairs needs an unpacking and a GEMM. The host reads the ids back once per layer, which waits for the device, so
+prompts are not recorded as a CUDA graph with --cublas; single tokens are.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ class Weights:
         self._staged: set[str] = set()
 
     def place(self, ops: Sequence[Op]) -> None:
-        """Decide which weights of these operations stay on the host; earlier decisions stand."""
+        """Decide which weights of these operations remain on the host; earlier decisions remain valid."""
         tensors = {m.tensor.name: m.tensor for op in ops for m in op.matrices()}
         if lacking := [t for t in tensors.values() if t.type.id in OWN_IDS and t.type.name not in decoders()]:
             raise TypeNotSupported(
-                f"{lacking[0].name}: {lacking[0].type} has no CUDA twin: keep it on the CPU (-ot)", "QK-E302"
+                f"{lacking[0].name}: {lacking[0].type} has no CUDA kernels: keep it on the CPU (-ot)", "QK-E302"
             )
         new = [t for name, t in tensors.items() if name not in self._addresses and name not in self._staged]
         left = None if self.budget is None else self.budget - self.nbytes

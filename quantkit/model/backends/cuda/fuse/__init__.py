@@ -32,8 +32,8 @@ def fuse(
 ) -> tuple[list[Op], list[Decision]]:
     """Return operations that compute the same values, and the decisions.
 
-    leaves: values that leave the program, besides those without readers. kv_type: of the caches. cublas disables
-    fusion, as fused operations write the activation formats of our products only.
+    leaves: values that leave the program, in addition to those without readers. kv_type: of the caches. cublas disables
+    fusion, because fused operations only write the activation formats of quantkit's products.
     """
     used = {value for op in ops for value in op.inputs()}
     leaves = {*leaves, *(value for op in ops for value in op.outputs() if value not in used)}

@@ -1,6 +1,6 @@
 """Tracing of a value's columns back through operations that move columns or work on each column or head by itself.
 
-A ColumnChain has the source of some columns, the steps that they pass and their destination; per_head.cu runs it.
+A ColumnChain has the source of some columns, their steps and their destination; per_head.cu runs it.
 """
 
 from __future__ import annotations

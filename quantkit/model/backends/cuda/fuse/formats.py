@@ -55,7 +55,7 @@ def fuse_formats(ops: Sequence[Op], leaves: Collection[Value], decisions: Decisi
         form, q_width, _ = def_use.format(op.outputs()[0])
         width = op.outputs()[0].width
         extra = {"q_width": q_width} if kind is AttentionWithFormat else {}
-        reason = "" if extra or q_width == width else f"products take {q_width} of its {width} columns"
+        reason = "" if extra or q_width == width else f"products read {q_width} of its {width} columns"
         if form in OF_ROWS:
             reason = f"{form} has scales of whole rows"
         if form and decisions.decide("format", op.layer, reason):

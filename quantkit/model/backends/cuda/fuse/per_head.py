@@ -101,7 +101,7 @@ def fuse_per_head(ops: Sequence[Op], leaves: Collection[Value], kv_type: str, de
     candidates = _fusible(def_use, possible)
     for candidate in possible:
         if candidate not in candidates:
-            decisions.decide("per_head", _layer(def_use, candidate), "its operations run for other readers, too")
+            decisions.decide("per_head", _layer(def_use, candidate), "other operations also read its results")
     while True:
         groups, left = _launch_groups(candidates), {def_use.ops[i] for i in _remaining_ops(def_use, candidates)}
         useful = [group for group in groups if _saves(group, left)]
@@ -156,7 +156,7 @@ def _candidate(def_use: DefUse, target: Target, kv_type: str, decisions: Decisio
     if not 0 < len(chains) <= per_head.MAX_CHAINS:
         reason = f"{len(chains)} chains of columns, not 1 to {per_head.MAX_CHAINS}"
     elif any(piece_width(target, chain, kv_type) is None for chain in chains):
-        reason = "no kernel takes its heads"
+        reason = "no kernel supports its heads"
     elif candidate.ready >= candidate.deadline:
         reason = "it is read before its inputs are complete"
     if reason:

@@ -50,7 +50,7 @@ def _check(op: RowEpilogue, experts: dict[Value, int]) -> None:
     fit(rows == {op.last.width}, op, None, f"rows of {sorted(rows)} columns")
     read, expected = op.x.width * op.x.per, op.last.width * op.last.per * (op.n_used or 1)
     fit(read == expected, op, None, f"{read} columns of a token, of which {expected} are read")
-    fit(op.last.width <= row_epilogue.MAX_WIDTH, op, None, f"{op.last.width} columns, more than a block holds")
+    fit(op.last.width <= row_epilogue.MAX_WIDTH, op, None, f"{op.last.width} columns, more than fit into a block")
     fit(op.gate is None or op.gate.width == 1, op, None, "a gate of more than one column")
     for norm in (op.post_norm, op.norm):
         if norm is not None:

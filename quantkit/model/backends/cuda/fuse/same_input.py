@@ -69,7 +69,7 @@ def fuse_routes(ops: Sequence[Op], decisions: Decisions) -> list[Op]:
         if not isinstance(product, MulMat | MulMats):
             reason = "no product computes the router's logits"
         elif def_use.defined_at[op.logits] in new:
-            reason = "the router's product chooses among other experts already"
+            reason = "the router's product already selects among other experts"
         elif op.selected is not None:
             reason = "the experts are given"
         elif op.logits.width > MAX_ROUTED:

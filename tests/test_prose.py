@@ -1,0 +1,86 @@
+"""The English of documents, helps, messages and comments: each rule finds its example, in each kind of place."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lint_prose import RULES, Rule, check_file, files, read_rules
+
+RULE_TABLES = tomllib.loads(RULES.read_text(encoding="utf-8"))["rule"]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[Rule]:
+    """The project's rules."""
+    return read_rules()
+
+
+@pytest.mark.parametrize("table", RULE_TABLES, ids=[table["example"] for table in RULE_TABLES])
+def test_every_rule_finds_its_example(table: dict[str, str]) -> None:
+    assert re.search(table["pattern"], table["example"].lower())
+    assert set(table.get("places", ())) <= {"document", "help", "message", "docstring", "comment"}
+
+
+#: A file with one bad phrase in each kind of place, and the line of it.
+PLANTED = {
+    "README.md": ("# Title\n\nA long\nparagraph: `as ever` is code, but leave the\nswitch away.\n", [4]),
+    "CHANGELOG.md": ("- An item,\n  as ever.\n\n```\nas ever\n```\n", [2]),
+    "docs/reference/files.md": ("| a | b |\n|---|---|\n| x | in order to |\n", [3]),
+    "docs/explanation/glossary.md": ("| term | meaning | not |\n|---|---|---|\n| **x** | y | as ever |\n", []),
+    "quantkit/cli/quantize.py": (
+        'import click\n\n\n@click.command()\n@click.option("-x", help="Write it "\n    "anew.")\n'
+        'def command(x: str) -> None:\n    """Quantize a model.\n\n    This is simply a copy.\n    """\n',
+        [6, 10],
+    ),
+    "quantkit/options/quantize.py": ('OPTION = option(\n    "Whole numbers are read",\n)\n', [2]),
+    "quantkit/pipeline/run.py": (
+        "def run(path: str) -> None:\n    # The state is kept, as ever.\n    raise QuantkitError(\n"
+        '        f"{path} exists: "\n        f"{path!r} is no file; "\n        "please remove it"\n    )\n',
+        [2, 5, 6],
+    ),
+    "quantkit/names.py": (
+        '"""Names."""\n\n\ndef name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
+        [5, 6],
+    ),
+}
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder with the planted files."""
+    for name, (text, _) in PLANTED.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def findings(root: Path, rules: list[Rule]) -> Iterator[tuple[str, int]]:
+    """Yield file and line of each finding."""
+    for path in files(root):
+        yield from ((finding.path, finding.line) for finding in check_file(root, path, rules))
+
+
+def test_phrases_are_found_where_they_are_written(planted: Path, rules: list[Rule]) -> None:
+    expected = {(name, line) for name, (_, lines) in PLANTED.items() for line in lines}
+    assert set(findings(planted, rules)) == expected
+
+
+def test_a_finding_names_file_line_and_remedy(planted: Path, rules: list[Rule]) -> None:
+    (first, *_) = check_file(planted, planted / "README.md", rules)
+    assert str(first) == 'README.md:4: "leave the switch away": omit'
+
+
+def test_spelling_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("A tensor is\nqauntized and occured.\n", encoding="utf-8")
+    command = [sys.executable, "-m", "codespell_lib", "--toml", ROOT / "pyproject.toml", tmp_path / "page.md"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode
+    assert "page.md:2: occured ==> occurred" in result.stdout
