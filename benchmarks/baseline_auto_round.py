@@ -17,6 +17,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from results import parse_options, record_output
+
 
 def name_what_is_new() -> None:
     """Name in gguf what auto-round's converter knows besides: it is ahead of gguf on PyPI, by other architectures."""
@@ -68,7 +70,7 @@ def main() -> None:
     p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--chunks", type=int, metavar="N")
     p.add_argument("--iters", type=int, default=200, help="steps of tuning for each layer; 0: none")
-    args = p.parse_args()
+    args = parse_options(p)
     folder = args.output.with_suffix(".auto-round")
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -81,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numba.core import types
+from results import parse_options, record_output
 
 from quantkit.kernels.cpu.attention.attention import attention, scratch_bytes
 from quantkit.kernels.cpu.attention.attention_tiles import outer, store_tile, zero_tile
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--threads", default=f"1,{len(os.sched_getaffinity(0))}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="part of a shape's name")
-    options = parser.parse_args()
+    options = parse_options(parser)
     for threads in map(int, options.threads.split(",")):
         team = Team(threads)
         top, bandwidth = limits(team, options.rounds)
@@ -230,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 from quantkit.cpus import available_cpus
 from quantkit.units import format_size
@@ -122,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_options(parser())
     with work_folder(options.work) as work:
         model, imatrix = options.model, options.imatrix
         if model is None and options.checkpoint:
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from processes import SCRIPTS, Outcome, llama_bin, machine, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 from quantkit.cpus import available_cpus
 from quantkit.units import format_size, parse_size
@@ -109,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_options(parser())
     with work_folder(options.work) as work:
         model = options.model or work / "Qwen3-Bench"
         if options.model is None and not (model / "config.json").exists():
@@ -132,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

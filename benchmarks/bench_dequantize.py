@@ -20,6 +20,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from processes import llama_bin
+from results import parse_options, record_output
 
 from quantkit.kernels import quantize
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--columns", type=int, default=4096)
-    options = parser.parse_args()
+    options = parse_options(parser)
     folder: Path | None = llama_bin()
     if folder is None:
         raise SystemExit("llama.cpp is not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
@@ -100,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

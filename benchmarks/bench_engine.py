@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO
 
 from processes import llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
+from results import parse_options, record_output
 
 TYPES = "Q4_K_M,IQ4_XS,Q8_0"
 TESTS = ("pp", "tg")
@@ -212,7 +213,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, metavar="N")
     parser.add_argument("--fusion", action="store_true", help="also run bench_fusion.py")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the models, kept if given")
-    options = parser.parse_args()
+    options = parse_options(parser)
     with work_folder(options.work) as folder:
         kinds = [kind for kind in options.types.split(",") if kind]
         models = [(f"MoE {kind}", quantized(options, folder, kind)) for kind in kinds]
@@ -226,4 +227,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 
+from results import parse_options, record_output
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -215,7 +217,7 @@ def main() -> None:
     for name in ("covariance", "model", "tensor"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--matrix", type=int, default=0)
-    args = parser.parse_args()
+    args = parse_options(parser)
     widths = [0] if args.covariance else [int(n) for n in args.widths.split(",")]
     for n in widths:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -223,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from processes import machine
+from results import parse_options, record_output
 
 from quantkit.model.cost import token_cost
 from quantkit.model.engine import Session, load
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=48)
-    options = parser.parse_args()
+    options = parse_options(parser)
     names = variants(options.model, options.other)
     sessions = {n: load(**o).session(options.prompt + options.gen) for n, o in names.items()}
     rng = np.random.default_rng(1)
@@ -94,4 +95,4 @@ def report(options: Any, sessions: dict[str, Session], times: dict[str, list[tup
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from processes import llama_bin
+from results import parse_options, record_output
 
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpu", action="store_true", help="measure the CPU time of one thread, for a busy machine")
-    args = parser.parse_args()
+    args = parse_options(parser)
     if args.cpu:
         args.threads, CLOCK[0] = 1, time.process_time
     models = {
@@ -122,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

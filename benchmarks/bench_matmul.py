@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from processes import llama_bin, package_folder
+from results import parse_options, record_output
 
 from quantkit.kernels.cpu.core.jit import kernel
 from quantkit.kernels.cpu.core.simd import i32x16, load, prefetch, splat, store
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--shape", default="2048x1024", help="values of a row, and rows, of the weights")
     parser.add_argument("--megabytes", type=int, default=96, help="size of the weights for one row of activations")
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = parse_options(parser)
     ggml, team = Ggml(options.peer), Team(options.threads)
     ggml.threads(ggml.backend, options.threads)
     tree = "ik" if options.peer == "ik" else "mainline"
@@ -266,4 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

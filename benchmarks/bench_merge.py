@@ -14,6 +14,7 @@ import statistics
 from pathlib import Path
 
 from processes import machine, make_moe, quantkit, run, work_folder
+from results import parse_options, record_output
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="folder of large files (default: a temporary one)")
-    options = parser.parse_args()
+    options = parse_options(parser)
     with work_folder(options.work) as folder:
         model = options.model or make_moe(folder / "model.gguf", "--size", options.size)
         out = folder / "out.gguf"
@@ -53,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

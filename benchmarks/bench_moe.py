@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from processes import llama_bin
+from results import parse_options, record_output
 
 from quantkit.kernels import quantize
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
@@ -283,11 +284,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-peer", action="store_true", help="without ggml")
-    options = parser.parse_args()
+    options = parse_options(parser)
     for name in options.types:
         for tokens in options.tokens:
             bench(BY_NAME[name], tokens, options.threads, options.rounds, not options.no_peer)
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

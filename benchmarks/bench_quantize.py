@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from processes import Outcome, llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
+from results import parse_options, record_output
 
 from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import GGUFFile, open_gguf
@@ -471,7 +472,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_options(parser())
     options.types = options.types or all_types(options.encoder)
     write = Output()
     try:
@@ -483,4 +484,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from local_cluster import LocalCluster
 from processes import machine, make_moe, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 from quantkit.units import format_size
 
@@ -92,7 +93,7 @@ def main() -> None:
     p.add_argument("--to", nargs="+", default=["Q4_K_M", "IQ4_XS", "IQ3_S"], metavar="TYPE")
     p.add_argument("--one-node", action="store_true", help="leave out the cluster of a node for every CPU")
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
-    options = p.parse_args()
+    options = parse_options(p)
     cpus = sorted(os.sched_getaffinity(0))
     print(machine())
     with work_folder(options.work) as folder:
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

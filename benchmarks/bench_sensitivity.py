@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from processes import machine
+from results import parse_options, record_output
 
 from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.quantize import QuantizeOptions, quantize
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--full-runs", type=int, metavar="N", help="types of a group that run to the end of the model")
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
     parser.add_argument("--threads", type=int)
-    args = parser.parse_args()
+    args = parse_options(parser)
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
@@ -141,4 +142,4 @@ def _report(result: Sensitivity, seconds_together: float, alone: Alone) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from results import parse_options, record_output
 
 from quantkit.formats.gguf import open_gguf
 from quantkit.kernels import dequantize
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--tensor", default="blk.10.ffn_down.weight", help="a matrix of it")
     parser.add_argument("--weights", type=int, default=32768, help="of each kind of rows")
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = parse_options(parser)
     rows = samples(options.model, options.tensor, options.weights)
     print("| type | setting | error | least | most | time, gauss | time | most |")
     print("|---|---|---|---|---|---|---|---|")
@@ -232,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

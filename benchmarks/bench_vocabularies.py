@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from processes import machine, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/lib")]
@@ -29,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="vocabularies; all by default")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each  [default: 5]")
-    options = parser.parse_args()
+    options = parse_options(parser)
     if missing := real_files.missing():
         sys.exit(f"missing: {', '.join(missing)}; run python tests/lib/real_files.py")
     names = options.names or list(real_files.VOCABULARIES)
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

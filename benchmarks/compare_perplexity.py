@@ -17,6 +17,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from processes import machine, work_folder
+from results import parse_options, record_output
 
 import quantkit
 
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=512)
     parser.add_argument("--chunks", type=int, default=20)
     parser.add_argument("--types", nargs="+", default=list(TYPES))
-    options = parser.parse_args()
+    options = parse_options(parser)
     with work_folder(None) as folder:
         text = folder / "topics.txt"
         text.write_text("\n".join(topics[key] for key in sorted(topics)))
@@ -83,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from results import parse_options, record_output
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent / "tests/lib")]
 
@@ -94,7 +95,7 @@ def main() -> None:
     p.add_argument("--shape", type=int, nargs=2, default=(2, 4096), metavar=("ROWS", "N"))
     p.add_argument("--multiprocessors", type=int, default=132)
     p.add_argument("--clock", type=float, default=1.98, metavar="GHZ", help="under load (default: 1.98)")
-    options = p.parse_args()
+    options = parse_options(p)
     rows, n = options.shape
     print(
         "| type | instructions per weight | of each kernel | loads | conversions | Gweights/s | ms for 11008 x 4096 |"
@@ -115,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -15,6 +15,7 @@ from collections import Counter
 import numpy as np
 from count_encoders import Counting
 from device_memory import Memory
+from results import parse_options, record_output
 
 from edge_rows import encode
 from quantkit.kernels.cpu.feedback import Rounding
@@ -51,7 +52,7 @@ def main() -> None:
     p.add_argument("--n", type=int, default=2048)
     p.add_argument("--multiprocessors", type=int, default=132)
     p.add_argument("--clock", type=float, default=1.98, metavar="GHZ", help="under load (default: 1.98)")
-    options = p.parse_args()
+    options = parse_options(p)
     print("| type | instructions a column | of each kernel | loads | Gweights/s |\n|---|---|---|---|---|")
     for name in options.types:
         executed, loads, conversions = count(BY_NAME[name], options.n)
@@ -63,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from results import parse_options, record_output
 
 from quantkit.kernels.cuda.core.compile import compile_module
 from quantkit.kernels.cuda.core.kernel import Kernel
@@ -206,7 +207,7 @@ def print_layers(names: list[str], card: Card, options: argparse.Namespace) -> N
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_options(parser())
     if options.nvdisasm is None:
         sys.exit("nvdisasm is not in PATH: pip install nvidia-cuda-nvdisasm, then --nvdisasm PROGRAM")
     card = Card(options.multiprocessors, options.clock, options.copy)
@@ -234,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from feedback_kld import Comparison, Measurement, arguments, ratio
 from processes import machine, work_folder
+from results import parse_options, record_output
 
 from quantkit.imatrix.covariance import Weighting, covariance
 from quantkit.kernels.cpu.feedback import Rounding
@@ -214,7 +215,7 @@ def main() -> None:
     p.set_defaults(presets="Q4_K_M,Q2_K", tensor_type=[])
     p.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="also calibrate on this")
     p.add_argument("--rows", default="", metavar="RE", help="only rows whose name matches")
-    args = p.parse_args()
+    args = parse_options(p)
     presets = args.presets.split(",")
     texts = {name: Path(path) for name, path in (pair.split("=", 1) for pair in args.text)}
     print(machine(), flush=True)
@@ -232,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

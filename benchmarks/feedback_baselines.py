@@ -13,13 +13,14 @@ from pathlib import Path
 
 from feedback_kld import Comparison, arguments, ratio
 from processes import machine, work_folder
+from results import parse_options, record_output
 
 
 def main() -> None:
     p = arguments()
     p.add_argument("files", nargs="+", metavar="NAME=FILE.gguf")
     p.set_defaults(tensor_type=[])
-    args = p.parse_args()
+    args = parse_options(p)
     print(machine(), flush=True)
     with work_folder(None) as folder:
         compared = Comparison(args, folder)
@@ -35,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from bench_feedback import covariance
 from processes import Outcome, machine, make_moe, quantkit, run, work_folder
+from results import parse_options, record_output
 
 from quantkit.evaluate import perplexity
 from quantkit.formats.covariance import Covariances
@@ -90,7 +91,7 @@ def main() -> None:
     p.add_argument("--types", default="Q4_K,Q2_K")
     p.add_argument("--max-ram", default="4G")
     p.add_argument("--folder", type=Path, help="keep the files here")
-    args = p.parse_args()
+    args = parse_options(p)
     print(machine(), flush=True)
     with work_folder(args.folder) as folder:
         model, sums, im = folder / "moe.gguf", folder / "cov.gguf", folder / "im.gguf"
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from compare_perplexity import llama
 from processes import machine, work_folder
+from results import parse_options, record_output
 
 import quantkit
 from quantkit.evaluate.likelihood import SaveLogits
@@ -156,7 +157,7 @@ def main() -> None:
     p.add_argument("--tensor-type", action="append", default=[], metavar="RE=TYPE")
     p.add_argument("--no-balance", action="store_true", help="also --calibrate --no-balance")
     p.add_argument("--llama-cpp", type=Path, metavar="BIN", help="folder of llama.cpp's programs")
-    args = p.parse_args()
+    args = parse_options(p)
     print(machine(), flush=True)
     with work_folder(None) as folder:
         compared = Comparison(args, folder)
@@ -180,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

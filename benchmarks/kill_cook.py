@@ -23,6 +23,7 @@ from typing import Any
 
 from kill_resume import MAX_KILLS, kill_after
 from processes import machine, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 TARGETS = "Q4_K_M,IQ4_XS+feedback,Q3_K_M+calibrate,3.5bpw"
 #: Of files that a killed step leaves, and the next run removes.
@@ -144,7 +145,7 @@ def main() -> None:
     p.add_argument("--compiled", action="store_true", help="kernels are compiled: cook the reference at once")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the files (default: a temporary one)")
-    args = p.parse_args()
+    args = parse_options(p)
     rng, wrong, kills = random.Random(args.seed), 0, 0
     with work_folder(args.work) as folder:
         expected = reference(args, folder)
@@ -159,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -25,6 +25,7 @@ from pathlib import Path
 from kill_resume import Case, Trial, check, kill_after
 from local_cluster import LocalCluster
 from processes import machine, make_moe, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 KINDS = ("worker", "node", "driver")
 
@@ -80,7 +81,7 @@ def main() -> None:
     p.add_argument("--size", default="500M", help="size of the generated model (default: 500M)")
     p.add_argument("--to", default="IQ3_S", metavar="TYPE", help="one that takes long (default: IQ3_S)")
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
-    options = p.parse_args()
+    options = parse_options(p)
     rng = random.Random(options.seed)
     cpus = sorted(os.sched_getaffinity(0))
     halves = [cpus[: max(1, len(cpus) // 2)], cpus[len(cpus) // 2 :]]
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

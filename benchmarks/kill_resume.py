@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
 
 #: Most kills of one trial, including those of resumes.
 MAX_KILLS = 3
@@ -202,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_options(parser())
     rng = random.Random(options.seed)
     with work_folder(options.work) as folder:
         # 16 experts, for many tensors of moderate size that a resume may find done or not.
@@ -233,4 +234,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from processes import machine, make_moe, quantkit, run, work_folder
+from results import parse_options, record_output
 
 from quantkit.cpus import available_cpus
 from quantkit.units import format_size, parse_size
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_options(parser())
     too_much = 0
     with work_folder(options.work) as folder:
         # 256 experts of 1024 x 2048 in F16: an expert tensor has 1.07 GB.
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

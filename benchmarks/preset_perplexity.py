@@ -21,6 +21,7 @@ from pathlib import Path
 
 from compare_perplexity import llama_perplexity
 from processes import machine
+from results import parse_options, record_output
 
 import quantkit
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rules", choices=["ik"], help="presets of both trees by ik_llama.cpp's rules")
     parser.add_argument("--table", type=Path, help="do not measure, read the table in this file")
     parser.add_argument("--plot", type=Path, help="draw size against perplexity: .svg, .png, .pdf")
-    args = parser.parse_args()
+    args = parse_options(parser)
     kind = check_plot(args.plot) if args.plot else ""
     measurements = list(read_table(args.table) if args.table else measure(args))
     if args.plot:
@@ -146,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

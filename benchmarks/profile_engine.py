@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from processes import machine
+from results import parse_options, record_output
 
 from quantkit.model.backends.cpu.backend import CPUProgram, Timing
 from quantkit.model.batch import Batch
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N")
     parser.add_argument("--no-mmap", action="store_true", help="copy weights to memory")
-    options = parser.parse_args()
+    options = parse_options(parser)
     with load(options.model, threads=options.threads, n_ubatch=options.batch, mmap=not options.no_mmap) as model:
         batches = batches_of(model.n_vocab, options)
         (segment,) = model.segments
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

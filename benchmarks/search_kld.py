@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from feedback_kld import Measurement, ratio
 from processes import machine, work_folder
+from results import parse_options, record_output
 
 import quantkit
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
@@ -195,7 +196,7 @@ def main() -> None:
     p.add_argument("--chunks", type=int, metavar="N")
     p.add_argument("--threads", type=int)
     p.add_argument("--plot", type=Path, metavar="FILE")
-    args = p.parse_args()
+    args = parse_options(p)
     kind = None if args.plot is None else check_plot(args.plot)
     print(machine(), flush=True)
     costs = read_sensitivity(args.sensitivity)
@@ -249,4 +250,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record_output(main)

@@ -1,4 +1,4 @@
-"""The guides and maps of the tree are those of the tree: CONTRIBUTING.md, ARCHITECTURE.md, README.md."""
+"""The guides and maps of the tree are those of the tree: CONTRIBUTING.md, ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from guide import GUIDES, ROOT, step, steps
 
 TESTS = Path(__file__).parent
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md")}
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 #: A name in angle brackets, as <type>, which stands for any file of a folder.
 PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b")
 
@@ -48,7 +48,7 @@ def test_every_step_is_quoted_by_a_test(title: str) -> None:
 
 
 def test_layers_have_every_part() -> None:
-    table = PAGES["ARCHITECTURE.md"].split("\n## Layers\n")[1].split("\n\n`kernels/cpu`")[0]
+    table = ARCHITECTURE.split("\n## Layers\n")[1].split("\n\n`kernels/cpu`")[0]
     parts = {p.name for p in (ROOT / "quantkit").glob("[a-z]*.py")}
     parts |= {f"{p.parent.name}/" for p in (ROOT / "quantkit").glob("*/__init__.py")}
     missing = parts - set(places(table))
@@ -57,7 +57,7 @@ def test_layers_have_every_part() -> None:
 
 def test_places_of_answers_are_there() -> None:
     """In the table of ARCHITECTURE.md, paths of the package."""
-    table = PAGES["ARCHITECTURE.md"].split("\n## Where is ..?\n")[1].split("\n## ")[0]
+    table = ARCHITECTURE.split("\n## Where is ..?\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| [^|]+ \| (.+) \|$", table, re.MULTILINE)
     paths = [name for cell in cells for name in re.findall(r"`([\w./]+/[\w.]*)", cell)]
     assert len(paths) > len(cells) > 5
@@ -65,8 +65,8 @@ def test_places_of_answers_are_there() -> None:
 
 
 def tree() -> dict[str, str]:
-    """Return the folders of README's tree, by path, each with what is said of it."""
-    block = PAGES["README.md"].split("## How it is built\n\n```\n")[1].split("```")[0]
+    """Return the folders of ARCHITECTURE.md's tree, by path, each with what is said of it."""
+    block = ARCHITECTURE.split("\n## The tree\n\n```\n")[1].split("```")[0]
     folders: dict[str, str] = {}
     above: list[str] = []
     for line in block.splitlines():
@@ -76,7 +76,7 @@ def tree() -> dict[str, str]:
     return folders
 
 
-def test_the_tree_of_the_readme_is_whole() -> None:
+def test_the_tree_is_whole() -> None:
     """All folders at the top, and all packages of quantkit; of those within packages some."""
     folders = {"quantkit/", "benchmarks/", "docs/", "scripts/", "tests/"}
     packages = {f"quantkit/{p.parent.name}/" for p in (ROOT / "quantkit").glob("*/__init__.py")}

@@ -31,7 +31,19 @@ def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
     names = {path.stem for path in TESTS.glob("test_*.py")}
     assert names == {
         f"test_{name}"
-        for name in ("docs", "glossary", "guide", "layers", "mirror", "prose", "quick", "reasons", "scripts", "site")
+        for name in (
+            "docs",
+            "examples",
+            "glossary",
+            "guide",
+            "layers",
+            "mirror",
+            "prose",
+            "quick",
+            "reasons",
+            "scripts",
+            "site",
+        )
     }
 
 

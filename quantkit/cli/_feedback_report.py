@@ -103,13 +103,15 @@ def write_feedback_plot(report: FeedbackReport | None, name: str, path: Path) ->
 def feedback_figure(report: FeedbackReport, name: str) -> Figure:
     """Return the plot, without panels that lack data."""
     other_tensors = [f"{t.kind} {_ratio([t]):.2f}" for t in report.tensors if t.layer < 0 and _ratio([t]) is not None]
-    title = "Loss with feedback, of the reference's" + (f" ({', '.join(other_tensors)})" if other_tensors else "")
-    tokens = f"Tokens for each column (fewer than {TOKENS_PER_COLUMN}: few; fewer than 1: no feedback)"
+    title = "Loss relative to the encoder without feedback (lower is better)"
+    if other_tensors:
+        title += f"\nOutside of layers: {', '.join(other_tensors)}"
+    tokens = f"Calibration tokens per column (below {TOKENS_PER_COLUMN}: few; below 1: no feedback)"
     return Figure(
         f"Error feedback in {name}",
         [
-            LinePanel(title, "ratio", _lines(report, relative=True)),
-            LinePanel("Loss with feedback, by row", "loss / row", _lines(report, relative=False), log=True),
+            LinePanel(title, "ratio", _lines(report, relative=True), reference=(1.0, "1: no gain")),
+            LinePanel("Loss with feedback, per row", "loss / row", _lines(report, relative=False), log=True),
             LinePanel(tokens, "tokens / column", _token_lines(report), log=True),
         ],
     )

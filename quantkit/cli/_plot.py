@@ -54,12 +54,16 @@ class Line:
 
 @dataclass(frozen=True)
 class LinePanel:
-    """Lines that share an axis, optionally logarithmic (values that are not positive are then gaps)."""
+    """Lines that share an axis, optionally logarithmic (values that are not positive are then gaps).
+
+    ``reference``: a value with a horizontal line, and its name.
+    """
 
     title: str
     y_label: str
     lines: Sequence[Line]
     log: bool = False
+    reference: tuple[float, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +79,14 @@ class MapPanel:
 
 @dataclass(frozen=True)
 class Points:
-    """Points of one kind with their labels, or a line (``is_line``)."""
+    """Points of one kind with their labels, or a line (``is_line``): a grey one that guides the eye, or the subject."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     labels: Sequence[str] = ()
     is_line: bool = False
+    is_subject: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,13 @@ def _draw_lines(axis: Any, panel: LinePanel, styles: dict[str, dict[str, Any]]) 
     for line in panel.lines:
         axis.plot(line.x, line.y, **styles[line.name])
         styles[line.name]["label"] = None
+    if panel.reference is not None:
+        value, name = panel.reference
+        axis.axhline(value, color="#444444", linewidth=0.9, linestyle="--", zorder=1)
+        right = {"xytext": (-2, -2), "textcoords": "offset points", "ha": "right", "va": "top"}
+        axis.annotate(name, (1, value), xycoords=("axes fraction", "data"), color="#444444", fontsize=8, **right)
+    if panel.log:
+        _number_range(axis.yaxis)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
     if not any(np.isfinite(line.y).any() for line in panel.lines):
@@ -244,12 +256,16 @@ def _scatter(figure: Scatter) -> Any:
         axis.set_xscale("log")
         _number_decades(axis.xaxis)
     labels: list[_Label] = []
+    style: dict[str, Any]
     for i, points in enumerate(figure.kinds):
-        if points.is_line:
+        if points.is_subject:
+            style = {"color": COLOURS[i], "linewidth": 1.8, "marker": ".", "markersize": 5, "zorder": 2}
+            axis.plot(points.x, points.y, label=_plain(points.name), **style)
+        elif points.is_line:
             axis.plot(points.x, points.y, color="#bbbbbb", linewidth=1, zorder=1, label=_plain(points.name))
         else:
             colour = COLOURS[i % len(COLOURS)]
-            style: dict[str, Any] = {"color": colour, "marker": MARKS[i], "linestyle": "", "markersize": 4.5}
+            style = {"color": colour, "marker": MARKS[i], "linestyle": "", "markersize": 4.5}
             axis.plot(points.x, points.y, label=_plain(points.name), **style)
             labels += [(x, y, text, colour) for x, y, text in zip(points.x, points.y, points.labels, strict=False)]
     axis.margins(0.05)
@@ -269,6 +285,19 @@ def _number_decades(axis: Any) -> None:
     axis.set_major_locator(LogLocator(10, (1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _number_range(axis: Any) -> None:
+    """Write plain numbers on a logarithmic axis, round ones where 1, 2 and 5 of each decade are too few or many."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    _number_decades(axis)
+    low, high = axis.get_view_interval()
+    if high / low < 8:
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_minor_locator(NullLocator())
+    elif high / low > 1e3:
+        axis.set_major_locator(LogLocator(10))
 
 
 #: Position of a label's point, text and colour.

@@ -63,6 +63,8 @@ _cook_options = options(
     ),
     option("--no-check", group=_MODEL, is_flag=True, help="Skip measuring the divergence of the outputs."),
     option("--no-report", group=_MODEL, is_flag=True, help="Skip the report."),
+    option("--base-model", group=_MODEL, metavar="ORG/NAME", help="Model card: the base model on the hub."),
+    option("--license", group=_MODEL, metavar="ID", help="Model card: license of the base model."),
     option("-m", "--model", group=_MODEL, type=Place(exists=True), help="With init: the model."),
     option("-t", "-j", "--threads", group=_RUN, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
     option("--max-ram", group=_RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
@@ -174,6 +176,8 @@ def _config(arguments: Sequence[str], values: dict[str, Any]) -> Config:
     for table_name, name, value in (
         ("calibration", "evaluation", values["evaluation"]),
         ("imatrix", "file", values["imatrix"]),
+        ("report", "base_model", values["base_model"]),
+        ("report", "license", values["license"]),
     ):
         if value is not None:
             tables[table_name][name] = str(value)

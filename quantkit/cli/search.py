@@ -350,10 +350,13 @@ def _scatter(swept: Front, source: Path) -> Scatter:
     searched = [a for a in swept.allocations if a.kld > 0]
     if not searched:
         raise ResourceError("there is nothing to draw: every allocation is predicted to lose nothing", "QK-E214")
-    kinds = [Points("searched", [a.nbytes / unit for a in searched], [a.kld for a in searched], is_line=True)]
+    x, y = [a.nbytes / unit for a in searched], [a.kld for a in searched]
+    kinds = [Points("best recipe of each size (quantkit search)", x, y, is_line=True, is_subject=True)]
     if presets := [p for p in swept.presets if p.kld > 0]:
         x = [p.nbytes / unit for p in presets]
         y = [p.kld for p in presets]
         names = [p.name for p in presets]
-        kinds.append(Points("llama-quantize's presets", x, y, names))
-    return Scatter(f"{source.name}: size and divergence", f"size ({name})", "predicted KL divergence (nats)", kinds)
+        kinds.append(Points("presets", x, y, names))
+    title = f"{source.name}: predicted divergence by file size"
+    note = "" if len(kinds) > 1 else "no preset has only types that were measured"
+    return Scatter(title, f"file size ({name})", "predicted KL divergence from the base (nats)", kinds, note)

@@ -122,6 +122,15 @@ def _preset_table(presets: Sequence[Preset]) -> str:
     )
 
 
+#: Kinds of points by the runtimes that have a type.
+_RUNTIMES = (
+    ("llama.cpp and ik_llama.cpp", "both"),
+    ("llama.cpp only", "mainline"),
+    ("ik_llama.cpp only", "ik"),
+    ("neither", "none"),
+)
+
+
 def _figure(types: list[TensorType]) -> Scatter:
     """Return error against bits per weight, by runtime, with a line through the types that no smaller one beats."""
     by_point: dict[tuple[float, float], list[TensorType]] = {}
@@ -133,16 +142,16 @@ def _figure(types: list[TensorType]) -> Scatter:
         if error < least:
             best.append((b, error))
             least = error
-    kinds = [Points("no smaller type is better", [b for b, _ in best], [e for _, e in best], is_line=True)]
-    for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik"), ("neither", "none")):
+    kinds = [Points("best error at each size", [b for b, _ in best], [e for _, e in best], is_line=True)]
+    for name, trees in _RUNTIMES:
         points = [(b, e, ", ".join(map(str, group))) for (b, e), group in by_point.items() if group[0].trees == trees]
         if points:
             x, y, labels = zip(*points, strict=True)
             kinds.append(Points(name, x, y, labels))
-    y_label = "error of the weights, weighted by importance, %"
-    note = "the further down and left, the better"
-    bits = "bits per weight (interleaved types that are not shown lie where those of single rows do)"
-    return Scatter("Size and error of tensor types, on a fixed sample", bits, y_label, kinds, note)
+    y_label = "relative error of the weights, weighted by importance (%)"
+    note = "lower left is better"
+    bits = "bits per weight (interleaved types coincide with their base types unless shown)"
+    return Scatter("Error of tensor types on a fixed sample, by size", bits, y_label, kinds, note)
 
 
 def _is_at_its_base(t: TensorType) -> bool:

@@ -50,6 +50,8 @@ def report_step(paths: Paths) -> Step:
             imatrix=paths.imatrix,
             sensitivity=sensitivity_path(paths) if config.goals else None,
             title=config.name,
+            base_model=config.report.base_model,
+            license=config.report.license,
             load=paths.evaluation_options(),
         )
         files = [first_shard(paths, settings) for settings in config.targets]
@@ -72,7 +74,13 @@ def report_step(paths: Paths) -> Step:
         "report",
         f"the report on all files: {page.name}" + (f", {card.name}" if card else ""),
         inputs,
-        {"chunks": config.check.chunks, "ctx": ctx, "title": config.name},
+        {
+            "chunks": config.check.chunks,
+            "ctx": ctx,
+            "title": config.name,
+            "base_model": config.report.base_model,
+            "license": config.report.license,
+        },
         outputs,
         run,
         after=tuple(f"quantize {settings.label}" for settings in config.targets),

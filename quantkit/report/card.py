@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 
+from quantkit.formats.gguf import parse_split_path
 from quantkit.names import printable
-from quantkit.report.conclusion import perplexity_warning
-from quantkit.report.data import Report
+from quantkit.report.conclusion import better_file, perplexity_warning
+from quantkit.report.data import File, Report
 from quantkit.report.tables import Cell, files_table, support_table
 from quantkit.units import PLUS_MINUS
 
@@ -19,49 +21,49 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
 #: Words that YAML 1.1 reads as booleans or null.
 _YAML_WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
 
+#: Advice up to a mean KL divergence in nats, the upper end of its 95 % interval.
+_ADVICE = (
+    (0.003, "practically the base model"),
+    (0.02, "very close to the base: a good default"),
+    (0.08, "close to the base: if the larger files do not fit"),
+    (0.25, "clear losses: if memory is short"),
+    (float("inf"), "heavy losses: only if nothing else fits"),
+)
 
-def card_text(report: Report) -> str:
-    """Return a model card."""
-    parts = [_front_matter(report), f"# {_escape_markdown(report.title)}", "## Files", _files_table(report)]
-    qualities = [f.quality for f in report.files if f.quality is not None]
-    if qualities:
-        q = qualities[0]
-        text = (
-            f" of {_escape_markdown(report.text.name)} (SHA-256 `{report.text.sha256}`)"
-            if report.text is not None
-            else ""
-        )
-        parts.append(
-            f"Measured on {q.n_scored:,} tokens{text}, in chunks of {q.n_ctx};"
-            f" {PLUS_MINUS}. KL divergence is the mean over tokens, from the base's predictions."
-            f" {perplexity_warning(report.files)}".rstrip()
-        )
+
+def card_text(report: Report, base_model: str = "", license: str = "") -> str:  # noqa: A002
+    """Return a model card, with files by size; ``base_model`` and ``license`` replace those of the metadata."""
+    report = report.by_size()
+    front_matter = _front_matter(report, base_model, license)
+    parts = [front_matter, f"# {_escape_markdown(report.title)}", "## Which file?", _files_table(report)]
+    parts += _measurement(report)
     if report.imatrix is not None:
         names = ", ".join(map(_escape_markdown, report.imatrix.datasets)) or _escape_markdown(report.imatrix.name)
         parts.append(f"Importance matrix: {names}; {100 * report.imatrix.share:.4g} % of the matrices have data.")
+    parts += ["## Download", _download(report)]
     table = support_table(report)
     parts += ["## Runtimes", _markdown_table([c.label for c in table.columns], table.rows)]
     commands = [f.command for f in report.files if f.command]
     if commands:
-        parts += ["## How they were made", _fence(commands)]
+        parts += ["## Provenance", "These commands reproduce the files:", _fence(commands)]
     parts.append(f"Report by quantkit {report.version}, {report.made}.")
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(report: Report) -> str:
+# ---------------------------------------------------------------- front matter
+
+
+def _front_matter(report: Report, base_model: str, license: str) -> str:  # noqa: A002
     metadata = dict(report.model.card)
+    base = base_model or _base_model(metadata)
+    license_id = license or metadata.get("general.license", "")
     lines = ["---"]
-    base = _base_model(metadata)
-    lines.append(f"base_model: {_yaml(base)}" if base else "base_model: # organization/name")
+    lines.append(f"base_model: {_yaml(base)}" if base else "base_model: # organization/name; --base-model sets it")
     lines += ["base_model_relation: quantized", "quantized_by: # your name", "library_name: gguf"]
     lines.append("pipeline_tag: text-generation")
-    lines.append(
-        f"license: {_yaml(metadata['general.license'])}"
-        if metadata.get("general.license")
-        else "license: # of the base"
-    )
+    lines.append(f"license: {_yaml(license_id)}" if license_id else "license: # of the base model; --license sets it")
     for key, name in (("general.license.name", "license_name"), ("general.license.link", "license_link")):
-        if metadata.get(key):
+        if metadata.get(key) and not license:
             lines.append(f"{name}: {_yaml(metadata[key])}")
     if metadata.get("general.languages"):
         lines += ["language:", *(f"- {_yaml(language)}" for language in metadata["general.languages"].split(","))]
@@ -83,20 +85,103 @@ def _yaml(text: str) -> str:
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
-def _escape_markdown(text: str) -> str:
-    """Return text with Markdown escaped."""
-    return _SPECIAL.sub(r"\\\1", printable(text))
+# ---------------------------------------------------------------- the table of files
 
 
 def _files_table(report: Report) -> str:
-    """Return the table of files, with their presets and most frequent types."""
+    """Return the table of files, with advice, size as hubs show it, preset and most frequent types."""
     table = files_table(report)
-    rows = []
-    for file, row in zip(report.files, table.rows, strict=True):
-        types = ", ".join(name for name, _, _ in file.by_type[:3])
-        rows.append((row[0], Cell(file.preset or "-"), *row[1:], Cell(types)))
-    labels = [c.label for c in table.columns]
-    return _markdown_table([labels[0], "preset", *labels[1:], "types"], rows)
+    rows = [
+        (
+            name,
+            Cell(advice(f, report.files)),
+            Cell(decimal_size(f.nbytes)),
+            *numbers,
+            Cell(preset_name(f)),
+            Cell(_types(f)),
+        )
+        for f, (name, *numbers) in zip(report.files, table.rows, strict=True)
+    ]
+    first, *labels = (c.label for c in table.columns)
+    return _markdown_table([first, "which one?", "download", *labels, "preset", "types"], rows)
+
+
+def advice(file: File, files: Sequence[File]) -> str:
+    """Return for whom a file is, by its divergence; "not measured" without one."""
+    better = better_file(file, files)
+    if better is not None:
+        return f"no: {better.name} is smaller and closer to the base"
+    if file.quality is None or file.quality.kld is None:
+        return "not measured"
+    highest = file.quality.kld.interval()[1] + file.quality.bound
+    return next(text for limit, text in _ADVICE if highest <= limit)
+
+
+def decimal_size(nbytes: int) -> str:
+    """Return a size in GB, or MB below 0.1 GB: decimal, as model hubs show them."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
+
+
+def preset_name(file: File) -> str:
+    """Return the preset of a file; "recipe" if rules chose types of tensors."""
+    recipe = dict(file.provenance).get("quantkit.quantize.recipe", "")
+    has_rules = any(line and not line.startswith("--") for line in recipe.split("\n")[1:])
+    return "recipe" if has_rules else file.preset or "-"
+
+
+def _types(file: File) -> str:
+    """Return the most frequent types of a file's tensors."""
+    names = [name for name, _, _ in file.by_type]
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def _measurement(report: Report) -> list[str]:
+    """Return what the numbers of the table mean."""
+    quality = next((f.quality for f in report.files if f.quality is not None), None)
+    if quality is None:
+        return []
+    text = (
+        f" of {_escape_markdown(report.text.name)} (SHA-256 `{report.text.sha256}`)" if report.text is not None else ""
+    )
+    lines = [f"Measured on {quality.n_scored:,} tokens{text}, in chunks of {quality.n_ctx}; {PLUS_MINUS}."]
+    if quality.kld is not None:
+        limits = ", ".join(f"{limit:g}" for limit, _ in _ADVICE[:-1])
+        lines.append("KL divergence is the mean over these tokens, from the base model's predictions; lower is better.")
+        lines.append(f"The advice follows the upper end of its 95 % interval: up to {limits} nats, or more.")
+    return [" ".join([*lines, perplexity_warning(report.files)]).rstrip()]
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def _download(report: Report) -> str:
+    """Return the command that downloads a file: the smallest that the advice calls good, else the largest."""
+    good = [f for f in report.files if better_file(f, report.files) is None and _is_good(f)]
+    file = good[0] if good else report.files[-1]
+    return _fence([f"hf download YOUR-NAME/{_repository(report)} {_file_arguments(file)} --local-dir ."])
+
+
+def _is_good(file: File) -> bool:
+    return file.quality is not None and file.quality.kld is not None and file.quality.kld.interval()[1] <= _ADVICE[1][0]
+
+
+def _repository(report: Report) -> str:
+    """Return the usual name of a repository of quantizations of the model."""
+    return re.sub(r"[^\w.-]+", "-", printable(report.model.name)).strip("-.") + "-GGUF"
+
+
+def _file_arguments(file: File) -> str:
+    split = parse_split_path(file.name) if file.shards > 1 else None
+    name = printable(file.name) if split is None else f"{printable(split[0])}-*.gguf"
+    return shlex.quote(name) if split is None else f"--include {shlex.quote(name)}"
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+def _escape_markdown(text: str) -> str:
+    """Return text with Markdown escaped."""
+    return _SPECIAL.sub(r"\\\1", printable(text))
 
 
 def _markdown_table(labels: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:

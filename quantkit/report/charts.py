@@ -1,77 +1,28 @@
-"""Charts of a page, as Vega-Lite specifications.
-
-Colours are variables of the style sheet, which SVG resolves: a change of theme, and printing, need no new drawing. Heat
-maps have the fixed colours of Viridis, whose lightness the colour-blind can distinguish, and white or black text by
-contrast.
-"""
+"""Charts of a page: size against quality, divergences of tokens, speeds; ``heat_maps`` has the others."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from quantkit.evaluate import Estimate
 from quantkit.pipeline.presets import PRESETS
-from quantkit.report.data import File, GroupCost, Matrix, Report
-from quantkit.types import TYPES, type_by_name
+from quantkit.report.chart import Chart, Json, chart_spec
+from quantkit.report.data import File, Report
+from quantkit.report.heat_maps import costs_map, coverage_map, errors_map, types_map
+from quantkit.types import TYPES
 from quantkit.units import size_unit
-
-Json = dict[str, Any]
 
 #: Number of the colour variables of the style sheet, one per file.
 SERIES = 8
 DASHES = ((1, 0), (6, 3), (2, 2))
-#: Viridis from dark to light, sRGB.
-_VIRIDIS = (
-    (68, 1, 84),
-    (72, 40, 120),
-    (62, 73, 137),
-    (49, 104, 142),
-    (38, 130, 142),
-    (31, 158, 137),
-    (53, 183, 121),
-    (110, 206, 88),
-    (181, 222, 43),
-    (253, 231, 37),
-)
 _TYPE = re.compile(
     rf"(?:{'|'.join(sorted({t.name for t in TYPES} | {p.name for p in PRESETS}, reverse=True))})(?![A-Za-z0-9])", re.I
 )
-#: Value of "layer" for tensors outside of layers.
-NO_LAYER = "none"
-_AXIS = {
-    "labelColor": "var(--ink)",
-    "titleColor": "var(--ink)",
-    "tickColor": "var(--line)",
-    "domainColor": "var(--line)",
-}
-_CONFIG: Json = {
-    "background": "transparent",
-    "font": "system-ui, sans-serif",
-    "view": {"stroke": None},
-    "axis": {
-        **_AXIS,
-        "gridColor": "var(--line)",
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-    },
-    "legend": {"labelColor": "var(--ink)", "titleColor": "var(--ink)", "titleFontWeight": "normal"},
-}
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart. ``name``: its id; ``labels``: its points have labels, placed apart; ``by_file``: shows one file."""
-
-    name: str
-    spec: Json
-    labels: bool = False
-    by_file: bool = False
+#: Up to so many files, their lines are in one chart, and their names fit beside the points of half a page.
+FEW_LINES, FEW_POINTS = 4, 8
 
 
 def series_of(i: int) -> tuple[str, Sequence[int]]:
@@ -104,26 +55,14 @@ def charts(report: Report) -> list[Chart]:
     results: list[Chart | None] = [
         _divergence(report),
         _perplexity(report),
-        _tokens(report),
-        _types(report),
-        _errors(report),
-        _costs(report),
-        _coverage(report),
+        *_tokens(report),
+        types_map(report),
+        errors_map(report),
+        costs_map(report),
+        coverage_map(report),
         *_speeds(report),
     ]
     return [chart for chart in results if chart is not None]
-
-
-def _spec(description: str, height: int, **properties: Any) -> Json:
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "description": description,
-        "width": "container",
-        "height": height,
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "config": _CONFIG,
-        **properties,
-    }
 
 
 # ---------------------------------------------------------------- size against quality
@@ -165,7 +104,8 @@ def _scatter(
             "encoding": {"x": x, "y": y, "text": {"field": "label"}},
         },
     ]
-    return Chart(name, _spec(description, 340, data={"values": rows}, layer=layers), labels=True)
+    height = 340 if len(rows) <= FEW_POINTS else 480
+    return Chart(name, chart_spec(description, height, data={"values": rows}, layer=layers), labels=True)
 
 
 def _divergence(report: Report) -> Chart | None:
@@ -228,221 +168,101 @@ def _perplexity(report: Report) -> Chart | None:
     has_base = any(f.quality is not None and f.quality.ppl_ratio is not None for f in report.files)
     title = "rise of perplexity over the base, %" if has_base else "perplexity"
     y: Json = {"field": "y", "type": "quantitative", "title": title, "scale": {"zero": has_base}}
-    zero = {"mark": {"type": "rule", "color": "var(--ink)", "strokeDash": [4, 3]}, "encoding": {"y": {"datum": 0}}}
+    zero = {
+        "name": "zero",
+        "mark": {"type": "rule", "color": "var(--ink)", "strokeDash": [4, 3]},
+        "encoding": {"y": {"datum": 0}},
+    }
     extra_layers = [zero] if has_base else []
     return _scatter("chart-perplexity", f"Size of each file against its {title}", title, unit, rows, y, extra_layers)
 
 
-def _tokens(report: Report) -> Chart | None:
-    rows: list[Json] = []
-    for i, (label, f) in enumerate(zip(short_names(report.files), report.files, strict=True)):
-        for share, value in f.quality.quantiles if f.quality is not None else ():
-            if value > 0:
-                rows.append({"label": label, "order": i, "share": share, "kld": value})
+def _tokens(report: Report) -> list[Chart]:
+    """Return one chart of the lines of a few files, else a small one for each file."""
+    labels = short_names(report.files)
+    lines = [_token_line(i, labels[i], f) for i, f in enumerate(report.files)]
+    rows = [row for line in lines for row in line]
     if not rows:
-        return None
-    colours, dashes = zip(*(series_of(i) for i in range(len(report.files))), strict=True)
-    order = list(range(len(report.files)))
-    ticks = [0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001]
+        return []
+    if len(report.files) <= FEW_LINES:
+        return [Chart("chart-tokens", _tokens_of_all(rows, len(report.files)))]
+    return [Chart(tokens_name(i), _tokens_of_one(line, rows)) for i, line in enumerate(lines) if line]
+
+
+def tokens_name(i: int) -> str:
+    """Return the name of the small chart of file ``i``."""
+    return f"chart-tokens-{i + 1}"
+
+
+def _token_line(i: int, label: str, f: File) -> list[Json]:
+    quantiles = f.quality.quantiles if f.quality is not None else ()
+    return [{"label": label, "order": i, "share": share, "kld": kld} for share, kld in quantiles if kld > 0]
+
+
+_TOKENS_TIP = [
+    {"field": "label", "title": "file"},
+    {"field": "share", "title": "share", "format": "~%"},
+    {"field": "kld", "title": "more than", "format": ".3g"},
+]
+
+
+def _token_axes(rows: Iterable[Json]) -> tuple[Json, Json]:
+    """Return the axes of shares and of divergences, the same for all charts of these rows."""
+    shares, values = zip(*((row["share"], row["kld"]) for row in rows), strict=True)
     x: Json = {
         "field": "share",
         "type": "quantitative",
         "title": "share of the tokens that diverge by more",
-        "scale": {"type": "log", "reverse": True, "nice": False},
-        "axis": {"values": ticks, "format": "~%", "grid": False, "labelOverlap": True},
+        "scale": {"type": "log", "reverse": True, "nice": False, "domain": [min(shares), max(shares)]},
     }
-    y: Json = {"field": "kld", "type": "quantitative", "title": "KL divergence, nats", "scale": {"type": "log"}}
-    y["axis"] = {"format": "~g", "tickCount": 6}
+    y: Json = {"field": "kld", "type": "quantitative", "title": "KL divergence, nats"}
+    y["scale"] = {"type": "log", "nice": False, "domain": [min(values) / 1.3, max(values) * 1.3]}
+    return x, y
+
+
+def _tokens_of_all(rows: Sequence[Json], n_files: int) -> Json:
+    x, y = _token_axes(rows)
+    ticks = [0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001]
+    x["axis"] = {"values": ticks, "format": "~%", "grid": False, "labelOverlap": True}
+    y["axis"] = {"format": "~g", "values": _ticks(*y["scale"]["domain"])}
+    order = list(range(n_files))
+    colours, dashes = zip(*map(series_of, order), strict=True)
+    by_file: Json = {"field": "order", "type": "nominal", "legend": None}
     encoding = {
         "x": x,
         "y": y,
-        "color": {"field": "order", "type": "nominal", "scale": {"domain": order, "range": colours}, "legend": None},
-        "strokeDash": {
-            "field": "order",
-            "type": "nominal",
-            "scale": {"domain": order, "range": dashes},
-            "legend": None,
-        },
-        "tooltip": [
-            {"field": "label", "title": "file"},
-            {"field": "share", "title": "share", "format": "~%"},
-            {"field": "kld", "title": "more than", "format": ".3g"},
-        ],
+        "color": {**by_file, "scale": {"domain": order, "range": colours}},
+        "strokeDash": {**by_file, "scale": {"domain": order, "range": dashes}},
+        "tooltip": _TOKENS_TIP,
     }
-    y["axis"] = {"format": "~g", "values": _ticks(min(r["kld"] for r in rows), max(r["kld"] for r in rows))}
     mark = {"type": "line", "strokeWidth": 2, "point": {"filled": True, "size": 26}}
     description = "For each file, the divergence that a share of the tokens exceeds"
-    spec = _spec(description, 340, data={"values": rows}, mark=mark, encoding=encoding)
-    return Chart("chart-tokens", spec)
+    return chart_spec(description, 340, data={"values": rows}, mark=mark, encoding=encoding)
 
 
-# ---------------------------------------------------------------- maps of classes and layers
-
-
-def ramp_colour(fraction: float) -> str:
-    """Return the colour of Viridis at ``fraction`` of its length, as #rrggbb."""
-    position = min(max(fraction, 0.0), 1.0) * (len(_VIRIDIS) - 1)
-    i = min(int(position), len(_VIRIDIS) - 2)
-    mixed = (round(a + (position - i) * (b - a)) for a, b in zip(_VIRIDIS[i], _VIRIDIS[i + 1], strict=True))
-    return "#" + "".join(f"{c:02x}" for c in mixed)
-
-
-def text_colour(colour: str) -> str:
-    """Return white or black, the one of higher contrast on a colour (WCAG 2)."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#ffffff"
-
-
-def type_colours(report: Report) -> dict[str, str]:
-    """Return a colour for each type of matrices, by bits per weight: lighter is more."""
-    names = sorted({m.type for f in report.files for m in f.matrices}, key=lambda n: (_bits(n), n))
-    return {name: ramp_colour((i + 0.5) / len(names)) for i, name in enumerate(names)}
-
-
-def _bits(name: str) -> float:
-    t = type_by_name(name)
-    return 8 * t.block_bytes / t.block
-
-
-def order_kinds(matrices: Iterable[Matrix]) -> list[str]:
-    """Return tensor classes in the order of their first tensors, those outside of layers last."""
-    layer_kinds, other_kinds = dict[str, None](), dict[str, None]()
-    for m in matrices:
-        (other_kinds if m.layer is None else layer_kinds)[m.kind] = None
-    return [*layer_kinds, *(kind for kind in other_kinds if kind not in layer_kinds)]
-
-
-def _heat_map(
-    name: str, description: str, cells: list[Json], kinds: list[str], tip: list[Json], *, color: Json, by_file: bool
-) -> Chart | None:
-    if not cells:
-        return None
-    layers = sorted({c["layer"] for c in cells}, key=lambda n: (n == NO_LAYER, int(n) if n.isdecimal() else 0))
-    x: Json = {"field": "layer", "type": "ordinal", "title": "layer", "sort": layers, "scale": {"domain": layers}}
-    x["axis"] = {"labelAngle": 0, "labelOverlap": True, "ticks": False, "domain": False}
-    y: Json = {"field": "kind", "type": "nominal", "title": None, "sort": kinds, "scale": {"domain": kinds}}
-    y["axis"] = {"ticks": False, "domain": False, "labelLimit": 118}
-    text_opacity = f"width / {len(layers)} > 8 * length(datum.text) ? 1 : 0"
-    gap = f"width / {len(layers)} > 6 ? 1 : 0"  # in narrow cells, gaps would hide the cell
-    position: Json = {"x": x, "y": y}
-    layer = [
+def _tokens_of_one(line: Sequence[Json], rows: Sequence[Json]) -> Json:
+    """Return the chart of one file, before the range of all files."""
+    x, y = _token_axes(rows)
+    x |= {"title": None, "axis": {"values": [0.5, 0.1, 0.01, 0.001], "format": "~%", "grid": False}}
+    decades = [tick for tick in _ticks(*y["scale"]["domain"]) if f"{tick:e}".startswith("1.0")]
+    y |= {"title": None, "axis": {"format": "~g", "values": decades}}
+    by_share: dict[float, list[float]] = {}
+    for row in rows:
+        by_share.setdefault(row["share"], []).append(row["kld"])
+    spread = [{"share": share, "low": min(v), "high": max(v)} for share, v in by_share.items()]
+    layers = [
         {
-            "name": "cells",
-            "mark": {"type": "rect", "stroke": "var(--paper)", "strokeWidth": {"expr": gap}},
-            "encoding": {**position, "color": color, "tooltip": tip},
+            "data": {"values": spread},
+            "mark": {"type": "area", "color": "var(--line)", "opacity": 0.6},
+            "encoding": {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}},
         },
         {
-            "mark": {"type": "text", "fontSize": 10, "opacity": {"expr": text_opacity}, "tooltip": None, "aria": False},
-            "encoding": {**position, "text": {"field": "text"}, "color": {"field": "ink", "scale": None}},
+            "data": {"values": line},
+            "mark": {"type": "line", "color": "var(--accent)", "strokeWidth": 2, "point": {"filled": True, "size": 18}},
+            "encoding": {"x": x, "y": y, "tooltip": _TOKENS_TIP},
         },
     ]
-    properties: Json = {"data": {"values": cells}, "layer": layer}
-    if by_file:
-        properties["params"] = [{"name": "file", "value": 0}]
-        properties["transform"] = [{"filter": "datum.file === file"}]
-    return Chart(name, _spec(description, 24 * len(kinds), **properties), by_file=by_file)
-
-
-def _largest_matrices(f: File) -> Iterable[Matrix]:
-    """Return the largest matrix of each class and layer."""
-    largest: dict[tuple[str, int | None], Matrix] = {}
-    for m in f.matrices:
-        current = largest.get((m.kind, m.layer))
-        if current is None or current.values < m.values:
-            largest[m.kind, m.layer] = m
-    return largest.values()
-
-
-def _cell(m: Matrix, file: int) -> Json:
-    layer = NO_LAYER if m.layer is None else str(m.layer)
-    return {"file": file, "kind": m.kind, "layer": layer, "name": m.name, "type": m.type}
-
-
-_TIP: list[Json] = [{"field": "name", "title": "tensor"}, {"field": "type", "title": "type"}]
-
-
-def _types(report: Report) -> Chart | None:
-    colours = type_colours(report)
-    cells: list[Json] = []
-    for i, f in enumerate(report.files):
-        for m in _largest_matrices(f):
-            colour_fields = {"colour": colours[m.type], "ink": text_colour(colours[m.type])}
-            cells.append({**_cell(m, i), "text": m.type, **colour_fields})
-    description = "The type of each class of tensors in each layer of the chosen file"
-    colour = {"field": "colour", "type": "nominal", "scale": None}
-    kinds = order_kinds(m for f in report.files for m in f.matrices)
-    return _heat_map("chart-types", description, cells, kinds, _TIP, color=colour, by_file=True)
-
-
-def _colour_cells(cells: list[Json], value: Callable[[float], float], text: Callable[[float], str]) -> None:
-    """Set the colours and texts of cells, on one scale for all."""
-    values = [value(c["value"]) for c in cells]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    for cell, scaled in zip(cells, values, strict=True):
-        colour = ramp_colour((scaled - low) / (high - low) if high > low else 0.0)
-        cell |= {"colour": colour, "ink": text_colour(colour), "text": text(cell["value"])}
-
-
-def _errors(report: Report) -> Chart | None:
-    cells: list[Json] = [
-        {**_cell(m, i), "value": 100 * m.error}
-        for i, f in enumerate(report.files)
-        for m in _largest_matrices(f)
-        if m.error is not None
-    ]
-    _colour_cells(cells, lambda v: v, lambda v: f"{v:.2g}" if v < 10 else f"{v:.0f}")
-    tip = [*_TIP, {"field": "value", "title": "error, %", "format": ".3~g"}]
-    description = "The relative error of each class of tensors in each layer of the chosen file"
-    kinds = order_kinds(m for f in report.files for m in f.matrices)
-    colour = {"field": "colour", "type": "nominal", "scale": None}
-    return _heat_map("chart-errors", description, cells, kinds, tip, color=colour, by_file=True)
-
-
-def costs_of(report: Report, f: File) -> dict[str, GroupCost]:
-    """Return the known costs of groups in the types that a file has for them, by group."""
-    if report.sensitivity is None:
-        return {}
-    types = {m.name: m.type for m in f.matrices}
-    return {c.group: c for c in report.sensitivity.costs if c.tensors and {types.get(n) for n in c.tensors} == {c.type}}
-
-
-def _costs(report: Report) -> Chart | None:
-    if report.sensitivity is None:
-        return None
-    cells: list[Json] = []
-    for i, f in enumerate(report.files):
-        for name, cost in costs_of(report, f).items():
-            layer = NO_LAYER if cost.layer is None else str(cost.layer)
-            cell: Json = {"file": i, "kind": cost.kind, "layer": layer, "name": name, "type": cost.type}
-            cells.append({**cell, "value": cost.kld})
-    floor = max((c["value"] for c in cells), default=1.0) / 1000
-    _colour_cells(cells, lambda v: math.log(max(v, floor) or 1e-300), lambda v: f"{1000 * v:.2g}")
-    for cell in cells:
-        cell["value"] *= 1000
-    tip = [*_TIP, {"field": "value", "title": "divergence, thousandths of a nat", "format": ".3~g"}]
-    description = "The divergence that each group of tensors alone causes in its type in the chosen file"
-    kinds = list(dict.fromkeys(c["kind"] for c in sorted(cells, key=lambda c: c["layer"] == NO_LAYER)))
-    colour = {"field": "colour", "type": "nominal", "scale": None}
-    return _heat_map("chart-costs", description, cells, kinds, tip, color=colour, by_file=True)
-
-
-def _coverage(report: Report) -> Chart | None:
-    if report.imatrix is None:
-        return None
-    cells: list[Json] = []
-    for t in report.imatrix.tensors:
-        if t.tokens_min is None and t.present:
-            continue
-        layer = NO_LAYER if t.layer is None else str(t.layer)
-        cells.append({"kind": t.kind, "layer": layer, "name": t.name, "value": float(t.tokens_min or 0)})
-    _colour_cells(cells, lambda v: math.log1p(v), lambda v: f"{v:.3g}" if v < 1e4 else f"{v / 1e3:.0f}k")
-    tip = [{"field": "name", "title": "tensor"}, {"field": "value", "title": "least tokens", "format": ","}]
-    description = "The least tokens that any expert of a tensor saw in calibration, by class and layer"
-    kinds = list(dict.fromkeys(c["kind"] for c in cells))
-    colour = {"field": "colour", "type": "nominal", "scale": None}
-    return _heat_map("chart-coverage", description, cells, kinds, tip, color=colour, by_file=False)
+    return chart_spec("The divergence that a share of the tokens exceeds, before that of all files", 120, layer=layers)
 
 
 # ---------------------------------------------------------------- speed
@@ -486,4 +306,4 @@ def _speed(report: Report, test: str, name: str) -> Chart:
             },
         },
     ]
-    return Chart(name, _spec(f"Speed of each file: {test}", 28 * len(rows), data={"values": rows}, layer=layers))
+    return Chart(name, chart_spec(f"Speed of each file: {test}", 28 * len(rows), data={"values": rows}, layer=layers))

@@ -10,30 +10,43 @@ from collections.abc import Sequence
 from quantkit.report.data import File, Quality
 
 
-def conclusion(files: Sequence[File]) -> list[str]:
-    """Return sentences: the file closest to the base, and files that are larger than a closer one.
+def closest_file(files: Sequence[File]) -> list[str]:
+    """Return the sentence on the file closest to the base; empty if intervals do not tell it apart."""
+    intervals = _divergence_intervals(files)
+    if not intervals:
+        return []
+    best, (low, high) = min(intervals, key=lambda pair: pair[1][1])
+    if not all(high < interval[0] for f, interval in intervals if f is not best):
+        return []
+    return [
+        f"{best.name} is closest to the base: a mean KL divergence of {low:.2g} to {high:.2g} nats per token "
+        "(95 % interval)."
+    ]
 
-    The list is empty unless all files are measured against one base on one text.
-    """
+
+def larger_but_worse(files: Sequence[File]) -> list[str]:
+    """Return a sentence on each file that is larger than another that is closer to the base."""
+    better_files = ((f, better_file(f, files)) for f in files)
+    return [f"{f.name} is larger than {g.name}, but further from the base." for f, g in better_files if g is not None]
+
+
+def better_file(file: File, files: Sequence[File]) -> File | None:
+    """Return the smallest file that is smaller than ``file`` and closer to the base; None if intervals show none."""
+    intervals = _divergence_intervals(files)
+    least = next((interval[0] for f, interval in intervals if f is file), None)
+    if least is None:
+        return None
+    better = [g for g, (_, most) in intervals if g.nbytes < file.nbytes and most < least]
+    return min(better, key=lambda g: g.nbytes, default=None)
+
+
+def _divergence_intervals(files: Sequence[File]) -> list[tuple[File, tuple[float, float]]]:
+    """Return the files with their intervals; none unless all are measured against one base on one text."""
     intervals = [
         (f, interval) for f in files if f.quality is not None and (interval := _divergence_interval(f.quality))
     ]
     keys = {f.quality.key for f in files if f.quality is not None}
-    if len(intervals) < len(files) or len(files) < 2 or len(keys) > 1:
-        return []
-    best, (low, high) = min(intervals, key=lambda pair: pair[1][1])
-    sentences = []
-    if all(high < interval[0] for f, interval in intervals if f is not best):
-        sentences.append(
-            f"{best.name} is closest to the base: a mean KL divergence of {low:.2g} to {high:.2g} nats per token "
-            "(95 % interval)."
-        )
-    for f, (least, _) in intervals:
-        better = [g for g, (_, most) in intervals if g.nbytes < f.nbytes and most < least]
-        if better:
-            smallest = min(better, key=lambda g: g.nbytes)
-            sentences.append(f"{f.name} is larger than {smallest.name}, and further from the base.")
-    return sentences
+    return [] if len(intervals) < len(files) or len(files) < 2 or len(keys) > 1 else intervals
 
 
 def perplexity_warning(files: Sequence[File]) -> str:

@@ -6,7 +6,7 @@ Only names of files are kept, no folders: a report is published. The fields are 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,6 +211,10 @@ class Report(HtmlTable):
     imatrix: Coverage | None = None
     sensitivity: Costs | None = None
     notes: tuple[str, ...] = ()
+
+    def by_size(self) -> Report:
+        """Return the report with its files from the smallest to the largest, as page and card show them."""
+        return replace(self, files=tuple(sorted(self.files, key=lambda f: f.nbytes)))
 
     def to_json(self) -> str:
         """Return the report as JSON."""

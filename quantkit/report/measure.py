@@ -110,6 +110,12 @@ class ReportOptions(Options):
     )
     sensitivity: Path | None = option(None, "Show the cost of each group in its type.", CONTENT, metavar="S.json")
     title: str = option("", "Title.  [default: the model's name]", CONTENT, metavar="TEXT")
+    base_model: str = option(
+        "", "Model card: the base model on the hub.  [default: from the metadata]", CONTENT, metavar="ORG/NAME"
+    )
+    license: str = option(
+        "", "Model card: license of the base model.  [default: from the metadata]", CONTENT, metavar="ID"
+    )
     load: LoadOptions = field(default_factory=LoadOptions)
 
 

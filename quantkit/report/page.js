@@ -1,46 +1,89 @@
 "use strict";
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
-  const views = {};
+  const fileNames = JSON.parse(document.getElementById("file-names").textContent);
 
   // Labels beside points where they overlap neither points nor each other: Vega's label transform, which Vega-Lite lacks.
   const withLabels = (spec) => {
-    const names = (found) => found.flatMap((mark) => [mark, ...names(mark.marks || [])]);
-    const mark = names(spec.marks).find((each) => each.name === "names_marks");
+    const all = (marks) => marks.flatMap((mark) => [mark, ...all(mark.marks || [])]);
+    const marks = all(spec.marks);
+    const mark = marks.find((candidate) => candidate.name === "names_marks");
+    const avoided = ["points_marks", "bars_marks", "zero_marks"].filter((name) => marks.some((m) => m.name === name));
+    const anchors = ["top-right", "right", "top", "bottom-right", "top-left", "bottom-left", "left", "bottom"];
+    const distances = [5, 12, 20];
     mark.encode.update.align = { value: "center" };
     delete mark.encode.update.dx;
     delete mark.encode.update.dy;
     mark.transform = [{
       // Before a long page is laid out, its charts have no width yet.
-      type: "label", size: { signal: "[max(width, 1), max(height, 1)]" }, avoidMarks: ["points_marks", "bars_marks"],
-      offset: [5, 5, 5, 5, 12, 12],
-      anchor: ["top-right", "right", "top", "bottom-right", "top-left", "bottom-left", "left", "bottom"],
+      type: "label", size: { signal: "[max(width, 1), max(height, 1)]" }, avoidMarks: avoided,
+      offset: distances.flatMap((distance) => anchors.map(() => distance)),
+      anchor: distances.flatMap(() => anchors),
     }];
     return spec;
   };
 
-  const draw = async (name) => {
+  const draw = async (place, name, cells, labelledBy) => {
     const { spec, labels } = charts[name];
-    const place = document.getElementById(name);
-    const result = await vegaEmbed(place, spec, {
+    await vegaEmbed(place, cells ? { ...spec, data: { values: cells } } : spec, {
       renderer: "svg", actions: false, ast: true, mode: "vega-lite", tooltip: { disableDefaultStyle: true },
       patch: labels ? withLabels : undefined,
     });
-    views[name] = result.view;
     const svg = place.querySelector("svg");
     svg.setAttribute("role", "img");
-    svg.setAttribute("aria-labelledby", `${name}-caption`);
+    svg.setAttribute("aria-labelledby", labelledBy);
     // The table has the numbers; a reader of the screen need not walk through every mark.
     for (const child of svg.children) child.setAttribute("aria-hidden", "true");
     place.removeAttribute("aria-roledescription");
     place.removeAttribute("aria-label");
     place.removeAttribute("role");
+    if (labels) tellLeftOut(name, svg);
+  };
+
+  // Names of points for whose labels there is no room.
+  const tellLeftOut = (name, svg) => {
+    const texts = [...svg.querySelectorAll(".names_marks text, .mark-text.names_marks text")];
+    const leftOut = texts.filter((t) => t.textContent && t.getAttribute("opacity") === "0").map((t) => t.textContent);
+    const note = document.getElementById(`${name}-left-out`);
+    note.hidden = leftOut.length === 0;
+    note.textContent = `No room for ${leftOut.length} of ${texts.length} labels: ${leftOut.join(", ")}. Point at a mark to see its file.`;
+  };
+
+  // Maps of one file, or of all: each under the file's name.
+  const drawMaps = async (name, files) => {
+    const area = document.getElementById(name);
+    const { cells } = charts[name];
+    area.replaceChildren();
+    for (const i of cells.length ? files : [null]) {
+      const map = area.appendChild(document.createElement("div"));
+      map.className = "map";
+      let labelledBy = `${name}-caption`;
+      if (i !== null) {
+        const title = map.appendChild(document.createElement("p"));
+        title.className = "file-name";
+        title.id = `${name}-${i}-name`;
+        title.textContent = fileNames[i];
+        labelledBy += ` ${title.id}`;
+      }
+      const place = map.appendChild(document.createElement("div"));
+      place.className = "chart";
+      await draw(place, name, i === null ? null : cells[i], labelledBy);
+    }
   };
 
   const chooser = document.getElementById("choose-file");
-  const choose = () => {
-    for (const [name, view] of Object.entries(views)) {
-      if (charts[name].byFile) view.signal("file", Number(chooser.value)).runAsync();
+  const chosenFiles = () => {
+    if (!chooser) return [0];
+    return chooser.value === "all" ? fileNames.map((_, i) => i) : [Number(chooser.value)];
+  };
+  const isMap = (name) => document.getElementById(name).classList.contains("maps");
+  const drawChosen = () =>
+    Promise.all(Object.keys(charts).filter((name) => charts[name].cells.length).map((name) => drawMaps(name, chosenFiles())));
+
+  const tellScrolling = () => {
+    for (const hint of document.querySelectorAll(".hint")) {
+      const area = hint.previousElementSibling;
+      hint.hidden = area.scrollWidth <= area.clientWidth + 1;
     }
   };
 
@@ -65,17 +108,28 @@
       head.querySelector("button").addEventListener("click", () => sort(table, i));
     });
   }
-  Promise.all(Object.keys(charts).map(draw)).then(
-    () => {
-      if (chooser) {
-        chooser.addEventListener("change", choose);
-        choose();
-      }
-      document.documentElement.dataset.drawn = "yes";
-    },
-    (error) => {
-      document.documentElement.dataset.drawn = String(error);
-      throw error;
-    },
-  );
+  const drawAll = Object.keys(charts).map((name) =>
+    isMap(name) ? drawMaps(name, chosenFiles()) : draw(document.getElementById(name), name, null, `${name}-caption`));
+  const finished = (drawing) =>
+    drawing.then(
+      () => {
+        tellScrolling();
+        document.documentElement.dataset.drawn = "yes";
+      },
+      (error) => {
+        document.documentElement.dataset.drawn = String(error);
+        throw error;
+      },
+    );
+  window.addEventListener("resize", tellScrolling);
+  document.addEventListener("toggle", tellScrolling, true);
+  finished(Promise.all(drawAll)).then(() => {
+    if (!chooser) return;
+    const choose = () => {
+      document.documentElement.dataset.drawn = "no";
+      finished(drawChosen());
+    };
+    chooser.addEventListener("change", choose);
+    if (chooser.value !== "0") choose();
+  });
 })();

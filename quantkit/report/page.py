@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from quantkit.names import printable
-from quantkit.report.charts import charts, series_of, short_names, type_colours
-from quantkit.report.conclusion import conclusion, perplexity_warning
+from quantkit.report.chart import Chart
+from quantkit.report.charts import FEW_LINES, FEW_POINTS, charts, series_of, short_names, tokens_name
+from quantkit.report.colours import text_colour
+from quantkit.report.conclusion import closest_file, larger_but_worse, perplexity_warning
 from quantkit.report.data import Report
+from quantkit.report.heat_maps import NOT_MEASURED, type_colours, type_keys
 from quantkit.report.tables import (
     costs_table,
     coverage_table,
@@ -38,8 +42,10 @@ def _library() -> str:
 
 
 def page_text(report: Report) -> str:
-    """Return the page."""
+    """Return the page, with files by size."""
     import jinja2
+
+    report = report.by_size()
 
     scripts = [_library(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     environment = jinja2.Environment(
@@ -49,8 +55,8 @@ def page_text(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["name_parts"] = _name_parts
     chart_list = charts(report)
-    specs = {chart.name: {"spec": chart.spec, "labels": chart.labels, "byFile": chart.by_file} for chart in chart_list}
     template = environment.get_template("page.html")
     return str(
         template.render(
@@ -58,12 +64,22 @@ def page_text(report: Report) -> str:
             policy=_policy(scripts),
             style=mark_safe((_FOLDER / "page.css").read_text(encoding="utf-8")),
             scripts=[mark_safe(script) for script in scripts],
-            data=mark_safe(script_json(_printable_values(specs))),
-            charts={chart.name for chart in chart_list},
-            heights={chart.name: chart.spec["height"] for chart in chart_list},
+            data=mark_safe(script_json(_printable_values({chart.name: _chart_data(chart) for chart in chart_list}))),
+            file_names=mark_safe(script_json([printable(f.name) for f in report.files])),
+            charts={chart.name: chart for chart in chart_list},
             **_template_values(report),
         )
     )
+
+
+def _name_parts(name: str) -> list[str]:
+    """Return a file's name in parts between which a line may break."""
+    return re.findall(r"[^-_.]*[-_.]?", name)[:-1]
+
+
+def _chart_data(chart: Chart) -> dict[str, Any]:
+    """Return what page.js needs of a chart."""
+    return {"spec": chart.spec, "labels": chart.labels, "cells": chart.cells}
 
 
 def _printable_values(value: Any) -> Any:
@@ -103,12 +119,20 @@ def _policy(scripts: list[str]) -> str:
 def _template_values(report: Report) -> dict[str, Any]:
     labels = short_names(report.files)
     qualities = [f.quality for f in report.files if f.quality is not None]
-    series = [(label, *series_of(i)) for i, label in enumerate(labels)]
+    has_line = [f.quality is not None and bool(f.quality.quantiles) for f in report.files]
+    is_few = len(labels) <= FEW_LINES
+    colours = type_colours(report)
+    closest, larger_files = closest_file(report.files), larger_but_worse(report.files)
     return {
         "labels": labels,
-        "series": [s for s, f in zip(series, report.files, strict=True) if f.quality and f.quality.quantiles],
-        "types": type_colours(report),
-        "lead": _summarize(report),
+        "has_tokens": any(has_line),
+        "series": [(labels[i], *series_of(i)) for i, has in enumerate(has_line) if has] if is_few else [],
+        "small_charts": [] if is_few else [(labels[i], tokens_name(i)) for i, has in enumerate(has_line) if has],
+        "has_many": len(labels) > FEW_POINTS,
+        "types": [(name, colour, text_colour(colour), type_keys(colours)[name]) for name, colour in colours.items()],
+        "not_measured": NOT_MEASURED,
+        "lead": " ".join([_summarize(report), *closest]),
+        "larger_files": larger_files,
         "facts": _facts(report),
         "quality": qualities[0] if qualities else None,
         "bound": max((q.bound for q in qualities), default=0.0),
@@ -127,16 +151,13 @@ def _template_values(report: Report) -> dict[str, Any]:
 
 
 def _summarize(report: Report) -> str:
-    """Return the summary at the top of the page."""
+    """Return the sentence on number and size of the files."""
     least, most = min(f.nbytes for f in report.files), max(f.nbytes for f in report.files)
     unit, factor = size_unit(most)
     n = len(report.files)
-    files = (
-        f"{n} files of {least / factor:.3g} to {most / factor:.3g} {unit}"
-        if n > 1
-        else f"One file of {most / factor:.3g} {unit}"
-    )
-    return " ".join([f"{files}.", *conclusion(report.files)])
+    if n == 1:
+        return f"One file of {most / factor:.3g} {unit}."
+    return f"{n} files of {least / factor:.3g} to {most / factor:.3g} {unit}."
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

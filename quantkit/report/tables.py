@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quantkit.evaluate import Estimate
-from quantkit.report.charts import NO_LAYER, costs_of, short_names
+from quantkit.report.charts import short_names
 from quantkit.report.data import File, GroupCost, Report
+from quantkit.report.heat_maps import NO_LAYER, costs_of
 from quantkit.units import size_unit
 
 

@@ -83,7 +83,7 @@ def report(
             part.write_text(page_text(result), encoding="utf-8")
         if card is not None:
             with atomic_write(card) as part:
-                part.write_text(card_text(result), encoding="utf-8")
+                part.write_text(card_text(result, options.base_model, options.license), encoding="utf-8")
     return result
 
 

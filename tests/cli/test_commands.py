@@ -16,6 +16,7 @@ import click
 import pytest
 
 import quantkit
+from examples import PAGES, blocks_of, command_lines
 from guide import step
 from quantkit import cli
 from quantkit.cli import COMMANDS
@@ -48,6 +49,14 @@ def leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Comma
 ROOT_GROUP = click.Context(cli.cli)
 COMMANDS_BY_NAME = {name: cli.cli.get_command(ROOT_GROUP, name) for name in COMMANDS if file_of(name).exists()}
 ALL = dict(leaf for name, command in COMMANDS_BY_NAME.items() if command is not None for leaf in leaves(name, command))
+#: Commands in the examples of README.md, the tutorial and the how-to pages.
+EXAMPLES = {
+    arguments[0]
+    for page in PAGES
+    for block in blocks_of(page)
+    if block.language == "sh"
+    for arguments in command_lines(block)
+}
 by_command = pytest.mark.parametrize("name", ALL)
 
 
@@ -142,5 +151,5 @@ def test_paths_may_be_urls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_readme_shows_it(name: str) -> None:
-    assert re.search(rf"^quantkit {name}\b", (ROOT / "README.md").read_text(), re.MULTILINE), guide_step(7)
+def test_a_page_shows_it(name: str) -> None:
+    assert name in EXAMPLES, guide_step(7)

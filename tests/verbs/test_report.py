@@ -20,9 +20,10 @@ from quantkit.evaluate import Estimate, SaveLogits
 from quantkit.inspect import inspect
 from quantkit.quantize import QuantizeOptions
 from quantkit.report import Report, measure, read_data
-from quantkit.report.card import card_text
-from quantkit.report.charts import charts, short_names, text_colour
-from quantkit.report.conclusion import conclusion, perplexity_warning
+from quantkit.report.card import advice, card_text, decimal_size, preset_name
+from quantkit.report.charts import charts, short_names
+from quantkit.report.colours import text_colour
+from quantkit.report.conclusion import better_file, closest_file, larger_but_worse, perplexity_warning
 from quantkit.report.data import (
     Base,
     Costs,
@@ -38,12 +39,14 @@ from quantkit.report.data import (
     TensorCoverage,
     Text,
 )
+from quantkit.report.heat_maps import NOT_MEASURED, type_keys
 from quantkit.report.page import page_text, script_json
 from quantkit.report.provenance import provenance_rows, rebuild_command
 from quantkit.report.tables import costs_table, files_table
 from quantkit.sensitivity import Cost, Group, Sensitivity
-from quantkit.types import type_by_name
+from quantkit.types import TYPES, type_by_name
 from quantkit.units import PLUS_MINUS
+from report_data import report_of
 from zoo import write_zoo
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
@@ -223,7 +226,8 @@ def measured_as(*values: tuple[int, float, float, float]) -> list[File]:
 def test_only_divergences_that_intervals_tell_apart_conclude(
     values: list[tuple[int, float, float, float]], closest: str | None, worse: list[tuple[str, str]]
 ) -> None:
-    sentences = conclusion(measured_as(*values))
+    files = measured_as(*values)
+    sentences = [*closest_file(files), *larger_but_worse(files)]
     expected = [(f"model-{closest}.gguf",)] if closest else []
     expected += [(f"model-{larger}.gguf", f"model-{smaller}.gguf") for larger, smaller in worse]
     assert [tuple(re.findall(r"model-\w+\.gguf", sentence)) for sentence in sentences] == expected
@@ -232,11 +236,10 @@ def test_only_divergences_that_intervals_tell_apart_conclude(
 def test_files_measured_on_other_texts_conclude_nothing() -> None:
     first, *files = measured_as((31, 0.12, 0.004, 1.1), (57, 0.012, 0.001, 1.0))
     assert first.quality is not None
-    assert conclusion([first, *files])
-    assert (
-        conclusion([dataclasses.replace(first, quality=dataclasses.replace(first.quality, key="other")), *files]) == []
-    )
-    assert conclusion([dataclasses.replace(first, quality=None), *files]) == []
+    assert closest_file([first, *files])
+    other_text = dataclasses.replace(first, quality=dataclasses.replace(first.quality, key="other"))
+    for file in (other_text, dataclasses.replace(first, quality=None)):
+        assert closest_file([file, *files]) == larger_but_worse([file, *files]) == []
 
 
 def test_a_perplexity_below_the_base_is_explained() -> None:
@@ -255,7 +258,7 @@ def test_an_error_is_a_standard_error_and_a_size_binary_in_page_and_card() -> No
     assert cells["KL divergence, nats"].text.endswith(f" ± {file.quality.kld.error:.4f}")
     for text in (page_text(numbers), card_text(numbers)):
         assert PLUS_MINUS in text
-        assert not re.search(r"\b[kMG]B\b", text.partition("<script")[0])
+    assert not re.search(r"\b[kMG]B\b", page_text(numbers).partition("<script")[0])
     speeds = [cell.text for label, cell in cells.items() if label.endswith("tokens/s")]
     assert speeds
     assert not any("±" in text for text in speeds)  # a standard deviation, in its own column
@@ -275,14 +278,143 @@ def test_the_front_matter_of_a_card_is_yaml(hostile: str) -> None:
     assert "<img" not in body.partition("```")[0].replace("\\<", "")
 
 
+def test_page_and_card_have_files_by_size() -> None:
+    numbers = report_of(20, 4)
+    sizes = [f.nbytes for f in numbers.files]
+    assert sizes != sorted(sizes)
+    names = [f.name for f in sorted(numbers.files, key=lambda f: f.nbytes)]
+    body = page_text(numbers).replace("<wbr>", "")
+    table = body[body.index('id="table-files"') : body.index("</table>")]
+    assert re.findall(r"<th scope=row[^>]*>([^<]*)<", table) == names
+    rows = [line for line in card_text(numbers).splitlines() if line.startswith("| Qwen3")]
+    assert [row.split(" | ")[0][2:].replace("\\", "") for row in rows[:20]] == names
+
+
+def test_the_table_of_files_is_not_capped() -> None:
+    text = page_text(report_of(20, 4))
+    tables = re.findall(r'class="scroll( capped)?" [^>]*aria-labelledby="(table-[\w-]+)-caption"', text)
+    is_capped = {name: bool(capped) for capped, name in tables}
+    assert (is_capped["table-files"], is_capped["table-types"]) == (False, True)
+
+
+@pytest.mark.parametrize("names", [[t.name for t in TYPES if t.block], ["IQ4_NL", "IQ4_XS", "Q4_K", "Q4_0", "Q4_1"]])
+def test_keys_tell_types_apart(names: list[str]) -> None:
+    keys = type_keys(names[:60])
+    assert len(set(keys.values())) == len(keys)
+    assert all(len(key) == 1 for key in keys.values())
+    assert "?" not in keys.values()
+
+
+@pytest.mark.parametrize("layers", [4, 30, 90])
+def test_every_cell_of_types_has_a_name_and_a_key(layers: int) -> None:
+    numbers = report_of(3, layers)
+    (chart,) = (c for c in charts(numbers) if c.name == "chart-types")
+    keys = type_keys(sorted({m.type for f in numbers.files for m in f.matrices}))
+    for file, cells in zip(numbers.files, chart.cells, strict=True):
+        types = {m.name: m.type for m in file.matrices}
+        assert {cell["name"]: cell["text"] for cell in cells} == types
+        assert all(cell["key"] in keys.values() for cell in cells)
+    assert chart.min_width >= 9 * layers
+
+
+def test_a_map_tells_what_is_not_measured() -> None:
+    """No cell without a value has a colour of the scale; a row without any says so."""
+    numbers = report_of(3, 30)
+    for name in ("chart-errors", "chart-costs"):
+        (chart,) = (c for c in charts(numbers) if c.name == name)
+        assert chart.has_gaps
+        assert chart.scale is not None
+        assert len(chart.scale.ticks) == 5
+        for cells in chart.cells:
+            gaps = [cell for cell in cells if "note" not in cell and cell["value"] is None]
+            assert gaps
+            assert {cell["colour"] for cell in gaps} == {"var(--gap)"}
+            notes = {cell["kind"]: cell["note"] for cell in cells if "note" in cell}
+            assert notes["attn_q"] == NOT_MEASURED
+            values = {cell["kind"] for cell in cells if "note" not in cell and cell["value"] is not None}
+            assert values.isdisjoint(notes)
+    errors = {m.name: m.error for m in numbers.files[0].matrices}
+    (chart,) = (c for c in charts(numbers) if c.name == "chart-errors")
+    names = {c["name"] for c in chart.cells[0] if c.get("value") is not None}
+    assert names == {name for name, error in errors.items() if error is not None}
+
+
+def test_plenty_of_tokens_looks_like_plenty() -> None:
+    """The colour of the coverage follows the number that suffices, not the largest one."""
+    numbers = report_of(3, 30)
+    (chart,) = (c for c in charts(numbers) if c.name == "chart-coverage")
+    colours = {cell["value"]: cell["colour"] for cell in chart.spec["data"]["values"] if "value" in cell}
+    assert colours[11_000.0] == colours[88_000.0]
+    red, blue = (int(colours[60.0][i : i + 2], 16) for i in (1, 5))
+    assert red > blue
+    red, blue = (int(colours[11_000.0][i : i + 2], 16) for i in (1, 5))
+    assert blue > red
+
+
+def test_many_files_have_small_charts_of_one_scale() -> None:
+    of_three, of_twenty = charts(report_of(3, 4)), charts(report_of(20, 4))
+    assert "chart-tokens" in {c.name for c in of_three}
+    small = [c for c in of_twenty if c.name.startswith("chart-tokens-")]
+    assert len(small) == 20
+    domains = {
+        json.dumps([layer["encoding"][axis]["scale"] for axis in "xy"]) for c in small for layer in c.spec["layer"]
+    }
+    assert len(domains) == 1
+
+
+def test_the_card_advises_by_measured_divergence() -> None:
+    files = measured_as((31, 0.2, 0.004, 1.1), (34, 0.3, 0.004, 1.2), (57, 0.012, 0.001, 1.0), (80, 0.001, 1e-5, 1.0))
+    texts = [advice(f, files) for f in files]
+    assert files[0].name in texts[1]
+    assert len(set(texts)) == 4
+    assert better_file(files[1], files) is files[0]
+    unmeasured = dataclasses.replace(files[0], quality=None)
+    assert advice(unmeasured, [unmeasured]) == NOT_MEASURED
+    with_files = dataclasses.replace(example(), files=tuple(files))
+    (download,) = re.findall(r"^hf download .*$", card_text(with_files), re.M)
+    assert files[2].name in download
+
+
+def test_the_card_sets_what_the_metadata_lack() -> None:
+    def front(text: str) -> dict[str, str]:
+        values: dict[str, str] = yaml.safe_load(text.split("---\n")[1])
+        return values
+
+    numbers = dataclasses.replace(example(), model=dataclasses.replace(example().model, card=()))
+    assert (front(card_text(numbers))["base_model"], front(card_text(numbers))["license"]) == (None, None)
+    values = front(card_text(numbers, "org/Base: 1", "apache-2.0"))
+    assert (values["base_model"], values["license"]) == ("org/Base: 1", "apache-2.0")
+    assert front(card_text(example(), license="other"))["license"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("Q2_K", "Q2_K"), ("Q2_K\n--calibrate a.txt", "Q2_K"), ("Q2_K\n^x$ = Q4_K", "recipe"), (None, "Q2_K")],
+)
+def test_a_recipe_is_no_preset(recipe: str | None, name: str) -> None:
+    file = dataclasses.replace(example().files[0], preset="Q2_K")
+    provenance = () if recipe is None else (("quantkit.quantize.recipe", recipe),)
+    assert preset_name(dataclasses.replace(file, provenance=provenance)) == name
+
+
+def test_downloads_have_sizes_of_hubs() -> None:
+    assert [decimal_size(n) for n in (6_056_000, 99_000_000, 4_370_000_000)] == ["6.1 MB", "99.0 MB", "4.37 GB"]
+    shards = dataclasses.replace(example().files[0], name="m-00001-of-00003.gguf", shards=3)
+    assert "--include 'm-*.gguf'" in card_text(dataclasses.replace(example(), files=(shards,)))
+
+
 def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
     data, out = tmp_path / "kept.json", tmp_path / "page.html"
     with refuses(RecipeError, "QK-E214 page.json"):
         report([], out)
     data.write_text(example().to_json())
-    result = CliRunner().invoke(cli, ["report", str(out), "--data", str(data), "--card", str(tmp_path / "README.md")])
+    result = CliRunner().invoke(
+        cli,
+        ["report", str(out), "--data", str(data), "--card", str(tmp_path / "README.md"), "--base-model", "org/base"],
+    )
     assert result.exit_code == 0, result.output
     assert "chart-divergence" in out.read_text()
+    assert "base_model: org/base\n" in (tmp_path / "README.md").read_text()
     with refuses(ResourceError, "QK-E402 --overwrite"):
         report([], out, data=data)
 

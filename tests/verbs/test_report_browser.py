@@ -18,6 +18,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from quantkit.report.charts import charts
 from quantkit.report.page import page_text
+from report_data import report_of
 from test_report import HOSTILE, example
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -31,7 +32,7 @@ FLAGS = (
 #: The wheel that carries axe-core; it is not imported, for its dependencies are not installed.
 AXE = find_spec("axe_playwright_python")
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
-WIDE, NARROW = 1200, 360
+WIDE, NARROW = 1200, 390
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +68,17 @@ def show(browser: Any, page: Path, *, theme: str = "light", width: int = WIDE) -
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == NARROW}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(page.as_uri())
-    WebDriverWait(browser, 30).until(lambda b: b.execute_script("return document.documentElement.dataset.drawn"))
-    assert browser.execute_script("return document.documentElement.dataset.drawn") == "yes"
+    wait_until_drawn(browser)
+
+
+def wait_until_drawn(browser: Any) -> None:
+    state = "return document.documentElement.dataset.drawn || 'no'"
+    WebDriverWait(browser, 60).until(lambda b: b.execute_script(state) != "no")
+    assert browser.execute_script(state) == "yes"
 
 
 def test_every_chart_is_drawn(opened: Any) -> None:
-    script = """return Object.fromEntries([...document.querySelectorAll(".chart")].map(
+    script = """return Object.fromEntries([...document.querySelectorAll("[id^=chart-]:is(.chart, .maps)")].map(
         (c) => [c.id, c.querySelectorAll("svg .role-mark path, svg .role-mark line, svg .role-mark rect").length]))"""
     n_charts = opened.execute_script(script)
     assert n_charts.keys() == {chart.name for chart in charts(example())}
@@ -164,6 +170,96 @@ def test_a_deep_model_is_drawn(opened: Any, tmp_path: Path) -> None:
     assert opened.execute_script(cells) == 301
 
 
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
+    """Return pages by their number of files and layers."""
+    folder = tmp_path_factory.mktemp("pages")
+    paths = {}
+    for files, layers in ((3, 90), (20, 30)):
+        paths[files, layers] = folder / f"{files}-{layers}.html"
+        paths[files, layers].write_text(page_text(report_of(files, layers)), encoding="utf-8")
+    return paths
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("size", [(3, 90), (20, 30)])
+def test_types_have_labels_in_deep_models(
+    opened: Any, pages: dict[Any, Path], size: tuple[int, int], width: int
+) -> None:
+    """Each cell has a text that the legend explains and that is not wider than the cell."""
+    show(opened, pages[size], width=width)
+    texts, cell = opened.execute_script(
+        """const map = document.querySelector("#chart-types");
+        const cells = map.querySelectorAll(".cells_marks path");
+        return [[...map.querySelectorAll(".texts_marks text")].map((t) => [t.textContent, t.getBBox().width]),
+                Math.min(...[...cells].map((c) => c.getBBox().width))]"""
+    )
+    legend = opened.execute_script("return [...document.querySelectorAll('.key')].map((k) => k.textContent)")
+    assert len(set(legend)) == len(legend)
+    assert len(texts) == 7 * size[1] + 2
+    assert {text for text, _ in texts} <= set(legend)
+    assert max(wide for _, wide in texts) <= cell + 1
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_table_of_files_is_whole_and_scrolls_with_its_names(opened: Any, pages: dict[Any, Path]) -> None:
+    show(opened, pages[20, 30], width=NARROW)
+    area = "document.querySelector('#table-files').parentElement"
+    assert opened.execute_script(f"return {area}.scrollHeight <= {area}.clientHeight + 1")
+    assert opened.execute_script(f"return {area}.scrollWidth > {area}.clientWidth")
+    assert opened.execute_script(f"return {area}.nextElementSibling.checkVisibility()")  # the hint
+    left = "return document.querySelector('#table-files tbody th').getBoundingClientRect().left"
+    before = opened.execute_script(left)
+    opened.execute_script(f"{area}.scrollLeft = 200")
+    assert opened.execute_script(left) == before
+
+
+def test_labels_without_room_are_named(opened: Any, pages: dict[Any, Path]) -> None:
+    show(opened, pages[20, 30], width=NARROW)
+    for name in ("chart-divergence", "chart-perplexity"):
+        texts = opened.execute_script(
+            f"""return [...document.querySelectorAll("#{name} .names_marks text")]
+            .map((t) => [t.textContent, t.getAttribute("opacity") !== "0"])"""
+        )
+        assert len(texts) == 20
+        note = opened.find_element("id", f"{name}-left-out").text
+        assert [text for text, is_placed in texts if not is_placed and f"{text}" not in note] == []
+        assert bool(note) == any(not is_placed for _, is_placed in texts)
+
+
+def test_no_label_lies_on_the_line_of_the_base(opened: Any, pages: dict[Any, Path]) -> None:
+    show(opened, pages[20, 30])
+    line, labels = opened.execute_script(
+        """const box = (e) => { const b = e.getBoundingClientRect(); return [b.top, b.bottom, e.textContent]; };
+        const chart = document.querySelector("#chart-perplexity");
+        const texts = [...chart.querySelectorAll(".names_marks text")].filter((t) => t.getAttribute("opacity") !== "0");
+        return [box(chart.querySelector(".zero_marks line")), texts.map(box)]"""
+    )
+    assert labels
+    assert [text for top, bottom, text in labels if top + 2 < line[0] < bottom - 2] == []
+
+
+def test_all_files_are_chosen_at_once_each_with_its_name(opened: Any, pages: dict[Any, Path]) -> None:
+    show(opened, pages[3, 90])
+    names = "return [...document.querySelectorAll('#chart-types .file-name')].map((n) => n.textContent)"
+    files = report_of(3, 90).by_size().files
+    assert opened.execute_script(names) == [files[0].name]
+    Select(opened.find_element("id", "choose-file")).select_by_value("all")
+    WebDriverWait(opened, 60).until(lambda b: len(b.execute_script(names)) == len(files))
+    wait_until_drawn(opened)
+    assert opened.execute_script(names) == [f.name for f in files]
+    maps = "return document.querySelectorAll('#chart-types svg').length"
+    assert opened.execute_script(maps) == len(files)
+
+
 def test_it_prints(opened: Any) -> None:
     pdf = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     assert base64.b64decode(pdf["data"]).startswith(b"%PDF-")
+
+
+def test_print_has_names_and_no_controls(opened: Any) -> None:
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    visible = "return [...document.querySelectorAll(arguments[0])].map((e) => e.checkVisibility())"
+    assert set(opened.execute_script(visible, ".file-name")) == {True}
+    assert set(opened.execute_script(visible, ".chooser, nav, .hint")) == {False}
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen"})

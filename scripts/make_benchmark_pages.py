@@ -1,0 +1,327 @@
+"""Write the tables of docs/benchmarks/*.md from the records in docs/benchmarks/data/*.json.
+
+    scripts/make_benchmark_pages.py                     write them
+    scripts/make_benchmark_pages.py --check             exit with 1 if a page is not up to date
+    scripts/make_benchmark_pages.py --figures README.md    print the ratios of a text that no record has
+
+The text of the pages is written by hand, and repeats no figures. A marker names the record of the table below it:
+
+    <!-- record NAME --> ... <!-- end -->       the tables, with machine, date, commit and command
+    <!-- record NAME TYPE TYPE --> ...          only rows whose first cell is one of these
+    <!-- summary --> ... <!-- end -->           the main results (SUMMARY)
+
+A benchmark writes its record with --json docs/benchmarks/data/NAME.json (benchmarks/results.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from results import Record, Table, read_record  # noqa: E402
+
+PAGES = ROOT / "docs/benchmarks"
+DATA = PAGES / "data"
+_MARKER = re.compile(r"(<!-- (record [^>]+?|summary) -->\n).*?(<!-- end -->)", re.S)
+#: A ratio in a text: 9.0x, 10.4 times.
+_RATIO = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?:x\b|x(?= )| times\b)")
+
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+I_QUANTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+IK_TYPES = re.compile(r"IQ\d_(K|KS|KSS|KL)")
+INTERLEAVED = re.compile(r"\w+_R(4|8|16)")
+
+Records = Mapping[str, Record]
+
+
+# ---------------------------------------------------------------- figures of a table
+
+
+def number(text: str) -> float:
+    """Return the number at the start of a cell. Raises ValueError."""
+    match = re.match(r"[-+−]?\d+(?:\.\d+)?", text.replace(",", ""))
+    if match is None:
+        raise ValueError(f"{text!r} is no number")
+    return float(match[0].replace("−", "-"))
+
+
+def cell(table: Table, column: str, **of: str) -> float:
+    """Return the number of a column in the row that has these texts in other columns, by the names of these."""
+    names = {name.replace("_", " "): text for name, text in of.items()}
+    (i,) = [i for i in range(len(table.rows)) if all(table.column(name)[i] == text for name, text in names.items())]
+    return number(table.column(column)[i])
+
+
+def extremes(values: Sequence[tuple[str, float]], digits: int = 1, unit: str = "x") -> str:
+    """Return the least and the largest of named values: 8.7x (IQ3_S) to 16x (IQ1_S)."""
+    if not values:
+        raise ValueError("no row has such a value")
+    (least_name, least), (most_name, most) = min(values, key=_value), max(values, key=_value)
+    return f"{_short(least, digits)}{unit} ({least_name}) to {_short(most, digits)}{unit} ({most_name})"
+
+
+def _value(pair: tuple[str, float]) -> float:
+    return pair[1]
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.0f}" if value >= 20 and digits < 2 else f"{value:.{digits}f}"
+
+
+def ratios(table: Table, columns: Sequence[str], is_row: Callable[[str], object]) -> list[tuple[str, float]]:
+    """Return for each row of such a type the least ratio of these columns, which is that to the fastest peer."""
+    values = []
+    for i, name in enumerate(table.column("type")):
+        cells = [table.column(column)[i] for column in columns]
+        numbers = [number(text) for text in cells if text not in ("", "-")]
+        if is_row(name) and numbers:
+            values.append((name, min(numbers)))
+    return values
+
+
+def after(table: Table, column: str, n: int = 1) -> list[tuple[str, float]]:
+    """Return the names of rows with their numbers in the column ``n`` after another: a ratio after its value."""
+    i = table.columns.index(column) + n
+    return [(row[0], number(row[i])) for row in table.rows if row[i]]
+
+
+# ---------------------------------------------------------------- the summary
+
+
+@dataclass(frozen=True)
+class Result:
+    """A main result: what, on which page, of which record, and the text that its tables give."""
+
+    what: str
+    page: str
+    record: str
+    text: Callable[[Table], str]
+    target: str = ""
+
+
+def _times(table: Table, column: str, slow: Sequence[str], fast: str, first: str = "program") -> float:
+    values = dict(zip(table.column(first), map(number, table.column(column)), strict=True))
+    return sum(values[name] for name in slow) / values[fast]
+
+
+def _engine(test: str, peer: str) -> Callable[[Table], str]:
+    def text(table: Table) -> str:
+        column = table.column(f"/ {peer}")
+        values = [
+            (row[0].removeprefix("MoE "), number(ratio))
+            for row, ratio in zip(table.rows, column, strict=True)
+            if row[1].startswith(test) and ratio not in ("", "-")
+        ]
+        return f"{extremes(values, 2)} {peer}"
+
+    return text
+
+
+def _trellis(table: Table) -> str:
+    """Return the extremes of ratios without and with importance, on rows of 4096 values."""
+    pairs = zip(table.column("type"), table.column("4096"), strict=True)
+    return f"{extremes([(name, number(text)) for name, texts in pairs for text in texts.split(', ')])} ik_llama.cpp"
+
+
+def _largest_difference(table: Table) -> str:
+    worst = max(abs(number(text)) for text in table.column("difference"))
+    return f"within {worst:.2f} % of llama.cpp"
+
+
+def _verdicts(table: Table) -> str:
+    texts = []
+    for name, whole, agree, damaged, agree_damaged, _ in table.rows:
+        texts.append(f"{name}: {int(agree) + int(agree_damaged):,} of {int(whole) + int(damaged):,} files")
+    return "; ".join(texts)
+
+
+def _kills(table: Table) -> str:
+    trials, same = (sum(map(int, table.column(name))) for name in ("trials", "identical results"))
+    return f"{same} of {trials} killed and resumed runs have identical results"
+
+
+SUMMARY = (
+    Result(
+        "Quantize a file to Q4_K_M, same bytes",
+        "quantize",
+        "quantize-file",
+        lambda t: f"{_times(t, 'wall time', ['llama-quantize'], 'quantkit'):.1f}x llama-quantize",
+        "5x",
+    ),
+    Result(
+        "The same with an importance matrix",
+        "quantize",
+        "quantize-file-imatrix",
+        lambda t: f"{_times(t, 'wall time', ['llama-quantize'], 'quantkit'):.1f}x llama-quantize",
+        "5x",
+    ),
+    Result(
+        "Checkpoint to Q4_K_M, same bytes",
+        "convert",
+        "convert",
+        lambda t: (
+            f"{_times(t, 'wall time', t.column('program')[1:3], t.column('program')[0]):.1f}x"
+            " convert_hf_to_gguf.py and llama-quantize"
+        ),
+    ),
+    Result(
+        "Encoders of K-quants and IQ4",
+        "encoders",
+        "encoders",
+        lambda t: f"{extremes(ratios(t, ['/ ggml'], K_QUANTS.__contains__))} ggml",
+        "8x",
+    ),
+    Result(
+        "Encoders of i-quants",
+        "encoders",
+        "encoders",
+        lambda t: f"{extremes(ratios(t, ['/ ggml', '/ libgguf', '/ ik'], I_QUANTS.__contains__))} the fastest peer",
+        "2x",
+    ),
+    Result(
+        "Encoders of ik_llama.cpp's types",
+        "encoders",
+        "encoders",
+        lambda t: f"{extremes(ratios(t, ['/ ik'], IK_TYPES.fullmatch))} ik_llama.cpp",
+        "8x",
+    ),
+    Result(
+        "Encoders of trellis types, rows of 4096",
+        "encoders",
+        "trellis-widths",
+        _trellis,
+        "10x",
+    ),
+    Result(
+        "Encoders of interleaved types",
+        "encoders",
+        "encoders",
+        lambda t: f"{extremes(ratios(t, ['/ ik'], INTERLEAVED.fullmatch))} ik_llama.cpp",
+    ),
+    Result("Decoders", "encoders", "decoders", lambda t: f"{extremes(ratios(t, ['/ ggml'], lambda name: True))} ggml"),
+    Result(
+        "Time to merge experts, same file",
+        "quantize",
+        "merge",
+        lambda t: f"{cell(t, '/ cp', program='merge-up-gate'):.2f}x cp",
+        "1.15x",
+    ),
+    Result(
+        "Memory of `quantize`",
+        "quantize",
+        "memory",
+        lambda t: (
+            f"at most {max(map(number, t.column('peak RSS'))):.0f} MiB, `--max-ram` up to {t.column('--max-ram')[-1]}"
+        ),
+    ),
+    Result("Prompt, mixture of experts", "engine", "engine", _engine("pp", "llama.cpp"), "1x"),
+    Result("Prompt, mixture of experts", "engine", "engine", _engine("pp", "ik_llama.cpp"), "1x"),
+    Result("Generation, mixture of experts", "engine", "engine", _engine("tg", "llama.cpp"), "1x"),
+    Result("Generation, mixture of experts", "engine", "engine", _engine("tg", "ik_llama.cpp"), "1x"),
+    Result("Perplexity of the engine, same files", "fidelity", "perplexity", _largest_difference, "0.1 %"),
+    Result("Verdict: does a runtime load this file?", "fidelity", "verdicts", _verdicts, "all"),
+    Result(
+        "Divergence with `--calibrate`, relative to an importance matrix alone",
+        "error-feedback",
+        "feedback",
+        lambda t: extremes(after(t, "`--calibrate`"), 3, ""),
+    ),
+    Result(
+        "Divergence of searched recipes, relative to the preset of that size",
+        "search",
+        "search",
+        lambda t: extremes(after(t, "searched"), 3, ""),
+        "0.85",
+    ),
+    Result(
+        "The same with `--calibrate`",
+        "search",
+        "search",
+        lambda t: extremes(after(t, "calibrated"), 3, ""),
+        "0.5",
+    ),
+    Result("Killed runs", "robustness", "kills", _kills, "all"),
+)
+
+
+def summary(records: Records) -> str:
+    """Return the table of the main results."""
+    rows = []
+    for result in SUMMARY:
+        record = records[result.record]
+        what = f"[{result.what}]({result.page}.md)"
+        origin = (record.machine, record.date, f"`{record.commit}`", f"`{record.command}`")
+        rows.append((what, result.text(record.tables[0]), result.target, *origin))
+    return Table(("result", "figure", "target", "machine", "date", "commit", "command"), tuple(rows)).markdown()
+
+
+# ---------------------------------------------------------------- the pages
+
+
+def read_records() -> dict[str, Record]:
+    """Return all records by their names."""
+    return {path.stem: read_record(path) for path in sorted(DATA.glob("*.json"))}
+
+
+def page_text(text: str, records: Records) -> str:
+    """Return a page with the tables of records between its markers. Raises KeyError for an unknown record."""
+
+    def block(match: re.Match[str]) -> str:
+        kind, *words = match[2].split()
+        body = summary(records) if kind == "summary" else record_text(records[words[0]], words[1:])
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    return _MARKER.sub(block, text)
+
+
+def record_text(record: Record, names: Sequence[str] = ()) -> str:
+    """Return a record's tables, or their rows of these names, and its origin."""
+    tables = [replace(t, rows=tuple(r for r in t.rows if not names or r[0] in names)) for t in record.tables]
+    command = f"`{record.command}`; " if " " in record.command or "/" in record.command else ""
+    origin = f"*{command}{record.machine}; {record.date}; commit {record.commit}.*"
+    return "\n\n".join([origin, *(table.markdown() for table in tables)])
+
+
+def records_of(text: str) -> set[str]:
+    """Return the names of the records that a page shows."""
+    return {words[1] for match in _MARKER.finditer(text) if len(words := match[2].split()) > 1}
+
+
+def unknown_ratios(text: str, records: Records) -> list[str]:
+    """Return the ratios of a text ("9.0x", "10 times") that are in no cell of a record and not in the summary."""
+    cells: Iterable[str] = (c for r in records.values() for t in r.tables for row in t.rows for c in row)
+    sources = " ".join([*cells, summary(records)])
+    numbers = set(re.findall(r"\d+(?:\.\d+)?", sources))
+    return [match[0] for match in _RATIO.finditer(text) if match[1] not in numbers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is not up to date")
+    parser.add_argument("--figures", type=Path, metavar="FILE", help="print the ratios of a text that no record has")
+    options = parser.parse_args()
+    records = read_records()
+    if options.figures is not None:
+        unknown = unknown_ratios(options.figures.read_text(encoding="utf-8"), records)
+        sys.exit("\n".join([f"{options.figures}: in no record:", *unknown]) if unknown else 0)
+    stale = []
+    for page in sorted(PAGES.glob("*.md")):
+        old = page.read_text(encoding="utf-8")
+        text = page_text(old, records)
+        if text != old and options.check:
+            stale.append(page.name)
+        elif text != old:
+            page.write_text(text, encoding="utf-8")
+    if stale:
+        sys.exit(f"not up to date: {', '.join(stale)}: run scripts/make_benchmark_pages.py")
+
+
+if __name__ == "__main__":
+    main()

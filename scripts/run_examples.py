@@ -1,0 +1,61 @@
+#!/usr/bin/env python
+"""Run the code blocks of pages, and say which lines of their output differ from what pages show.
+
+    scripts/run_examples.py [--write] [PAGE ...]
+
+Without PAGE: README.md, docs/tutorial/ and docs/how-to/. --write replaces lines that are no longer printed by the
+printed line most like them. tests/test_examples.py holds pages to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests/lib")]
+
+from example_files import ExampleFiles  # noqa: E402
+from examples import PAGES, ROOT, blocks_of, execute, files_of, nearest_line, stale_lines  # noqa: E402
+
+
+def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tuple[int, int]:
+    """Run the blocks of a page; return how many, and how many were not as the page says."""
+    files.provide(files_of(page), folder)
+    name, n_bad, blocks = page.relative_to(ROOT), 0, [b for b in blocks_of(page) if b.is_executed]
+    for block in blocks:
+        status, printed = execute(block, folder)
+        stale = stale_lines(block, printed)
+        is_right = f"[{block.fails}]" in printed if block.fails else status == 0
+        if not is_right:
+            print(f"{name}:{block.line}: status {status}\n{block.text}\n{printed}")
+        for line in stale:
+            new = nearest_line(line, printed)
+            print(f"{name}:{block.line}: not printed: {line}\n    {new}")
+            if write and new is not None:
+                text = page.read_text("utf-8")
+                page.write_text(text.replace(f"\n{line}\n", f"\n{new}\n", 1), "utf-8")
+        n_bad += bool(stale) or not is_right
+    return len(blocks), n_bad
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=lambda text: Path(text).resolve(), metavar="PAGE")
+    parser.add_argument("--write", action="store_true", help="replace stale lines")
+    arguments = parser.parse_args()
+    n_run = n_wrong = n_parsed = 0
+    with tempfile.TemporaryDirectory() as work:
+        files = ExampleFiles(Path(work) / "files")
+        files.folder.mkdir()
+        for n, page in enumerate(arguments.pages or PAGES):
+            run, wrong = run_page(page, files, Path(work) / f"{n}", arguments.write)
+            n_run, n_wrong = n_run + run, n_wrong + wrong
+            n_parsed += sum(not block.is_executed for block in blocks_of(page))
+    print(f"{n_run} blocks were executed, {n_wrong} are not as shown; {n_parsed} are only parsed")
+    sys.exit(n_wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The small files on which the examples of pages run, under the names that pages give them (tests/lib/examples.py)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from adapters import Adapter, write_adapter
+from guide import ROOT
+
+DATA = ROOT / "tests/data"
+#: Files of the project.
+COPIES = {
+    **{"model-bf16.gguf": "tiny-moe-bf16.gguf", "evaluation.txt": "tiny-moe-evaluation.txt"},
+    **{"imatrix.gguf": "tiny-moe-imatrix.gguf", "imatrix.dat": "tiny-moe-imatrix.dat"},
+}
+#: Files that quantkit writes, by command; it runs where the files of the words are.
+COMMANDS = {
+    "model-Q2_K.gguf": "quantize --imatrix imatrix.gguf model-bf16.gguf model-Q2_K.gguf Q2_K",
+    "model-Q4_K_M.gguf": "quantize --imatrix imatrix.gguf model-bf16.gguf model-Q4_K_M.gguf Q4_K_M",
+    "model-Q8_0.gguf": "quantize model-bf16.gguf model-Q8_0.gguf Q8_0",
+    "model-00001-of-00003.gguf": "quantize --split-max-size 7M model-bf16.gguf model.gguf COPY",
+    "base.bin": "perplexity -m model-bf16.gguf -f evaluation.txt --save-all-logits base.bin",
+    "cov.gguf": "imatrix -m model-bf16.gguf -f calibration.txt --chunks 8 -o i.gguf --covariance cov.gguf --no-ppl",
+    "S.json": "sensitivity -m model-bf16.gguf -f evaluation.txt --chunks 2 --imatrix imatrix.gguf"
+    " --types IQ2_XS,IQ3_S,Q4_K,Q6_K -o S.json",
+}
+
+
+def write_checkpoint(path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts/make_tiny_checkpoint.py", path], check=True)
+
+
+def write_calibration(path: Path) -> None:
+    text = (DATA / "tiny-moe-calibration.txt").read_bytes()
+    path.write_bytes(text[:15000].rpartition(b"\n")[0])
+
+
+def write_texts(path: Path) -> None:
+    """Write a directory of two texts."""
+    path.mkdir()
+    text = (DATA / "tiny-moe-calibration.txt").read_bytes().replace(b"\0", b"")
+    for name, start in (("git.md", 40000), ("python.md", 80000)):
+        (path / name).write_bytes(text[start : start + 20000])
+
+
+def write_lora(path: Path) -> None:
+    shapes = {
+        f"model.layers.{n}.self_attn.{p}_proj.weight": (w, 256) for n in range(4) for p, w in (("q", 256), ("v", 128))
+    }
+    write_adapter(Adapter(path.name, "Qwen3-30B-A3B", r"self_attn\.[qv]_proj", shapes=shapes), path.parent)
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "calibration.txt": write_calibration,
+    "text.txt": write_calibration,
+    "texts/": write_texts,
+    "my-adapter/": write_lora,
+    "Qwen3-30B-A3B/": write_checkpoint,
+}
+NAMES = COPIES.keys() | COMMANDS.keys() | WRITERS.keys()
+
+
+class ExampleFiles:
+    """Files of examples, each written once, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def provide(self, names: Iterable[str], folder: Path) -> None:
+        """Copy files to a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            source = self._path(name)
+            pattern = source.name.replace("00001-of", "*-of")
+            for path in source.parent.glob(pattern):
+                if path.is_dir():
+                    shutil.copytree(path, folder / path.name)
+                else:
+                    shutil.copyfile(path, folder / path.name)
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / name.removesuffix("/")
+        if path.exists():
+            return path
+        if name in COPIES:
+            shutil.copyfile(DATA / COPIES[name], path)
+        elif name in WRITERS:
+            WRITERS[name](path)
+        else:
+            words = shlex.split(COMMANDS[name])
+            for word in NAMES & set(words) - {name}:
+                self._path(word)
+            process = subprocess.run(
+                [sys.executable, "-m", "quantkit", *words],
+                cwd=self.folder,
+                env=os.environ,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert process.returncode == 0, process.stderr
+        return path

@@ -1,0 +1,130 @@
+"""The code blocks of pages: executed in a folder of small files, or only parsed where they need more than a machine.
+
+Comments of a page say how. Before the first block, ``<!-- files: model-bf16.gguf imatrix.gguf -->`` names what its
+folder holds (tests/lib/example_files.py). Before a block:
+
+* ``<!-- needs: network -->``: it is not executed, but its command lines are parsed. Also a store, a GPU, Ray, ...
+* ``<!-- fails: QK-E402 -->``: it ends with this error.
+
+A ``text`` block is what the block before it prints. Its lines, but for ``...``, are lines of that output, numbers
+aside: times and the last digits of measurements are those of one machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from unittest import mock
+
+import click
+
+from quantkit.cli import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorial/*.md")), *sorted(ROOT.glob("docs/how-to/*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!-- (\w+): (.+?) -->\s*$")
+#: What stands in for what a reader has: the small checkpoint's vocabulary is its own, so its pre-tokenizer has no name.
+STAND_INS = {
+    "convert Qwen3-30B-A3B/": "convert --pre gpt-2 Qwen3-30B-A3B/",
+    "-m Qwen3-30B-A3B/": "--pre gpt-2 -m Qwen3-30B-A3B/",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code, its line in the page, its comments, and the lines that it is said to print."""
+
+    language: str
+    text: str
+    line: int
+    needs: str = ""
+    fails: str = ""
+    output: list[str] = field(default_factory=list)
+
+    @property
+    def is_executed(self) -> bool:
+        return not self.needs
+
+
+def files_of(page: Path) -> list[str]:
+    """Return the names of the files that a page asks for."""
+    comment = re.search(r"^<!-- files: (.+?) -->$", page.read_text("utf-8"), re.MULTILINE)
+    return comment[1].split() if comment else []
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page that are code, each with its output."""
+    text, blocks = page.read_text("utf-8"), list[Block]()
+    for fence in FENCE.finditer(text):
+        indent, language, body = fence.groups()
+        lines = [line.removeprefix(indent) for line in body.splitlines()]
+        if language in ("sh", "python"):
+            comment = COMMENT.search(text[: fence.start()])
+            marks = {comment[1]: comment[2]} if comment and comment[1] in ("needs", "fails") else {}
+            line = text.count("\n", 0, fence.start()) + 1
+            blocks.append(Block(language, "\n".join(lines) + "\n", line, **marks))
+        elif language == "text" and blocks:
+            blocks[-1].output.extend(lines)
+    return blocks
+
+
+def execute(block: Block, folder: Path) -> tuple[int, str]:
+    """Run a block by bash or Python in a folder; return its exit status and all that it prints."""
+    text = block.text
+    for name, replacement in STAND_INS.items():
+        text = text.replace(name, replacement)
+    shell = ["bash", "-euo", "pipefail", "-c", text]
+    command = shell if block.language == "sh" else [sys.executable, "-c", text]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    process = subprocess.run(
+        command,
+        **{"cwd": folder, "env": environment, "timeout": 300, "check": False, "text": True},
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+    )
+    return process.returncode, process.stdout
+
+
+def masked(line: str) -> str:
+    """Return a line without its numbers and spaces."""
+    return re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?|\s|-{2,}", "", line)
+
+
+def stale_lines(block: Block, printed: str) -> list[str]:
+    """Return the lines of a block's output that it no longer prints."""
+    lines = {masked(line) for line in re.split(r"[\r\n]", printed)}
+    return [line for line in block.output if line.strip() not in ("...", "") and masked(line) not in lines]
+
+
+def nearest_line(line: str, printed: str) -> str | None:
+    """Return the printed line that is most like another one."""
+    matches = difflib.get_close_matches(line, re.split(r"[\r\n]", printed), n=1, cutoff=0.4)
+    return matches[0].rstrip() if matches else None
+
+
+def command_lines(block: Block) -> Iterator[list[str]]:
+    """Yield the arguments of every quantkit of a shell block."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        for is_separator, group in groupby(lexer, key=lambda word: set(word) <= set("();|&<>")):
+            words = list(group)
+            if not is_separator and "quantkit" in words[:-1]:
+                yield words[words.index("quantkit") + 1 :]
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse the arguments of quantkit as click does; nothing is opened or run. Raise click's error if it is wrong."""
+    with (
+        mock.patch.object(click.Command, "invoke", return_value=None),
+        mock.patch.object(click.Path, "convert", lambda self, value, *_: Path(value)),
+    ):
+        cli.main(arguments, prog_name="quantkit", standalone_mode=False)
