@@ -30,7 +30,7 @@ the use of the command line itself (a misspelt option) have exit code 2 and no c
 
 
 def _row(name: str, code: ErrorCode) -> str:
-    cells = (cell.replace("|", "\\|") for cell in (name, code.cause, code.remedy))
+    cells = (cell.replace("|", "\\|") for cell in (f"`{name}`", code.cause, code.remedy))
     return f"| {' | '.join(cells)} |"
 
 

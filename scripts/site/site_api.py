@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import quantkit
 
@@ -17,16 +18,17 @@ an option record. An error is a `QuantkitError` with a [code](errors.md); nothin
 
 def api_page() -> str:
     """Return the page: functions, then classes, each where it is defined."""
-    functions, classes = [], []
-    for name in quantkit.__all__:
-        member = getattr(quantkit, name)
-        if inspect.isclass(member):
-            classes.append(member)
-        elif inspect.isfunction(member):
-            functions.append(member)
+    members = {name: getattr(quantkit, name) for name in quantkit.__all__}
     parts = [_HEAD]
-    for heading, members in (("Functions", functions), ("Classes", classes)):
-        parts.append(f"## {heading}\n")
-        for member in members:
-            parts.append(f"::: {member.__module__}.{member.__qualname__}\n    options:\n      heading_level: 3\n")
+    for title, is_member in (("Functions", inspect.isfunction), ("Classes", inspect.isclass)):
+        parts.append(f"## {title}\n")
+        parts += [_entry(name, member) for name, member in members.items() if is_member(member)]
     return "\n".join(parts)
+
+
+def _entry(name: str, member: Any) -> str:
+    """Return the directive of mkdocstrings for a public name, by the module that defines it."""
+    path = f"{member.__module__}.{member.__qualname__}"
+    return (
+        f"::: {path}\n    options:\n      heading: quantkit.{name}\n      toc_label: {name}\n      heading_level: 3\n"
+    )

@@ -44,7 +44,9 @@ class MarkdownFormatter(click.HelpFormatter):
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         for name, text in rows:
-            self.write(f"`{name}`\n:   {markdown(' '.join(text.split())) or '-'}\n\n")
+            # An option is a heading, so that the site's search finds it by itself.
+            before, after = (f"{'#' * (self.level + 1)} ", "\n") if name.startswith("-") else ("", ":   ")
+            self.write(f"{before}`{name}`\n{after}{markdown(' '.join(text.split())) or '-'}\n\n")
 
 
 def _paragraph(text: str) -> str:
@@ -77,8 +79,8 @@ def command_pages() -> Iterator[tuple[str, str]]:
     rows = [f"| [`{name}`]({name}.md) | {markdown(text)} |" for name, text in COMMANDS.items()]
     head = "Each page has what `quantkit COMMAND --help` prints, with all options by group."
     yield "index.md", "\n".join(["# Command line", "", head, "", "| command | |", "|---|---|", *rows, ""])
-    for name, summary in COMMANDS.items():
+    for name in COMMANDS:
         command = cli.get_command(root, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=root)
-        yield f"{name}.md", f"# quantkit {name}\n\n{markdown(summary)}\n\n{command_text(command, context, 2)}"
+        yield f"{name}.md", f"# quantkit {name}\n\n{command_text(command, context, 2)}"

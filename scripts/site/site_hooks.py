@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 from site_pages import COPIES, generated_pages
@@ -13,6 +15,9 @@ from site_pages import COPIES, generated_pages
 #: Files of the repository, and the pages that have their content.
 _PAGES = COPIES | {"README.md": "index.md", "BENCHMARKS.md": "benchmarks/index.md"}
 _LINK = re.compile(r"(?<!!)\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+_EMPTY_HEADING = re.compile(r"<th( [^>]*)?></th>")
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -39,3 +44,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         return f"[{text}]({posixpath.relpath(page_uri, posixpath.dirname(uri) or '.')}{anchor})"
 
     return _LINK.sub(mended, markdown)
+
+
+def on_page_content(page_html: str, *, page: Any, config: Any, files: Files) -> str:
+    """Write formulas as MathML, which browsers show without a script, and headings without text as cells."""
+
+    def formula(match: re.Match[str]) -> str:
+        source = html.unescape(match[2]).strip()
+        if match[1] == "span":
+            return str(convert(source))
+        return f'<div class="formula">{convert(source, display="block")}</div>'
+
+    return _EMPTY_HEADING.sub(r"<td\1></td>", _FORMULA.sub(formula, page_html))

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import base64
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from browser import axe, emulate, needs_axe, needs_browser, start, violations
 from quantkit.report.charts import charts
 from quantkit.report.page import page_text
 from report_data import report_of
 from test_report import HOSTILE, example
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="no chromium and chromedriver: apt-get install chromium chromium-driver"
-)
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
-)
-#: The wheel that carries axe-core; it is not imported, for its dependencies are not installed.
-AXE = find_spec("axe_playwright_python")
-TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+pytestmark = needs_browser
 WIDE, NARROW = 1200, 390
 
 
@@ -44,12 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    driver = start(tmp_path_factory.mktemp("chromium"))
     yield driver
     driver.quit()
 
@@ -63,10 +45,7 @@ def opened(browser: Any, page: Path) -> Any:
 
 
 def show(browser: Any, page: Path, *, theme: str = "light", width: int = WIDE) -> None:
-    features = [{"name": "prefers-color-scheme", "value": theme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == NARROW}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    emulate(browser, theme=theme, width=width, mobile=width == NARROW)
     browser.get(page.as_uri())
     wait_until_drawn(browser)
 
@@ -99,21 +78,16 @@ def test_links_lead_somewhere_and_headings_are_in_order(opened: Any) -> None:
     assert all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
 
 
-@pytest.mark.skipif(AXE is None, reason="no axe-core: scripts/test installs the wheel axe-playwright-python")
+@needs_axe
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(opened: Any, page: Path, theme: str) -> None:
     show(opened, page, theme=theme)
     for details in opened.find_elements("css selector", "details"):
         opened.execute_script("arguments[0].open = true", details)
-    assert AXE is not None
-    assert AXE.origin is not None
-    opened.execute_script(Path(AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8"))
-    run = "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then(done)"
-    violations = opened.execute_async_script(run, TAGS)
-    assert len(violations["passes"]) > 20
-    assert "target-size" in {rule["id"] for rule in violations["passes"]}  # of WCAG 2.2
-    bad = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in violations["violations"]]
-    assert bad == []
+    verdict = axe(opened)
+    assert len(verdict["passes"]) > 20
+    assert "target-size" in {rule["id"] for rule in verdict["passes"]}  # of WCAG 2.2
+    assert violations(verdict) == []
 
 
 def test_a_change_of_theme_shows_at_once(opened: Any) -> None:
