@@ -1,7 +1,7 @@
-// A search for an option: a dash before a word would exclude the word.
+// A search for an option, or a code: a dash before a word would exclude the word, and QK finds all of QKV.
 addEventListener("input", (event) => {
   const box = event.target;
-  if (box.matches?.(".md-search__input")) box.value = box.value.replace(/(^|\s)-+/g, "$1");
+  if (box.matches?.(".md-search__input")) box.value = box.value.replace(/(^|\s)-+/g, "$1").replace(/\bQK-(?=[EW]\d)/i, "");
 }, true);
 
 // What scrolls can be reached by the keyboard.
