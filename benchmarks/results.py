@@ -9,13 +9,13 @@ docs/benchmarks/data are what the pages there show (scripts/make_benchmark_pages
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -134,7 +134,7 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])]
 
 
-def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_options(parser: ArgumentParser) -> Namespace:
     """Return the parsed arguments, with --json."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed as a record of the result")
     return parser.parse_args()
@@ -168,7 +168,7 @@ def kills_table(run: str, trials: int, kills: int, identical: int, reused: float
 
 
 def _json_path(arguments: Sequence[str]) -> Path | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     path: Path | None = parser.parse_known_args(list(arguments))[0].json
     return path

@@ -39,9 +39,6 @@ I_QUANTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 IK_TYPES = re.compile(r"IQ\d_(K|KS|KSS|KL)")
 INTERLEAVED = re.compile(r"\w+_R(4|8|16)")
 
-#: Columns of the origin of a result.
-ORIGIN = ("machine", "date", "commit", "command")
-
 Records = Mapping[str, Record]
 
 
@@ -256,14 +253,27 @@ SUMMARY = (
 
 
 def summary(records: Records) -> str:
-    """Return the table of the main results."""
+    """Return the table of the main results, and the list of their runs."""
+    runs = list(dict.fromkeys(result.record for result in SUMMARY))
     rows = []
     for result in SUMMARY:
         record = records[result.record]
         name = f"[{result.name}]({result.page}.md)"
-        origin = (record.machine, record.date, f"`{record.commit}`", f"`{record.command}`")
-        rows.append((name, result.text(record.tables[0]), result.target, *origin))
-    return Table(("result", "figure", "target", *ORIGIN), tuple(rows)).markdown()
+        run = str(runs.index(result.record) + 1)
+        rows.append((name, result.text(record.tables[0]), result.target, record.date, run))
+    table = Table(("result", "figure", "target", "date", "run"), tuple(rows))
+    return f"{table.markdown()}\n\nRuns:\n\n{_runs([records[name] for name in runs])}"
+
+
+def _runs(records: Sequence[Record]) -> str:
+    """Return a numbered list of the origins of records."""
+    return "\n".join(f"{i}. {origin(record)}" for i, record in enumerate(records, 1))
+
+
+def origin(record: Record) -> str:
+    """Return command, machine, date and commit of a record."""
+    command = "" if record.command == UNKNOWN else f"`{record.command}`; "
+    return f"{command}{record.machine}; {record.date}; commit {record.commit}"
 
 
 # ---------------------------------------------------------------- the pages
@@ -285,25 +295,24 @@ def page_text(text: str, records: Records) -> str:
         if names[0].endswith("?") and names[0][:-1] not in records:
             return "No run is recorded yet."
         members = [records[name.removesuffix("?")] for name in names]
-        return record_text(members[0]) if len(members) == 1 else rows_of(members).markdown()
+        if len(members) == 1:
+            return record_text(members[0])
+        return f"{rows_of(members).markdown()}\n\nRuns:\n\n{_runs(members)}"
 
     return _MARKER.sub(block, text)
 
 
 def record_text(record: Record) -> str:
     """Return a record's origin, its lines and its tables."""
-    command = "" if record.command == UNKNOWN else f"`{record.command}`; "
-    origin = f"*{command}{record.machine}; {record.date}; commit {record.commit}.*"
-    lines = ["```text", *record.lines, "```"] if record.lines else []
-    return "\n\n".join([origin, *(["\n".join(lines)] if lines else []), *(t.markdown() for t in record.tables)])
+    lines = ["\n".join(["```text", *record.lines, "```"])] if record.lines else []
+    return "\n\n".join([f"*{origin(record)}.*", *lines, *(table.markdown() for table in record.tables)])
 
 
 def rows_of(records: Sequence[Record]) -> Table:
-    """Return the rows of several records, each with its origin. Raises ValueError if their columns differ."""
+    """Return the rows of several records, each with the number of its run. Raises ValueError if columns differ."""
     (columns,) = {record.tables[0].columns for record in records}
-    origins = [(r.machine, r.date, f"`{r.commit}`", f"`{r.command}`") for r in records]
-    rows = [(*row, *o) for r, o in zip(records, origins, strict=True) for row in r.tables[0].rows]
-    return Table((*columns, *ORIGIN), tuple(rows))
+    runs = enumerate(records, 1)
+    return Table((*columns, "run"), tuple((*row, str(i)) for i, record in runs for row in record.tables[0].rows))
 
 
 def records_of(text: str) -> set[str]:

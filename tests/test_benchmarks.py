@@ -67,6 +67,17 @@ def test_the_summary_follows_its_records(pages: Any) -> None:
     assert f"{2 * ratio:.1f}x llama-quantize" in pages.summary({**records, "quantize-file": changed})
 
 
+def test_the_summary_names_the_run_of_each_result(pages: Any) -> None:
+    records = pages.read_records()
+    table, runs = pages.summary(records).split("\n\nRuns:\n\n")
+    numbers = [line.split(" | ")[-1].strip(" |") for line in table.splitlines()[2:]]
+    origins = dict(line.split(". ", 1) for line in runs.splitlines())
+    assert len(numbers) == len(pages.SUMMARY)
+    for number, result in zip(numbers, pages.SUMMARY, strict=True):
+        record = records[result.record]
+        assert all(text in origins[number] for text in (record.command, record.machine, record.date, record.commit))
+
+
 def test_ratios_in_the_readme_are_in_a_record(pages: Any) -> None:
     assert pages.unknown_ratios((ROOT / "README.md").read_text(encoding="utf-8"), pages.read_records()) == []
 
@@ -154,5 +165,6 @@ def test_kills_of_several_runs_are_one_table(pages: Any, results: Any) -> None:
     assert table.columns == results.KILLS
     records = {name: record for name, record in pages.read_records().items() if name.startswith("kills-")}
     rows = pages.rows_of(list(records.values()))
-    assert rows.columns == (*results.KILLS, *pages.ORIGIN)
+    assert rows.columns == (*results.KILLS, "run")
+    assert [row[-1] for row in rows.rows] == [str(i + 1) for i in range(len(records))]
     assert len(rows.rows) == len(records)
