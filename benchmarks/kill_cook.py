@@ -23,7 +23,7 @@ from typing import Any
 
 from kill_resume import MAX_KILLS, kill_after
 from processes import machine, quantkit, run, sha256, work_folder
-from results import parse_options, record_output
+from results import kills_table, parse_options, record_output
 
 TARGETS = "Q4_K_M,IQ4_XS+feedback,Q3_K_M+calibrate,3.5bpw"
 #: Of files that a killed step leaves, and the next run removes.
@@ -155,7 +155,7 @@ def main() -> None:
             wrong, kills = wrong + bool(why), kills + len(delays)
             after = ", ".join(f"{delay:.1f} s" for delay in delays) or "nothing: it had ended"
             print(f"{number:4d}  killed after {after}; {f'WRONG: {why}' if why else 'same files'}", flush=True)
-    print(f"{args.trials} trials, {kills} kills: {args.trials - wrong} with identical files, {wrong} wrong")
+    print(f"\n{kills_table('cook', args.trials, kills, args.trials - wrong, None)}")
     sys.exit(1 if wrong or not kills else 0)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from kill_resume import Case, Trial, check, kill_after
 from local_cluster import LocalCluster
 from processes import machine, make_moe, quantkit, run, sha256, work_folder
-from results import parse_options, record_output
+from results import kills_table, parse_options, record_output
 
 KINDS = ("worker", "node", "driver")
 
@@ -119,10 +119,9 @@ def main() -> None:
     wrong = sum(bool(record.trial.wrong) for record in killed)
     kinds = ", ".join(f"{n} {kind}s" for kind, n in Counter(record.kind for record in killed).items())
     reused = [record.trial.reused / tensors for record in killed if record.kind == "driver"]
-    print(
-        f"{len(killed)} trials ({kinds}): {len(killed) - wrong} identical SHA-256, {wrong} wrong; a resume found "
-        f"{sum(reused) / max(1, len(reused)):.0%} of the tensors on average; {missed} kills hit nothing: not counted"
-    )
+    print(f"killed: {kinds}; {missed} kills hit nothing: not counted")
+    share = sum(reused) / len(reused) if reused else None
+    print(f"\n{kills_table('quantize --ray', len(killed), len(killed), len(killed) - wrong, share)}")
     sys.exit(1 if wrong or not is_same else 0)
 
 

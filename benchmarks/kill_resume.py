@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
-from results import parse_options, record_output
+from results import kills_table, parse_options, record_output
 
 #: Most kills of one trial, including those of resumes.
 MAX_KILLS = 3
@@ -228,8 +228,9 @@ def main() -> None:
     wrong = sum(bool(t.wrong) for t in trials)
     kills = sum(len(t.delays) for t in trials)
     reused = sum(t.reused for t in trials) / max(1, len(trials) * case.tensors)
-    print(f"{len(trials)} trials, {kills} kills: {len(trials) - wrong} identical SHA-256, {wrong} wrong; ", end="")
-    print(f"on average a resume found {100 * reused:.0f} % of the tensors done")
+    name = "convert" if options.convert else "export" if options.export else "quantize"
+    name += " --calibrate" if options.calibrate else ""
+    print(f"\n{kills_table(name, len(trials), kills, len(trials) - wrong, reused)}")
     sys.exit(1 if wrong or not trials else 0)
 
 

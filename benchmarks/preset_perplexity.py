@@ -1,11 +1,11 @@
 """Perplexity of tiny-moe at every preset of both trees: quantized with its imatrix, evaluated on the CPU engine.
 
     benchmarks/preset_perplexity.py --chunks 60 --llama BIN --plot docs/presets.svg
-    benchmarks/preset_perplexity.py --table BENCHMARKS.md --plot docs/presets.svg
+    benchmarks/preset_perplexity.py --record docs/benchmarks/data/presets.json --plot docs/presets.svg
 
 Each preset follows the rules of its tree; --rules ik: presets of both by ik_llama.cpp's. Beside it: llama.cpp's own
 perplexity of the same file, with --no-repack, for types that it has. The plot shows bits per weight of the whole file
-against the rise of perplexity over BF16; with --table it is drawn from a table that was printed before, and nothing is
+against the rise of perplexity over BF16; with --record it is drawn from the record of an earlier run, and nothing is
 measured.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from compare_perplexity import llama_perplexity
 from processes import machine
-from results import parse_options, record_output
+from results import parse_options, read_record, record_output
 
 import quantkit
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
@@ -34,6 +33,7 @@ DATA = ROOT / "tests/data"
 BF16 = DATA / "tiny-moe-bf16.gguf"
 #: Rises below it, in percent, are noise of the text; they are drawn here.
 LEAST = 0.03
+TREES = (("llama.cpp and ik_llama.cpp", "both"), ("llama.cpp only", "mainline"), ("ik_llama.cpp only", "ik"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> Iterator[Measurement]:
     print(machine())
     base, llamas = evaluate(BF16, args)
     print(f"BF16: {base:.4f}, llama.cpp {llamas:.4f}; {args.text.name}, -c {args.ctx} --chunks {args.chunks}\n")
-    print("| preset | tree | bits per weight | perplexity | rise, % | llama.cpp | ours / its |")
+    print("| preset | tree | bits per weight | perplexity | rise, % | llama.cpp | difference |")
     print("|---|---|---:|---:|---:|---:|---:|")
     imatrix = DATA / "tiny-moe-imatrix.gguf"
     options = quantkit.QuantizeOptions(imatrix=imatrix, no_provenance=True, rules=args.rules)
@@ -93,11 +93,11 @@ def measure(args: argparse.Namespace) -> Iterator[Measurement]:
         yield row
 
 
-def read_table(path: Path) -> Iterator[Measurement]:
-    """Yield the rows of a table that was printed before."""
-    number = r" *([-+]?[0-9.]+) *\|"
-    row = re.compile(rf"\| (\w+) \| (?:both|mainline|ik) \|{number}{number}{number}")
-    for name, *numbers in row.findall(path.read_text()):
+def read_measurements(path: Path) -> Iterator[Measurement]:
+    """Yield the rows of a record."""
+    (table,) = read_record(path).tables
+    columns = (table.column(name) for name in ("preset", "bits per weight", "perplexity", "rise, %"))
+    for name, *numbers in zip(*columns, strict=True):
         bits, ppl, rise = map(float, numbers)
         yield Measurement(preset_by_name(name), bits, ppl, rise, math.nan)
 
@@ -116,14 +116,14 @@ def figure(measurements: list[Measurement]) -> Scatter:
         if not best or rise < best[-1][1]:
             best.append((bits, rise))
     x, y = zip(*best, strict=True)
-    kinds = [Points("no smaller one is better", x, y, is_line=True)]
-    for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
+    kinds = [Points("best perplexity at each size", x, y, is_line=True)]
+    for name, trees in TREES:
         points_of_tree = [m for m in points if m.preset.trees == trees]
         if points_of_tree:
             x, y = zip(*(place[m] for m in points_of_tree), strict=True)
             kinds.append(Points(name, x, y, [m.preset.name for m in points_of_tree]))
-    title = "Size and quality of tiny-moe, a small mixture of experts, at every preset"
-    note = "the further down and left, the better"
+    title = "Perplexity of tiny-moe, a small mixture of experts, at every preset"
+    note = "lower left is better"
     return Scatter(title, "bits per weight of the file", "rise of perplexity over BF16, %", kinds, note)
 
 
@@ -136,11 +136,11 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp's programs")
     parser.add_argument("--presets", nargs="*", help="only these")
     parser.add_argument("--rules", choices=["ik"], help="presets of both trees by ik_llama.cpp's rules")
-    parser.add_argument("--table", type=Path, help="do not measure, read the table in this file")
+    parser.add_argument("--record", type=Path, help="do not measure, read this record of an earlier run")
     parser.add_argument("--plot", type=Path, help="draw size against perplexity: .svg, .png, .pdf")
     args = parse_options(parser)
     kind = check_plot(args.plot) if args.plot else ""
-    measurements = list(read_table(args.table) if args.table else measure(args))
+    measurements = list(read_measurements(args.record) if args.record else measure(args))
     if args.plot:
         args.plot.parent.mkdir(exist_ok=True)
         args.plot.write_bytes(draw(figure(measurements), kind))

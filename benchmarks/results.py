@@ -9,13 +9,13 @@ docs/benchmarks/data are what the pages there show (scripts/make_benchmark_pages
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,6 +26,8 @@ from processes import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 UNKNOWN = "unknown"
+#: Columns of the runs that were killed and resumed.
+KILLS = ("run", "trials", "kills", "identical results", "tensors reused, %")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Table:
 
 def _is_of_numbers(texts: Iterable[str]) -> bool:
     values = [text for text in texts if text not in ("", "-")]
-    return bool(values) and all(re.match(r"[-+−±≈<~]?\d", text) for text in values)
+    return bool(values) and all(re.match(r"[-+−±≈<~]?\d(?!\d{3}-)", text) for text in values)  # and not of dates
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def read_record(path: Path) -> Record:
 def tables_of(text: str) -> tuple[list[Table], list[str]]:
     """Return the Markdown tables of a text, and its other lines."""
     tables: list[Table] = []
-    others: list[str] = []
+    text_lines: list[str] = []
     lines = text.splitlines()
     i = 0
     while i < len(lines):
@@ -119,9 +121,9 @@ def tables_of(text: str) -> tuple[list[Table], list[str]]:
                 i += 1
             tables.append(Table(tuple(columns), tuple(rows)))
         else:
-            others += [lines[i]] if lines[i].strip() else []
+            text_lines += [lines[i]] if lines[i].strip() else []
             i += 1
-    return tables, others
+    return tables, text_lines
 
 
 def _cells(line: str) -> list[str]:
@@ -132,29 +134,41 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])]
 
 
-def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_options(parser: ArgumentParser) -> Namespace:
     """Return the parsed arguments, with --json."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed as a record of the result")
     return parser.parse_args()
 
 
 def record_output(main: Callable[[], object]) -> None:
-    """Run a benchmark, and write the record of what it printed to the file of --json, if it is given."""
+    """Run a benchmark and, if it succeeds, write the record of what it printed to the file of --json."""
     path = _json_path(sys.argv[1:])
     if path is None:
         main()
         return
     copy = _Copy(sys.stdout)
     sys.stdout = copy
+    end: SystemExit | None = None
     try:
         main()
+    except SystemExit as e:
+        end = e
     finally:
         sys.stdout = copy.stream
-    path.write_text(record_of(copy.text.getvalue()).to_json(), encoding="utf-8")
+    if end is None or end.code in (None, 0):
+        path.write_text(record_of(copy.text.getvalue()).to_json(), encoding="utf-8")
+    if end is not None:
+        raise end
+
+
+def kills_table(run: str, trials: int, kills: int, identical: int, reused: float | None) -> str:
+    """Return the table of runs that were killed and resumed; ``reused``: share of the tensors that a resume found."""
+    share = "" if reused is None else f"{100 * reused:.0f}"
+    return Table(KILLS, ((run, *map(str, (trials, kills, identical)), share),)).markdown()
 
 
 def _json_path(arguments: Sequence[str]) -> Path | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     path: Path | None = parser.parse_known_args(list(arguments))[0].json
     return path

@@ -7,7 +7,8 @@
 The text of the pages is written by hand, and repeats no figures. A marker names the record of the table below it:
 
     <!-- record NAME --> ... <!-- end -->       the tables, with machine, date, commit and command
-    <!-- record NAME TYPE TYPE --> ...          only rows whose first cell is one of these
+    <!-- record NAME? --> ... <!-- end -->      the same; without the record, a sentence that says so
+    <!-- record NAME NAME --> ... <!-- end -->  one table of the rows of several records
     <!-- summary --> ... <!-- end -->           the main results (SUMMARY)
 
 A benchmark writes its record with --json docs/benchmarks/data/NAME.json (benchmarks/results.py).
@@ -19,13 +20,13 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from results import Record, Table, read_record  # noqa: E402
+from results import UNKNOWN, Record, Table, read_record  # noqa: E402
 
 PAGES = ROOT / "docs/benchmarks"
 DATA = PAGES / "data"
@@ -52,11 +53,9 @@ def number(text: str) -> float:
     return float(match[0].replace("−", "-"))
 
 
-def cell(table: Table, column: str, **of: str) -> float:
-    """Return the number of a column in the row that has these texts in other columns, by the names of these."""
-    names = {name.replace("_", " "): text for name, text in of.items()}
-    (i,) = [i for i in range(len(table.rows)) if all(table.column(name)[i] == text for name, text in names.items())]
-    return number(table.column(column)[i])
+def cell(table: Table, row: str, column: str) -> float:
+    """Return the number in the column of the row whose first cell is ``row``. Raises KeyError."""
+    return dict(zip(table.column(table.columns[0]), map(number, table.column(column)), strict=True))[row]
 
 
 def extremes(values: Sequence[tuple[str, float]], digits: int = 1, unit: str = "x") -> str:
@@ -86,10 +85,10 @@ def ratios(table: Table, columns: Sequence[str], is_row: Callable[[str], object]
     return values
 
 
-def after(table: Table, column: str, n: int = 1) -> list[tuple[str, float]]:
-    """Return the names of rows with their numbers in the column ``n`` after another: a ratio after its value."""
-    i = table.columns.index(column) + n
-    return [(row[0], number(row[i])) for row in table.rows if row[i]]
+def ratios_after(table: Table, pattern: str) -> list[tuple[str, float]]:
+    """Return the names of rows with their ratios: the column after the first whose name matches."""
+    i = next(i for i, name in enumerate(table.columns) if re.fullmatch(pattern, name)) + 1
+    return [(row[0], number(row[i])) for row in table.rows if row[i] not in ("", "-")]
 
 
 # ---------------------------------------------------------------- the summary
@@ -97,18 +96,18 @@ def after(table: Table, column: str, n: int = 1) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class Result:
-    """A main result: what, on which page, of which record, and the text that its tables give."""
+    """A main result: its name, page and record, and the text that the table of the record gives."""
 
-    what: str
+    name: str
     page: str
     record: str
     text: Callable[[Table], str]
     target: str = ""
 
 
-def _times(table: Table, column: str, slow: Sequence[str], fast: str, first: str = "program") -> float:
-    values = dict(zip(table.column(first), map(number, table.column(column)), strict=True))
-    return sum(values[name] for name in slow) / values[fast]
+def _times(table: Table, peers: Sequence[str], program: str) -> float:
+    """Return how many times as long as a program its peers take, one after the other."""
+    return sum(cell(table, peer, "wall time") for peer in peers) / cell(table, program, "wall time")
 
 
 def _engine(test: str, peer: str) -> Callable[[Table], str]:
@@ -137,14 +136,15 @@ def _largest_difference(table: Table) -> str:
 
 def _verdicts(table: Table) -> str:
     texts = []
-    for name, whole, agree, damaged, agree_damaged, _ in table.rows:
-        texts.append(f"{name}: {int(agree) + int(agree_damaged):,} of {int(whole) + int(damaged):,} files")
+    for runtime, *counts in table.rows:
+        n_whole, whole_agree, n_damaged, damaged_agree = map(int, counts[:4])
+        texts.append(f"{runtime}: {whole_agree + damaged_agree:,} of {n_whole + n_damaged:,} files")
     return "; ".join(texts)
 
 
 def _kills(table: Table) -> str:
-    trials, same = (sum(map(int, table.column(name))) for name in ("trials", "identical results"))
-    return f"{same} of {trials} killed and resumed runs have identical results"
+    trials, identical = (sum(map(int, table.column(name))) for name in ("trials", "identical results"))
+    return f"{identical} of {trials} killed and resumed runs have identical results"
 
 
 SUMMARY = (
@@ -152,14 +152,14 @@ SUMMARY = (
         "Quantize a file to Q4_K_M, same bytes",
         "quantize",
         "quantize-file",
-        lambda t: f"{_times(t, 'wall time', ['llama-quantize'], 'quantkit'):.1f}x llama-quantize",
+        lambda t: f"{_times(t, ['llama-quantize'], 'quantkit'):.1f}x llama-quantize",
         "5x",
     ),
     Result(
         "The same with an importance matrix",
         "quantize",
         "quantize-file-imatrix",
-        lambda t: f"{_times(t, 'wall time', ['llama-quantize'], 'quantkit'):.1f}x llama-quantize",
+        lambda t: f"{_times(t, ['llama-quantize'], 'quantkit'):.1f}x llama-quantize",
         "5x",
     ),
     Result(
@@ -167,7 +167,7 @@ SUMMARY = (
         "convert",
         "convert",
         lambda t: (
-            f"{_times(t, 'wall time', t.column('program')[1:3], t.column('program')[0]):.1f}x"
+            f"{_times(t, t.column('program')[1:3], t.column('program')[0]):.1f}x"
             " convert_hf_to_gguf.py and llama-quantize"
         ),
     ),
@@ -210,7 +210,7 @@ SUMMARY = (
         "Time to merge experts, same file",
         "quantize",
         "merge",
-        lambda t: f"{cell(t, '/ cp', program='merge-up-gate'):.2f}x cp",
+        lambda t: f"{cell(t, 'merge-up-gate', '/ cp'):.2f}x cp",
         "1.15x",
     ),
     Result(
@@ -231,35 +231,49 @@ SUMMARY = (
         "Divergence with `--calibrate`, relative to an importance matrix alone",
         "error-feedback",
         "feedback",
-        lambda t: extremes(after(t, "`--calibrate`"), 3, ""),
+        lambda t: extremes(ratios_after(t, "`--calibrate`"), 3, ""),
     ),
     Result(
         "Divergence of searched recipes, relative to the preset of that size",
         "search",
         "search",
-        lambda t: extremes(after(t, "searched"), 3, ""),
+        lambda t: extremes(ratios_after(t, r"searched(, [\w.]+)?"), 3, ""),
         "0.85",
     ),
     Result(
         "The same with `--calibrate`",
         "search",
         "search",
-        lambda t: extremes(after(t, "calibrated"), 3, ""),
+        lambda t: extremes(ratios_after(t, r".*calibrat\w+.*"), 3, ""),
         "0.5",
     ),
-    Result("Killed runs", "robustness", "kills", _kills, "all"),
+    Result("`quantize`, killed at random moments", "robustness", "kills-quantize", _kills, "all"),
+    Result("`cook`, killed at random moments", "robustness", "kills-cook", _kills, "all"),
 )
 
 
 def summary(records: Records) -> str:
-    """Return the table of the main results."""
+    """Return the table of the main results, and the list of their runs."""
+    runs = list(dict.fromkeys(result.record for result in SUMMARY))
     rows = []
     for result in SUMMARY:
         record = records[result.record]
-        what = f"[{result.what}]({result.page}.md)"
-        origin = (record.machine, record.date, f"`{record.commit}`", f"`{record.command}`")
-        rows.append((what, result.text(record.tables[0]), result.target, *origin))
-    return Table(("result", "figure", "target", "machine", "date", "commit", "command"), tuple(rows)).markdown()
+        name = f"[{result.name}]({result.page}.md)"
+        run = str(runs.index(result.record) + 1)
+        rows.append((name, result.text(record.tables[0]), result.target, record.date, run))
+    table = Table(("result", "figure", "target", "date", "run"), tuple(rows))
+    return f"{table.markdown()}\n\nRuns:\n\n{_runs([records[name] for name in runs])}"
+
+
+def _runs(records: Sequence[Record]) -> str:
+    """Return a numbered list of the origins of records."""
+    return "\n".join(f"{i}. {origin(record)}" for i, record in enumerate(records, 1))
+
+
+def origin(record: Record) -> str:
+    """Return command, machine, date and commit of a record."""
+    command = "" if record.command == UNKNOWN else f"`{record.command}`; "
+    return f"{command}{record.machine}; {record.date}; commit {record.commit}"
 
 
 # ---------------------------------------------------------------- the pages
@@ -274,24 +288,37 @@ def page_text(text: str, records: Records) -> str:
     """Return a page with the tables of records between its markers. Raises KeyError for an unknown record."""
 
     def block(match: re.Match[str]) -> str:
-        kind, *words = match[2].split()
-        body = summary(records) if kind == "summary" else record_text(records[words[0]], words[1:])
-        return f"{match[1]}\n{body}\n\n{match[3]}"
+        kind, *names = match[2].split()
+        return f"{match[1]}\n{summary(records) if kind == 'summary' else body(names)}\n\n{match[3]}"
+
+    def body(names: Sequence[str]) -> str:
+        if names[0].endswith("?") and names[0][:-1] not in records:
+            return "No run is recorded yet."
+        members = [records[name.removesuffix("?")] for name in names]
+        if len(members) == 1:
+            return record_text(members[0])
+        return f"{rows_of(members).markdown()}\n\nRuns:\n\n{_runs(members)}"
 
     return _MARKER.sub(block, text)
 
 
-def record_text(record: Record, names: Sequence[str] = ()) -> str:
-    """Return a record's tables, or their rows of these names, and its origin."""
-    tables = [replace(t, rows=tuple(r for r in t.rows if not names or r[0] in names)) for t in record.tables]
-    command = f"`{record.command}`; " if " " in record.command or "/" in record.command else ""
-    origin = f"*{command}{record.machine}; {record.date}; commit {record.commit}.*"
-    return "\n\n".join([origin, *(table.markdown() for table in tables)])
+def record_text(record: Record) -> str:
+    """Return a record's origin, its lines and its tables."""
+    lines = ["\n".join(["```text", *record.lines, "```"])] if record.lines else []
+    return "\n\n".join([f"*{origin(record)}.*", *lines, *(table.markdown() for table in record.tables)])
+
+
+def rows_of(records: Sequence[Record]) -> Table:
+    """Return the rows of several records, each with the number of its run. Raises ValueError if columns differ."""
+    (columns,) = {record.tables[0].columns for record in records}
+    runs = enumerate(records, 1)
+    return Table((*columns, "run"), tuple((*row, str(i)) for i, record in runs for row in record.tables[0].rows))
 
 
 def records_of(text: str) -> set[str]:
     """Return the names of the records that a page shows."""
-    return {words[1] for match in _MARKER.finditer(text) if len(words := match[2].split()) > 1}
+    markers = (match[2] for match in _MARKER.finditer(text) if match[2] != "summary")
+    return {name.removesuffix("?") for marker in markers for name in marker.split()[1:]}
 
 
 def unknown_ratios(text: str, records: Records) -> list[str]:

@@ -5,7 +5,7 @@
     scripts/gpu_check sanitize             products, zoo models and encoders under compute-sanitizer, if it is here
     scripts/gpu_check --only products zoo  some steps
     scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
-    scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
+    scripts/gpu_check --record gpu_check.md    make these results the record of docs/benchmarks/gpu.md
 
 Every result is written as soon as it is there, what matters most first; what --minutes leave no time for is named. A
 part that breaks the card, or hangs, costs itself only (run.py). Expected values: tests/data/gpu-expected.npz
@@ -22,15 +22,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+GPU_RECORD = ROOT / "docs/benchmarks/data/gpu.json"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "scripts")]
+sys.path.append(str(ROOT / "benchmarks"))
 
 import make_moe  # noqa: E402
 import numpy as np  # noqa: E402
+from results import record_of  # noqa: E402
 
 from gpu import cases, encoding, feedback, rounding, sanitizer, speed  # noqa: E402
 from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
@@ -255,12 +259,13 @@ def supervise(options: argparse.Namespace, out: Path) -> int:
 
 
 def record(results: Path) -> None:
-    """Append a file of results to BENCHMARKS.md."""
-    text = results.read_text(encoding="utf-8").strip()
-    first = next(line for line in text.splitlines() if line.startswith("card: "))
-    with (ROOT / "BENCHMARKS.md").open("a", encoding="utf-8") as file:
-        file.write(f"\n## On a GPU: {first.removeprefix('card: ')}\n\n`scripts/gpu_check`\n\n{text}\n")
-    print(f"appended to BENCHMARKS.md: {first}")
+    """Make a file of results the record that docs/benchmarks/gpu.md shows."""
+    text = results.read_text(encoding="utf-8")
+    card = next(line for line in text.splitlines() if line.startswith("card: ")).removeprefix("card: ")
+    GPU_RECORD.write_text(
+        replace(record_of(text), command="scripts/gpu_check", machine=card).to_json(), encoding="utf-8"
+    )
+    print(f"{GPU_RECORD}: {card}; next: scripts/make_benchmark_pages.py")
 
 
 def use_shim() -> None:
@@ -297,7 +302,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where results go")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE", help="of products")
     parser.add_argument("--shim", action="store_true", help="checks only, on the host shim")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="append results to BENCHMARKS.md, run nothing")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="make these results a record, run nothing")
     # Of the processes that do the work (run.py).
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
