@@ -31,6 +31,16 @@ class Table(NamedTuple):
         caption = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
+    def to_text(self) -> str:
+        """Return the table as text, of ``MAX_ROWS`` rows at most."""
+        rows = [self.header, *(tuple(map(_text, row)) for row in self.rows[:MAX_ROWS])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        omitted = len(self.rows) - MAX_ROWS
+        return "\n".join(
+            [*([self.caption] * bool(self.caption)), *lines, *([f"{omitted:,} more rows"] * (omitted > 0))]
+        )
+
 
 class HtmlTable(ABC):
     """A result that a notebook shows as a table."""
@@ -44,6 +54,11 @@ class HtmlTable(ABC):
     def _repr_html_(self) -> str:
         return self.as_table().to_html()
 
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """Return both forms; without it a notebook would also save the text of the dataclass, often megabytes."""
+        table = self.as_table()
+        return {"text/plain": table.to_text(), "text/html": table.to_html()}
+
 
 def table_of(header: str, rows: Iterable[tuple[Any, ...]], caption: str = "") -> Table:
     """Return a table whose headings are separated by commas."""
@@ -51,7 +66,15 @@ def table_of(header: str, rows: Iterable[tuple[Any, ...]], caption: str = "") ->
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        text = "" if value is None else value.name if isinstance(value, Path) else str(value)
-        return f'<td style="text-align: left">{escape(text)}</td>'
-    return f'<td style="text-align: right">{f"{value:,}" if isinstance(value, int) else f"{value:.4g}"}</td>'
+    side = "right" if _is_number(value) else "left"
+    return f'<td style="text-align: {side}">{escape(_text(value))}</td>'
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    if _is_number(value):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return "" if value is None else value.name if isinstance(value, Path) else str(value)

@@ -6,13 +6,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
+import quantkit
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import read_imatrix
 
@@ -406,3 +409,22 @@ def test_golden_bytes_of_a_type_are_the_references(
 def test_the_page_of_errors_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("make_error_page", monkeypatch)
     assert script.PAGE.read_text(encoding="utf-8") == script.error_page(), "run scripts/make_error_page.py"
+
+
+def test_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quantkit/version.py has it; the package's metadata and CITATION.cff follow."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["hatch"]["version"]["path"] == "quantkit/version.py"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == quantkit.__version__
+    assert citation["license"] == settings["project"]["license"]
+
+
+def test_the_sdist_has_what_its_tests_read() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert all((ROOT / path).exists() for path in included)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    parts = {line.partition("/")[0] for line in tracked.splitlines()} - {".gitignore"}
+    assert not parts - {*included, "pyproject.toml"}

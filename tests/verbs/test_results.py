@@ -63,6 +63,7 @@ def test_a_result_is_a_table(results: dict[str, Any], verb: str) -> None:
     assert table.rows
     assert all(len(row) == len(table.header) for row in table.rows)
     html = result._repr_html_()
+    assert result._repr_mimebundle_() == {"text/plain": table.to_text(), "text/html": html}
     assert html.count("<tr>") == 1 + min(len(table.rows), MAX_ROWS) + (len(table.rows) > MAX_ROWS)
     assert not re.search(r"<(?!/?(table|thead|tbody|tr|th|td|caption)\b)", html)
 
@@ -86,6 +87,10 @@ def test_texts_are_escaped_and_rows_counted() -> None:
     assert "1,234,567" in html
     assert "0.1235" in html
     assert "51 more rows" in html
+    lines = table.to_text().splitlines()
+    assert lines[:3] == ["<x>", "a          b", "<script>"]
+    assert lines[3] == "1,234,567  0.1235"
+    assert lines[-1] == "51 more rows"
     assert table == Table(("a", "b"), table.rows, "<x>")
 
 
