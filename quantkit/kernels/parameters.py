@@ -56,11 +56,10 @@ class Routing:
     """Parameters of the router: how a token chooses its experts.
 
     gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss),
-    ``sqrt_softplus`` (square root of softplus, DeepSeek 4).
-    n_group, n_group_used: groups are chosen first (DeepSeek V3, Bailing). norm: divide the weights by their sum, at
-    least sum_floor; then multiply by scale (unless 0 or 1). share: so many neighbours are one expert to those who
-    compute: ids are divided by it, and weights are the probabilities at the divided ids (Grove MoE; as llama.cpp has
-    it, which reads those of the first n_expert / share).
+    ``sqrt_softplus`` (square root of softplus, DeepSeek 4). n_group, n_group_used: groups are chosen first (DeepSeek
+    V3, Bailing). norm: divide the weights by their sum, at least sum_floor; then multiply by scale (unless 0 or 1).
+    share: this many neighbouring ids share one expert's matrices: ids are divided by it, and weights are the
+    probabilities at the divided ids (Grove MoE; as in llama.cpp, which reads those of the first n_expert / share).
     """
 
     n_expert: int

@@ -1,7 +1,7 @@
-"""I2_S, the type of Microsoft's BitNet files, one scale for a whole tensor behind its last row: taken apart to IQ2_BN.
+"""I2_S, the type of Microsoft's BitNet files, with one scale for a whole tensor, and its conversion to IQ2_BN.
 
-Rows of IQ2_BN hold the same 2-bit levels in another order behind a scale of their own, so nothing is rounded. No
-runtime multiplies I2_S itself; ik_llama.cpp reads it to make IQ2_BN of it, too.
+The scale follows the tensor's last row. Rows of IQ2_BN hold the same 2-bit levels in another order after their own
+scale, so nothing is rounded. No runtime multiplies I2_S itself; ik_llama.cpp reads it to make IQ2_BN of it, too.
 
 Layout after ik_llama.cpp 8337e4cd3: dequantize_row_ms_i2s in ggml/src/iqk/iqk_quantize.cpp, ggml_nbytes in
 ggml/src/ggml.c.

@@ -95,7 +95,7 @@ class TrellisSettings:
 
     @property
     def heavy_searches(self) -> int:
-        """For how many scales values of much energy are searched for."""
+        """The number of scales for which values of high energy are searched."""
         return max(self.light_searches, 2)
 
 

@@ -131,7 +131,7 @@ def test_ids_need_no_tokenizer(gguf: Path) -> None:
 
 def test_a_context_beyond_training_is_noted(gguf: Path) -> None:
     model = FakeModel(gguf, V, n_ctx_train=10)
-    assert "trained on 10" in perplexity(model, tokens=some_tokens(64), n_ctx=16).notes[0]
+    assert "exceeds the 10" in perplexity(model, tokens=some_tokens(64), n_ctx=16).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -619,7 +619,7 @@ def test_perplexity_takes_its_text_from_stdin(tmp_path: Path, monkeypatch: pytes
     piped, read = (json.loads(run(*common, f, input=text).stdout) for f in ("-", tmp_path / "text"))
     assert {**piped, "seconds": 0} == {**read, "seconds": 0}
     monkeypatch.setattr("quantkit.formats.outputs.MAX_TEXT", 16)
-    for file, why in (("-", "standard input: more than 16 B"), ("/dev/zero", "/dev/zero: a device")):
+    for file, why in (("-", "standard input: larger than 16 B"), ("/dev/zero", "/dev/zero: a device")):
         refused = run(*common, file, input=text)
         assert refused.exit_code == 1
         assert why in refused.output

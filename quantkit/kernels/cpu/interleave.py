@@ -1,9 +1,9 @@
 """Interleave and deinterleave rows: the layouts of kernels/interleave.py as SIMD code.
 
-A layout is a table that says for each bit where it comes from; ``_moves`` turns it into straight-line code for a unit.
-Source bytes are loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same
-rotation are shuffled together, rotated, masked and joined. A layout of nibbles so takes two shuffles, two shifts and
-two masks for 64 bytes, whatever its order.
+A layout is a table of the source of each bit; ``_moves`` turns it into straight-line code for a unit. Source bytes are
+loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same rotation are
+shuffled together, rotated, masked and joined. A layout of nibbles thus takes two shuffles, two shifts and two masks for
+64 bytes, whatever its order.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ def _specialized(function: Callable[..., Any], move: Any, layout: Layout, compil
 
 @cache
 def interleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
-    """Return ``interleave_groups`` of a layout, compiled on its first call; TypeNotSupported if it goes one way."""
+    """Return ``interleave_groups`` of a layout, compiled on its first call; TypeNotSupported if rows can only be
+    deinterleaved."""
     if layout.source_bits is None:
         t, base = layout.type, layout.base
         raise TypeNotSupported(f"{base} lacks data of {t}: its rows cannot be interleaved as {t}")

@@ -30,7 +30,7 @@ def add_low_rank(x: F32, a: F32, b: F32, scale: np.float32) -> None:
     """Add B @ A * scale to x.
 
     Each value is computed separately: the sum over the rank in order, each term rounded, then times the scale, then
-    added. So neither the rows of a call nor the CPU change a bit.
+    added. So results depend neither on the rows of a call nor on the CPU.
 
     Args:
         x: [rows, columns]

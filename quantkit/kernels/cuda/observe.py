@@ -11,9 +11,10 @@ Arrays are those of accumulators.py, on the device: sums float64 [n_mat, 4, widt
 [experts, width, width]), counts int64 [n_mat], weight float64 [experts], total float64 [1]. All begin as zeros. bad:
 int64 [1], one more than the least row that is not finite; 0 for none.
 
-By expert: ids int32 [rows, n_used]; x_per: n_used if x has a row per token, 1 if it has one per pair. No ids:
-address 0, n_used and x_per 1, rows all rows of x. Covariance adds to one set of sums a launch: plain (weights, weight
-0), or weighted by the squares of ``weights``; counts (or 0) in one of the two. It does not look for what is not finite.
+By expert: ids int32 [rows, n_used]; x_per: n_used if x has a row per token, 1 if it has one per pair. No ids: address
+0, n_used and x_per 1, rows all rows of x. Covariance adds to one set of sums a launch: plain (weights, weight 0), or
+weighted by the squares of ``weights``; counts (or 0) in one of the two. It does not look for values that are not
+finite.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def kernel_folder() -> Path:
 
 
 def to_cache(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call ``make`` with numba's disk cache in our folder, one thread at a time."""
+    """Call ``make`` with numba's disk cache in quantkit's folder, one thread at a time."""
     with _SETTING:
         before, config.CACHE_DIR = config.CACHE_DIR, str(kernel_folder())
         try:

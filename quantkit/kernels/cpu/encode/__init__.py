@@ -1,8 +1,8 @@
 """Encoders: float32 rows to a type's bytes, identical to the reference's.
 
 Every encoder is ``encode_<type>(x, weights, out, row0, row1)``: ``x`` float32 [rows, n], ``weights`` float32 [n] or
-empty, ``out`` uint8 [rows, row_bytes], in the file of its family (kernels/formats.py). Where ik_llama.cpp encodes a
-type of both trees by a search of its own, that is ``encode_<type>_ik``.
+empty, ``out`` uint8 [rows, row_bytes], in the file of its family (kernels/formats.py). Where ik_llama.cpp has its own
+search for a common type, its encoder is ``encode_<type>_ik``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pairs of values from 32 of the 64 pairs of 3-bit levels.
 
-Two neighbours are rounded to the nearest plain values. Where that pair is none of the 32, the best of the 8 pairs next
+Two neighbours are rounded to the nearest plain values. If that pair is not among the 32, the best of the 8 pairs next
 to it is taken, by w (q - v)^2 of both. Of those 8 few can win in the cell of a pair: one is left out if another, before
 it, is at least as near in both values everywhere in the cell. At most four are left.
 

@@ -4,7 +4,7 @@ By ik_llama.cpp's search, the default, a tensor encoded as Q4_K_R4 is one encode
 (``Format.ik_encoder``) and repacked; by llama.cpp's, one that llama.cpp encodes. ik's differ from the base type in a
 few things, all of ik 8337e4cd3 (iqk_quantize.cpp):
 
-* IQ2, IQ3 and Q6_0 look at the importance again, row by row: in sub-blocks where the importances, the values or their
+* IQ2, IQ3 and Q6_0 check the importance again, row by row: in sub-blocks where the importances, the values or their
   products are almost 0, the importances become 1e-9 (QHelper::row_weights).
 * Q2_K_R4 without importance writes rows of three values, as ternary models have, exactly (quantize_row_q2_K_ref; ik's
   Q2_K does so, too, over as many rows as a thread happens to take).
@@ -120,7 +120,7 @@ def _none(squares: npt.NDArray[np.float32], block: int) -> npt.NDArray[np.bool_]
 
 @kernel
 def first_odd_row(x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], first: int, block: int) -> int:
-    """Return the first row, from ``first`` on, with a sub-block whose sums may be almost 0; -1: none.
+    """Return the first row, from ``first`` on, with a sub-block whose sums may be almost 0, or -1.
 
     A sum of numbers that are not negative is no less than the largest of them, whatever the rounding.
     """

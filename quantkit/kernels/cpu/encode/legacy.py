@@ -361,7 +361,7 @@ def _weighted_affine(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: 
 
 @inline
 def _turn_levels(s: Any) -> None:
-    """Bring the levels that a search left in LEVELS to [block][32] in ROWS."""
+    """Rearrange the levels that a search left in LEVELS as [block][32] in ROWS."""
     for lane in range(0, LANES, 16):
         for half in range(2):
             transpose16_apart(s, LEVELS + 16 * half * STEP + 4 * lane, STEP, s, ROWS + 128 * lane + 64 * half, 128)

@@ -1,7 +1,6 @@
-"""ik_llama.cpp's scale searches for types that both trees have: more candidates, then one level after the other moves.
+"""ik_llama.cpp's scale searches for the common types: more candidates, then single levels move.
 
-As in search.py, every lane is a sub-block. What the searches end with is no rounding of x any more, so they leave the
-levels behind.
+As in search.py, every lane is a sub-block. The final levels are no longer roundings of x, so the searches store them.
 
 | search               | fits                | used for                         |
 |----------------------|---------------------|----------------------------------|

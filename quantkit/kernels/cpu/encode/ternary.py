@@ -74,7 +74,7 @@ def largest_magnitude(x, offset, n):
 
 @inline
 def _inverse(d):
-    """Return 1 / d, or 0 where that is no finite number: every value then rounds to 0."""
+    """Return 1 / d, or 0 if that is not finite: every value then rounds to 0."""
     inverse = F(1) / d
     return inverse if inverse < F(np.inf) else F(0)
 

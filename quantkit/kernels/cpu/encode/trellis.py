@@ -240,7 +240,7 @@ PATIENCE, MORE_PATIENCE = 0.25, 1e30
 
 @inline
 def guess_scale(x):
-    """Return about the scale that fits 32 values best, by the fourth root of their mean fourth power; 0 for zeros."""
+    """Estimate the scale that fits 32 values best by the fourth root of their mean fourth power; 0 for zeros."""
     a, b = load(f32x16, x, 0), load(f32x16, x, 64)
     top = hmax(vmax(vabs(a), vabs(b)))
     if top == F(0):
@@ -259,7 +259,7 @@ def _energy(x, w):
 
 @inline
 def _place(ratio):
-    """Return where on a curve 16 scales are, given over the guess: log2 by its exponent and a parabola."""
+    """Return the positions on a curve of 16 scales, given over the guess: log2 by its exponent and a parabola."""
     bits = cast(i32x16, ratio)
     m = cast(f32x16, (bits & I32(0x7FFFFF)) | I32(0x3F800000))
     log2 = convert(f32x16, (bits >> 23) - I32(127)) + ((F(2) - m * F(1 / 3)) * m - F(5 / 3))
@@ -302,7 +302,7 @@ def least_of_16(t, d, sign, side, guess, curve):
 
 @inline
 def least_of_wide(t, d, sign, side, guess, curve):
-    """Return as ``least_of_16`` does where scales are -64 .. 63 times that of the row."""
+    """Do ``least_of_16`` for scales that are -64 .. 63 times that of the row."""
     least = splat(f32x16, F(0))
     scales = splat(f32x16, F(0))
     inverse = F(1) / guess
@@ -336,7 +336,7 @@ def _least_error(t, row, b, combination):
 
 @inline
 def _prune_limit(t, row, b, slack):
-    """Return up to which least error a sign and codebook of 32 values is looked at again: ``slack`` of the error."""
+    """Return the least error up to which a sign and codebook of 32 values is reconsidered: ``slack`` of the error."""
     least = F(3e38)
     for c in range(t.signs * t.codebooks):
         least = min(least, _least_error(t, row, b, c))
@@ -586,7 +586,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
 
 @inline
 def _error_left(t, row, b):
-    """Return about the error of 32 values with the scale that suits them."""
+    """Estimate the error of 32 values with the scale that suits them."""
     gain = hmin(load(f32x16, _curves_of(row, b, 0), 0))
     if t.signs == 2:
         gain = min(gain, hmin(load(f32x16, _curves_of(row, b, 1), 0)))
@@ -701,7 +701,7 @@ def _best_level(t, row, b, d, patience):
 
 @inline
 def _search_anew(t, row, b, scale):
-    """Search for 32 values around one scale only, and forget all that was found."""
+    """Search for 32 values around one scale only, and discard earlier results."""
     for c in range(t.signs * t.codebooks):
         row.slot_counts[t.signs * t.codebooks * b + c] = 1
         store(_curves_of(row, b, c // t.codebooks), LEAST_OF + 4 * (c % t.codebooks), F(0))

@@ -6,7 +6,8 @@ in which they vary most, until cells are left. Groups of 16 points, of 16 cells'
 centers are stored as lines of 64 bytes, a word per point: four levels plus 126 (IQ3_KT: magnitudes), then four squares
 / 64 rounded, as bytes; IQ4_KT's points, two levels of 16 bits.
 
-All of it is read or exact arithmetic: the same cells everywhere. How far cells reach is for scans, which skip some.
+Everything is read from files or computed exactly, so cells are the same everywhere. How far cells reach is for scans,
+which skip some.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """For every bucket of queries of 4 values, the lines of a trellis codebook that hold the points nearest to them.
 
 A query is 4 values over a scale, of a standard deviation near 37. Each value's magnitude has LEVELS ranges, finer where
-values are frequent: a bucket is a range and a sign for each. Which lines of 16 points suit its queries is found by
-trial: of CANDIDATES, those that reach nearest to the bucket's middle, all points are rated for SAMPLES queries spread
-over the bucket, with weights as values have them; the lines whose best points are the nearest are listed, best first.
+values are frequent: a bucket is a range and a sign for each. Trials find the lines of 16 points that suit its queries:
+of CANDIDATES, those that reach nearest to the bucket's middle, all points are rated for SAMPLES queries spread over the
+bucket, with weights as values have them; the lines whose best points are the nearest are listed, best first.
 
 Samples are the same for every codebook and machine, and so are strict f32 operations in a fixed order: the same lists
 everywhere.

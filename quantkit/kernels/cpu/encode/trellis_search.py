@@ -487,7 +487,7 @@ next_but_one = make_shuffle([i ^ 2 for i in range(16)], "trellis_next_but_one")
 
 @inline
 def find_lists(x, inverse, s):
-    """Write where the lists of the buckets of 32 values lie, for each 4."""
+    """Write the positions of the lists of the buckets of 32 values, for each 4."""
     for i in range(0, 128, 64):
         y = load(f32x16, x, i) * inverse
         magnitude = convert(i32x16, lookup16_f32(ranges16(), convert(i32x16, vmin(vabs(y) * F(1 / 8), F(15)))))
@@ -509,7 +509,7 @@ def fetch_lists(steps, x, inverse, lists, s):
 
 @inline
 def fetch_nothing(steps, x, inverse, lists, s):
-    """Stand for ``fetch_lists`` where points have none."""
+    """Replace ``fetch_lists`` for points without lists."""
 
 
 @helper
@@ -576,7 +576,7 @@ def rank_line(steps, lines, number, energy, factor, s):
 
 @inline
 def prepare_bounds(c, s):
-    """Write at which level times scale each value adds least to the error, and its u; return how much is then saved.
+    """Write the level times scale at which each value adds least to the error, and its u; return the saving.
 
     Of the integers of the fine query, as the error of a point is. Nothing is bounded where an importance is negative.
     """
@@ -654,7 +654,7 @@ def rank_all(steps, lines, first, energy, known_error, s, first_survivors):
 def scan(steps, query, error, lines, s, survivors, width):
     """Keep, as ``search`` does for one group, the best of all points, of each lane, for each range of scales.
 
-    ``error``: about that of the group. As many slots are filled: the nearer their points, the less is left to rank.
+    ``error``: about that of the group. More filled slots with nearer points leave fewer points to rank.
     """
     points = steps.points
     codebook, sign, inverse, x, w = query

@@ -2,8 +2,8 @@
 
 Points are split in halves along the dimension in which they vary most, until 16 are left: a *cell*. 16 neighbouring
 cells make a node, 16 nodes the next, and so on: a node's number, times 16, is that of its first child, and a point's
-number is its place. The *roots* are the nodes of the height of which there are enough for a first ranking. Where points
-are magnitudes, there is such a tree for each pattern of signs, of which only the roots are stored; with several
+number is its place. The *roots* are the nodes of the greatest height with enough nodes for a first ranking. Where
+points are magnitudes, there is such a tree for each pattern of signs, of which only the roots are stored; with several
 codebooks, one for each.
 
 A search keeps what is near in the best lanes, so neighbours should not be in the same lane: patterns, roots and the
@@ -43,14 +43,14 @@ FLAT, HIGH = 8, 4
 
 
 class Tree(NamedTuple):
-    """The tree as kernels take it: addresses, and numbers, so that no array is counted as it is passed on.
+    """The tree as kernels take it: addresses and numbers, which avoids reference counting of arrays.
 
     roots: their centers, float32 [root_lines, size, 16]. lines: the centers of 16 nodes, or 16 points, of each height
     below the roots, highest first, int8 [lines, size, 16]; points: where the lines of points begin. heights: their
     number; places: for each the first line, the lines less one, and the bits of their number, int64 [heights, 3].
     signs: the factor of each element of T, of each pattern, float32 [patterns, size, size], and 16 more. bits: log2 of
-    the number of points. unit: what centers and points are counted in. classes: how many there are. kept: in how many
-    lanes the best nodes of a height are searched on at least.
+    the number of points. unit: the unit of centers and points. classes: their number. kept: the least number of lanes
+    in which the search continues from the best nodes of a height.
     """
 
     roots: int

@@ -1,8 +1,8 @@
 """Cholesky decomposition of a covariance, the same bits on every CPU and GPU.
 
 LAPACK's depends on its number of threads. Here every sum is taken in the order of its terms, blocks of ``BLOCK`` rows
-at a time, with float64 throughout. A block is factored ``INNER`` rows at a time; then it is packed, and what is below
-is brought up to date with ``TALL`` rows by ``WIDE`` columns in registers.
+at a time, with float64 throughout. A block is factored ``INNER`` rows at a time; then it is packed, and the rows below
+are updated with ``TALL`` rows by ``WIDE`` columns in registers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _factor_inner(r: Any, begin: Any, end: Any) -> Any:
 
 @inline
 def _update_two(r: Any, n: Any, begin: Any, end: Any, j: Any) -> Any:
-    """Bring rows j and j + 1 up to date, from the columns of j on."""
+    """Update rows j and j + 1, from the columns of j on."""
     for offset in range(16 * LANES * (j // (2 * LANES)), 8 * n, 2 * _STEP):
         a, b = 8 * n * j + offset, 8 * n * (j + 1) + offset
         a0 = load(f64x8, r, a)

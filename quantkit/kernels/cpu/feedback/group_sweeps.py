@@ -287,12 +287,12 @@ def descend_groups(h: F32, groups: Groups, sub_blocks: SubBlocks, choice: Choice
 
 @cache
 def sweeps_of(columns: int, of_group: int) -> tuple[Any, Any]:
-    """Return ``error_feedback_groups`` and ``descend_groups`` for points of so many columns, so many of a group."""
+    """Return ``error_feedback_groups`` and ``descend_groups`` for points of so many columns, so many per group."""
     bindings: dict[str, Any] = {"size": columns, "parts": of_group}
     suffix = f"{columns}_{of_group}"
 
     def bind(function: Any, name: str = "", compiled: Any = inline) -> Any:
-        """Compile a function with those that it uses, of those that depend on the size."""
+        """Compile a function together with the functions it uses that depend on the size."""
         plain = getattr(function, "py_func", function)
         used = {key: bindings[key] for key in plain.__code__.co_names if key in bindings}
         compiled_function = specialize(function, suffix, compiled, **used)

@@ -1,4 +1,4 @@
-"""The metric that rows are rounded in: a covariance, with its factors, packed for sweeps.
+"""The metric for rounding rows: a covariance, with its factors, packed for sweeps.
 
 Where columns have one index in groups, also the groups' order in error feedback, and the metric within each.
 """

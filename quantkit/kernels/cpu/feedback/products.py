@@ -1,7 +1,7 @@
 """Products of matrices, the same bits on every CPU and GPU: covariances of two streams, and corrections.
 
-BLAS's depend on its number of threads. Here a sum is taken in the order of its terms, of up to ``ROWS_AT_ONCE`` rows
-in float32, of these sums in float64; threads share columns of the result.
+Those of a BLAS depend on its number of threads. Here a sum is taken in the order of its terms, of up to
+``ROWS_AT_ONCE`` rows in float32, of these sums in float64; threads share columns of the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHARE, BLOCK = 64, 64
 class Products:
     """The sums of x^T x, ``square``, and of z^T x, ``cross``, float64 [n, n] and [m, n], over rows that come in order.
 
-    n is a multiple of 32, m of 4. ``square`` has what is above the diagonal only until ``finish``.
+    n is a multiple of 32, m of 4. ``square`` holds only the upper triangle until ``finish``.
     """
 
     def __init__(self, n: int, m: int, threads: int) -> None:

@@ -1,11 +1,11 @@
 """A sweep that optimizes levels, factors and minimums of each sub-block jointly, in the metric of the covariance.
 
 The covariance is passed over once: for ``width`` columns at a time, the gradient g = H e, e = w - v, is summed up over
-all columns; then their sub-blocks are visited, and only what those change of each other's g is computed. In a
-sub-block, a change of scale by x and of what is subtracted by y moves v by x t - y, t the levels, and the loss by
-x^2 t.H.t - 2 x y 1.H.t + y^2 1.H.1 - 2 (x t.g - y 1.g), all over the columns of the sub-block only. Both are set to
-where that is least, as nearly as integers allow; then each level is set to where the loss is least while all else
-stays. Layouts and arguments are those of sweeps.py; columns are in their own order.
+all columns; then their sub-blocks are visited, and only their effect on each other's g is computed. In a sub-block, a
+change of the scale by x and of the subtrahend by y moves v by x t - y, t the levels, and the loss by x^2 t.H.t - 2 x y
+1.H.t + y^2 1.H.1 - 2 (x t.g - y 1.g), all over the columns of the sub-block only. Both are set to the minimum, as
+nearly as integers allow; then each level is set to minimize the loss with everything else fixed. Layouts and arguments
+are those of sweeps.py; columns are in their own order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Scales(NamedTuple):
     """Scales of a tile, float32 [sub-blocks, ROWS] unless noted; set by fits.
 
     v = scale * level - minimum, scale = d * factor, minimum = dmin * m - scale * shift, inverse = 1 / scale, or 0 for
-    0. scale_kind: what is fitted of the scale, the factor (INTEGER) or d (HALF); factor_index: of the factor in
-    ``factors``, ascending, int32. min_kind: what is fitted of the minimum, m (INTEGER), from 0 to max_m, or dmin
+    0. scale_kind: the fitted part of the scale, the factor (INTEGER) or d (HALF); factor_index: of the factor in
+    ``factors``, ascending, int32. min_kind: the fitted part of the minimum, m (INTEGER), from 0 to max_m, or dmin
     (HALF). d, dmin: float32 [super-blocks, ROWS]; per_d: sub-blocks of one.
     """
 
@@ -68,9 +68,9 @@ class Tile(NamedTuple):
 class Visits(NamedTuple):
     """Parameters of the visits of sub-blocks.
 
-    width: columns that are visited together, a multiple of the span; passes: how often. repeats: how often scales and
-    levels of a sub-block are chosen in turn each time; fits: whether scales are fitted; neighbour_scales: whether the
-    neighbours of scales are tried.
+    width: columns that are visited together, a multiple of the span; passes: the number of passes. repeats: the number
+    of times that scales and levels of a sub-block are chosen in turn in each pass; fits: whether scales are fitted;
+    neighbour_scales: whether the neighbours of scales are tried.
     """
 
     width: int
@@ -94,7 +94,7 @@ class Candidate(NamedTuple):
 
 class Work(NamedTuple):
     """Scratch of a sub-block: gradient, its part of H e; old, its values when it was visited; t, levels with shifts;
-    c = H t; sums; ``best``, and what neighbours of the ``first`` scale are compared by."""
+    c = H t; sums; ``best``, and data to compare neighbours of the ``first`` scale."""
 
     gradient: F32
     old: F32
@@ -160,7 +160,7 @@ def _nearest_factor(factors: Any, target: Any) -> Any:
 
 @inline
 def _move(s: Any, a: Any, row: Any, gt: Any, gs: Any, tt: Any, ts: Any, ss: Any) -> Any:
-    """Set scale and minimum of a row's sub-block to the best values; return by how much scale and minimum change.
+    """Set scale and minimum of a row's sub-block to the best values; return the changes of scale and minimum.
 
     minimum gains y; ``shift`` is left to the caller. gs and ts are of the direction -1.
     """
@@ -297,8 +297,8 @@ def _descend(tile: Any, s: Any, a: Any, g: Any) -> Any:
 def _write_loss_reduction(
     v: Any, gradient: Any, g: Any, begin: Any, column: Any, span: Any, work: Any, out: Any
 ) -> Any:
-    """Set out to how much the loss has fallen since a sub-block's values were ``work.old`` and H e was g, from column
-    ``column`` on; gradient is H e now."""
+    """Set out to the decrease of the loss since a sub-block's values were ``work.old`` and H e was g, from column
+    ``column`` on; gradient is the present H e."""
     for part in range(0, LINE, 64):
         total = splat(f32x16, F(0))
         for k in range(span):

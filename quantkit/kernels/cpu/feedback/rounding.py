@@ -124,7 +124,7 @@ class _RowTile:
         return weighted_squares(self.c, self.metric.pivots)
 
     def _refine(self, rounding: Rounding) -> F64:
-        """Choose levels and scales again; return by how much the loss falls."""
+        """Choose levels and scales again; return the decrease of the loss."""
         visits = Visits(
             max(rounding.width, self.layout.span),
             rounding.passes,

@@ -1,13 +1,13 @@
 """The point of a grid nearest to a target, in the metric of a group's covariance.
 
 For a target y of a group's columns and the metric M = T T^T, T upper triangular, the loss of a point c is
-|z - T^T c|^2, z = T^T y. The search goes down the tree of codebook_tree.py: of all roots it keeps some of
-the nearest, of their children some of the nearest, and takes the nearest of the points it comes to. Of each height are
-kept those no farther than the best node of the fourth best lane, say: at least four, and all that are nearer than
-these. The point there is now is always tried.
+|z - T^T c|^2, z = T^T y. The search goes down the tree of codebook_tree.py: it keeps some of
+the nearest roots, some of their nearest children, and takes the nearest of the points that it reaches. At each height
+it keeps the nodes that are no farther than the best node of, for example, the fourth best lane: at least four, and all
+nearer ones. The present point is always tried.
 
-Rows are searched one after the other, sixteen nodes at a time. Roots are multiplied by T once for all rows; what is
-below, once a visit, by T with the signs of the root.
+Rows are searched one after the other, sixteen nodes at a time. Roots are multiplied by T once for all rows; lower
+nodes, once per visit, by T with the signs of the root.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def search(tree, part, table, t, z, of_class, now, s):
             size], and 16 more.
         z: the target, each axis in all lanes.
         of_class: the class that the point must have.
-        now: the code of a point, of that class, to keep unless there is a nearer; -1: there is none.
+        now: the code of a point of that class, which is kept unless there is a nearer one, or -1.
         s: scratch, of SCRATCH bytes.
     """
     offset, place = 64 * size * tree.root_lines * part, 4 * size * size * tree.patterns * part

@@ -3,11 +3,11 @@
 For a row w, its values v and the covariance H of its inputs, the loss is (w - v)^T H (w - v). With H = U D U^T, U unit
 upper triangular, the loss is the sum over columns k of D_k (e_k + sum_{j<k} U_jk e_j)^2, e = w - v: so a column is
 rounded to w_k + sum_{j<k} U_jk e_j (LDLQ: Chee et al. 2023, arXiv:2307.13304; the same as GPTQ: Frantar et al. 2022,
-arXiv:2210.17323). ``error_feedback``, the inner loop of GPTQ, does that. ``descend`` then visits each column again,
-rounding it to what minimizes the loss while all others stay; and keeps the ``gradient`` H e up to date.
+arXiv:2210.17323). ``error_feedback``, the inner loop of GPTQ, does that. ``descend`` then visits each column again and
+rounds it so that the loss is minimal with all others fixed; it keeps the ``gradient`` H e up to date.
 
-Columns are in the order in which they are visited. Arguments that all have: x, the targets, levels and v, the choice
-and its values, float32 [n, ROWS]; u and h, packed (tiles.py).
+Columns are in the order in which they are visited. Common arguments: x, the targets, levels and v, the choice and its
+values, float32 [n, ROWS]; u and h, packed (tiles.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiles of rows, and products of them with matrices that all rows share.
 
 Rows are lanes: of a tile of ``ROWS`` rows, each array is float32 [columns, ROWS]. A shared matrix is packed in strips
-of four columns. Every sum is taken in the order of its terms, so a row's result depends on nothing but the row.
+of four columns. Every sum is taken in the order of its terms, so a row's result depends only on the row.
 """
 
 from __future__ import annotations

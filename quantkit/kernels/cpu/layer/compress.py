@@ -10,8 +10,9 @@ others is 0. It is gathered token by token: largest score m, sum of weights s, s
     m' = max(m, score)    f = e^(m - m')    g = e^(score - m')    s = f s + g    a = f a + g kv
 
 With overlap a block is made of the second halves of its tokens, and of the first halves of those of the block before.
-The state holds m, s and a of the second halves, of the first ones, and of the first ones of the block before. So how
-batches are cut changes no bit. Tokens are processed in batch order; a unit of work is 16 columns.
+The state holds m, s and a of the second halves, of the first ones, and of the first ones of the block before. So
+results do not depend on how tokens are divided into batches. Tokens are processed in batch order; a unit of work is 16
+columns.
 """
 
 from __future__ import annotations

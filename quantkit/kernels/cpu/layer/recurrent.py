@@ -27,15 +27,15 @@ decays, D_i = e_1 ... e_i, P_ji = e_j+1 ... e_i and S before the four:
     out_i = scale (D_i S^T q_i + sum over j <= i of P_ji (k_j . q_i) d_j)
     S     = D_4 S + sum over j of P_j4 k_j d_j^T
 
-Where rows of S decay each by itself, D and P are diagonal matrices: D_i S^T k_i is S^T (D_i k_i), P_ji (k_j . k_i) is
+Where each row of S has its own decay, D and P are diagonal matrices: D_i S^T k_i is S^T (D_i k_i), P_ji (k_j . k_i) is
 k_j . P_ji k_i.
 
 A single token takes two passes over S: S^T k; then decay, update and S^T q together. A unit of work is 64 columns of
 a head.
 
 The scan (Dao & Gu 2024, "Transformers are SSMs") takes one pass a token, over 64 columns that stay in the L1 cache from
-token to token. Taking tokens together would save the decay alone, one of three operations on each value of S; so how
-batches are cut changes no bit.
+token to token. Processing several tokens together would save only the decay, one of three operations on each value of
+S; so results do not depend on how tokens are divided into batches.
 
 So does the recurrence of RWKV (Peng et al. 2024, "Eagle and Finch"; 2025, "RWKV-7 Goose"): S of 64 columns stays in the
 L1 cache, one pass a token, two where something of the S before is needed.

@@ -152,7 +152,7 @@ def dequantize_rows(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray
 
 
 def _dequantize_interleaved(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
-    """Decode interleaved rows: take some groups at a time apart, and decode these."""
+    """Decode interleaved rows: deinterleave some groups at a time, and decode these."""
     base, (rows, n) = base_of(t), out.shape
     step = t.interleave * max(1, _CHUNK_BYTES // (t.interleave * max(1, base.row_bytes(n))))
     plain = np.empty((min(step, rows), base.row_bytes(n)), np.uint8)

@@ -5,13 +5,12 @@
     matmul/units.cuh     Q8_UNIT, bytes of 256 activations
     encode/trellis_settings.cuh    namespace trellis_settings: kernels/trellis_settings.py, one struct per type
 
-Codebooks are 16 int8 levels in four words; longer ones, templates, are parts of 16: kvalues_iq5nl<0>. iq2kl_pairs:
-an entry of iq2kl_grid is a byte, two nibbles that select levels of kvalues_iq3nl. Of other grids an entry is one
-word. Of 8 values, these are 8 nibbles that select
-bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in the order of values that signs are spread in
-(i_quants.cuh): 0 4 1 5 2 6 3 7 of iq2xxs and iq2xs, 3 7 2 6 1 5 0 4 of iq2s, whose entries are one bit to the left.
-Of 4 values, these are 4 bytes: iq3xxs the magnitudes, iq3s the magnitudes less one. They are templates so that a
-module holds only those it reads: iq1s_grid<0>.
+Codebooks are 16 int8 levels in four words; longer ones, templates, are parts of 16: kvalues_iq5nl<0>. iq2kl_pairs: an
+entry of iq2kl_grid is a byte, two nibbles that select levels of kvalues_iq3nl. In other grids an entry is one word. For
+8 values, these are 8 nibbles that select bytes: iq1s 0, 1, 2 for -1, 0, 1; iq2 0, 1, 2 for 8, 25, 43, in the order of
+values that signs are spread in (i_quants.cuh): 0 4 1 5 2 6 3 7 of iq2xxs and iq2xs, 3 7 2 6 1 5 0 4 of iq2s, whose
+entries are one bit to the left. Of 4 values, these are 4 bytes: iq3xxs the magnitudes, iq3s the magnitudes less one.
+They are templates so that a module holds only those it reads: iq1s_grid<0>.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _CODEBOOKS = ("kvalues_iq4nl", "kvalues_fp4", "kvalues_iq2nl", "kvalues_iq3nl", 
 
 @cache
 def headers() -> dict[str, str]:
-    """Return the text of every header, by the name that sources include it by."""
+    """Return the text of every header, by its name in include directives."""
     traits = [f"const int FOLDED_TO_F16 = {FOLDED_TO_F16};", *map(_traits, FORMATS.values())]
     tables = ['#include "core/device.cuh"', *_codebooks(), *_grids()]
     trellis = [_trellis(name, settings) for name, settings in TRELLIS_SETTINGS.items()]

@@ -19,7 +19,7 @@ def peaks(name: str) -> tuple[float, float]:
     """Return GB copied (read and written bytes) and GOP of bf16 GEMM a second of the device CUDA0, CUDA1, ...
 
     Raises:
-        ResourceError: it is not there, or has no room.
+        ResourceError: it does not exist, or has not enough memory.
     """
     device = open_device(name)
     if not isinstance(device, CUDADevice):

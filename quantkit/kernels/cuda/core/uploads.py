@@ -27,7 +27,7 @@ class Uploads:
     """The slots of a device.
 
     pinned: returns so many bytes of pinned memory. copy: lets the device copy (to, from, bytes), in order. event:
-    returns a new event; record: lets the device come past one, in order.
+    returns a new event; record: lets the device record one, in order.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Uploads:
             self._used += -(-n // _ALIGNMENT) * _ALIGNMENT
 
     def _slot(self) -> Bytes:
-        """Return the slot that has room, once the device has read its last content."""
+        """Return the next free slot, once the device has read its previous content."""
         if not self._slots:
             self._slots = [(self._pinned(SLOT_BYTES), self._event()) for _ in range(SLOTS)]
         if self._used == SLOT_BYTES:

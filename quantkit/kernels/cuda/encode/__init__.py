@@ -1,7 +1,7 @@
 """Encoders in CUDA C++: ``struct Encode<TYPE>`` in the file of the type's family.
 
-Where there is another search for a type, one of ``SEARCHES``, that is ``struct Encode<TYPE>_<SEARCH>``: ik_llama.cpp's
-for a type of both trees, the symmetric one of Q4_0.
+Where a type has another search, one of ``SEARCHES``, that is ``struct Encode<TYPE>_<SEARCH>``: ik_llama.cpp's for a
+common type, the symmetric one of Q4_0.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> in
 def encode_rows(device: Device, t: TensorType, r: Rows, *, search: str = "", interleaved: bool = False) -> None:
     """Launch the kernels that encode rows of float32.
 
-    ``search``: another than that of the type's own tree, one of ``SEARCHES``. ``interleaved``: as ik_llama.cpp encodes
-    rows that it interleaves, whole groups of them.
+    ``search``: one of ``SEARCHES``, if not that of the type's own project. ``interleaved``: as ik_llama.cpp encodes
+    rows that it interleaves, in whole groups.
     """
     weighted = bool(r.importance) and weighs(t)
     if is_q8_k(t):

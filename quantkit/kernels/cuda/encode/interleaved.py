@@ -26,12 +26,12 @@ GUARDED = {"IQ2_XXS": 32, "IQ2_XS": 16, "IQ2_S": 16, "IQ3_XXS": 32, "IQ3_S": 16,
 
 
 def is_changed(t: TensorType) -> bool:
-    """Return whether ik may encode rows otherwise if it interleaves them."""
+    """Return whether ik_llama.cpp may encode rows differently if it interleaves them."""
     return t.name in _CHANGED or t.name in GUARDED
 
 
 def is_guarded(t: TensorType, weighted: bool) -> bool:
-    """Return whether importances of rows are looked at again if ik interleaves them."""
+    """Return whether the importances of rows are checked again if ik_llama.cpp interleaves them."""
     return weighted and t.name in GUARDED
 
 
@@ -54,7 +54,7 @@ def changing_launches(t: TensorType, r: Rows, weighted: bool) -> list[Launch]:
 
 
 def is_q8_k(t: TensorType) -> bool:
-    """Return whether this encodes the type."""
+    """Return whether this module encodes the type."""
     return t.name in INTERLEAVED_ENCODERS
 
 

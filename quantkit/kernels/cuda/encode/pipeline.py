@@ -1,8 +1,8 @@
 """Conversion of rows of a file by a GPU: upload, decode, encode and download, on a stream of their own.
 
-A ``Slot`` has pinned memory for uploads and downloads, device memory, and a stream. All that happens
-to its rows happens in order on that stream, so nothing of one slot waits for another: while one computes, others copy
-in both directions. Who has filled ``source`` and called ``start`` leaves both pinned arrays alone until ``wait``.
+A ``Slot`` has pinned memory for uploads and downloads, device memory, and a stream. All that happens to its rows
+happens in order on that stream, so nothing of one slot waits for another: while one computes, others copy in both
+directions. After filling ``source`` and calling ``start``, do not touch the pinned arrays until ``wait`` returns.
 
     not_finite    x flag n    flag: int32, becomes 1 if a value is NaN or infinite
 """
@@ -67,7 +67,7 @@ class Stream(Device, Protocol):
 class RowConversion(NamedTuple):
     """Source and target of rows; rows of one conversion form a batch. A source of F32 needs no decoding.
 
-    search, interleaved: by whose search, and whether as rows that are interleaved, as of ``encode_rows``.
+    search, interleaved: as for ``encode_rows``.
     """
 
     source: TensorType
@@ -164,7 +164,7 @@ def memory_for(form: RowConversion, rows: int) -> SlotMemory:
 
 
 def can_encode(t: TensorType, search: str = "") -> bool:
-    """Return whether GPUs encode type t; ``search``: an encoder other than its own tree's."""
+    """Return whether GPUs encode type t; ``search``: an encoder other than its own project's."""
     return t.name in encoders(search) or is_q8_k(t)
 
 

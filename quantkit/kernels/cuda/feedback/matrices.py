@@ -8,7 +8,7 @@ packing.cu: matrices packed as kernels/cpu/feedback/tiles.py packs them, and blo
     blocks          matrix order out n size
     narrowed        matrix out n rows first apart
 
-Matrices are f64, what is packed f32 [n / 4, n, 4].
+Matrices are f64, packed ones f32 [n / 4, n, 4].
 
 products.cu: sums of products, and targets corrected by them, the bits of kernels/cpu/feedback/products.py.
 
@@ -17,8 +17,8 @@ products.cu: sums of products, and targets corrected by them, the bits of kernel
     not_finite_sum    x flag n                        x f64 [n], flag int32 [1]
     corrected         x correction offset out rows n   correction packed f32 [n / 4, n, 4]; offset f32 [rows, n], or 0
 
-n is a multiple of 32, m of 16. The CPU has the sum of z^T x, [m, n]; here it is x^T z, what is solved for column by
-column: a product does not depend on the order of its factors.
+n is a multiple of 32, m of 16. The CPU has the sum of z^T x, [m, n]; here it is x^T z, the right-hand sides, solved
+column by column: a product does not depend on the order of its factors.
 
 factor.cu: the factor of a covariance, bit for bit that of kernels/cpu/feedback/factor.py.
 
@@ -28,7 +28,7 @@ factor.cu: the factor of a covariance, bit for bit that of kernels/cpu/feedback/
     subtract        c p q width q_row q_column begin count row end_row column end_column upper
 
 No library: its sums would depend on the GPU and on its version. Three launches take BLOCK rows: their own columns, by
-one block of threads, the rest of these rows, and what they leave of all others, which is nearly all of the work.
+one thread block; the rest of these rows; and the updates of all other rows, which are nearly all of the work.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def permute(matrix: int, diagonal: int, order: int, r: int, n: int) -> Launch:
 def cholesky(r: int, pivots: int, bad: int, n: int) -> Iterator[Launch]:
     """Yield the launches that make a matrix at r, f64 [n, n], the upper triangular R with R^T R = the matrix, in place.
 
-    What is below the diagonal is not looked at. pivots: room for f64 [2, n], of which the second row becomes 1 over the
+    Elements below the diagonal are ignored. pivots: room for f64 [2, n], of which the second row becomes 1 over the
     diagonal of R. bad: int64, zero before; one more than the first row that is not positive, if there is one.
     """
     for begin in range(0, n, BLOCK):

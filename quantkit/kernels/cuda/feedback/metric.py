@@ -1,6 +1,6 @@
-"""The metric that rows are rounded in, on a device: copied from the host, or computed there with the same bits.
+"""The metric for rounding rows, on a device: copied from the host, or computed there with the same bits.
 
-So are the sums of two streams that a metric is of (kernels/cpu/feedback/products.py).
+The sums of two streams for a metric (kernels/cpu/feedback/products.py) are also computed there.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _ROWS = 2 * matrices.ROWS_AT_ONCE
 def metric(transfer: PinnedTransfer, covariance: F64, damping: float, grouping: Grouping | None = None) -> DeviceMetric:
     """Return the CPU's ``metric``, on a device.
 
-    Raises numpy.linalg.LinAlgError where that does, ResourceError if there is no room or the device fails.
+    Raises numpy.linalg.LinAlgError where that does, ResourceError if memory is insufficient or the device fails.
     """
     with transfer.allocations() as memory:
         result = _metric(transfer, memory, memory.upload(covariance), np.diagonal(covariance), damping, grouping)
@@ -114,7 +114,7 @@ def _metric(
     damping: float,
     grouping: Grouping | None,
 ) -> DeviceMetric:
-    """Return the metric of a covariance at an address, which is given back."""
+    """Return the metric of a covariance at an address, which is then freed."""
     n = len(diagonal)
     damped = diagonal + damping * diagonal.mean()
     columns = column_order(damped, grouping).astype(np.int32)
@@ -160,8 +160,8 @@ def _factor(
 ) -> tuple[int, int]:
     """Return R with R^T R = a matrix with another diagonal, in an order; then, n doubles on, 1 over its diagonal.
 
-    before: launches that read the matrix, too, which is given back then, unless one ``keeps`` it.
-    Raises numpy.linalg.LinAlgError if it is not positive definite.
+    before: further launches that read the matrix, which is then freed, unless ``keeps``. Raises
+    numpy.linalg.LinAlgError if it is not positive definite.
     """
     n = len(order)
     order_at = memory.upload(order)
@@ -180,7 +180,7 @@ def _factor(
 
 
 class DeviceSums:
-    """Sums over rows of both streams on a device, and the metric that they give.
+    """Sums over rows of both streams on a device, and their metric.
 
     As ``Products``: of x^T x, ``square``, and of z^T x, whose first n rows are for corrections, the others for offsets.
     """

@@ -20,8 +20,8 @@ PIECE = 4 << 20
 class PinnedTransfer:
     """A lane of a device with pinned memory of its own.
 
-    limit: seconds that so many multiply-adds of doubles may take; given_up: whether the device is. A device that hangs
-    raises DeviceHangs here instead of keeping a thread for ever.
+    limit: the time limit in seconds for a number of multiply-adds of doubles; given_up: whether the device is given up.
+    If the device hangs, DeviceHangs is raised, so that no thread waits for ever.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Allocations:
                 self._transfer.device.free(address)
 
     def release(self, addresses: Sequence[int]) -> list[int]:
-        """Free all but these, and return them: the caller owns them now."""
+        """Free all but these, and return them to the caller, who then owns them."""
         self.free(*(address for address in self.owned if address not in addresses))
         released, self.owned = self.owned, []
         return released

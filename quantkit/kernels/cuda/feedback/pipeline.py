@@ -95,7 +95,7 @@ class FeedbackConversion(NamedTuple):
 
 
 class _KernelRecorder:
-    """A stand-in for a device that records launched kernels; tables are uploaded if there is a device."""
+    """A replacement for a device that records launched kernels; tables are uploaded if there is a device."""
 
     name = ""
     capability = 90

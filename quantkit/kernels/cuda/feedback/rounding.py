@@ -1,6 +1,6 @@
 """Rows improved with error feedback on a device: the CPU's bytes and losses, given the same metric.
 
-``round_rows`` takes what encoders made, on the device, and leaves its bytes there.
+``round_rows`` improves the encoders' bytes on the device, in place.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _launches(
 
 
 def _reference(layout: Levels, rows: int, n: int, blocks: int, addresses: dict[str, int]) -> list[Launch]:
-    """Return the launches that set v to the values of the reference's bytes; they take the way over ``levels``."""
+    """Return the launches that set v to the values of the reference's bytes, via ``levels``."""
     decode, row_bytes = dequantize(layout.type, n, rows), layout.type.row_bytes(n)
     return [
         launch(decode, w=blocks, row_bytes=row_bytes, rows=rows, n=n, out=addresses["levels"], out_stride=4 * n,

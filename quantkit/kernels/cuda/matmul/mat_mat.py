@@ -133,7 +133,8 @@ def _by_expert(
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file, for a type of every way to multiply; other types differ in their unpacker."""
+    """Yield every kernel of this file, for one type of each multiplication method; other types differ only in their
+    unpacker."""
     kernels = ("mul_mat", "mul_mat_heads", "mul_mat_id", "up_gate", "up_gate_id")
     small = ("Q8_0", "Q4_K", "Q2_K", "Q6_K", "NVFP4", "IQ1_S", *FLOATS)
     middle = ("Q8_0", "Q4_K", "Q6_K", "F16")
