@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -159,14 +159,84 @@ class WholeNames(click.Command):
         remaining = args[::-1]
         while remaining and remaining[-1] != "--":
             arg = remaining.pop()
-            match = known_options.get(arg)
+            match = known_options.get(arg.partition("=")[0])
             if match is None and not arg.startswith("-") and not ctx.allow_interspersed_args:
                 break  # a command of this group, and its arguments
-            if match is not None and not match.is_flag and not getattr(match, "may_be_bare", False):
-                del remaining[len(remaining) - match.nargs :]
-            elif match is None and _is_unknown(arg, known_options):
-                raise click.NoSuchOption(arg, possibilities=get_close_matches(arg, known_options), ctx=ctx)
+            if match is not None:
+                NoEffect.of(ctx).typed[match] = arg.partition("=")[0]
+                if "=" not in arg and not match.is_flag and not getattr(match, "may_be_bare", False):
+                    del remaining[len(remaining) - match.nargs :]
+            elif _is_unknown(arg, known_options):
+                raise _no_such_option(ctx, arg, known_options)
         return super().parse_args(ctx, args)
+
+
+class NoEffect:
+    """Names of options as they are typed on a command line, and why some of them change nothing."""
+
+    def __init__(self) -> None:
+        self.typed: dict[click.Parameter, str] = {}
+        self.reasons: dict[str, list[str]] = {}
+
+    @classmethod
+    def of(cls, ctx: click.Context) -> NoEffect:
+        """Return that of a command line."""
+        return cast(NoEffect, ctx.meta.setdefault(f"{__name__}.{ctx.command_path}", cls()))
+
+    def name(self, option: click.Parameter) -> str:
+        """Return an option's name as it is typed."""
+        return self.typed.get(option, option.opts[0])
+
+    def add(self, option: click.Parameter, reason: str) -> None:
+        """Add an option that changes nothing."""
+        self.reasons.setdefault(reason, []).append(self.name(option))
+
+    def note(self) -> list[str]:
+        """Return one note on all of them; none if there are none."""
+        if not self.reasons:
+            return []
+        parts = [
+            f"{', '.join(names)} {'changes' if len(names) == 1 else 'change'} nothing: {reason}"
+            for reason, names in self.reasons.items()
+        ]
+        return ["; ".join(parts)]
+
+
+#: How alike a name must be to be suggested, without its dashes.
+_ALIKE = 0.8
+#: Options that destroy, which are never suggested.
+_DESTRUCTIVE = frozenset({"--overwrite", "--delete-splits"})
+
+
+def _no_such_option(ctx: click.Context, name: str, known_options: Mapping[str, click.Option]) -> click.NoSuchOption:
+    """Return the error of an unknown option: near spellings, or the commands that have it."""
+    close = near_names(
+        name.partition("=")[0], [n for n, o in known_options.items() if not o.hidden and n not in _DESTRUCTIVE]
+    )
+    message = None
+    if not close and (commands := _commands_with(ctx, name)):
+        message = f"No such option {name!r}: it is an option of {' and '.join(f'quantkit {c}' for c in commands)}."
+    return click.NoSuchOption(name, message=message, possibilities=close, ctx=ctx)
+
+
+def near_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return names that ``name`` is probably a misspelling of."""
+    by_word = {known.strip("-"): known for known in names}
+    return [by_word[word] for word in get_close_matches(name.strip("-"), by_word, cutoff=_ALIKE)]
+
+
+def _commands_with(ctx: click.Context, name: str) -> list[str]:
+    """Return up to three commands with an option of this name, long enough to mean the same everywhere."""
+    root = ctx.find_root()
+    if len(name) < 5 or name in _DESTRUCTIVE or not isinstance(root.command, click.Group):
+        return []
+    commands = ((n, root.command.get_command(root, n)) for n in root.command.list_commands(root))
+    return [
+        n
+        for n, command in commands
+        if command is not None
+        and any(name in (*p.opts, *p.secondary_opts) and not getattr(p, "hidden", False) for p in command.params)
+    ][:3]
 
 
 def _fill_optional_values(args: list[str], known_options: Mapping[str, click.Option]) -> list[str]:
@@ -182,28 +252,107 @@ def _fill_optional_values(args: list[str], known_options: Mapping[str, click.Opt
 
 
 def _is_unknown(arg: str, known_options: Mapping[str, click.Option]) -> bool:
-    """Return whether ``arg`` is like -xyz, but neither an option, with =VALUE or not, nor one like -j4."""
-    if len(arg) < 3 or arg[0] != "-" or arg[1] == "-" or arg.partition("=")[0] in known_options:
+    """Return whether ``arg`` is like -xyz or --xyz, but no option like -j4."""
+    if len(arg) < 3 or arg[0] != "-":
         return False
+    if arg[1] == "-":
+        return True
     first = known_options.get(arg[:2])
     return first is None or first.is_flag or not arg[2].isdecimal()
 
 
+#: The order of headings in every help; a heading may go on in parentheses.
+HEADINGS = (
+    *(
+        "Model",
+        "Checkpoint",
+        "Adapter",
+        "Files",
+        "Recipe",
+        "Input",
+        "Text",
+        "Base logits",
+        "Base logits for quantkit kld",
+    ),
+    *("Tensor types", "Importance matrix and error feedback", "Metadata and shards", "Measurements", "Measurement"),
+    *("Comparison", "Selection", "Tests", "Model settings", "Sweep", "Target", "Constraints", "Solver", "Verification"),
+    *("Pareto front", "Further recordings", "Content", "Devices", "Run", "Output", "Other"),
+)
+
+
+def _rank(heading: str) -> int:
+    return HEADINGS.index(heading.partition(" (")[0])
+
+
 class GroupedCommand(WholeNames):
-    """A command whose help lists options by group, in order of declaration, and ignored ones last."""
+    """A command whose help lists options by group, in the order of ``HEADINGS``.
+
+    ``common`` names the parameters that --help shows; without them it shows all. --help-all also lists the options
+    that are accepted without effect.
+    """
+
+    def __init__(self, *args: Any, common: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.common = tuple(common)
+        self.params = [p for p in self.params if _claim_names(p, self.params)]
+        self.params.append(_help_all())
+
+    def invoke(self, ctx: click.Context) -> Any:
+        echo_notes(NoEffect.of(ctx).note())
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shows_all = not self.common or ctx.meta.get(_HELP_ALL, False)
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record is not None:
-                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records, col_max=34)
-        if without_effect := [o.opts[0] for o in self.get_params(ctx) if hasattr(o, "note")]:
+            if record is not None and (shows_all or param.name in self.common or not hasattr(param, "group")):
+                heading = getattr(param, "group", "Other")
+                groups.setdefault(heading if shows_all or heading == "Other" else "Options", []).append(record)
+        for heading in sorted(groups, key=lambda h: -1 if h == "Options" else _rank(h)):
+            with formatter.section(heading):
+                formatter.write_dl(groups[heading], col_max=34)
+        names = [p.opts[0] for p in self.get_params(ctx) if hasattr(p, "note")]
+        if names and ctx.meta.get(_HELP_ALL, False):
             with formatter.section("Accepted for compatibility with llama.cpp and ik_llama.cpp, without effect"):
-                formatter.write_text(", ".join(without_effect))
+                formatter.write_text(", ".join(names))
+
+
+_HELP_ALL = f"{__name__}.help_all"
+
+
+def _help_all() -> click.Option:
+    """Return the option --help-all."""
+
+    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_HELP_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return GroupedOption(
+        ["--help-all"],
+        group="Other",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show all options, also those accepted without effect.",
+    )
+
+
+def _claim_names(param: click.Parameter, params: Iterable[click.Parameter]) -> bool:
+    """Remove names of a compatibility option that another option has; return whether any name is left."""
+    if not is_compatible_only(param):
+        return True
+    taken = {n for p in params if not is_compatible_only(p) for n in (*p.opts, *p.secondary_opts)}
+    param.opts = [n for n in param.opts if n not in taken]
+    return bool(param.opts)
+
+
+def is_compatible_only(param: click.Parameter) -> bool:
+    """Return whether an option is only accepted, or refused, for command lines of other programs."""
+    return hasattr(param, "note") or hasattr(param, "reason")
 
 
 class UserError(click.ClickException):

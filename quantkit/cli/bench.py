@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import click
 
 from quantkit.bench import SWITCHES, Result, Setting, Test, bench, combinations
 from quantkit.cli._compat_options import ignored_options
-from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, MODEL, parse_kv_type, placement_from, placement_options
+from quantkit.cli._evaluation import MODEL, placement_from, placement_options
 from quantkit.cli._options import NUMBERS, GroupedCommand, on_command_line, option, setting
 from quantkit.cli._paths import MODEL_FILE
 from quantkit.cli._table import columns
+from quantkit.model.kv_types import KV_TYPES, join_kv_types
 from quantkit.names import printable, shorten
 from quantkit.units import format_count, format_size
 
@@ -55,13 +56,10 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @setting("-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", help="Logical batch size.")
 @setting("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", help="Physical batch size.")
 @setting(
-    *KV_NAMES,
-    group=_SETTINGS,
-    multiple=True,
-    default=["f16"],
-    callback=parse_kv_type,
-    help=f"Type of both K and V cache: {', '.join(KV_TYPES)}.",
+    "--kv-type", group=_SETTINGS, metavar="TYPE", default="f16", help=f"Type of both caches: {', '.join(KV_TYPES)}."
 )
+@option("-ctk", "--cache-type-k", "k_type", group=_SETTINGS, metavar="TYPE", help="Type of the K cache.")
+@option("-ctv", "--cache-type-v", "v_type", group=_SETTINGS, metavar="TYPE", help="Type of the V cache.")
 @switch("-fug", "--fused-up-gate", default="1", help="Fuse up and gate of dense layers and shared experts.")
 @switch("-fmoe", "--fused-moe", default="1", help="Fuse up and gate of experts.")
 @switch("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
@@ -89,7 +87,7 @@ def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str
     settings = combinations(
         n_batch=run["batch_size"],
         n_ubatch=run["ubatch_size"],
-        kv_type=_kv_types(run["kv_type"]),
+        kv_type=_kv_types(run),
         threads=run["threads"],
         **{name: [bool(x) for x in run[name]] for name in SWITCHES},
         placement=[placement_from(run)],
@@ -109,11 +107,20 @@ def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str
     PRINTERS[form](results)
 
 
-def _kv_types(text: str) -> list[str]:
-    types = [t.strip() for t in text.split(",")]
+def _kv_types(run: Mapping[str, Any]) -> list[str]:
+    """Return the types of caches: those of --kv-type, or all combinations of -ctk and -ctv."""
+    if run["k_type"] is None and run["v_type"] is None:
+        return _types(run["kv_type"], "--kv-type")
+    ks = _types(run["k_type"] or run["kv_type"], "-ctk")
+    vs = _types(run["v_type"] or run["kv_type"], "-ctv")
+    return [join_kv_types(k, v) for k in ks for v in vs]
+
+
+def _types(text: str, name: str) -> list[str]:
+    types = [t.strip().lower() for t in text.split(",")]
     for t in types:
         if t not in KV_TYPES:
-            raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint="-ctk")
+            raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint=name)
     return types
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored, refused_options
+from quantkit.cli._compat_options import CONVERT_REFUSED, Ignored, refuse_options
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
 from quantkit.cli._options import cache_arguments, echo_notes, on_command_line, option, options, start_nodes
@@ -65,7 +65,7 @@ _convert_options = options(
     ),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
     *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
-    refused_options,
+    refuse_options(CONVERT_REFUSED),
 )
 
 

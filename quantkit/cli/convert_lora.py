@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored, Refused
+from quantkit.cli._compat_options import LORA_REFUSED, Ignored, refuse_options
 from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL, Place
 from quantkit.cli._run_report import DryRunReport
@@ -32,17 +32,7 @@ _lora_options = options(
     click.option("--no-lazy", cls=Ignored, is_flag=True, note="tensors are never held back until the end"),
     click.option("--verbose", cls=Ignored, is_flag=True, note="--dry-run shows every tensor, --json as data"),
     click.option("--trust-remote-code", cls=Ignored, is_flag=True, note="no code of a checkpoint is ever run"),
-    click.option(
-        "--base-model-id",
-        cls=Refused,
-        reason="the base is a directory here: `hf download ID config.json --local-dir DIR`, then --base DIR",
-    ),
-    click.option(
-        "--bigendian",
-        cls=Refused,
-        is_flag=True,
-        reason="files are little-endian; gguf_convert_endian.py of llama.cpp converts finished ones",
-    ),
+    refuse_options(LORA_REFUSED),
 )
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate.passes import EvaluationOptions
     from quantkit.imatrix.covariance import Weighting
 
-_INPUT = "Model and text"
+_MODEL = "Model"
 _FILE: dict[str, Any] = {"group": FURTHER, "type": Place(), "metavar": "FILE"}
 
 FUSION_OFF = (
@@ -65,20 +65,20 @@ FUSION_OFF = (
 
 #: The options of a collection.
 collect_options = options(
-    option("-m", "--model", group=_INPUT, type=MODEL_FILE, help="GGUF file; any shard of a split model."),
+    option("-m", "--model", group=_MODEL, type=MODEL_FILE, help="GGUF file; any shard of a split model."),
     option(
-        "-f", "--file", "files", group=_INPUT, type=TEXT_FILE, multiple=True, help="Text file, - for stdin; repeatable."
+        "-f", "--file", "files", group=TEXT, type=TEXT_FILE, multiple=True, help="Text file, - for stdin; repeatable."
     ),
     option(
         "--chat",
-        group=_INPUT,
+        group=TEXT,
         type=TEXT_FILE,
         multiple=True,
         metavar="JSONL",
         help="Conversations, rendered by the model's chat template.",
     ),
-    option("-p", "--prompt", group=_INPUT, metavar="TEXT", help="Calibration text given inline."),
-    option("--tokens", group=_INPUT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
+    option("-p", "--prompt", group=TEXT, metavar="TEXT", help="Calibration text given inline."),
+    option("--tokens", group=TEXT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
     *declared_options(ImatrixOptions, (TEXT,)),
     option("-o", "--output", "--output-file", group=OUTPUT, type=IMATRIX_LOCAL, help="File to write [imatrix.gguf]."),
     option(

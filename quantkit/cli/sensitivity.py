@@ -13,7 +13,7 @@ import click
 from tqdm import tqdm
 
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, OUT, model_option, parse_kv_type
+from quantkit.cli._evaluation import OUT, kv_options, kv_type_from, model_option
 from quantkit.cli._options import (
     GroupedCommand,
     cache_arguments,
@@ -22,7 +22,6 @@ from quantkit.cli._options import (
     echo_notes,
     option,
     options,
-    setting,
     threads_option,
 )
 from quantkit.cli._paths import TEXT_FILE, Place
@@ -54,15 +53,7 @@ _declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RU
 )
 @_declared
 @threads_option
-@setting(
-    *KV_NAMES,
-    group=RUN,
-    multiple=True,
-    type=click.Choice(KV_TYPES, case_sensitive=False),
-    default=["f16"],
-    callback=parse_kv_type,
-    help="Type of both K and V cache.",
-)
+@kv_options
 @cache_option
 @cache_size_option
 @option("--resume", group=RUN, is_flag=True, help="Continue an interrupted run.")
@@ -99,6 +90,7 @@ def command(
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q4_K,Q8_0 --proxies-only -o S.json
     """
     cache_arguments(cache, cache_size)  # refuses a size without a cache
+    values["kv_type"] = kv_type_from(values)
     requested = SensitivityOptions(threads=threads or None, cache=cache, cache_size=cache_size, **values)
     with closing(_Bar()) as bar:
         result = sensitivity(model, output, files, options=requested, progress=bar.update)

@@ -15,7 +15,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 NAMES = ("merged", "separate", "both")
 FILLS: tuple[str, ...] = get_args(Fill)
 #: Headings of --help.
-TEXT, OUTPUT, FURTHER = "Text options", "Output", "Further recordings"
+TEXT, OUTPUT, FURTHER = "Text", "Output", "Further recordings"
 
 
 @dataclass(frozen=True, kw_only=True)
