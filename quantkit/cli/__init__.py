@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli._guesses import answer, command_of
 from quantkit.cli._options import UserError, WholeNames
 from quantkit.errors import QuantkitError
 from quantkit.names import printable
@@ -50,6 +51,15 @@ class LazyGroup(WholeNames, click.Group):
             return super().invoke(ctx)
         except QuantkitError as e:
             raise UserError(e) from e
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names, or another name of it."""
+        name = command_of(args[0])
+        if name not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(answer(args[0], args[1:], list(COMMANDS)), ctx)
+        return super().resolve_command(ctx, [name if name in COMMANDS else args[0], *args[1:]])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from quantkit.cli._compat_options import ignored_options
+from quantkit.cli._json import json_option as declare_json
 from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
 from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
@@ -33,9 +35,47 @@ RUN = "Run"
 OUT = "Output"
 
 
-model_option = option(
-    "-m", "--model", group=MODEL, type=MODEL_FILE, required=True, help="GGUF file; any shard of a split model."
+#: A model of the Hub instead of a file; ``hub_model`` takes the values.
+hub_options = options(
+    option(
+        "-hf",
+        "-hfr",
+        "--hf-repo",
+        "hf_repo",
+        group=MODEL,
+        metavar="ORG/REPO[:TYPE]",
+        help="Download the model from the Hugging Face Hub, once; TYPE is Q4_K_M if omitted.",
+    ),
+    option("-hff", "--hf-file", "hf_file", group=MODEL, metavar="FILE", help="File of -hf, instead of TYPE."),
 )
+
+
+def hub_model(model: Path | None, hf_repo: str | None, hf_file: str | None) -> Path | None:
+    """Return the model of -m, or download that of -hf; None if neither is given."""
+    if hf_repo is None:
+        if hf_file is not None:
+            raise click.UsageError("-hff names a file of -hf ORG/REPO: give both")
+        return model
+    if model is not None:
+        raise click.UsageError(f"the model is {model} and {hf_repo}: give one of -m and -hf")
+    from quantkit.formats.remote.hub import download_model
+
+    return download_model(hf_repo, hf_file, lambda line: click.echo(line, err=True))
+
+
+def model_option(function: F) -> F:
+    """Declare -m and -hf, one of which a command needs."""
+
+    @wraps(function)
+    def run(*args: Any, model: Path | None, hf_repo: str | None, hf_file: str | None, **values: Any) -> Any:
+        model = hub_model(model, hf_repo, hf_file)
+        if model is None:
+            raise click.UsageError("Missing option '-m' / '--model'.")
+        return function(*args, model=model, **values)
+
+    declare = option("-m", "--model", group=MODEL, type=MODEL_FILE, help="GGUF file; any shard of a split model.")
+    return cast(F, options(declare, hub_options)(run))
+
 
 #: Values of -sm; the last two are ik_llama.cpp's.
 SPLIT_MODES = ("none", "layer", "row", "tensor", "graph", "attn")
@@ -293,7 +333,7 @@ text_options = options(
 )
 
 json_option = options(
-    option("--json", "json_to", group=OUT, metavar="FILE|-", help="Write the result as JSON; - prints only that."),
+    declare_json(raw=True),
     option("--overwrite", group=OUT, is_flag=True, help="Replace existing outputs."),
 )
 

@@ -295,10 +295,16 @@ class GroupedCommand(WholeNames):
         super().__init__(*args, **kwargs)
         self.common = tuple(common)
         self.params = [p for p in self.params if _claim_names(p, self.params)]
+        for param in list(self.params):
+            if (prepare := getattr(param, "prepare", None)) is not None:
+                prepare(self.params)
         self.params.append(_help_all())
 
     def invoke(self, ctx: click.Context) -> Any:
         echo_notes(NoEffect.of(ctx).note())
+        for value in ctx.params.values():
+            if (hold := getattr(value, "hold_file", None)) is not None:
+                hold(ctx)
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -463,7 +469,6 @@ plan_options = options(
     option("--resume", group="Run", is_flag=True, help="Continue an interrupted run."),
     option("--overwrite", group="Run", is_flag=True, help="Replace an existing output."),
     option("--dry-run", group="Output", is_flag=True, help="Print the plan only."),
-    option("--json", "as_json", group="Output", is_flag=True, help="Print the summary as JSON."),
 )
 
 

@@ -14,7 +14,7 @@ import click
 
 from quantkit.bench import SWITCHES, Result, Setting, Test, bench, combinations
 from quantkit.cli._compat_options import ignored_options
-from quantkit.cli._evaluation import MODEL, placement_from, placement_options
+from quantkit.cli._evaluation import MODEL, hub_model, hub_options, placement_from, placement_options
 from quantkit.cli._options import NUMBERS, GroupedCommand, on_command_line, option, setting
 from quantkit.cli._paths import MODEL_FILE
 from quantkit.cli._table import columns
@@ -40,10 +40,10 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
     "models",
     group=MODEL,
     type=MODEL_FILE,
-    required=True,
     multiple=True,
     help="Model file; repeatable.",
 )
+@hub_options
 @setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Prompt lengths.")
 @setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="Numbers of tokens to generate.")
 @option(
@@ -70,7 +70,16 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @ignored_options
 @setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Output format.")
 @option("--progress", group=_OUT, is_flag=True, help="Report progress on stderr.")
-def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str, progress: bool, **run: Any) -> None:
+def command(
+    models: Sequence[Path],
+    hf_repo: str | None,
+    hf_file: str | None,
+    repetitions: int,
+    no_warmup: bool,
+    form: str,
+    progress: bool,
+    **run: Any,
+) -> None:
     """Measure prompt processing and generation speed, as llama-bench does.
 
     ppN processes a prompt of N tokens, tgN generates N tokens. GB/s counts the weights and caches that generation
@@ -82,6 +91,10 @@ def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str
     quantkit bench -m model.gguf -p 512,2048 -n 64 -d 0,4096 -o json
     quantkit bench -m moe.gguf -fmoe 0,1 -muge 0,1
     """
+    if (download := hub_model(None, hf_repo, hf_file)) is not None:
+        models = [*models, download]
+    if not models:
+        raise click.UsageError("Missing option '-m' / '--model'.")
     tests = _tests(run["n_prompt"], run["n_gen"], run["both"], run["n_depth"])
     run["merge_up_gate"] = run.pop("merge_up_gate_experts")
     settings = combinations(

@@ -9,7 +9,8 @@ import click
 
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.cli._options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting
 from quantkit.cli._paths import Place
 from quantkit.names import printable
 from quantkit.units import format_size
@@ -34,7 +35,7 @@ _TEXT, _OUT = "Text", "Output"
     help="Directory for calibration.txt, evaluation.txt, manifest.json.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace the files of an earlier run.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the manifest.")
+@json_option("the manifest")
 def command(
     inputs: tuple[Path, ...],
     size: int,
@@ -44,7 +45,7 @@ def command(
     include: tuple[str, ...],
     output: Path,
     overwrite: bool,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Build a calibration text and an evaluation text that share no passage.
 
@@ -62,7 +63,7 @@ def command(
         inputs, output, size=size, heldout=heldout, seed=seed, passage=passage, include=include, overwrite=overwrite
     )
     echo_notes(corpus.notes)
-    click.echo(to_json(corpus.manifest()) if as_json else "\n".join(_lines(corpus, output)))
+    json_to.print(lambda: "\n".join(_lines(corpus, output)), corpus.manifest)
 
 
 def _lines(corpus: Corpus, output: Path) -> Iterator[str]:

@@ -11,6 +11,7 @@ import click
 from quantkit.cli._compat_options import CONVERT_REFUSED, Ignored, refuse_options
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
+from quantkit.cli._json import JsonOutput
 from quantkit.cli._options import cache_arguments, echo_notes, on_command_line, option, options, start_nodes
 from quantkit.cli._table import table
 from quantkit.cli.quantize import (
@@ -63,6 +64,7 @@ _convert_options = options(
         callback=_list_all,
         help="List supported model classes.",
     ),
+    option("--remote", group=CHECKPOINT, is_flag=True, help="DIR is a repository of the Hugging Face Hub: hf://DIR."),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
     *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
     refuse_options(CONVERT_REFUSED),
@@ -84,12 +86,13 @@ def command(
     measure_error: bool,
     plot: Path | None,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     prune_layers: str | None,
     split_max_size: int | None,
     cache: Path | None,
     cache_size: int | None,
     outfile: str | None,
+    remote: bool,
     **values: Any,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF; with TYPE, quantize it in the same pass.
@@ -105,6 +108,7 @@ def command(
     are not of one 16-bit type (float8, F32).
     """
     folder, output, type_name, positional = _positionals(arguments)
+    folder = f"hf://{folder}" if remote and not folder.startswith("hf://") else folder
     if values["like"] is not None:
         type_name = type_name or LIKE
     if outfile is not None and output is not None:
@@ -136,9 +140,9 @@ def command(
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:
-        print_dry_run(plan, run_options, as_json=as_json)
+        print_dry_run(plan, run_options, json_to=json_to)
         return
-    run_plan(plan, max_ram, run_options, as_json=as_json, plot=plot)
+    run_plan(plan, max_ram, run_options, json_to=json_to, plot=plot)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

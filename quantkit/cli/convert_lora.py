@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.cli._compat_options import LORA_REFUSED, Ignored, refuse_options
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL, Place
 from quantkit.cli._run_report import DryRunReport
@@ -29,6 +29,7 @@ _lora_options = options(
     ),
     option("--outfile", group=_FILE, metavar="FILE", help="Same as OUT.gguf."),
     plan_options,
+    json_option(),
     click.option("--no-lazy", cls=Ignored, is_flag=True, note="tensors are never held back until the end"),
     click.option("--verbose", cls=Ignored, is_flag=True, note="--dry-run shows every tensor, --json as data"),
     click.option("--trust-remote-code", cls=Ignored, is_flag=True, note="no code of a checkpoint is ever run"),
@@ -48,7 +49,7 @@ def command(
     outfile: str | None,
     max_ram: int,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     **run: Any,
 ) -> None:
     """Convert a PEFT LoRA adapter to a GGUF file for llama.cpp's --lora.
@@ -68,7 +69,7 @@ def command(
     echo_notes(plan.notes)
     if dry_run:
         report = DryRunReport(plan, refusal(plan, resume=run["resume"], overwrite=run["overwrite"]))
-        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+        json_to.print(report.text, report.as_dict)
         return
     run_options: RunOptions = {name: run[name] for name in ("threads", "resume", "overwrite", "ray")}  # type: ignore[assignment]
-    run_plan(plan, max_ram, run_options, as_json=as_json)
+    run_plan(plan, max_ram, run_options, json_to=json_to)

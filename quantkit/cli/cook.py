@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from tqdm import tqdm
 
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
 from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._table import fold, table
@@ -69,7 +69,7 @@ _cook_options = options(
     option("-o", "--output", group=_OUT, type=_FOLDER, metavar="DIR", help="Output directory [NAME-cooked]."),
     option("--overwrite", group=_OUT, is_flag=True, help="With init: replace an existing file."),
     option("--dry-run", group=_OUT, is_flag=True, help="Print the plan only: states and times of all steps."),
-    option("--json", "as_json", group=_OUT, is_flag=True, help="Print the plan or the result as JSON."),
+    json_option("the plan or the result"),
 )
 
 
@@ -78,7 +78,7 @@ _cook_options = options(
     "arguments", nargs=-1, metavar="IN TARGET... | CONFIG.toml [TARGET...] | init [CONFIG.toml]", required=True
 )
 @_cook_options
-def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: Any) -> None:
+def command(arguments: tuple[str, ...], dry_run: bool, json_to: JsonOutput, **values: Any) -> None:
     """Cook a model: from a checkpoint, or a 16-bit GGUF file, to quantized files with a report.
 
     Converts, builds a corpus, an importance matrix and base logits, searches the best types where a TARGET is a goal,
@@ -105,9 +105,9 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: 
     if dry_run:
         plan = plan_cook(config)
         echo_notes(plan.notes)
-        click.echo(json.dumps(_plan_dict(plan), indent=2) if as_json else _plan_text(plan))
+        json_to.print(lambda: _plan_text(plan), lambda: _plan_dict(plan))
         return
-    printer = _ProgressPrinter(quiet=as_json)
+    printer = _ProgressPrinter(quiet=json_to.only)
     try:
         with interruptible():
             result = cook(config, observer=printer)
@@ -118,7 +118,7 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: 
         sys.exit(130)
     finally:
         printer.close()
-    click.echo(json.dumps(_result_dict(result), indent=2) if as_json else _result_text(result))
+    json_to.print(lambda: _result_text(result), lambda: _result_dict(result))
 
 
 def _option_name(name: str) -> str:

@@ -13,7 +13,8 @@ import click
 
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import Bar, evaluation_options, ids_file, run_options
+from quantkit.cli._evaluation import Bar, evaluation_options, hub_model, hub_options, ids_file, run_options
+from quantkit.cli._json import JsonOutput
 from quantkit.cli._options import (
     SHARE,
     claim,
@@ -63,9 +64,13 @@ FUSION_OFF = (
     " the inputs of some weights"
 )
 
+#: Switches of fusion, by the end of their parameter names.
+_FUSIONS = {"up_gate": "-fug", "moe": "-fmoe", "qkv": "-fqkv", "launches": "-flaunch"}
+
 #: The options of a collection.
 collect_options = options(
     option("-m", "--model", group=_MODEL, type=MODEL_FILE, help="GGUF file; any shard of a split model."),
+    hub_options,
     option(
         "-f", "--file", "files", group=TEXT, type=TEXT_FILE, multiple=True, help="Text file, - for stdin; repeatable."
     ),
@@ -120,6 +125,7 @@ collect_options = options(
 
 def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
     """Collect, merge or show, as the options request."""
+    values = {**values, "model": hub_model(values["model"], values["hf_repo"], values["hf_file"])}
     in_files = [located(name) for names in values["in_files"] for name in names.split(",") if name]
     if values["show_statistics"]:
         _show(ctx, in_files)
@@ -133,10 +139,10 @@ def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
         return
     if values["model"] is None or not has_text:
         raise click.UsageError("give a model (-m) and a text (-f, -p, --chat or --tokens), or a command such as show")
-    if any(
-        values[name] and on_command_line(name) for name in ("fused_up_gate", "fused_moe", "fused_qkv", "fused_launches")
-    ):
-        raise click.UsageError(f"{FUSION_OFF}; omit -fug and -fmoe")
+    if ignored := [
+        option for name, option in _FUSIONS.items() if values[f"fused_{name}"] and on_command_line(f"fused_{name}")
+    ]:
+        echo_notes([f"{', '.join(ignored)}: nothing is fused here"])
     if values["plot"] is not None:
         if not values["layer_similarity"]:
             raise click.UsageError(
@@ -311,7 +317,7 @@ def _figure(model: Path, similarity: Sequence[Similarity]) -> Figure:
 def _show(ctx: click.Context, in_files: Sequence[Path]) -> None:
     if not in_files:
         raise click.UsageError("--show-statistics needs an --in-file")
-    ctx.invoke(show, path=in_files[0], per_tensor=True)
+    ctx.invoke(show, path=in_files[0], per_tensor=True, json_to=JsonOutput(None))
 
 
 def _merge_only(output: Path, in_files: Sequence[Path], values: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli._options import DiffError, GroupedCommand, json_value, option, setting, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import DiffError, GroupedCommand, json_value, option, setting
 from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli._table import format_list, table
 from quantkit.cli.imatrix_show import experts_of
@@ -37,9 +38,15 @@ _ROWS, _NAME = 12, 48
 )
 @option("--fail-above", group=_OUT, type=float, metavar="X", help="Exit with 1 above this relative difference.")
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every weight, not only the most different.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+@json_option()
 def diff(
-    a: Path, b: Path, model: Path | None, min_tokens: int, fail_above: float | None, per_tensor: bool, as_json: bool
+    a: Path,
+    b: Path,
+    model: Path | None,
+    min_tokens: int,
+    fail_above: float | None,
+    per_tensor: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Compare two importance matrices of either format as an encoder sees them: by mean squares.
 
@@ -60,10 +67,9 @@ def diff(
     except QuantkitError as e:
         raise DiffError(e) from e
     beyond = [] if fail_above is None else result.beyond(fail_above)
-    click.echo(
-        to_json(_as_dict(a, b, result, beyond))
-        if as_json
-        else _text(a, b, result, beyond, fail_above, per_tensor=per_tensor)
+    json_to.print(
+        lambda: _text(a, b, result, beyond, fail_above, per_tensor=per_tensor),
+        lambda: _as_dict(a, b, result, beyond),
     )
     sys.exit(1 if beyond else 0)
 

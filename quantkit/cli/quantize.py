@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored
+from quantkit.cli._compat_options import QUANTIZE_REFUSED, Ignored, refuse_options
 from quantkit.cli._declared_options import NO_FILE, declared_options
 from quantkit.cli._feedback_report import check_feedback_plot, write_feedback_plot
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
     SIZE,
     F,
@@ -76,7 +76,7 @@ def gpu_arguments(values: dict[str, Any], ray: str | None) -> RunOptions:
     }
 
 
-def print_dry_run(plan: Plan, run_options: RunOptions, *, as_json: bool) -> None:
+def print_dry_run(plan: Plan, run_options: RunOptions, *, json_to: JsonOutput) -> None:
     """Print the plan of a run, which GPUs it would use on this machine, and whether it would be refused."""
     from quantkit.cli._run_report import DryRunReport
     from quantkit.pipeline.gpu.choice import gpus_for
@@ -88,7 +88,7 @@ def print_dry_run(plan: Plan, run_options: RunOptions, *, as_json: bool) -> None
     report = DryRunReport(
         plan, refused, forecast_cache(plan, run_options.get("cache"), measure=run_options["measure_error"])
     )
-    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+    json_to.print(report.text, report.as_dict)
 
 
 class QuantizeCommand(GroupedCommand):
@@ -156,7 +156,7 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Plot the effect of error feedback by class and layer: .svg, .png or .pdf.",
     ),
     "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Print the plan only: every type with its reason."),
-    "json": option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
+    "json": json_option(),
 }
 
 
@@ -171,6 +171,7 @@ def quantize_options(without: Collection[str] = ()) -> Callable[[F], F]:
     "arguments", nargs=-1, metavar="IN.gguf [OUT.gguf] TYPE [THREADS]", required=True, shell_complete=complete_targets
 )
 @quantize_options()
+@refuse_options(QUANTIZE_REFUSED)
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
@@ -184,7 +185,7 @@ def command(
     measure_error: bool,
     plot: Path | None,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     prune_layers: str | None,
     cache: Path | None,
     cache_size: int | None,
@@ -256,30 +257,32 @@ def command(
             [f"--partial-requant: {n_files - len(plan.shards)} of {n_files} files of the output are there already"]
         )
         if not plan.shards:
-            click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
+            json_to.print(lambda: "nothing to do", DryRunReport(plan).as_dict)
             return
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:
-        print_dry_run(plan, run_options, as_json=as_json)
+        print_dry_run(plan, run_options, json_to=json_to)
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
-    run_plan(plan, max_ram, run_options, as_json=as_json, plot=plot)
+    run_plan(plan, max_ram, run_options, json_to=json_to, plot=plot)
 
 
-def run_plan(plan: Plan, max_ram: int, run_options: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:
+def run_plan(
+    plan: Plan, max_ram: int, run_options: RunOptions, *, json_to: JsonOutput, plot: Path | None = None
+) -> None:
     """Run a plan with progress, print the summary, and ``plot`` the effect of error feedback."""
     from quantkit.cli._run_report import RunReport
     from quantkit.pipeline.feedback_report import feedback_report
     from quantkit.quantize import run_quantize
 
-    run = RunReport(plan, quiet=as_json)
+    run = RunReport(plan, quiet=json_to.only)
     with run.show_progress("what is done is kept, continue with --resume"):
         observed: RunOptions = {**run_options, "observer": run}
         result = run_quantize(plan, max_ram=max_ram, **observed)
     echo_notes(result.run.cache.notes if result.run.cache is not None else ())
-    click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
+    json_to.print(lambda: run.text(result), lambda: run.as_dict(result))
     if plot is not None:
         write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
 

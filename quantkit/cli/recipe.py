@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
     DiffError,
     GPULayers,
@@ -18,7 +19,6 @@ from quantkit.cli._options import (
     echo_notes,
     option,
     setting,
-    to_json,
 )
 from quantkit.cli._paths import IMATRIX_FILE, MODEL_FILE, Place
 from quantkit.cli._table import fold, format_list, table
@@ -46,7 +46,7 @@ _model = option("-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model of 
 _type = setting(
     "--type", "title", group=_RECIPE, metavar="TYPE", default="COPY", help="TYPE of quantize, where no rule matches."
 )
-_json = option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+_json = json_option()
 
 
 class RecipeGroup(WholeNames, click.Group):
@@ -88,7 +88,7 @@ def lint_command(
     runtime: str | None,
     title: str,
     imatrix: Path | None,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Check a recipe by itself, and with -m against a model.
 
@@ -96,13 +96,10 @@ def lint_command(
     """
     findings = lint(recipe, model=model, dialect=dialect, runtime=runtime, title=title, imatrix=imatrix is not None)
     errors = sum(f.severity == "error" for f in findings)
-    if as_json:
-        rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in findings]
-        click.echo(to_json({"recipe": str(recipe), "errors": errors, "findings": rows}))
-    else:
-        for f in findings:
-            click.echo(fold(f"{f.severity}: {f.code}: {printable(f.message)}", 2))
-        click.echo(f"{errors} errors, {len(findings) - errors} warnings" if findings else "nothing found")
+    rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in findings]
+    lines = [fold(f"{f.severity}: {f.code}: {printable(f.message)}", 2) for f in findings]
+    lines.append(f"{errors} errors, {len(findings) - errors} warnings" if findings else "nothing found")
+    json_to.print(lambda: "\n".join(lines), lambda: {"recipe": str(recipe), "errors": errors, "findings": rows})
     sys.exit(1 if errors else 0)
 
 
@@ -147,7 +144,7 @@ def show_command(
     n_cpu_moe: int,
     gpus: int,
     layers: bool,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Show the types and sizes of a recipe on a model, or of a GGUF file: by class, layer and device.
 
@@ -166,8 +163,8 @@ def show_command(
         cpu_moe=cpu_moe,
         n_cpu_moe=n_cpu_moe,
     )
-    click.echo(to_json(_contents_dict(contents)) if as_json else _contents_text(contents, layers=layers))
-    if not as_json:
+    json_to.print(lambda: _contents_text(contents, layers=layers), lambda: _contents_dict(contents))
+    if not json_to.only:
         echo_notes(contents.notes)
 
 
@@ -293,7 +290,7 @@ def _replacement(text: str) -> tuple[TensorType, TensorType]:
 @_type
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor that differs.")
 @_json
-def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: bool, as_json: bool) -> None:
+def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: bool, json_to: JsonOutput) -> None:
     """Compare the tensor types of two recipes or GGUF files; without any model, compare rules.
 
     Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
@@ -302,7 +299,7 @@ def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: b
         result = diff(a, b, model=model, title=title)
     except QuantkitError as e:
         raise DiffError(e) from e
-    click.echo(to_json(_diff_dict(result)) if as_json else _differences(result, full=per_tensor))
+    json_to.print(lambda: _differences(result, full=per_tensor), lambda: _diff_dict(result))
     sys.exit(0 if result.identical else 1)
 
 

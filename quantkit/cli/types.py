@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, claim, option
 from quantkit.cli._paths import Place, preset_use
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
@@ -60,8 +60,8 @@ TYPE may also be any weight type that `quantkit types` lists, unmixed."""
 )
 @option("--plot", group=_OUT, type=FILE, metavar="FILE", help="Plot error against bits per weight: .svg, .png, .pdf.")
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing plot.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
-def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, as_json: bool) -> None:
+@json_option("the tables")
+def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, json_to: JsonOutput) -> None:
     """List the tensor types of llama.cpp and ik_llama.cpp, with --presets also their presets."""
     types = [t for t in TYPES if tree is None or t.is_in(tree)]
     selected = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
@@ -69,15 +69,11 @@ def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool,
         kind, plot = check_plot(plot), claim(plot, overwrite=overwrite)
         with atomic_write(plot) as part:
             part.write_bytes(draw(_figure(types), kind))
-    if as_json:
-        result: dict[str, Any] = {"types": [_type_dict(t) for t in types]}
-        if presets:
-            result |= {"presets": [_preset_dict(p) for p in selected], "aliases": PRESET_ALIASES}
-        click.echo(json.dumps(result, indent=2))
-        return
-    click.echo(_type_table(types))
+    result: dict[str, Any] = {"types": [_type_dict(t) for t in types]}
     if presets:
-        click.echo("\n" + _preset_table(selected))
+        result |= {"presets": [_preset_dict(p) for p in selected], "aliases": PRESET_ALIASES}
+    tables = [_type_table(types), *([_preset_table(selected)] if presets else [])]
+    json_to.print(lambda: "\n\n".join(tables), lambda: result)
 
 
 def _type_table(types: list[TensorType]) -> str:
