@@ -78,6 +78,8 @@ def _loads(merge: MergePlan) -> str:
 def _end(result: RunResult | None, refused: str | None) -> str:
     if result is None:
         return dry_run_line(refused)
+    if result.was_complete:
+        return "already complete"
     return "\n".join([f"written in {format_seconds(result.seconds)}", *nodes_line(result)])
 
 
