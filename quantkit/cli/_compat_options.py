@@ -129,11 +129,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         _TASKS,
         "--hellaswag --hellaswag-tasks= --winogrande --winogrande-tasks= --multiple-choice --multiple-choice-tasks=",
     ),
-    (
-        "a binary file belongs to --multiple-choice, which is not available; give a text with -f, token ids with "
-        "--tokens @FILE.i32",
-        "-bf|--binary-file=",
-    ),
+    (f"{_TASKS}. Texts are given with -f, token ids with --tokens @FILE.i32", "-bf|--binary-file="),
     ("texts are used as they are: write a line break as a line break", "-e|--escape"),
     (_ROPE.format(key="freq_base", value="N"), "--rope-freq-base="),
     (_ROPE.format(key="scaling.factor", value="N (1 / N of --rope-freq-scale)"), "--rope-scale= --rope-freq-scale="),

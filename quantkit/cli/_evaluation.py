@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._json import json_option as declare_json
-from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
+from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, threads_option, to_json
 from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import atomic_write, check_apart, read_text
@@ -266,7 +266,7 @@ _ON: dict[str, Any] = {"group": RUN, "default": True}
 run_options = options(
     setting("-b", "--batch-size", "n_batch", group=RUN, type=_COUNT, default=2048, help="Logical batch size."),
     setting("-ub", "--ubatch-size", "n_ubatch", group=RUN, type=_COUNT, default=512, help="Physical batch size."),
-    option("-t", "--threads", group=RUN, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
+    threads_option,
     kv_options,
     option("-fug/-no-fug", "--fused-up-gate/--no-fused-up-gate", **_ON, help="Fuse dense up+gate (default)."),
     option("-fmoe/-no-fmoe", "--fused-moe/--no-fused-moe", **_ON, help="Fuse up+gate of experts (default)."),

@@ -118,6 +118,33 @@ def _range(text: str) -> list[int]:
 NUMBERS = Numbers()
 
 
+class Names(click.Choice):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.2
+    """One of some names, which may have other spellings; the value is the name inside quantkit."""
+
+    def __init__(self, names: Mapping[str, str], spellings: Mapping[str, str]) -> None:
+        super().__init__(list(names), case_sensitive=False)
+        self.values = {**names, **{spelling: names[name] for spelling, name in spellings.items() if name in names}}
+        self.values |= {value: value for value in names.values()}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        known = self.values.get(str(value).lower())
+        return super().convert(value, param, ctx) if known is None else known
+
+
+#: Other spellings of llama.cpp and ik_llama.cpp on the command line, where help shows ``llama.cpp`` and ``ik``.
+SPELLINGS = {
+    **dict.fromkeys(("mainline", "llama", "llama-cpp"), "llama.cpp"),
+    **dict.fromkeys(("ik_llama.cpp", "ik_llama", "ik-llama.cpp", "ik-llama"), "ik"),
+    "ours": "quantkit",
+}
+
+
+def project_names(values: Iterable[str]) -> Names:
+    """Return the type of an option whose value is a project, or a dialect, by its name inside quantkit."""
+    shown = {"mainline": "llama.cpp", "ik_llama.cpp": "ik", "ours": "quantkit"}
+    return Names({shown.get(value, value): value for value in values}, SPELLINGS)
+
+
 class Chunks(_Int):
     """A number of chunks; -1 becomes None, all."""
 
@@ -398,14 +425,9 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return declare
 
 
-#: -j, for commands that work tensor by tensor.
+#: -j, -t or --threads of all commands.
 threads_option = option(
-    "-j",
-    "-t",
-    "--threads",
-    group="Run",
-    type=click.IntRange(0),
-    help="Worker threads; 0 or by default, all CPUs.",
+    "-j", "-t", "--threads", group="Run", type=click.IntRange(0), help="Threads; 0 (default): all CPUs."
 )
 
 

@@ -52,7 +52,7 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @setting("-d", "--n-depth", group=_TESTS, type=NUMBERS, default="0", help="Tokens in the context before each test.")
 @setting("-r", "--repetitions", group=_TESTS, type=click.IntRange(1), default=5, help="Repetitions of each test.")
 @option("--no-warmup", group=_TESTS, is_flag=True, help="Skip the warm-up run.")
-@option("-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0 (default): all CPUs.")
+@option("-j", "-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0 (default): all CPUs.")
 @setting("-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", help="Logical batch size.")
 @setting("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", help="Physical batch size.")
 @setting(

@@ -12,7 +12,18 @@ import click
 from tqdm import tqdm
 
 from quantkit.cli._json import JsonOutput, json_option
-from quantkit.cli._options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
+from quantkit.cli._options import (
+    SIZE,
+    GroupedCommand,
+    claim,
+    echo_notes,
+    on_command_line,
+    option,
+    options,
+    project_names,
+    setting,
+    threads_option,
+)
 from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._table import fold, table
 from quantkit.formats.outputs import atomic_write
@@ -57,14 +68,14 @@ _cook_options = options(
     setting(
         "--runtime",
         group=_MODEL,
-        type=click.Choice(["llama.cpp", "ik_llama.cpp"]),
+        type=project_names(("llama.cpp", "ik_llama.cpp")),
         default="llama.cpp",
         help="Runtime whose types a search may use.",
     ),
     option("--no-check", group=_MODEL, is_flag=True, help="Skip measuring the divergence of the outputs."),
     option("--no-report", group=_MODEL, is_flag=True, help="Skip the report."),
     option("-m", "--model", group=_MODEL, type=Place(exists=True), help="With init: the model."),
-    option("-t", "-j", "--threads", group=_RUN, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
+    threads_option,
     option("--max-ram", group=_RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
     option("-o", "--output", group=_OUT, type=_FOLDER, metavar="DIR", help="Output directory [NAME-cooked]."),
     option("--overwrite", group=_OUT, is_flag=True, help="With init: replace an existing file."),

@@ -18,6 +18,7 @@ from quantkit.cli._options import (
     claim,
     echo_notes,
     option,
+    project_names,
     setting,
 )
 from quantkit.cli._paths import IMATRIX_FILE, MODEL_FILE, Place
@@ -39,8 +40,8 @@ _from = option(
     "--from",
     "dialect",
     group=_RECIPE,
-    type=click.Choice(DIALECTS),
-    help="Dialect of the recipe; by default detected.",
+    type=project_names(DIALECTS),
+    help="Dialect of the recipe.  [default: detected]",
 )
 _model = option("-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model of the recipe; only headers are read.")
 _type = setting(
@@ -74,7 +75,7 @@ def command() -> None:
 @_model
 @_from
 @option(
-    "--for", "runtime", group=_RECIPE, type=click.Choice(["mainline", "ik"]), help="Runtime that must load the result."
+    "--for", "runtime", group=_RECIPE, type=project_names(("mainline", "ik")), help="Runtime that must load the result."
 )
 @_type
 @option(
@@ -237,7 +238,7 @@ def _contents_dict(contents: RecipeSummary) -> dict[str, Any]:
 )
 @click.argument("source", metavar="IN", type=_FILE)
 @click.argument("output", metavar="OUT", type=Place(dir_okay=False, allow_dash=True))
-@setting("--to", group=_RECIPE, type=click.Choice(DIALECTS), default="ours", help="Dialect of OUT.")
+@setting("--to", group=_RECIPE, type=project_names(DIALECTS), default="quantkit", help="Dialect of OUT.")
 @_from
 @_model
 @option(

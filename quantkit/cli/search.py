@@ -25,6 +25,7 @@ from quantkit.cli._options import (
     option,
     options,
     setting,
+    threads_option,
 )
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
@@ -100,7 +101,7 @@ _search_options = options(
         type=_NEW,
         help="Recipe to write, for `quantkit quantize -r`.  [default: print it]",
     ),
-    option("-t", "--threads", group=_OUT, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
+    threads_option,
     json_option,
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from quantkit.cli._json import JsonOutput, json_option
-from quantkit.cli._options import GroupedCommand, claim, option
+from quantkit.cli._options import GroupedCommand, claim, option, project_names
 from quantkit.cli._paths import Place, preset_use
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.cli._table import table
@@ -54,9 +54,11 @@ TYPE may also be any weight type that `quantkit types` lists, unmixed."""
 @option("--presets", group=_SCOPE, is_flag=True, help="Also list presets.")
 @option(
     "--tree",
+    "--runtime",
+    "tree",
     group=_SCOPE,
-    type=click.Choice(["mainline", "ik"]),
-    help="Only types of this runtime: mainline is llama.cpp.",
+    type=project_names(("mainline", "ik")),
+    help="List only types that this runtime loads.",
 )
 @option("--plot", group=_OUT, type=FILE, metavar="FILE", help="Plot error against bits per weight: .svg, .png, .pdf.")
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing plot.")

@@ -34,7 +34,7 @@ class QuantizeOptions(Options):
 
     rules: str | None = option(
         None,
-        "Type rules, fallbacks and tensor order of llama.cpp (mainline) or ik_llama.cpp (ik).  [default: TYPE's own]",
+        "Whose type rules, fallbacks and tensor order to follow.  [default: those of TYPE's project]",
         TYPES,
         choices=RULES,
         example='"ik"',
@@ -138,7 +138,7 @@ class QuantizeOptions(Options):
     )
     encoder: str | None = option(
         None,
-        "Encoder of types that both trees have.  [default: mainline (llama.cpp), ik if interleaved]",
+        "Whose encoder to use for types that both have.  [default: llama.cpp; ik for interleaved types]",
         TYPES,
         choices=ENCODERS,
         example='"ik"',
