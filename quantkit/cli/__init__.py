@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from quantkit.cli._guesses import answer, command_of
+from quantkit.cli._help import WIDTH
 from quantkit.cli._options import UserError, WholeNames
 from quantkit.errors import QuantkitError
 from quantkit.names import printable
@@ -76,7 +77,7 @@ class LazyGroup(WholeNames, click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
 @click.version_option(__version__, prog_name="quantkit")
 def cli() -> None:
     """Quantize, convert and validate GGUF models, offline and byte-exact.

@@ -120,7 +120,7 @@ placement_options = options(
         group=RUN,
         type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
         default="cpu",
-        help="Device that computes; cuda: all of the model without -ngl and -ot; auto: cuda if available.",
+        help="Device that computes: cuda is all layers on GPUs, without -ngl and -ot; auto is cuda if available.",
     ),
     option(
         "-ngl",
@@ -129,7 +129,7 @@ placement_options = options(
         "gpu_layers",
         group=RUN,
         type=GPULayers(),
-        help="Offload the last N layers, or all, to GPUs.",
+        help="Offload the last N layers to GPUs, or all.",
     ),
     option(
         "-ot",
@@ -173,20 +173,20 @@ placement_options = options(
         "--n-cpu-moe",
         group=RUN,
         type=click.IntRange(0),
-        help="Keep experts of the first N layers on the CPU.",
+        help="Keep the experts of the first N layers on the CPU.",
     ),
     option(
         "--max-vram",
         group=RUN,
         type=SIZE,
         metavar="SIZE",
-        help="Memory for weights per GPU; the rest is streamed for each batch.",
+        help="Maximum memory for weights per GPU; the rest is uploaded for each batch.",
     ),
     option(
         "--cublas",
         group=RUN,
         is_flag=True,
-        help="Process prompts in bf16 by cuBLAS on GPUs: less exact, for comparison.",
+        help="Use cuBLAS in bf16 for prompts on GPUs: less exact, for comparison.",
     ),
 )
 
@@ -279,7 +279,7 @@ run_options = options(
         "--mmap/--no-mmap",
         group=RUN,
         default=True,
-        help="Memory-map weights (default), or copy them to memory for faster generation.",
+        help="Memory-map weights (default), or copy them to memory.",
     ),
     placement_options,
     option(
@@ -291,7 +291,13 @@ run_options = options(
         help="Use this metadata instead of the file's; T is int, float, bool or str. Repeatable.",
     ),
     ignored_options,
-    option("--max-ram", group=RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
+    option(
+        "--max-ram",
+        group=RUN,
+        type=SIZE,
+        metavar="SIZE",
+        help="Maximum memory for weights; the rest is streamed from the file.",
+    ),
 )
 
 
@@ -327,9 +333,9 @@ def evaluation_options(run: Mapping[str, Any]) -> EvaluationOptions:
 
 #: The text, as ``given_text`` takes it.
 text_options = options(
-    option("-f", "--file", group=TEXT, type=TEXT_FILE, help="Text file, - for stdin; one final newline is dropped."),
-    option("-p", "--prompt", group=TEXT, metavar="TEXT", help="Text given inline."),
-    option("--tokens", group=TEXT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
+    option("-f", "--file", group=TEXT, type=TEXT_FILE, help="Text file; - for stdin. A final newline is dropped."),
+    option("-p", "--prompt", group=TEXT, metavar="TEXT", help="Text."),
+    option("--tokens", group=TEXT, metavar="IDS", help="Token ids, such as 1,2,3, or @FILE of raw int32."),
 )
 
 json_option = options(

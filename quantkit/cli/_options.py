@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from quantkit.cli._help import HelpContext
 from quantkit.cli._paths import Place
 from quantkit.cli._table import fold
 from quantkit.errors import QuantkitError
@@ -171,12 +173,22 @@ class GroupedOption(click.Option):
         #: The value may be omitted; a regular expression then tells values from other arguments.
         self.may_be_bare, self.values = kwargs.get("is_flag") is False, values
         super().__init__(*args, **kwargs)
-        if self.metavar is None and isinstance(self.type, (click.IntRange, click.types.IntParamType)):
+        if self.metavar is None and isinstance(self.type, click.types.IntParamType):
             self.metavar = "N"
+        elif self.metavar is None and isinstance(self.type, click.types.FloatParamType):
+            self.metavar = "X"
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Return what follows the help; a range of values is told by the error for others."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
 
 
 class WholeNames(click.Command):
     """A command for which -xyz is one name; click reads an unknown one as -x -y -z, or -x with value yz."""
+
+    context_class = HelpContext
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known_options = {
@@ -303,7 +315,7 @@ HEADINGS = (
     ),
     *("Tensor types", "Importance matrix and error feedback", "Metadata and shards", "Measurements", "Measurement"),
     *("Comparison", "Selection", "Tests", "Model settings", "Sweep", "Target", "Constraints", "Solver", "Verification"),
-    *("Pareto front", "Further recordings", "Content", "Devices", "Run", "Output", "Other"),
+    *("Pareto front", "Further recordings", "Content", "Devices", "Options", "Run", "Output", "Other"),
 )
 
 
@@ -334,15 +346,27 @@ class GroupedCommand(WholeNames):
                 hold(ctx)
         return super().invoke(ctx)
 
+    def _in_order(self, ctx: click.Context, *, shows_all: bool) -> list[click.Parameter]:
+        """Return the parameters as declared, or those that --help shows in the order of ``common``."""
+        params = self.get_params(ctx)
+        return params if shows_all else sorted(params, key=lambda p: (*self.common, p.name).index(p.name))
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the docstring; --help ends at its form feed, --help-all goes on."""
+        text = inspect.cleandoc(self.help or "")
+        shown = text.replace("\f", "\n\n") if ctx.meta.get(_HELP_ALL, False) else text.partition("\f")[0]
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(shown)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shows_all = not self.common or ctx.meta.get(_HELP_ALL, False)
         groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        for param in self._in_order(ctx, shows_all=shows_all):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record is not None and (shows_all or param.name in self.common or not hasattr(param, "group")):
-                heading = getattr(param, "group", "Other")
-                groups.setdefault(heading if shows_all or heading == "Other" else "Options", []).append(record)
-        for heading in sorted(groups, key=lambda h: -1 if h == "Options" else _rank(h)):
+            if record is not None and (shows_all or param.name in (*self.common, "help", "help_all")):
+                groups.setdefault(getattr(param, "group", "Other") if shows_all else "Options", []).append(record)
+        for heading in sorted(groups, key=_rank):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading], col_max=34)
         names = [p.opts[0] for p in self.get_params(ctx) if hasattr(p, "note")]
@@ -370,7 +394,7 @@ def _help_all() -> click.Option:
         is_eager=True,
         expose_value=False,
         callback=show,
-        help="Show all options, also those accepted without effect.",
+        help="Show all options and details.",
     )
 
 
@@ -440,9 +464,9 @@ cache_option = option(
     metavar="DIR",
     type=Place(file_okay=False),
     envvar=CACHE_VARIABLE,
-    help="Cache encoded tensors in this directory, and reuse them.",
+    help="Store encoded tensors in DIR and reuse them.",
 )
-cache_size_option = option("--cache-size", group="Run", type=SIZE, help="Size limit of the cache (50G).")
+cache_size_option = option("--cache-size", group="Run", type=SIZE, help="Maximum size of the cache (50G).")
 
 
 def cache_arguments(cache: Path | None, cache_size: int | None) -> RunOptions:
@@ -462,7 +486,7 @@ ray_option = option(
     flag_value="auto",
     values=r"auto|local|ray://.*|\S+:\d+",
     metavar="[ADDRESS]",
-    help="Run on all nodes of a Ray cluster: HOST:PORT; without a value, the one this machine is in.",
+    help="Run on all nodes of a Ray cluster: HOST:PORT, or without ADDRESS the one that this machine belongs to.",
 )
 
 
@@ -480,7 +504,7 @@ spool_option = option(
     group="Run",
     type=Place(file_okay=False),
     metavar="DIR",
-    help="Directory for the local copy of an output that is a URL.  [default: in the cache]",
+    help="Directory for the local copy of an output that is a URL.  [default: ~/.cache/quantkit/spool]",
 )
 
 #: Options of commands that write one output from a plan.
@@ -488,9 +512,9 @@ plan_options = options(
     threads_option,
     ray_option,
     setting("--max-ram", group="Run", type=SIZE, default="512MiB", help="Memory for buffers."),
-    option("--resume", group="Run", is_flag=True, help="Continue an interrupted run."),
+    option("--resume", group="Run", is_flag=True, help="Continue an interrupted run; do nothing after a complete one."),
     option("--overwrite", group="Run", is_flag=True, help="Replace an existing output."),
-    option("--dry-run", group="Output", is_flag=True, help="Print the plan only."),
+    option("--dry-run", group="Output", is_flag=True, help="Print the plan; write nothing."),
 )
 
 

@@ -44,8 +44,8 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
     help="Model file; repeatable.",
 )
 @hub_options
-@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Prompt lengths.")
-@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="Numbers of tokens to generate.")
+@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Length of the prompt in tokens.")
+@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="Number of tokens to generate.")
 @option(
     "-pg", "both", group=_TESTS, multiple=True, metavar="PP,TG", help="Process a prompt of PP tokens, then generate TG."
 )
@@ -65,7 +65,7 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @switch("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
 @switch("-flaunch", "--fused-launches", default="1", help="On GPUs, fuse neighbouring operations into one launch.")
 @switch("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
-@switch("-mmp", "--mmap", default="1", help="Memory-map weights; 0: copy them to memory.")
+@switch("-mmp", "--mmap", default="1", help="1: memory-map weights; 0: copy them to memory.")
 @placement_options
 @ignored_options
 @setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Output format.")
@@ -82,9 +82,10 @@ def command(
 ) -> None:
     """Measure prompt processing and generation speed, as llama-bench does.
 
-    ppN processes a prompt of N tokens, tgN generates N tokens. GB/s counts the weights and caches that generation
-    reads; `read` is its share of the measured bandwidth (on a GPU: of a copy), `peak` the share of the measured
-    arithmetic peak (8-bit integers on a CPU, a bf16 GEMM on a GPU).
+    ppN processes a prompt of N tokens, tgN generates N tokens. GB/s counts the
+    weights and caches that generation reads; `read` is its share of the measured
+    bandwidth (on a GPU: of a copy), `peak` the share of the measured arithmetic
+    peak (8-bit integers on a CPU, a bf16 GEMM on a GPU).
 
     \b
     quantkit bench -m model.gguf

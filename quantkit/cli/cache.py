@@ -47,14 +47,15 @@ class CacheGroup(WholeNames, click.Group):
 def command() -> None:
     """Show, prune and verify a cache of encoded tensors: the directory of --cache.
 
-    quantize, convert and merge-up-gate store every tensor they encode there, and reuse it when the same rows are
-    encoded again with the same type, encoder, importance and shape, by the same code.
+    quantize, convert and merge-up-gate store every tensor they encode there, and
+    reuse it when the same code encodes the same rows again with the same type,
+    encoder, importance and shape.
 
-    DIR may be omitted if QUANTKIT_TENSOR_CACHE names it.
+    DIR may be omitted if QUANTKIT_TENSOR_CACHE is set.
 
     \b
-    quantkit quantize --cache ~/tensors --cache-size 50G model-bf16.gguf first.gguf Q4_K_M
-    quantkit quantize --cache ~/tensors --attn-v-type q8_0 model-bf16.gguf second.gguf Q4_K_M
+    quantkit quantize --cache ~/tensors model-bf16.gguf first.gguf Q4_K_M
+    quantkit quantize --cache ~/tensors model-bf16.gguf second.gguf Q4_K_S
     quantkit cache show ~/tensors
     """
 
@@ -96,14 +97,15 @@ def _contents_text(contents: CacheReport) -> str:
 
 @command.command("prune", cls=GroupedCommand, short_help="Remove tensors from a cache.")
 @folder_argument
-@option("--to", group=_REMOVAL, type=SIZE, help="Remove the least recently used tensors until this size is left (10G).")
-@option("--older-than", group=_REMOVAL, type=Age(), help="Remove tensors that were not used for this long (30d, 12h).")
+@option("--to", group=_REMOVAL, type=SIZE, help="Remove the least recently used tensors down to this size (10G).")
+@option("--older-than", group=_REMOVAL, type=Age(), help="Remove tensors not used for this long (30d, 12h).")
 @_json
 def prune(folder: Path, to: int | None, older_than: float | None, json_to: JsonOutput) -> None:
-    """Remove tensors from a cache: by default those beyond its size limit, least recently used first.
+    """Remove tensors from a cache: by default those beyond its size limit.
 
-    Also removes files that killed runs left a day ago or earlier. Concurrent runs are not disturbed: they encode what
-    they no longer find.
+    The least recently used go first. Files that killed runs left more than a day
+    ago are removed, too. Concurrent runs are not disturbed: they encode missing
+    tensors again.
     """
     from quantkit.cache import prune_cache
 
@@ -124,9 +126,10 @@ def prune(folder: Path, to: int | None, older_than: float | None, json_to: JsonO
 @_json
 @click.pass_context
 def verify(ctx: click.Context, folder: Path, threads: int | None, json_to: JsonOutput) -> None:
-    """Check all tensors of a cache and remove damaged ones; exits with 1 if there are any.
+    """Check all tensors of a cache and remove damaged ones.
 
-    Runs never use a damaged tensor: they check what they read, and encode it again.
+    Exit code 1 if there are any. Runs never use a damaged tensor: they check what
+    they read, and encode it again.
     """
     from quantkit.cache import verify_cache
 

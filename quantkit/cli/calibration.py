@@ -20,11 +20,13 @@ _TEXT, _OUT = "Text", "Output"
 
 @click.command("calibration", cls=GroupedCommand)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=Place())
-@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Size of both texts together.")
-@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share to hold out for evaluation.")
-@setting("--seed", group=_TEXT, type=int, default=0, help="Seed of the selection and its order.")
-@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Largest passage.")
-@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Only these files of directories; repeatable.")
+@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Total size of both texts.")
+@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share of the text for evaluation.")
+@setting("--seed", group=_TEXT, type=int, default=0, help="Seed of the selection and of its order.")
+@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Maximum size of a passage.")
+@option(
+    "--include", group=_TEXT, multiple=True, metavar="GLOB", help="Read only matching files of directories; repeatable."
+)
 @option(
     "-o",
     "--output",
@@ -32,7 +34,7 @@ _TEXT, _OUT = "Text", "Output"
     metavar="DIR",
     required=True,
     type=Place(file_okay=False),
-    help="Directory for calibration.txt, evaluation.txt, manifest.json.",
+    help="Output directory, for calibration.txt, evaluation.txt and manifest.json.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace the files of an earlier run.")
 @json_option("the manifest")
@@ -49,14 +51,15 @@ def command(
 ) -> None:
     """Build a calibration text and an evaluation text that share no passage.
 
-    INPUT: files and directories of text, code, Markdown or JSON Lines (.jsonl, .ndjson) with chats or texts. They are
-    split into passages, exact and near duplicates are dropped, and the seed selects passages. The same texts and seed
+    INPUT: files and directories of text, code, Markdown or JSON Lines (.jsonl,
+    .ndjson) with chats or texts. They are split into passages, exact and near
+    duplicates are dropped, and --seed selects passages. The same texts and seed
     give the same bytes.
 
     \b
     quantkit calibration -o corpus wiki.txt chats.jsonl ~/src/project
-    quantkit calibration -o corpus --size 3M --heldout 10% --include '*.py' --include '*.md' ~/src
-    quantkit imatrix -m model-bf16.gguf -f corpus/calibration.txt -o imatrix.gguf
+    quantkit calibration -o corpus --size 3M --heldout 10% --include '*.py' ~/src
+    quantkit imatrix -m model-bf16.gguf -f corpus/calibration.txt
     quantkit perplexity -m model-Q4_K_M.gguf -f corpus/evaluation.txt
     """
     corpus = calibration(

@@ -70,10 +70,11 @@ def command(
     per_tensor: bool,
     json_to: JsonOutput,
 ) -> None:
-    """Compare two GGUF models: metadata, shapes, types, bytes, and the error of B against A.
+    """Compare two GGUF models: metadata, shapes, types, bytes, and error of B.
 
-    Split models are compared as a whole; shards, tensor order, padding and GGUF version are ignored. The relative error
-    is sqrt(sum (A - B)^2 / sum A^2) over the tensors that differ, "max error" the largest |A - B|.
+    Split models are compared as a whole; shards, tensor order, padding and GGUF
+    version are ignored. The relative error is sqrt(sum (A - B)^2 / sum A^2) over
+    the tensors that differ, "max error" the largest |A - B|.
 
     Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
     """

@@ -64,14 +64,21 @@ _convert_options = options(
         callback=_list_all,
         help="List supported model classes.",
     ),
-    option("--remote", group=CHECKPOINT, is_flag=True, help="DIR is a repository of the Hugging Face Hub: hf://DIR."),
+    option("--remote", group=CHECKPOINT, is_flag=True, help="Read DIR from the Hugging Face Hub: same as hf://DIR."),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
     *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
     refuse_options(CONVERT_REFUSED),
 )
 
 
-@click.command("convert", cls=QuantizeCommand)
+#: Options that --help shows.
+_COMMON = (
+    *("outtype", "pre", "model_name", "no_nextn", "merge_lora", "imatrix", "tensor_type", "recipe", "split_max_size"),
+    *("threads", "resume", "overwrite", "dry_run"),
+)
+
+
+@click.command("convert", cls=QuantizeCommand, common=_COMMON)
 @click.argument("arguments", nargs=-1, metavar="DIR [OUT.gguf] [TYPE [THREADS]]", required=True)
 @_convert_options
 @quantize_options(without=_EXCLUDED_OPTIONS)
@@ -95,17 +102,26 @@ def command(
     remote: bool,
     **values: Any,
 ) -> None:
-    """Convert a Hugging Face checkpoint to GGUF; with TYPE, quantize it in the same pass.
+    """Convert a Hugging Face checkpoint to GGUF; with TYPE, quantize it, too.
 
-    DIR holds config.json, model*.safetensors and the tokenizer's files. Without OUT.gguf the output is written to DIR,
-    under the name that llama.cpp's convert_hf_to_gguf.py gives it; {ftype} in OUT stands for the type. Both may be URLs
-    (hf://org/model, s3://bucket/model).
+    DIR holds config.json, model*.safetensors and the tokenizer's files; it may be a
+    URL, such as hf://org/model. Without OUT.gguf the output is written to DIR.
 
-    The bytes are those of convert_hf_to_gguf.py b11434 (with transformers 4.57.6) and, with TYPE, of llama-quantize on
-    its output: without an intermediate file or torch, and with memory for a few rows only. Only ssm_a of Mamba differs,
-    rounded better: torch's exponential, which depends on its CPU, is off by a last bit in 1 % of values. Options of
-    `quantkit quantize` need TYPE. --intermediate none rounds once, from the checkpoint's values: more exact where those
-    are not of one 16-bit type (float8, F32).
+    \b
+    quantkit convert Qwen3-30B-A3B/ model-bf16.gguf
+    quantkit convert Qwen3-30B-A3B/ model.gguf Q4_K_M --imatrix imatrix.gguf
+    \f
+    Without OUT.gguf the name is that of convert_hf_to_gguf.py; {ftype} in OUT stands
+    for the type. DIR and OUT may be URLs (hf://org/model, s3://bucket/model).
+
+    The bytes are those of convert_hf_to_gguf.py b11434 (with transformers 4.57.6)
+    and, with TYPE, of llama-quantize on its output: without an intermediate file or
+    torch, and with memory for a few rows only. Only ssm_a of Mamba differs: torch's
+    exponential, which depends on its CPU, is off by the last bit in 1 % of values.
+
+    Options of `quantkit quantize` need TYPE. --intermediate none rounds once, from
+    the checkpoint's values: more exact where these are not of one 16-bit type
+    (float8, F32).
     """
     folder, output, type_name, positional = _positionals(arguments)
     folder = f"hf://{folder}" if remote and not folder.startswith("hf://") else folder

@@ -19,7 +19,13 @@ _FILE = "Adapter"
 _FOLDER = Place(file_okay=False)
 
 _lora_options = options(
-    option("--base", group=_FILE, type=_FOLDER, metavar="DIR", help="Checkpoint of the base; config.json is enough."),
+    option(
+        "--base",
+        group=_FILE,
+        type=_FOLDER,
+        metavar="DIR",
+        help="Checkpoint of the base model; only config.json is needed.",
+    ),
     option(
         "--outtype",
         group=_FILE,
@@ -54,12 +60,17 @@ def command(
 ) -> None:
     """Convert a PEFT LoRA adapter to a GGUF file for llama.cpp's --lora.
 
-    ADAPTER holds adapter_config.json and adapter_model.safetensors. Without --base, the base is the directory that
-    adapter_config.json names; nothing is downloaded. Without OUT.gguf the output is written to ADAPTER.
+    ADAPTER is a directory with adapter_config.json and adapter_model.safetensors.
+    Without --base, the base is the directory that adapter_config.json names;
+    nothing is downloaded. Without OUT.gguf the output is written to ADAPTER.
 
-    The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, except for scales that it gets wrong: those of
-    rsLoRA, rank_pattern and alpha_pattern. Adapters with more than low-rank factors (DoRA, modules_to_save, biases,
-    ...) are refused. To merge an adapter into the model: `quantkit convert --merge-lora`.
+    The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, except for
+    scales that it gets wrong: those of rsLoRA, rank_pattern and alpha_pattern.
+    Adapters with more than low-rank factors (DoRA, modules_to_save, biases, ..) are
+    refused. To merge an adapter into the model: `quantkit convert --merge-lora`.
+
+    \b
+    quantkit convert-lora adapter/ --base Qwen3-0.6B/ adapter.gguf
     """
     from quantkit.lora import plan_convert_lora
 

@@ -54,11 +54,15 @@ def command(
     json_to: JsonOutput,
     **run: Any,
 ) -> None:
-    """Export a GGUF file as a checkpoint that transformers loads: the inverse of `quantkit convert`.
+    """Export a GGUF file as a checkpoint: the inverse of `quantkit convert`.
 
-    Writes safetensors, in shards with an index if they are large, config.json and the tokenizer's files to DIR. Tensors
-    get the names, row order and separate experts of the transformers class; quantized ones are decoded. A model that
+    Writes config.json, the tokenizer's files and safetensors, in shards with an
+    index if they are large, to DIR. Tensors get the names, row order and separate
+    experts of the transformers class; quantized ones are decoded. A model that
     `quantkit convert` would not restore exactly is refused.
+
+    \b
+    quantkit export model-bf16.gguf checkpoint/
     """
     from quantkit.cli._export_report import ExportProgress, ExportReport
     from quantkit.export import plan_export, refusal, run_export

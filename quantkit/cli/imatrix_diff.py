@@ -48,17 +48,19 @@ def diff(
     per_tensor: bool,
     json_to: JsonOutput,
 ) -> None:
-    """Compare two importance matrices of either format as an encoder sees them: by mean squares.
+    """Compare two importance matrices of either format by their mean squares.
 
-    The relative difference is |A - B| / |A| over the experts that have tokens in both files; "worst expert" is the one
-    that differs most. Counts are compared if both files have them.
+    The relative difference is |A - B| / |A| over the experts that have tokens in
+    both files; "worst expert" is the one that differs most. Counts are compared if
+    both files have them.
 
-    Exit code: 0; with --fail-above 1 if a weight or an expert differs by more than that, or is in one file only; 2 for
-    wrong usage or a file that cannot be read. `imatrix compare` is the same command.
+    Exit code 0; 1 with --fail-above if a matrix or an expert differs by more, or
+    is in one file only; 2 for wrong usage or a file that cannot be read. `imatrix
+    compare` is the same command.
 
     \b
-    quantkit imatrix diff llama.cpp.gguf ours.gguf
-    quantkit imatrix diff --min-tokens 1000 --fail-above 0.01 llama.cpp.gguf ours.gguf
+    quantkit imatrix diff llama.cpp.gguf quantkit.gguf
+    quantkit imatrix diff --min-tokens 1000 --fail-above 0.01 old.gguf new.gguf
     """
     try:
         one, two = (read_imatrix(path, check=False) for path in (a, b))

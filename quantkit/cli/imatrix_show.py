@@ -74,12 +74,13 @@ def show(
     overwrite: bool,
     json_to: JsonOutput,
 ) -> None:
-    """Show contents and gaps of an importance matrix, with llama-imatrix's statistics.
+    """Show contents and gaps of an importance matrix, with statistics.
 
-    Mean, StdDev, Skew and Kurt describe the mean activations or, in files without them (.dat), the mean squares. H Norm
-    is the entropy of the mean squares, 100 % if all columns are equal. Gain, L2 Dist, CosSim, PCC (Pearson) and Cov
-    compare with the previous layer. From n tokens a mean square is known to about sqrt(2 / n), so experts with fewer
-    than --hardly tokens are listed as hardly hit.
+    Mean, StdDev, Skew and Kurt describe the mean activations or, in files without
+    them (.dat), the mean squares. H Norm is the entropy of the mean squares, 100 %
+    if all columns are equal. Gain, L2 Dist, CosSim, PCC (Pearson) and Cov compare
+    with the previous layer. A mean square of n tokens has a relative error of about
+    sqrt(2 / n); experts with fewer than --hardly tokens are listed.
 
     \b
     quantkit imatrix show imatrix.gguf

@@ -41,9 +41,14 @@ _NAME = 64
 def command(
     path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, json_to: JsonOutput
 ) -> None:
-    """Show the contents of a GGUF file: a model (any shard of a split one) or an importance matrix.
+    """Show the contents of a GGUF file: a model or an importance matrix.
 
-    Offsets are from the start of the tensor's shard. Bits per weight include row headers.
+    PATH may be any shard of a split model. Offsets are from the start of the
+    tensor's shard. Bits per weight include row headers.
+
+    \b
+    quantkit inspect model.gguf
+    quantkit inspect model.gguf --tensors attn_k --metadata none
     """
     result = inspect(path, tensors=tensors, header_only=header_only)
     json_to.print(

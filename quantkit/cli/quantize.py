@@ -65,7 +65,7 @@ def gpu_arguments(values: dict[str, Any], ray: str | None) -> RunOptions:
     )
     if backend == "cpu" and any(gpu_only.values()):
         names = ", ".join(f"--{name.replace('_', '-')}" for name, value in gpu_only.items() if value)
-        raise click.UsageError(f"{names}: of cards; give --backend cuda, or auto")
+        raise click.UsageError(f"{names}: needs --backend cuda or auto")
     if ray is not None and (gpu_only["devices"] or gpu_only["verify"]):
         raise click.UsageError("--devices and --verify are for the GPUs of this machine: omit them with --ray")
     return {
@@ -112,7 +112,7 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_RUN,
         type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
         default="cpu",
-        help="Device that encodes; the output is identical. cuda and auto use all GPUs, with --ray those of each node.",
+        help="Device that encodes; the output is identical. cuda and auto use all GPUs, also of the nodes of --ray.",
     ),
     "devices": option(
         "--devices",
@@ -121,13 +121,13 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="N,N,..",
         help="Use only these GPUs (0,1), as CUDA counts them.",
     ),
-    "max_vram": option("--max-vram", group=_RUN, type=SIZE, help="Memory to use per GPU."),
+    "max_vram": option("--max-vram", group=_RUN, type=SIZE, help="Maximum memory per GPU."),
     "verify": option(
         "--verify",
         group=_RUN,
         type=click.IntRange(1),
         metavar="N",
-        help="Encode N random parts of the GPUs' work on the CPU as well, and compare.",
+        help="Encode N random parts on the CPU as well, and compare.",
     ),
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for buffers."),
     "spool": spool_option,
@@ -136,17 +136,19 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_RUN,
         type=click.IntRange(1),
         metavar="MIB",
-        help="--max-ram in MiB, as in llama-quantize.",
+        help="Same as --max-ram, in MiB.",
     ),
     "partial_requant": option(
-        "--partial-requant", group=_RUN, is_flag=True, help="Keep existing output shards; write the others."
+        "--partial-requant", group=_RUN, is_flag=True, help="Write only missing shards of the output."
     ),
     "cache": cache_option,
     "cache_size": cache_size_option,
-    "resume": option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
+    "resume": option(
+        "--resume", group=_RUN, is_flag=True, help="Continue an interrupted run; do nothing after a complete one."
+    ),
     "overwrite": option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output."),
     "measure_error": option(
-        "--measure-error", group=_RUN, is_flag=True, help="Decode the output and report the error by tensor class."
+        "--measure-error", group=_RUN, is_flag=True, help="Report the error of the output by tensor class."
     ),
     "plot": option(
         "--plot",
@@ -155,7 +157,7 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="FILE",
         help="Plot the effect of error feedback by class and layer: .svg, .png or .pdf.",
     ),
-    "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Print the plan only: every type with its reason."),
+    "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Print the types and their reasons; write nothing."),
     "json": json_option(),
 }
 
@@ -166,7 +168,14 @@ def quantize_options(without: Collection[str] = ()) -> Callable[[F], F]:
     return options(*declared, *(declare for name, declare in _RUN_OPTIONS.items() if name not in without))
 
 
-@click.command("quantize", cls=QuantizeCommand, context_settings={"ignore_unknown_options": False})
+#: Options that --help shows.
+COMMON = (
+    *("imatrix", "tensor_type", "recipe", "output_tensor_type", "token_embedding_type", "allow_requantize"),
+    *("split_max_size", "threads", "resume", "overwrite", "dry_run"),
+)
+
+
+@click.command("quantize", cls=QuantizeCommand, common=COMMON)
 @click.argument(
     "arguments", nargs=-1, metavar="IN.gguf [OUT.gguf] TYPE [THREADS]", required=True, shell_complete=complete_targets
 )
@@ -191,33 +200,45 @@ def command(
     cache_size: int | None,
     **values: Any,
 ) -> None:
-    """Quantize a GGUF model.
+    """Quantize a GGUF model: the bytes of llama-quantize, several times faster.
 
-    IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf; hf:// and https:// are read-only).
+    TYPE is a preset (Q4_K_M, IQ4_KS, ..), a tensor type, or COPY; `quantkit types
+    --presets` lists them. Without OUT.gguf the output is ggml-model-TYPE.gguf.
 
-    TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
-    ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
-    llama-quantize b11434, for any number of threads.
+    \b
+    quantkit quantize --imatrix imatrix.gguf model-bf16.gguf out.gguf Q4_K_M
+    quantkit quantize --split-max-size 48G model.gguf shards.gguf COPY
+    \f
+    Without OUT.gguf the output is next to the input. IN may be any shard of a split
+    model. IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf;
+    hf:// and https:// are read-only). The bytes are those of llama-quantize b11434, for any
+    number of threads.
 
-    Presets of llama.cpp follow its type rules; --rules ik applies those of ik_llama.cpp, which its own presets always
-    follow, and its tensor order. Rules, options and --pure work the same with both.
+    Presets of llama.cpp follow its type rules; --rules ik applies those of
+    ik_llama.cpp, and its tensor order. Presets of ik_llama.cpp always follow its
+    rules. Recipes, options and --pure work the same with both.
 
-    Rules that give ffn_gate_exps and ffn_up_exps the same type also apply to merged experts (ffn_gate_up_exps), which
-    llama-quantize skips; a note says so. A rule for ffn_gate_up_exps takes precedence.
+    A rule that gives ffn_gate_exps and ffn_up_exps the same type also applies to
+    merged experts (ffn_gate_up_exps), which llama-quantize skips; a note says so. A
+    rule for ffn_gate_up_exps takes precedence.
 
-    --repack interleaves tensors (Q4_K becomes Q4_K_R4), as in ik_llama.cpp; --unrepack is the exact inverse. Neither
-    needs TYPE. Embeddings are left unchanged, and so are tensors whose rows do not fill whole groups. Exceptions:
-    Q8_K_R8 and Q8_K_R16 become Q8_0 and IQ1_S_R4 becomes IQ1_S, with the same values but no way back; Q4_0_4X4,
-    Q4_0_4X8 and Q4_0_8X8 become Q4_0, which --repack turns into Q4_0_R8; IQ1_M_R4 is left unchanged, as no other type
-    has its values, and so is F16: BF16_R16, which ik may choose, would lose bits. (In ik, BF16_R16 runs only on CPUs
-    with AVX512-BF16.) --unrepack turns I2_S, of Microsoft's BitNet, into IQ2_BN with the same values.
+    --repack interleaves tensors (Q4_K becomes Q4_K_R4), as in ik_llama.cpp;
+    --unrepack is the exact inverse. Neither needs TYPE. Embeddings are left
+    unchanged, and so are tensors whose number of rows is not a multiple of the
+    group. Exceptions: Q8_K_R8 and Q8_K_R16 become Q8_0 and IQ1_S_R4 becomes IQ1_S,
+    with the same values but no way back; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 become
+    Q4_0, which --repack turns into Q4_0_R8. IQ1_M_R4 and F16 are left unchanged: no
+    other type has the values of the former, and BF16_R16 would lose bits of the
+    latter. --unrepack turns I2_S, of Microsoft's BitNet, into IQ2_BN with the same
+    values.
 
-    --like FILE copies the tensor types and the file type of an existing file: to produce it again with --feedback, or
-    from another checkpoint. Options and rules for types take precedence. Experts may be merged in one file and
-    separate in the other.
+    --like FILE copies the tensor types and the file type of an existing file, to
+    produce it again with --feedback, or from another checkpoint. Options and rules
+    for types take precedence. Experts may be merged in one file and separate in
+    the other.
 
-    Interleaved target types get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's encoder,
-    interleaved.
+    Interleaved target types get ik_llama.cpp's bytes; --encoder llama.cpp gives
+    those of llama.cpp's encoder, interleaved.
     """
     default_type = next(
         (name for key, name in (("repack", "REPACK"), ("unrepack", "UNREPACK"), ("like", LIKE)) if values[key]), None

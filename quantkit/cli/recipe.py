@@ -43,9 +43,16 @@ _from = option(
     type=project_names(DIALECTS),
     help="Dialect of the recipe.  [default: detected]",
 )
-_model = option("-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model of the recipe; only headers are read.")
+_model = option(
+    "-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model to apply the recipe to; only the header is read."
+)
 _type = setting(
-    "--type", "title", group=_RECIPE, metavar="TYPE", default="COPY", help="TYPE of quantize, where no rule matches."
+    "--type",
+    "title",
+    group=_RECIPE,
+    metavar="TYPE",
+    default="COPY",
+    help="TYPE of quantkit quantize, for tensors that no rule matches.",
 )
 _json = json_option()
 
@@ -58,8 +65,10 @@ class RecipeGroup(WholeNames, click.Group):
 def command() -> None:
     """Check, show, convert and compare recipes: rules that give tensors their types.
 
-    Reads quantkit's own (regex = type lines), llama.cpp's --tensor-type-file, rules of ik_llama.cpp's --custom-q (also
-    in a shell script's custom="...") and those of Thireus' GGUF-Tool-Suite. The first rule that matches decides.
+    Reads quantkit's own recipes (lines `regex = type`), files of llama.cpp's
+    --tensor-type-file, rules of ik_llama.cpp's --custom-q (also in a shell script's
+    custom="..") and recipes of Thireus' GGUF-Tool-Suite. The first rule that
+    matches decides.
 
     \b
     quantkit recipe lint my.recipe -m model-bf16.gguf
@@ -75,11 +84,11 @@ def command() -> None:
 @_model
 @_from
 @option(
-    "--for", "runtime", group=_RECIPE, type=project_names(("mainline", "ik")), help="Runtime that must load the result."
+    "--for", "runtime", group=_RECIPE, type=project_names(("mainline", "ik")), help="Runtime that must load the output."
 )
 @_type
 @option(
-    "--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix: types that need one are then no finding."
+    "--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix; without one, types that need it are errors."
 )
 @_json
 def lint_command(
@@ -109,8 +118,15 @@ def lint_command(
 @_model
 @_from
 @_type
-@option("--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix, for the exact size of the file.")
-@option("-ngl", "--gpu-layers", group=_DEVICES, type=GPULayers(), metavar="N|all", help="Layers to offload to GPUs.")
+@option("--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix, for the exact size of the output.")
+@option(
+    "-ngl",
+    "--gpu-layers",
+    group=_DEVICES,
+    type=GPULayers(),
+    metavar="N|all",
+    help="Offload the last N layers to GPUs, or all.",
+)
 @option(
     "-ot",
     "--override-tensor",
@@ -118,7 +134,7 @@ def lint_command(
     group=_DEVICES,
     multiple=True,
     metavar="RE=DEVICE",
-    help="Place matching tensors, as in llama.cpp.",
+    help="Place matching tensors on a device; repeatable.",
 )
 @option("--cpu-moe", group=_DEVICES, is_flag=True, help="Keep all experts on the CPU.")
 @option(
@@ -126,10 +142,14 @@ def lint_command(
     group=_DEVICES,
     type=click.IntRange(0),
     default=0,
-    help="Keep experts of the first N layers on the CPU.",
+    help="Keep the experts of the first N layers on the CPU.",
 )
 @setting(
-    "--gpus", group=_DEVICES, type=click.IntRange(1, 64), default=1, help="GPUs that share the offloaded layers evenly."
+    "--gpus",
+    group=_DEVICES,
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Number of GPUs, which share the offloaded layers evenly.",
 )
 @option("--layers", group=_OUT, is_flag=True, help="Also list sizes by layer.")
 @_json
@@ -147,10 +167,11 @@ def show_command(
     layers: bool,
     json_to: JsonOutput,
 ) -> None:
-    """Show the types and sizes of a recipe on a model, or of a GGUF file: by class, layer and device.
+    """Show the types and sizes that a recipe gives a model, or those of a GGUF file.
 
-    Sizes by device are those of weights; caches and buffers come on top. "per token" counts the bytes read to generate
-    a token: of experts those in use, of embeddings one row.
+    Sizes by device are those of weights, without caches and buffers. "per token"
+    counts the bytes read to generate a token: the experts in use, and one row of
+    the embeddings.
     """
     contents = show(
         recipe,
@@ -242,7 +263,11 @@ def _contents_dict(contents: RecipeSummary) -> dict[str, Any]:
 @_from
 @_model
 @option(
-    "--replace", group=_RECIPE, multiple=True, metavar="TYPE=TYPE", help="Replace a type that the other runtime lacks."
+    "--replace",
+    group=_RECIPE,
+    multiple=True,
+    metavar="TYPE=TYPE",
+    help="Replace a type that the other dialect lacks; repeatable.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output.")
 def convert_command(
@@ -254,10 +279,12 @@ def convert_command(
     replace: tuple[str, ...],
     overwrite: bool,
 ) -> None:
-    """Convert a recipe to another dialect, or write the recipe of an existing GGUF file. OUT may be - for stdout.
+    """Convert a recipe to another dialect, or extract the recipe of a GGUF file.
 
-    With -m, every tensor's type is verified to be the same in both programs; exact names replace rules that cannot be
-    expressed. Exit code 1 if rules had to be left out because the other dialect lacks their types or regexes.
+    OUT may be - for stdout. With -m, the type of every tensor is verified to be the
+    same in both dialects; exact names replace rules that the other dialect cannot
+    express. Exit code 1 if rules had to be omitted because the other dialect lacks
+    their types or regular expressions.
     """
     to_stdout = str(output) == "-"
     if not to_stdout:
@@ -292,9 +319,10 @@ def _replacement(text: str) -> tuple[TensorType, TensorType]:
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor that differs.")
 @_json
 def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: bool, json_to: JsonOutput) -> None:
-    """Compare the tensor types of two recipes or GGUF files; without any model, compare rules.
+    """Compare the types that two recipes or GGUF files give; without -m, the rules.
 
-    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
+    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an
+    unreadable file.
     """
     try:
         result = diff(a, b, model=model, title=title)

@@ -49,7 +49,7 @@ _declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RU
     type=TEXT_FILE,
     required=True,
     multiple=True,
-    help="Held-out text, - for stdin; repeatable. Not the text of the importance matrix.",
+    help="Held-out text, not that of the importance matrix; - for stdin. Repeatable.",
 )
 @_declared
 @threads_option
@@ -64,9 +64,9 @@ _declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RU
     metavar="S.json",
     required=True,
     type=Place(dir_okay=False),
-    help="File to write, for `quantkit search`.",
+    help="Output file, for quantkit search.",
 )
-@option("--overwrite", group=OUT, is_flag=True, help="Replace an existing output, or discard an interrupted run.")
+@option("--overwrite", group=OUT, is_flag=True, help="Replace an existing output; discard an interrupted run.")
 def command(
     model: Path,
     files: tuple[Path, ...],
@@ -76,18 +76,19 @@ def command(
     threads: int | None,
     **values: Any,
 ) -> None:
-    """Measure the divergence that quantizing each group of tensors alone causes, in each of several types.
+    """Measure the divergence that quantizing each group of tensors alone causes.
 
-    A cost is the KL divergence from the base model, and the change of ln(perplexity), on a held-out text: what
-    `quantkit quantize` of that group alone and `quantkit kld` give, in a fraction of the time, since only the layers
-    after a change run again. Of more than a few types, most run only to the end of the layer, and their cost is
-    predicted from the error there (--full-runs). `quantkit search` finds the types with the least divergence at a size.
+    A sensitivity is the KL divergence from the base, and the change of
+    ln(perplexity), on a held-out text: what `quantkit quantize` of that group alone
+    and `quantkit kld` give, but faster, because only the layers after a change are
+    recomputed. With more than a few types, most are run only to the end of the
+    layer, and their divergence is predicted from the error there (--full-runs).
+    `quantkit search` finds the best types for a size from these figures.
 
     \b
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q3_K,Q4_K,Q6_K --chunks 16 -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf --full-runs -1 -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q4_K,Q8_0 --proxies-only -o S.json
+    quantkit sensitivity -m model.gguf -f heldout.txt --imatrix im.gguf -o S.json
+    quantkit sensitivity -m model.gguf -f heldout.txt --types Q3_K,Q4_K -o S.json
+    quantkit sensitivity -m model.gguf -f heldout.txt --proxies-only -o S.json
     """
     cache_arguments(cache, cache_size)  # refuses a size without a cache
     values["kv_type"] = kv_type_from(values)
