@@ -8,6 +8,11 @@ from typing import Any
 import quantkit
 
 _HEAD = """\
+---
+search:
+  boost: 0.3
+---
+
 # Python API
 
 The public names of `quantkit`. A command is a function of the same name, its options are keyword arguments or fields of
