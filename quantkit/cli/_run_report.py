@@ -21,9 +21,9 @@ from quantkit.errors import QuantkitError, os_error_code
 from quantkit.formats.outputs import part_path
 from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.run_cache import CacheUse
+from quantkit.pipeline.completeness import identifies_source
 from quantkit.pipeline.fallback import fallback_line, fallbacks
 from quantkit.pipeline.feedback_report import feedback_report
-from quantkit.pipeline.finished import identifies_source
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.row_slices import PlannedTensor
