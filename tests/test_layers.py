@@ -49,6 +49,7 @@ _BLOCK = {"builder", "ops"}
 WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit": {
         **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
+        "doctor": {"bench"},
         "calibration": set(),
         "compare": set(),
         "inspect": set(),
