@@ -50,6 +50,21 @@ class Size(_Int):
 
 SIZE = Size()
 
+#: The smallest maximum of a shard that is given without a unit.
+_MIN_BARE = 100_000
+
+
+class ShardSize(Size):
+    """The maximum size of a shard; a small number without a unit is refused: 48 stands for 48G."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, str) and value.strip().isdecimal() and int(value) < _MIN_BARE:
+            self.fail(f"{value} bytes: is {value}G (gigabytes) or {value}M (megabytes) meant?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+SHARD_SIZE = ShardSize()
+
 
 class Share(_Float):
     """A number from 0 to 1, or a percentage."""
