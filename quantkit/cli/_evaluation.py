@@ -165,7 +165,7 @@ placement_options = options(
         "split_mode",
         group=RUN,
         type=click.Choice(SPLIT_MODES),
-        help="none: use one GPU, -mg. All other modes split by layer.",
+        help="Use of several GPUs: none uses one (-mg), all other modes split by layer.",
     ),
     option("-mg", "--main-gpu", "main_gpu", group=RUN, type=click.IntRange(0), help="The GPU of -sm none."),
     option("-cmoe", "--cpu-moe", group=RUN, is_flag=True, help="Keep all experts on the CPU."),
