@@ -64,7 +64,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "Qwen3-30B-A3B/": write_checkpoint,
 }
 #: Folders of the clone, as links.
-LINKS = {"scripts/", "tests/"}
+LINKS = {"docs/", "scripts/", "tests/"}
 NAMES = LINKS | COPIES.keys() | COMMANDS.keys() | WRITERS.keys()
 
 
