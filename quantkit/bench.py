@@ -27,6 +27,7 @@ from quantkit.kernels.first_run import working_seconds
 from quantkit.model.cost import Cost, token_cost
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
+from quantkit.model.kv_types import split_kv_type
 from quantkit.model.placement import Placement
 from quantkit.version import __version__
 
@@ -140,8 +141,8 @@ class Result:
             "n_batch": s.n_batch,
             "n_ubatch": s.n_ubatch,
             "n_threads": self.machine.threads,
-            "type_k": s.kv_type,
-            "type_v": s.kv_type,
+            "type_k": split_kv_type(s.kv_type)[0],
+            "type_v": split_kv_type(s.kv_type)[1],
             "n_gpu_layers": s.placement.gpu_layers,
             "tensor_buft_overrides": ",".join(f"{p}={d}" for p, d in s.placement.rules) or "none",
             **{name: int(getattr(s, name)) for name in SWITCHES},

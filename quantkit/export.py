@@ -29,7 +29,15 @@ from quantkit.formats.safetensors import layout_safetensors
 from quantkit.options.export import ExportOptions
 from quantkit.pipeline.plan import Plan, PlannedShard
 from quantkit.pipeline.row_slices import PlannedTensor, plan_part, whole_tensor
-from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
+from quantkit.pipeline.run import (
+    DEFAULT_MAX_RAM,
+    RunOptions,
+    RunResult,
+    complete_result,
+    journal_path,
+    run_plan,
+    was_finished,
+)
 from quantkit.pipeline.run import refusal as plan_refusal
 from quantkit.quantize import size_of
 from quantkit.units import format_size
@@ -163,6 +171,8 @@ def run_export(
     folders = [path for path in _folders(export_plan) if _make_folder(path)]
     try:
         check_free_folder(export_plan, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
+        if run.get("resume", False) and not run.get("overwrite", False) and _is_exported(export_plan):
+            return complete_result(export_plan.plan)
         _check_room(export_plan)
         with ExitStack() as stack:
             replaces = run.get("overwrite", False) or run.get("resume", False)
@@ -175,6 +185,12 @@ def run_export(
         for path in reversed(folders):
             with suppress(OSError):  # not empty: it holds the result
                 path.rmdir()
+
+
+def _is_exported(export_plan: ExportPlan) -> bool:
+    """Return whether the directory holds this export already."""
+    files = ((export_plan.folder / name, data) for name, data in export_plan.files.items())
+    return was_finished(export_plan.plan) and all(path.is_file() and path.read_bytes() == data for path, data in files)
 
 
 @contextmanager
@@ -224,6 +240,8 @@ def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool)
     """Refuse a directory with files that would be overwritten or be mistaken for parts of the checkpoint."""
     _check_writable(export_plan.folder)
     check_apart(export_plan.paths, export_plan.plan.source.paths)
+    if resume and not overwrite and _is_exported(export_plan):
+        return
     has_journal = os.path.exists(journal_path(export_plan.plan.shards[0].path))
     for name in export_plan.files:
         if os.path.isdir((export_plan.folder / name).parent):  # else it will be made

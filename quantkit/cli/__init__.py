@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from quantkit.cli._guesses import answer, command_of
+from quantkit.cli._help import WIDTH
 from quantkit.cli._options import UserError, WholeNames
 from quantkit.errors import QuantkitError
 from quantkit.names import printable
@@ -51,6 +53,15 @@ class LazyGroup(WholeNames, click.Group):
         except QuantkitError as e:
             raise UserError(e) from e
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names, or another name of it."""
+        name = command_of(args[0])
+        if name not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(answer(args[0], args[1:], list(COMMANDS)), ctx)
+        return super().resolve_command(ctx, [name if name in COMMANDS else args[0], *args[1:]])
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -66,7 +77,7 @@ class LazyGroup(WholeNames, click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
 @click.version_option(__version__, prog_name="quantkit")
 def cli() -> None:
     """Quantize, convert and validate GGUF models, offline and byte-exact.

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantkit.arguments import Option
-from quantkit.cli._options import CHUNKS, SIZE, option
+from quantkit.cli._options import CHUNKS, SIZE, option, project_names
 from quantkit.cli._paths import IMATRIX_FILE, IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place, complete_types
 
 #: Value of an option that is given without its optional file.
@@ -89,7 +89,12 @@ def _click_option(name: str, annotation: str, default: Any, declaration: Option)
     elif annotation.startswith("float"):
         settings["type"] = click.FloatRange(0, min_open=True)
     if declaration.choices:
-        settings["type"] = click.Choice(declaration.choices, case_sensitive=False)
+        is_project = not {"mainline", "ik"}.isdisjoint(declaration.choices)
+        settings["type"] = (
+            project_names(declaration.choices)
+            if is_project
+            else click.Choice(declaration.choices, case_sensitive=False)
+        )
     if annotation.startswith("tuple") and declaration.kind != "layers":
         settings.setdefault("multiple", True)
     elif isinstance(default, (str, int, float)) and not isinstance(default, bool):

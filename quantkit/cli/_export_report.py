@@ -48,6 +48,8 @@ class ExportReport:
 
     def summary(self, run: RunResult, threads: int) -> str:
         """Return the summary of a finished export."""
+        if run.was_complete:
+            return f"{printable(self.export.folder)}: already complete"
         rate = format_count(self.export.plan.n_values / max(run.seconds, 1e-9))
         lines = [
             self._totals(),

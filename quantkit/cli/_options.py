@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
+from quantkit.cli._help import HelpContext
 from quantkit.cli._paths import Place
 from quantkit.cli._table import fold
 from quantkit.errors import QuantkitError
@@ -118,6 +120,33 @@ def _range(text: str) -> list[int]:
 NUMBERS = Numbers()
 
 
+class Names(click.Choice):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.2
+    """One of some names, which may have other spellings; the value is the name inside quantkit."""
+
+    def __init__(self, names: Mapping[str, str], spellings: Mapping[str, str]) -> None:
+        super().__init__(list(names), case_sensitive=False)
+        self.values = {**names, **{spelling: names[name] for spelling, name in spellings.items() if name in names}}
+        self.values |= {value: value for value in names.values()}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        known = self.values.get(str(value).lower())
+        return super().convert(value, param, ctx) if known is None else known
+
+
+#: Other spellings of llama.cpp and ik_llama.cpp on the command line, where help shows ``llama.cpp`` and ``ik``.
+SPELLINGS = {
+    **dict.fromkeys(("mainline", "llama", "llama-cpp"), "llama.cpp"),
+    **dict.fromkeys(("ik_llama.cpp", "ik_llama", "ik-llama.cpp", "ik-llama"), "ik"),
+    "ours": "quantkit",
+}
+
+
+def project_names(values: Iterable[str]) -> Names:
+    """Return the type of an option whose value is a project, or a dialect, by its name inside quantkit."""
+    shown = {"mainline": "llama.cpp", "ik_llama.cpp": "ik", "ours": "quantkit"}
+    return Names({shown.get(value, value): value for value in values}, SPELLINGS)
+
+
 class Chunks(_Int):
     """A number of chunks; -1 becomes None, all."""
 
@@ -144,12 +173,22 @@ class GroupedOption(click.Option):
         #: The value may be omitted; a regular expression then tells values from other arguments.
         self.may_be_bare, self.values = kwargs.get("is_flag") is False, values
         super().__init__(*args, **kwargs)
-        if self.metavar is None and isinstance(self.type, (click.IntRange, click.types.IntParamType)):
+        if self.metavar is None and isinstance(self.type, click.types.IntParamType):
             self.metavar = "N"
+        elif self.metavar is None and isinstance(self.type, click.types.FloatParamType):
+            self.metavar = "X"
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Return what follows the help; a range of values is told by the error for others."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
 
 
 class WholeNames(click.Command):
     """A command for which -xyz is one name; click reads an unknown one as -x -y -z, or -x with value yz."""
+
+    context_class = HelpContext
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known_options = {
@@ -159,14 +198,84 @@ class WholeNames(click.Command):
         remaining = args[::-1]
         while remaining and remaining[-1] != "--":
             arg = remaining.pop()
-            match = known_options.get(arg)
+            match = known_options.get(arg.partition("=")[0])
             if match is None and not arg.startswith("-") and not ctx.allow_interspersed_args:
                 break  # a command of this group, and its arguments
-            if match is not None and not match.is_flag and not getattr(match, "may_be_bare", False):
-                del remaining[len(remaining) - match.nargs :]
-            elif match is None and _is_unknown(arg, known_options):
-                raise click.NoSuchOption(arg, possibilities=get_close_matches(arg, known_options), ctx=ctx)
+            if match is not None:
+                NoEffect.of(ctx).typed[match] = arg.partition("=")[0]
+                if "=" not in arg and not match.is_flag and not getattr(match, "may_be_bare", False):
+                    del remaining[len(remaining) - match.nargs :]
+            elif _is_unknown(arg, known_options):
+                raise _no_such_option(ctx, arg, known_options)
         return super().parse_args(ctx, args)
+
+
+class NoEffect:
+    """Names of options as they are typed on a command line, and why some of them change nothing."""
+
+    def __init__(self) -> None:
+        self.typed: dict[click.Parameter, str] = {}
+        self.reasons: dict[str, list[str]] = {}
+
+    @classmethod
+    def of(cls, ctx: click.Context) -> NoEffect:
+        """Return that of a command line."""
+        return cast(NoEffect, ctx.meta.setdefault(f"{__name__}.{ctx.command_path}", cls()))
+
+    def name(self, option: click.Parameter) -> str:
+        """Return an option's name as it is typed."""
+        return self.typed.get(option, option.opts[0])
+
+    def add(self, option: click.Parameter, reason: str) -> None:
+        """Add an option that changes nothing."""
+        self.reasons.setdefault(reason, []).append(self.name(option))
+
+    def note(self) -> list[str]:
+        """Return one note on all of them; none if there are none."""
+        if not self.reasons:
+            return []
+        parts = [
+            f"{', '.join(names)} {'changes' if len(names) == 1 else 'change'} nothing: {reason}"
+            for reason, names in self.reasons.items()
+        ]
+        return ["; ".join(parts)]
+
+
+#: How alike a name must be to be suggested, without its dashes.
+_ALIKE = 0.8
+#: Options that destroy, which are never suggested.
+_DESTRUCTIVE = frozenset({"--overwrite", "--delete-splits"})
+
+
+def _no_such_option(ctx: click.Context, name: str, known_options: Mapping[str, click.Option]) -> click.NoSuchOption:
+    """Return the error of an unknown option: near spellings, or the commands that have it."""
+    close = near_names(
+        name.partition("=")[0], [n for n, o in known_options.items() if not o.hidden and n not in _DESTRUCTIVE]
+    )
+    message = None
+    if not close and (commands := _commands_with(ctx, name)):
+        message = f"No such option {name!r}: it is an option of {' and '.join(f'quantkit {c}' for c in commands)}."
+    return click.NoSuchOption(name, message=message, possibilities=close, ctx=ctx)
+
+
+def near_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return names that ``name`` is probably a misspelling of."""
+    by_word = {known.strip("-"): known for known in names}
+    return [by_word[word] for word in get_close_matches(name.strip("-"), by_word, cutoff=_ALIKE)]
+
+
+def _commands_with(ctx: click.Context, name: str) -> list[str]:
+    """Return up to three commands with an option of this name, long enough to mean the same everywhere."""
+    root = ctx.find_root()
+    if len(name) < 5 or name in _DESTRUCTIVE or not isinstance(root.command, click.Group):
+        return []
+    commands = ((n, root.command.get_command(root, n)) for n in root.command.list_commands(root))
+    return [
+        n
+        for n, command in commands
+        if command is not None
+        and any(name in (*p.opts, *p.secondary_opts) and not getattr(p, "hidden", False) for p in command.params)
+    ][:3]
 
 
 def _fill_optional_values(args: list[str], known_options: Mapping[str, click.Option]) -> list[str]:
@@ -182,28 +291,125 @@ def _fill_optional_values(args: list[str], known_options: Mapping[str, click.Opt
 
 
 def _is_unknown(arg: str, known_options: Mapping[str, click.Option]) -> bool:
-    """Return whether ``arg`` is like -xyz, but neither an option, with =VALUE or not, nor one like -j4."""
-    if len(arg) < 3 or arg[0] != "-" or arg[1] == "-" or arg.partition("=")[0] in known_options:
+    """Return whether ``arg`` is like -xyz or --xyz, but no option like -j4."""
+    if len(arg) < 3 or arg[0] != "-":
         return False
+    if arg[1] == "-":
+        return True
     first = known_options.get(arg[:2])
     return first is None or first.is_flag or not arg[2].isdecimal()
 
 
+#: The order of headings in every help; a heading may go on in parentheses.
+HEADINGS = (
+    *(
+        "Model",
+        "Checkpoint",
+        "Adapter",
+        "Files",
+        "Recipe",
+        "Input",
+        "Text",
+        "Base logits",
+        "Base logits for quantkit kld",
+    ),
+    *("Tensor types", "Importance matrix and error feedback", "Metadata and shards", "Measurements", "Measurement"),
+    *("Comparison", "Selection", "Tests", "Model settings", "Sweep", "Target", "Constraints", "Solver", "Verification"),
+    *("Pareto front", "Further recordings", "Content", "Devices", "Options", "Run", "Output", "Other"),
+)
+
+
+def _rank(heading: str) -> int:
+    return HEADINGS.index(heading.partition(" (")[0])
+
+
 class GroupedCommand(WholeNames):
-    """A command whose help lists options by group, in order of declaration, and ignored ones last."""
+    """A command whose help lists options by group, in the order of ``HEADINGS``.
+
+    ``common`` names the parameters that --help shows; without them it shows all. --help-all also lists the options
+    that are accepted without effect.
+    """
+
+    def __init__(self, *args: Any, common: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.common = tuple(common)
+        self.params = [p for p in self.params if _claim_names(p, self.params)]
+        for param in list(self.params):
+            if (prepare := getattr(param, "prepare", None)) is not None:
+                prepare(self.params)
+        self.params.append(_help_all())
+
+    def invoke(self, ctx: click.Context) -> Any:
+        echo_notes(NoEffect.of(ctx).note())
+        for value in ctx.params.values():
+            if (hold := getattr(value, "hold_file", None)) is not None:
+                hold(ctx)
+        return super().invoke(ctx)
+
+    def _in_order(self, ctx: click.Context, *, shows_all: bool) -> list[click.Parameter]:
+        """Return the parameters as declared, or those that --help shows in the order of ``common``."""
+        params = self.get_params(ctx)
+        return params if shows_all else sorted(params, key=lambda p: (*self.common, p.name).index(p.name))
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the docstring; --help ends at its form feed, --help-all goes on."""
+        text = inspect.cleandoc(self.help or "")
+        shown = text.replace("\f", "\n\n") if ctx.meta.get(_HELP_ALL, False) else text.partition("\f")[0]
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(shown)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shows_all = not self.common or ctx.meta.get(_HELP_ALL, False)
         groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        for param in self._in_order(ctx, shows_all=shows_all):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record is not None:
-                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records, col_max=34)
-        if without_effect := [o.opts[0] for o in self.get_params(ctx) if hasattr(o, "note")]:
+            if record is not None and (shows_all or param.name in (*self.common, "help", "help_all")):
+                groups.setdefault(getattr(param, "group", "Other") if shows_all else "Options", []).append(record)
+        for heading in sorted(groups, key=_rank):
+            with formatter.section(heading):
+                formatter.write_dl(groups[heading], col_max=34)
+        names = [p.opts[0] for p in self.get_params(ctx) if hasattr(p, "note")]
+        if names and ctx.meta.get(_HELP_ALL, False):
             with formatter.section("Accepted for compatibility with llama.cpp and ik_llama.cpp, without effect"):
-                formatter.write_text(", ".join(without_effect))
+                formatter.write_text(", ".join(names))
+
+
+_HELP_ALL = f"{__name__}.help_all"
+
+
+def _help_all() -> click.Option:
+    """Return the option --help-all."""
+
+    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_HELP_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return GroupedOption(
+        ["--help-all"],
+        group="Other",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show all options and details.",
+    )
+
+
+def _claim_names(param: click.Parameter, params: Iterable[click.Parameter]) -> bool:
+    """Remove names of a compatibility option that another option has; return whether any name is left."""
+    if not is_compatible_only(param):
+        return True
+    taken = {n for p in params if not is_compatible_only(p) for n in (*p.opts, *p.secondary_opts)}
+    param.opts = [n for n in param.opts if n not in taken]
+    return bool(param.opts)
+
+
+def is_compatible_only(param: click.Parameter) -> bool:
+    """Return whether an option is only accepted, or refused, for command lines of other programs."""
+    return hasattr(param, "note") or hasattr(param, "reason")
 
 
 class UserError(click.ClickException):
@@ -243,14 +449,9 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return declare
 
 
-#: -j, for commands that work tensor by tensor.
+#: -j, -t or --threads of all commands.
 threads_option = option(
-    "-j",
-    "-t",
-    "--threads",
-    group="Run",
-    type=click.IntRange(0),
-    help="Worker threads; 0 or by default, all CPUs.",
+    "-j", "-t", "--threads", group="Run", type=click.IntRange(0), help="Threads; 0 (default): all CPUs."
 )
 
 
@@ -263,9 +464,9 @@ cache_option = option(
     metavar="DIR",
     type=Place(file_okay=False),
     envvar=CACHE_VARIABLE,
-    help="Cache encoded tensors in this directory, and reuse them.",
+    help="Store encoded tensors in DIR and reuse them.",
 )
-cache_size_option = option("--cache-size", group="Run", type=SIZE, help="Size limit of the cache (50G).")
+cache_size_option = option("--cache-size", group="Run", type=SIZE, help="Maximum size of the cache (50G).")
 
 
 def cache_arguments(cache: Path | None, cache_size: int | None) -> RunOptions:
@@ -285,7 +486,7 @@ ray_option = option(
     flag_value="auto",
     values=r"auto|local|ray://.*|\S+:\d+",
     metavar="[ADDRESS]",
-    help="Run on all nodes of a Ray cluster: HOST:PORT; without a value, the one this machine is in.",
+    help="Run on all nodes of a Ray cluster: HOST:PORT, or without ADDRESS the one that this machine belongs to.",
 )
 
 
@@ -303,7 +504,7 @@ spool_option = option(
     group="Run",
     type=Place(file_okay=False),
     metavar="DIR",
-    help="Directory for the local copy of an output that is a URL.  [default: in the cache]",
+    help="Directory for the local copy of an output that is a URL.  [default: ~/.cache/quantkit/spool]",
 )
 
 #: Options of commands that write one output from a plan.
@@ -311,10 +512,9 @@ plan_options = options(
     threads_option,
     ray_option,
     setting("--max-ram", group="Run", type=SIZE, default="512MiB", help="Memory for buffers."),
-    option("--resume", group="Run", is_flag=True, help="Continue an interrupted run."),
+    option("--resume", group="Run", is_flag=True, help="Continue an interrupted run; do nothing after a complete one."),
     option("--overwrite", group="Run", is_flag=True, help="Replace an existing output."),
-    option("--dry-run", group="Output", is_flag=True, help="Print the plan only."),
-    option("--json", "as_json", group="Output", is_flag=True, help="Print the summary as JSON."),
+    option("--dry-run", group="Output", is_flag=True, help="Print the plan; write nothing."),
 )
 
 

@@ -23,6 +23,7 @@ from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.run_cache import CacheUse
 from quantkit.pipeline.fallback import fallback_line, fallbacks
 from quantkit.pipeline.feedback_report import feedback_report
+from quantkit.pipeline.finished import identifies_source
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.row_slices import PlannedTensor
@@ -197,6 +198,14 @@ class DryRunReport:
         }
 
 
+def complete_text(plan: Plan) -> str:
+    """Return the lines of a run with --resume whose output is there already."""
+    lines = [f"{printable(shard.path)}: already complete, {shard.layout.nbytes} bytes" for shard in plan.shards]
+    if not identifies_source(plan):
+        lines.append("the header is the same; without provenance in it, the source may be another")
+    return "\n".join(lines)
+
+
 def nodes_line(result: RunResult) -> list[str]:
     """Return one line with the bytes that each node of a cluster wrote; none without a cluster."""
     if not result.nodes:
@@ -275,6 +284,8 @@ class RunReport:
 
     def text(self, result: QuantizeResult) -> str:
         """Return the summary: a table of classes, totals, time, files."""
+        if result.run.was_complete:
+            return complete_text(self.plan)
         groups = _groups(self.plan, result.run.sums)
         has_errors = any(g.errors() for g in groups)
         weighted = has_errors and any(t.importance is not None for t in self.plan.tensors)
@@ -341,6 +352,7 @@ class RunReport:
             "seconds": result.run.seconds,
             "threads": result.threads,
             "resumed_tensors": result.run.resumed,
+            "was_complete": result.run.was_complete,
             **cache_dict(result.run.cache),
             "nodes": [asdict(node) for node in result.run.nodes],
         }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import SIZE, claim, echo_notes, option, options, plan_options, spool_option
 from quantkit.cli._paths import IMATRIX, IMATRIX_FILE, MODEL
 from quantkit.cli._run_report import RunReport, cache_dict, cache_lines, dry_run_line, nodes_line
@@ -27,12 +27,13 @@ _FILES = "Files"
 shared_options = options(
     click.argument("source", metavar="IN.gguf", type=MODEL),
     click.argument("output", metavar="OUT.gguf", type=MODEL),
-    option("--keep-split", group=_FILES, is_flag=True, help="One output shard per input shard."),
-    option("--split-max-size", group=_FILES, type=SIZE, help="Start a new shard beyond this size (48G)."),
-    option("--imatrix", group=_FILES, type=IMATRIX_FILE, help="Importance matrix whose entries to rename as well."),
-    option("--imatrix-out", group=_FILES, type=IMATRIX, help="Where to write the renamed importance matrix."),
+    option("--keep-split", group=_FILES, is_flag=True, help="Write one output shard per input shard."),
+    option("--split-max-size", group=_FILES, type=SIZE, help="Maximum size of a shard (48G)."),
+    option("--imatrix", group=_FILES, type=IMATRIX_FILE, help="Importance matrix to rename the entries of."),
+    option("--imatrix-out", group=_FILES, type=IMATRIX, help="Output file of the renamed importance matrix."),
     spool_option,
     plan_options,
+    json_option(),
 )
 
 
@@ -43,7 +44,7 @@ def run_merge_plan(
     imatrix: Path | None,
     imatrix_out: Path | None,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     **run: Any,
 ) -> None:
     """Run a merge plan, convert the importance matrix, and print the report."""
@@ -57,17 +58,17 @@ def run_merge_plan(
     echo_notes(plan.notes)
     result = None
     if not dry_run:
-        report = RunReport(plan, quiet=as_json)
+        report = RunReport(plan, quiet=json_to.only)
         with report.show_progress("continue with --resume"):
             result = run_merge(merge, observer=report, **run)
         echo_notes(result.cache.notes if result.cache is not None else ())
     cache = forecast_cache(plan, run.get("cache")) if result is None else result.cache
     if converted is not None and imatrix_path is not None:
         write_imatrix(imatrix_path, converted, converted.format)
-    if as_json:
-        click.echo(json.dumps(_as_dict(merge, result) | {"refused": refused} | cache_dict(cache), indent=2))
-    else:
-        click.echo("\n".join([*_lines(merge, imatrix_out), *cache_lines(cache, dry=dry_run), _end(result, refused)]))
+    json_to.print(
+        lambda: "\n".join([*_lines(merge, imatrix_out), *cache_lines(cache, dry=dry_run), _end(result, refused)]),
+        lambda: _as_dict(merge, result) | {"refused": refused} | cache_dict(cache),
+    )
 
 
 def _loads(merge: MergePlan) -> str:
@@ -77,6 +78,8 @@ def _loads(merge: MergePlan) -> str:
 def _end(result: RunResult | None, refused: str | None) -> str:
     if result is None:
         return dry_run_line(refused)
+    if result.was_complete:
+        return "already complete"
     return "\n".join([f"written in {format_seconds(result.seconds)}", *nodes_line(result)])
 
 

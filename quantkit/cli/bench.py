@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import click
 
 from quantkit.bench import SWITCHES, Result, Setting, Test, bench, combinations
 from quantkit.cli._compat_options import ignored_options
-from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, MODEL, parse_kv_type, placement_from, placement_options
+from quantkit.cli._evaluation import MODEL, hub_model, hub_options, placement_from, placement_options
 from quantkit.cli._options import NUMBERS, GroupedCommand, on_command_line, option, setting
 from quantkit.cli._paths import MODEL_FILE
 from quantkit.cli._table import columns
+from quantkit.model.kv_types import KV_TYPES, join_kv_types
 from quantkit.names import printable, shorten
 from quantkit.units import format_count, format_size
 
@@ -39,57 +40,68 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
     "models",
     group=MODEL,
     type=MODEL_FILE,
-    required=True,
     multiple=True,
     help="Model file; repeatable.",
 )
-@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Prompt lengths.")
-@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="Numbers of tokens to generate.")
+@hub_options
+@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Length of the prompt in tokens.")
+@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="Number of tokens to generate.")
 @option(
     "-pg", "both", group=_TESTS, multiple=True, metavar="PP,TG", help="Process a prompt of PP tokens, then generate TG."
 )
 @setting("-d", "--n-depth", group=_TESTS, type=NUMBERS, default="0", help="Tokens in the context before each test.")
 @setting("-r", "--repetitions", group=_TESTS, type=click.IntRange(1), default=5, help="Repetitions of each test.")
 @option("--no-warmup", group=_TESTS, is_flag=True, help="Skip the warm-up run.")
-@option("-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0 (default): all CPUs.")
+@option("-j", "-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0 (default): all CPUs.")
 @setting("-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", help="Logical batch size.")
 @setting("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", help="Physical batch size.")
 @setting(
-    *KV_NAMES,
-    group=_SETTINGS,
-    multiple=True,
-    default=["f16"],
-    callback=parse_kv_type,
-    help=f"Type of both K and V cache: {', '.join(KV_TYPES)}.",
+    "--kv-type", group=_SETTINGS, metavar="TYPE", default="f16", help=f"Type of both caches: {', '.join(KV_TYPES)}."
 )
+@option("-ctk", "--cache-type-k", "k_type", group=_SETTINGS, metavar="TYPE", help="Type of the K cache.")
+@option("-ctv", "--cache-type-v", "v_type", group=_SETTINGS, metavar="TYPE", help="Type of the V cache.")
 @switch("-fug", "--fused-up-gate", default="1", help="Fuse up and gate of dense layers and shared experts.")
 @switch("-fmoe", "--fused-moe", default="1", help="Fuse up and gate of experts.")
 @switch("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
 @switch("-flaunch", "--fused-launches", default="1", help="On GPUs, fuse neighbouring operations into one launch.")
 @switch("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
-@switch("-mmp", "--mmap", default="1", help="Memory-map weights; 0: copy them to memory.")
+@switch("-mmp", "--mmap", default="1", help="1: memory-map weights; 0: copy them to memory.")
 @placement_options
 @ignored_options
 @setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Output format.")
 @option("--progress", group=_OUT, is_flag=True, help="Report progress on stderr.")
-def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str, progress: bool, **run: Any) -> None:
+def command(
+    models: Sequence[Path],
+    hf_repo: str | None,
+    hf_file: str | None,
+    repetitions: int,
+    no_warmup: bool,
+    form: str,
+    progress: bool,
+    **run: Any,
+) -> None:
     """Measure prompt processing and generation speed, as llama-bench does.
 
-    ppN processes a prompt of N tokens, tgN generates N tokens. GB/s counts the weights and caches that generation
-    reads; `read` is its share of the measured bandwidth (on a GPU: of a copy), `peak` the share of the measured
-    arithmetic peak (8-bit integers on a CPU, a bf16 GEMM on a GPU).
+    ppN processes a prompt of N tokens, tgN generates N tokens. GB/s counts the
+    weights and caches that generation reads; `read` is its share of the measured
+    bandwidth (on a GPU: of a copy), `peak` the share of the measured arithmetic
+    peak (8-bit integers on a CPU, a bf16 GEMM on a GPU).
 
     \b
     quantkit bench -m model.gguf
     quantkit bench -m model.gguf -p 512,2048 -n 64 -d 0,4096 -o json
     quantkit bench -m moe.gguf -fmoe 0,1 -muge 0,1
     """
+    if (download := hub_model(None, hf_repo, hf_file)) is not None:
+        models = [*models, download]
+    if not models:
+        raise click.UsageError("Missing option '-m' / '--model'.")
     tests = _tests(run["n_prompt"], run["n_gen"], run["both"], run["n_depth"])
     run["merge_up_gate"] = run.pop("merge_up_gate_experts")
     settings = combinations(
         n_batch=run["batch_size"],
         n_ubatch=run["ubatch_size"],
-        kv_type=_kv_types(run["kv_type"]),
+        kv_type=_kv_types(run),
         threads=run["threads"],
         **{name: [bool(x) for x in run[name]] for name in SWITCHES},
         placement=[placement_from(run)],
@@ -109,11 +121,20 @@ def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str
     PRINTERS[form](results)
 
 
-def _kv_types(text: str) -> list[str]:
-    types = [t.strip() for t in text.split(",")]
+def _kv_types(run: Mapping[str, Any]) -> list[str]:
+    """Return the types of caches: those of --kv-type, or all combinations of -ctk and -ctv."""
+    if run["k_type"] is None and run["v_type"] is None:
+        return _types(run["kv_type"], "--kv-type")
+    ks = _types(run["k_type"] or run["kv_type"], "-ctk")
+    vs = _types(run["v_type"] or run["kv_type"], "-ctv")
+    return [join_kv_types(k, v) for k in ks for v in vs]
+
+
+def _types(text: str, name: str) -> list[str]:
+    types = [t.strip().lower() for t in text.split(",")]
     for t in types:
         if t not in KV_TYPES:
-            raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint="-ctk")
+            raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint=name)
     return types
 
 

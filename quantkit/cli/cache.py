@@ -6,14 +6,19 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli._options import CACHE_VARIABLE, SIZE, GroupedCommand, WholeNames, option, threads_option, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import CACHE_VARIABLE, SIZE, GroupedCommand, WholeNames, option, threads_option
 from quantkit.cli._paths import Place
 from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.units import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from quantkit.cache import CacheReport
 
 _REMOVAL, _OUT = "Selection", "Output"
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
@@ -42,14 +47,15 @@ class CacheGroup(WholeNames, click.Group):
 def command() -> None:
     """Show, prune and verify a cache of encoded tensors: the directory of --cache.
 
-    quantize, convert and merge-up-gate store every tensor they encode there, and reuse it when the same rows are
-    encoded again with the same type, encoder, importance and shape, by the same code.
+    quantize, convert and merge-up-gate store every tensor they encode there, and
+    reuse it when the same code encodes the same rows again with the same type,
+    encoder, importance and shape.
 
-    DIR may be omitted if QUANTKIT_TENSOR_CACHE names it.
+    DIR may be omitted if QUANTKIT_TENSOR_CACHE is set.
 
     \b
-    quantkit quantize --cache ~/tensors --cache-size 50G model-bf16.gguf first.gguf Q4_K_M
-    quantkit quantize --cache ~/tensors --attn-v-type q8_0 model-bf16.gguf second.gguf Q4_K_M
+    quantkit quantize --cache ~/tensors model-bf16.gguf first.gguf Q4_K_M
+    quantkit quantize --cache ~/tensors model-bf16.gguf second.gguf Q4_K_S
     quantkit cache show ~/tensors
     """
 
@@ -57,20 +63,21 @@ def command() -> None:
 folder_argument = click.argument(
     "folder", metavar="DIR", type=Place(exists=True, file_okay=False), envvar=CACHE_VARIABLE
 )
-_json = option("--json", "as_json", group=_OUT, is_flag=True, help="Print the result as JSON.")
+_json = json_option()
 
 
 @command.command("show", cls=GroupedCommand, short_help="Show contents and hits of a cache.")
 @folder_argument
 @_json
-def show(folder: Path, as_json: bool) -> None:
+def show(folder: Path, json_to: JsonOutput) -> None:
     """Show the contents of a cache by model and type, and how much runs reused."""
     from quantkit.cache import show_cache
 
     contents = show_cache(folder)
-    if as_json:
-        click.echo(to_json(contents.as_dict()))
-        return
+    json_to.print(lambda: _contents_text(contents), contents.as_dict)
+
+
+def _contents_text(contents: CacheReport) -> str:
     rows = [(printable(g.model), printable(g.type), g.entries, format_size(g.nbytes)) for g in contents.groups]
     lines = [table(["model", "type", "tensors", "size"], rows, left=2), ""] if rows else []
     share = f" ({100 * contents.nbytes / contents.limit:.0f} %)" if contents.limit else ""
@@ -85,30 +92,31 @@ def show(folder: Path, as_json: bool) -> None:
         lines.append(f"unfinished, of runs that write or were killed: {format_size(contents.unfinished)}")
     if contents.unreadable:
         lines.append(f"{contents.unreadable} entries cannot be read: `quantkit cache verify` says why")
-    click.echo("\n".join(lines))
+    return "\n".join(lines)
 
 
 @command.command("prune", cls=GroupedCommand, short_help="Remove tensors from a cache.")
 @folder_argument
-@option("--to", group=_REMOVAL, type=SIZE, help="Remove the least recently used tensors until this size is left (10G).")
-@option("--older-than", group=_REMOVAL, type=Age(), help="Remove tensors that were not used for this long (30d, 12h).")
+@option("--to", group=_REMOVAL, type=SIZE, help="Remove the least recently used tensors down to this size (10G).")
+@option("--older-than", group=_REMOVAL, type=Age(), help="Remove tensors not used for this long (30d, 12h).")
 @_json
-def prune(folder: Path, to: int | None, older_than: float | None, as_json: bool) -> None:
-    """Remove tensors from a cache: by default those beyond its size limit, least recently used first.
+def prune(folder: Path, to: int | None, older_than: float | None, json_to: JsonOutput) -> None:
+    """Remove tensors from a cache: by default those beyond its size limit.
 
-    Also removes files that killed runs left a day ago or earlier. Concurrent runs are not disturbed: they encode what
-    they no longer find.
+    The least recently used go first. Files that killed runs left more than a day
+    ago are removed, too. Concurrent runs are not disturbed: they encode missing
+    tensors again.
     """
     from quantkit.cache import prune_cache
 
     result = prune_cache(folder, to=to, older_than=older_than)
-    if as_json:
-        click.echo(to_json(asdict(result)))
-        return
-    click.echo(
-        f"removed {result.removed} tensors, {format_size(result.removed_bytes)}, "
-        f"and {result.unfinished} unfinished ones; "
-        f"{result.entries} tensors, {format_size(result.nbytes)}, are left"
+    json_to.print(
+        lambda: (
+            f"removed {result.removed} tensors, {format_size(result.removed_bytes)}, "
+            f"and {result.unfinished} unfinished ones; "
+            f"{result.entries} tensors, {format_size(result.nbytes)}, are left"
+        ),
+        lambda: asdict(result),
     )
 
 
@@ -117,21 +125,22 @@ def prune(folder: Path, to: int | None, older_than: float | None, as_json: bool)
 @threads_option
 @_json
 @click.pass_context
-def verify(ctx: click.Context, folder: Path, threads: int | None, as_json: bool) -> None:
-    """Check all tensors of a cache and remove damaged ones; exits with 1 if there are any.
+def verify(ctx: click.Context, folder: Path, threads: int | None, json_to: JsonOutput) -> None:
+    """Check all tensors of a cache and remove damaged ones.
 
-    Runs never use a damaged tensor: they check what they read, and encode it again.
+    Exit code 1 if there are any. Runs never use a damaged tensor: they check what
+    they read, and encode it again.
     """
     from quantkit.cache import verify_cache
 
     result = verify_cache(folder, threads=threads)
-    if as_json:
-        click.echo(to_json(result.as_dict()))
-    else:
-        for path, damage in result.damaged:
-            click.echo(f"{printable(path)}: {damage}", err=True)
-        unremoved = f", {result.n_not_removable} of which cannot be removed" if result.n_not_removable else ""
-        click.echo(
+    for path, damage in () if json_to.only else result.damaged:
+        click.echo(f"{printable(path)}: {damage}", err=True)
+    unremoved = f", {result.n_not_removable} of which cannot be removed" if result.n_not_removable else ""
+    json_to.print(
+        lambda: (
             f"{result.entries} tensors, {format_size(result.nbytes)}: {len(result.damaged)} damaged ones{unremoved}"
-        )
+        ),
+        result.as_dict,
+    )
     ctx.exit(1 if result.damaged else 0)

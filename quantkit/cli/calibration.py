@@ -9,7 +9,8 @@ import click
 
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.cli._options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting
 from quantkit.cli._paths import Place
 from quantkit.names import printable
 from quantkit.units import format_size
@@ -19,11 +20,13 @@ _TEXT, _OUT = "Text", "Output"
 
 @click.command("calibration", cls=GroupedCommand)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=Place())
-@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Size of both texts together.")
-@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share to hold out for evaluation.")
-@setting("--seed", group=_TEXT, type=int, default=0, help="Seed of the selection and its order.")
-@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Largest passage.")
-@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Only these files of directories; repeatable.")
+@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Total size of both texts.")
+@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share of the text for evaluation.")
+@setting("--seed", group=_TEXT, type=int, default=0, help="Seed of the selection and of its order.")
+@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Maximum size of a passage.")
+@option(
+    "--include", group=_TEXT, multiple=True, metavar="GLOB", help="Read only matching files of directories; repeatable."
+)
 @option(
     "-o",
     "--output",
@@ -31,10 +34,10 @@ _TEXT, _OUT = "Text", "Output"
     metavar="DIR",
     required=True,
     type=Place(file_okay=False),
-    help="Directory for calibration.txt, evaluation.txt, manifest.json.",
+    help="Output directory, for calibration.txt, evaluation.txt and manifest.json.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace the files of an earlier run.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the manifest.")
+@json_option("the manifest")
 def command(
     inputs: tuple[Path, ...],
     size: int,
@@ -44,25 +47,26 @@ def command(
     include: tuple[str, ...],
     output: Path,
     overwrite: bool,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Build a calibration text and an evaluation text that share no passage.
 
-    INPUT: files and directories of text, code, Markdown or JSON Lines (.jsonl, .ndjson) with chats or texts. They are
-    split into passages, exact and near duplicates are dropped, and the seed selects passages. The same texts and seed
+    INPUT: files and directories of text, code, Markdown or JSON Lines (.jsonl,
+    .ndjson) with chats or texts. They are split into passages, exact and near
+    duplicates are dropped, and --seed selects passages. The same texts and seed
     give the same bytes.
 
     \b
     quantkit calibration -o corpus wiki.txt chats.jsonl ~/src/project
-    quantkit calibration -o corpus --size 3M --heldout 10% --include '*.py' --include '*.md' ~/src
-    quantkit imatrix -m model-bf16.gguf -f corpus/calibration.txt -o imatrix.gguf
+    quantkit calibration -o corpus --size 3M --heldout 10% --include '*.py' ~/src
+    quantkit imatrix -m model-bf16.gguf -f corpus/calibration.txt
     quantkit perplexity -m model-Q4_K_M.gguf -f corpus/evaluation.txt
     """
     corpus = calibration(
         inputs, output, size=size, heldout=heldout, seed=seed, passage=passage, include=include, overwrite=overwrite
     )
     echo_notes(corpus.notes)
-    click.echo(to_json(corpus.manifest()) if as_json else "\n".join(_lines(corpus, output)))
+    json_to.print(lambda: "\n".join(_lines(corpus, output)), corpus.manifest)
 
 
 def _lines(corpus: Corpus, output: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
     DiffError,
     GroupedCommand,
@@ -20,7 +21,6 @@ from quantkit.cli._options import (
     one_line,
     option,
     threads_option,
-    to_json,
 )
 from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli._table import fold, format_list, table
@@ -56,7 +56,7 @@ _MAX_ITEMS = 8
 @option("--imatrix", group=_SCOPE, type=IMATRIX, help="Also report the error weighted by this importance matrix.")
 @threads_option
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor, not only classes.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+@json_option()
 def command(
     a: Path,
     b: Path,
@@ -68,19 +68,20 @@ def command(
     imatrix: Path | None,
     threads: int | None,
     per_tensor: bool,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
-    """Compare two GGUF models: metadata, shapes, types, bytes, and the error of B against A.
+    """Compare two GGUF models: metadata, shapes, types, bytes, and error of B.
 
-    Split models are compared as a whole; shards, tensor order, padding and GGUF version are ignored. The relative error
-    is sqrt(sum (A - B)^2 / sum A^2) over the tensors that differ, "max error" the largest |A - B|.
+    Split models are compared as a whole; shards, tensor order, padding and GGUF
+    version are ignored. The relative error is sqrt(sum (A - B)^2 / sum A^2) over
+    the tensors that differ, "max error" the largest |A - B|.
 
     Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
     """
     if metadata_only and (tensors_only or tensors is not None):
         raise click.UsageError("--metadata-only excludes --tensors-only and --tensors")
     try:
-        with closing(_Bar(quiet=as_json)) as bar:
+        with closing(_Bar(quiet=json_to.only)) as bar:
             comparison = compare(
                 a,
                 b,
@@ -95,7 +96,7 @@ def command(
     except QuantkitError as e:
         raise DiffError(e) from e
     echo_notes(comparison.notes)
-    click.echo(to_json(_as_dict(comparison)) if as_json else _text(comparison, per_tensor=per_tensor))
+    json_to.print(lambda: _text(comparison, per_tensor=per_tensor), lambda: _as_dict(comparison))
     sys.exit(0 if comparison.identical else 1)
 
 

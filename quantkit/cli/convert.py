@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored, refused_options
+from quantkit.cli._compat_options import CONVERT_REFUSED, Ignored, refuse_options
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
+from quantkit.cli._json import JsonOutput
 from quantkit.cli._options import cache_arguments, echo_notes, on_command_line, option, options, start_nodes
 from quantkit.cli._table import table
 from quantkit.cli.quantize import (
@@ -63,13 +64,21 @@ _convert_options = options(
         callback=_list_all,
         help="List supported model classes.",
     ),
+    option("--remote", group=CHECKPOINT, is_flag=True, help="Read DIR from the Hugging Face Hub: same as hf://DIR."),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
     *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
-    refused_options,
+    refuse_options(CONVERT_REFUSED),
 )
 
 
-@click.command("convert", cls=QuantizeCommand)
+#: Options that --help shows.
+_COMMON = (
+    *("outtype", "pre", "model_name", "no_nextn", "merge_lora", "imatrix", "tensor_type", "recipe", "split_max_size"),
+    *("threads", "resume", "overwrite", "dry_run"),
+)
+
+
+@click.command("convert", cls=QuantizeCommand, common=_COMMON)
 @click.argument("arguments", nargs=-1, metavar="DIR [OUT.gguf] [TYPE [THREADS]]", required=True)
 @_convert_options
 @quantize_options(without=_EXCLUDED_OPTIONS)
@@ -84,27 +93,38 @@ def command(
     measure_error: bool,
     plot: Path | None,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     prune_layers: str | None,
     split_max_size: int | None,
     cache: Path | None,
     cache_size: int | None,
     outfile: str | None,
+    remote: bool,
     **values: Any,
 ) -> None:
-    """Convert a Hugging Face checkpoint to GGUF; with TYPE, quantize it in the same pass.
+    """Convert a Hugging Face checkpoint to GGUF; with TYPE, quantize it, too.
 
-    DIR holds config.json, model*.safetensors and the tokenizer's files. Without OUT.gguf the output is written to DIR,
-    under the name that llama.cpp's convert_hf_to_gguf.py gives it; {ftype} in OUT stands for the type. Both may be URLs
-    (hf://org/model, s3://bucket/model).
+    DIR holds config.json, model*.safetensors and the tokenizer's files; it may be a
+    URL, such as hf://org/model. Without OUT.gguf the output is written to DIR.
 
-    The bytes are those of convert_hf_to_gguf.py b11434 (with transformers 4.57.6) and, with TYPE, of llama-quantize on
-    its output: without an intermediate file or torch, and with memory for a few rows only. Only ssm_a of Mamba differs,
-    rounded better: torch's exponential, which depends on its CPU, is off by a last bit in 1 % of values. Options of
-    `quantkit quantize` need TYPE. --intermediate none rounds once, from the checkpoint's values: more exact where those
-    are not of one 16-bit type (float8, F32).
+    \b
+    quantkit convert Qwen3-30B-A3B/ model-bf16.gguf
+    quantkit convert Qwen3-30B-A3B/ model.gguf Q4_K_M --imatrix imatrix.gguf
+    \f
+    Without OUT.gguf the name is that of convert_hf_to_gguf.py; {ftype} in OUT stands
+    for the type. DIR and OUT may be URLs (hf://org/model, s3://bucket/model).
+
+    The bytes are those of convert_hf_to_gguf.py b11434 (with transformers 4.57.6)
+    and, with TYPE, of llama-quantize on its output: without an intermediate file or
+    torch, and with memory for a few rows only. Only ssm_a of Mamba differs: torch's
+    exponential, which depends on its CPU, is off by the last bit in 1 % of values.
+
+    Options of `quantkit quantize` need TYPE. --intermediate none rounds once, from
+    the checkpoint's values: more exact where these are not of one 16-bit type
+    (float8, F32).
     """
     folder, output, type_name, positional = _positionals(arguments)
+    folder = f"hf://{folder}" if remote and not folder.startswith("hf://") else folder
     if values["like"] is not None:
         type_name = type_name or LIKE
     if outfile is not None and output is not None:
@@ -136,9 +156,9 @@ def command(
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:
-        print_dry_run(plan, run_options, as_json=as_json)
+        print_dry_run(plan, run_options, json_to=json_to)
         return
-    run_plan(plan, max_ram, run_options, as_json=as_json, plot=plot)
+    run_plan(plan, max_ram, run_options, json_to=json_to, plot=plot)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored, Refused
+from quantkit.cli._compat_options import LORA_REFUSED, Ignored, refuse_options
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL, Place
 from quantkit.cli._run_report import DryRunReport
@@ -19,7 +19,13 @@ _FILE = "Adapter"
 _FOLDER = Place(file_okay=False)
 
 _lora_options = options(
-    option("--base", group=_FILE, type=_FOLDER, metavar="DIR", help="Checkpoint of the base; config.json is enough."),
+    option(
+        "--base",
+        group=_FILE,
+        type=_FOLDER,
+        metavar="DIR",
+        help="Checkpoint of the base model; only config.json is needed.",
+    ),
     option(
         "--outtype",
         group=_FILE,
@@ -29,20 +35,11 @@ _lora_options = options(
     ),
     option("--outfile", group=_FILE, metavar="FILE", help="Same as OUT.gguf."),
     plan_options,
+    json_option(),
     click.option("--no-lazy", cls=Ignored, is_flag=True, note="tensors are never held back until the end"),
     click.option("--verbose", cls=Ignored, is_flag=True, note="--dry-run shows every tensor, --json as data"),
     click.option("--trust-remote-code", cls=Ignored, is_flag=True, note="no code of a checkpoint is ever run"),
-    click.option(
-        "--base-model-id",
-        cls=Refused,
-        reason="the base is a directory here: `hf download ID config.json --local-dir DIR`, then --base DIR",
-    ),
-    click.option(
-        "--bigendian",
-        cls=Refused,
-        is_flag=True,
-        reason="files are little-endian; gguf_convert_endian.py of llama.cpp converts finished ones",
-    ),
+    refuse_options(LORA_REFUSED),
 )
 
 
@@ -58,17 +55,22 @@ def command(
     outfile: str | None,
     max_ram: int,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     **run: Any,
 ) -> None:
     """Convert a PEFT LoRA adapter to a GGUF file for llama.cpp's --lora.
 
-    ADAPTER holds adapter_config.json and adapter_model.safetensors. Without --base, the base is the directory that
-    adapter_config.json names; nothing is downloaded. Without OUT.gguf the output is written to ADAPTER.
+    ADAPTER is a directory with adapter_config.json and adapter_model.safetensors.
+    Without --base, the base is the directory that adapter_config.json names;
+    nothing is downloaded. Without OUT.gguf the output is written to ADAPTER.
 
-    The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, except for scales that it gets wrong: those of
-    rsLoRA, rank_pattern and alpha_pattern. Adapters with more than low-rank factors (DoRA, modules_to_save, biases,
-    ...) are refused. To merge an adapter into the model: `quantkit convert --merge-lora`.
+    The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, except for
+    scales that it gets wrong: those of rsLoRA, rank_pattern and alpha_pattern.
+    Adapters with more than low-rank factors (DoRA, modules_to_save, biases, ..) are
+    refused. To merge an adapter into the model: `quantkit convert --merge-lora`.
+
+    \b
+    quantkit convert-lora adapter/ --base Qwen3-0.6B/ adapter.gguf
     """
     from quantkit.lora import plan_convert_lora
 
@@ -78,7 +80,7 @@ def command(
     echo_notes(plan.notes)
     if dry_run:
         report = DryRunReport(plan, refusal(plan, resume=run["resume"], overwrite=run["overwrite"]))
-        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+        json_to.print(report.text, report.as_dict)
         return
     run_options: RunOptions = {name: run[name] for name in ("threads", "resume", "overwrite", "ray")}  # type: ignore[assignment]
-    run_plan(plan, max_ram, run_options, as_json=as_json)
+    run_plan(plan, max_ram, run_options, json_to=json_to)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from tqdm import tqdm
 
-from quantkit.cli._options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import (
+    SIZE,
+    GroupedCommand,
+    claim,
+    echo_notes,
+    on_command_line,
+    option,
+    options,
+    project_names,
+    setting,
+    threads_option,
+)
 from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._table import fold, table
 from quantkit.formats.outputs import atomic_write
@@ -46,32 +57,38 @@ _cook_options = options(
         group=_TEXT,
         multiple=True,
         type=Place(exists=True),
-        help="Calibration text: files and directories; a part is held out. Repeatable.",
+        help="Calibration text: files and directories; a part is held out for evaluation. Repeatable.",
     ),
-    option("--evaluation", group=_TEXT, type=TEXT_FILE, help="Evaluation text; nothing of -f is then held out."),
-    option("--chat", group=_TEXT, multiple=True, type=_FILE, metavar="JSONL", help="Conversations to calibrate on."),
-    option("--pre", group=_MODEL, metavar="NAME", help="Pre-tokenizer of a checkpoint, if its hash is unknown."),
-    option("--imatrix", group=_MODEL, type=_FILE, help="Existing importance matrix."),
+    option("--evaluation", group=_TEXT, type=TEXT_FILE, help="Evaluation text, instead of a part of -f."),
+    option("--chat", group=_TEXT, multiple=True, type=_FILE, metavar="JSONL", help="Calibration conversations."),
+    option("--pre", group=_MODEL, metavar="NAME", help="Pre-tokenizer of a checkpoint, if it is not recognized."),
+    option("--imatrix", group=_MODEL, type=_FILE, help="Use this importance matrix."),
     option("--no-imatrix", group=_MODEL, is_flag=True, help="Quantize without an importance matrix."),
     option("--merge-up-gate", group=_MODEL, is_flag=True, help="Merge up and gate experts."),
     setting(
         "--runtime",
         group=_MODEL,
-        type=click.Choice(["llama.cpp", "ik_llama.cpp"]),
+        type=project_names(("llama.cpp", "ik_llama.cpp")),
         default="llama.cpp",
         help="Runtime whose types a search may use.",
     ),
-    option("--no-check", group=_MODEL, is_flag=True, help="Skip measuring the divergence of the outputs."),
-    option("--no-report", group=_MODEL, is_flag=True, help="Skip the report."),
+    option("--no-check", group=_MODEL, is_flag=True, help="Do not measure the divergence of the outputs."),
+    option("--no-report", group=_MODEL, is_flag=True, help="Do not write a report."),
     option("--base-model", group=_MODEL, metavar="ORG/NAME", help="Model card: the base model on the hub."),
     option("--license", group=_MODEL, metavar="ID", help="Model card: license of the base model."),
-    option("-m", "--model", group=_MODEL, type=Place(exists=True), help="With init: the model."),
-    option("-t", "-j", "--threads", group=_RUN, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
-    option("--max-ram", group=_RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
-    option("-o", "--output", group=_OUT, type=_FOLDER, metavar="DIR", help="Output directory [NAME-cooked]."),
+    option("-m", "--model", group=_MODEL, type=Place(exists=True), help="With init: model to write the settings for."),
+    threads_option,
+    option(
+        "--max-ram",
+        group=_RUN,
+        type=SIZE,
+        metavar="SIZE",
+        help="Maximum memory for weights; the rest is streamed from the file.",
+    ),
+    option("-o", "--output", group=_OUT, type=_FOLDER, metavar="DIR", help="Output directory.  [default: NAME-cooked]"),
     option("--overwrite", group=_OUT, is_flag=True, help="With init: replace an existing file."),
-    option("--dry-run", group=_OUT, is_flag=True, help="Print the plan only: states and times of all steps."),
-    option("--json", "as_json", group=_OUT, is_flag=True, help="Print the plan or the result as JSON."),
+    option("--dry-run", group=_OUT, is_flag=True, help="Print the state and time of all steps; write nothing."),
+    json_option("the plan or the result"),
 )
 
 
@@ -80,21 +97,26 @@ _cook_options = options(
     "arguments", nargs=-1, metavar="IN TARGET... | CONFIG.toml [TARGET...] | init [CONFIG.toml]", required=True
 )
 @_cook_options
-def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: Any) -> None:
-    """Cook a model: from a checkpoint, or a 16-bit GGUF file, to quantized files with a report.
+def command(arguments: tuple[str, ...], dry_run: bool, json_to: JsonOutput, **values: Any) -> None:
+    """Cook a model: from a checkpoint or a 16-bit GGUF file to quantized files.
 
-    Converts, builds a corpus, an importance matrix and base logits, searches the best types where a TARGET is a goal,
-    quantizes every TARGET, and measures its divergence from the model. A TARGET is a preset (Q4_K_M), a size (12.3G),
-    bits per weight (4.2bpw) or a divergence (kld=0.01); +feedback after it is slower, with a lower divergence.
+    Converts, builds a calibration text, an importance matrix and base logits,
+    searches types where a TARGET is a goal, quantizes every TARGET, measures its
+    divergence from the base and writes a report.
 
-    Run it again after a change, an interruption or a crash: up-to-date steps are skipped. Without TOML, options cover
-    the usual settings; `quantkit cook init` writes a commented file with all of them.
+    A TARGET is a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a
+    divergence (kld=0.01). With +feedback after it, quantizing is slower and the
+    divergence lower.
+
+    Run it again after a change, an interruption or a crash: steps that are up to
+    date are skipped. Without a TOML file, options cover the usual settings;
+    `quantkit cook init` writes a commented file with all of them.
 
     \b
     quantkit cook init -m Qwen3-30B-A3B/ -f wiki.txt   # writes cook.toml
     quantkit cook cook.toml --dry-run
     quantkit cook cook.toml
-    quantkit cook model-bf16.gguf Q4_K_M IQ4_XS 3.5bpw -f wiki.txt -f ~/src/project
+    quantkit cook model-bf16.gguf Q4_K_M IQ4_XS 3.5bpw -f wiki.txt
     """
     if arguments[0] == "init":
         if named_options := [name for name in values if name not in _INIT and on_command_line(name)]:
@@ -107,9 +129,9 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: 
     if dry_run:
         plan = plan_cook(config)
         echo_notes(plan.notes)
-        click.echo(json.dumps(_plan_dict(plan), indent=2) if as_json else _plan_text(plan))
+        json_to.print(lambda: _plan_text(plan), lambda: _plan_dict(plan))
         return
-    printer = _ProgressPrinter(quiet=as_json)
+    printer = _ProgressPrinter(quiet=json_to.only)
     try:
         with interruptible():
             result = cook(config, observer=printer)
@@ -120,7 +142,7 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: 
         sys.exit(130)
     finally:
         printer.close()
-    click.echo(json.dumps(_result_dict(result), indent=2) if as_json else _result_text(result))
+    json_to.print(lambda: _result_text(result), lambda: _result_dict(result))
 
 
 def _option_name(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._table import table
@@ -39,6 +39,7 @@ _export_options = options(
         help="List supported architectures.",
     ),
     plan_options,
+    json_option(),
 )
 
 
@@ -50,14 +51,18 @@ def command(
     source: Path,
     folder: Path,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     **run: Any,
 ) -> None:
-    """Export a GGUF file as a checkpoint that transformers loads: the inverse of `quantkit convert`.
+    """Export a GGUF file as a checkpoint: the inverse of `quantkit convert`.
 
-    Writes safetensors, in shards with an index if they are large, config.json and the tokenizer's files to DIR. Tensors
-    get the names, row order and separate experts of the transformers class; quantized ones are decoded. A model that
+    Writes config.json, the tokenizer's files and safetensors, in shards with an
+    index if they are large, to DIR. Tensors get the names, row order and separate
+    experts of the transformers class; quantized ones are decoded. A model that
     `quantkit convert` would not restore exactly is refused.
+
+    \b
+    quantkit export model-bf16.gguf checkpoint/
     """
     from quantkit.cli._export_report import ExportProgress, ExportReport
     from quantkit.export import plan_export, refusal, run_export
@@ -68,15 +73,12 @@ def command(
     report = ExportReport(export)
     if dry_run:
         refused = refusal(export, resume=run["resume"], overwrite=run["overwrite"])
-        click.echo(json.dumps(report.as_dict(refused), indent=2) if as_json else report.text(refused))
+        json_to.print(lambda: report.text(refused), lambda: report.as_dict(refused))
         return
     run["threads"] = run["threads"] or (available_cpus() if run["ray"] is None else None)
-    progress = ExportProgress(export.plan, quiet=as_json)
+    progress = ExportProgress(export.plan, quiet=json_to.only)
     with progress.show_progress("what is done is kept, continue with --resume"):
         result = run_export(export, observer=progress, **run)
     threads = run["threads"] or sum(node.cpus for node in result.nodes)
-    if as_json:
-        facts = {"seconds": result.seconds, "threads": threads, "resumed_tensors": result.resumed}
-        click.echo(json.dumps(report.as_dict() | facts, indent=2))
-        return
-    click.echo(report.summary(result, threads))
+    facts = {"seconds": result.seconds, "threads": threads, "resumed_tensors": result.resumed}
+    json_to.print(lambda: report.summary(result, threads), lambda: report.as_dict() | facts)

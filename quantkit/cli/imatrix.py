@@ -37,16 +37,17 @@ class ImatrixGroup(GroupedCommand, click.Group):
 def command(ctx: click.Context, /, **values: Any) -> None:
     """Collect, show, compare, merge and convert importance matrices.
 
-    Without a command, runs texts through a model and accumulates the squared inputs of every weight, with
-    llama-imatrix's options. Fusion is always off, and gaps of the matrix are always shown.
+    Without a command, runs texts through a model and sums the squared inputs of
+    every matrix, with the options of llama-imatrix. Fusion is always off; entries
+    without data are listed.
 
-    Reads the files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat) and writes both formats, which both programs'
-    llama-quantize accepts.
+    Reads the files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat), and writes
+    both formats.
 
     \b
     quantkit imatrix -m model-bf16.gguf -f calibration.txt -o imatrix.gguf
-    quantkit imatrix -m model-bf16.gguf --chat chats.jsonl -f code.txt -c 2048 --process-output
-    quantkit imatrix -m model-Q8_0.gguf -f text.txt --layer-similarity --plot layers.svg
+    quantkit imatrix -m model-bf16.gguf --chat chats.jsonl -f code.txt -c 2048
+    quantkit imatrix -m model.gguf -f text.txt --layer-similarity
     quantkit imatrix show -m model-bf16.gguf imatrix.gguf
     quantkit imatrix diff old.gguf new.gguf --fail-above 0.01
     quantkit imatrix merge code.gguf chat.gguf -o both.gguf
@@ -73,21 +74,21 @@ shared_options = options(
         "kind",
         group=_OUT,
         type=click.Choice(FORMATS),
-        help="Output format; by default from OUT's name: .dat, else GGUF.",
+        help="Output format.  [default: dat if OUT ends in .dat, else gguf]",
     ),
-    option("-m", "--model", group=_FILES, type=MODEL, help="Model, for the numbers of experts of a .dat."),
+    option("-m", "--model", group=_FILES, type=MODEL, help="Model, for the number of experts in a .dat."),
     option(
         "--chunk-size",
         group=_FILES,
         type=click.IntRange(1),
-        help="Tokens per call of a .dat; default: that of a GGUF input, or 512.",
+        help="Tokens per call of a .dat.  [default: that of a GGUF input, or 512]",
     ),
-    option("--names", group=_OUT, type=click.Choice(NAMES), help="Names of up and gate experts; default: unchanged."),
+    option("--names", group=_OUT, type=click.Choice(NAMES), help="Names of up and gate experts.  [default: unchanged]"),
     option(
         "--fill",
         group=_OUT,
         type=click.Choice(FILLS),
-        help="Fill experts without tokens; recorded in the file, undone by merging. none undoes an earlier fill.",
+        help="Values for experts without tokens, recorded in the file; merging removes them, and so does none.",
     ),
     option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output."),
 )
@@ -98,10 +99,11 @@ shared_options = options(
 @option("-o", "--output", group=_OUT, required=True, type=IMATRIX, help="Importance matrix to write.")
 @shared_options
 def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **options: Any) -> None:
-    """Merge importance matrices of one model as if one run had seen all their texts.
+    """Merge importance matrices of one model as if one run had seen all texts.
 
-    Sums and token counts are added expert by expert, so every token has the same weight. Formats may be mixed; a .dat
-    has no token counts, so each of its calls counts as --chunk-size tokens.
+    Sums and token counts are added expert by expert, so every token has the same
+    weight. Formats may be mixed. A .dat has no token counts: each of its calls
+    counts as --chunk-size tokens.
 
     \b
     quantkit imatrix merge code.gguf chat.gguf wiki.dat -o all.gguf
@@ -117,13 +119,13 @@ def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **
 def convert_command(source: Path, output: Path, model: Path | None, **options: Any) -> None:
     """Convert an importance matrix between GGUF and .dat; rename or fill experts.
 
-    Notes list what the other format cannot store. A .dat has no counts per expert: all experts get the same count,
-    those without tokens none.
+    Notes list what the other format cannot store. A .dat has no counts per expert:
+    all experts get the same count, those without tokens none.
 
     \b
     quantkit imatrix convert imatrix.gguf imatrix.dat
     quantkit imatrix convert -m model-bf16.gguf imatrix.dat imatrix.gguf
-    quantkit imatrix convert --names separate --fill mean merged.gguf separate.gguf
+    quantkit imatrix convert --names separate --fill mean in.gguf out.gguf
     """
     _report(convert_imatrix(source, output, model=model, format=options.pop("kind"), **options))
 

@@ -13,7 +13,8 @@ import click
 
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import Bar, evaluation_options, ids_file, run_options
+from quantkit.cli._evaluation import Bar, evaluation_options, hub_model, hub_options, ids_file, run_options
+from quantkit.cli._json import JsonOutput
 from quantkit.cli._options import (
     SHARE,
     claim,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate.passes import EvaluationOptions
     from quantkit.imatrix.covariance import Weighting
 
-_INPUT = "Model and text"
+_MODEL = "Model"
 _FILE: dict[str, Any] = {"group": FURTHER, "type": Place(), "metavar": "FILE"}
 
 FUSION_OFF = (
@@ -64,52 +65,73 @@ FUSION_OFF = (
     " the inputs of some weights"
 )
 
+#: Switches of fusion, by the end of their parameter names.
+_FUSIONS = {"up_gate": "-fug", "moe": "-fmoe", "qkv": "-fqkv", "launches": "-flaunch"}
+
 #: The options of a collection.
 collect_options = options(
-    option("-m", "--model", group=_INPUT, type=MODEL_FILE, help="GGUF file; any shard of a split model."),
+    option("-m", "--model", group=_MODEL, type=MODEL_FILE, help="GGUF file; any shard of a split model."),
+    hub_options,
     option(
-        "-f", "--file", "files", group=_INPUT, type=TEXT_FILE, multiple=True, help="Text file, - for stdin; repeatable."
+        "-f", "--file", "files", group=TEXT, type=TEXT_FILE, multiple=True, help="Text file; - for stdin. Repeatable."
     ),
     option(
         "--chat",
-        group=_INPUT,
+        group=TEXT,
         type=TEXT_FILE,
         multiple=True,
         metavar="JSONL",
-        help="Conversations, rendered by the model's chat template.",
+        help="Conversations, rendered with the model's chat template.",
     ),
-    option("-p", "--prompt", group=_INPUT, metavar="TEXT", help="Calibration text given inline."),
-    option("--tokens", group=_INPUT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
+    option("-p", "--prompt", group=TEXT, metavar="TEXT", help="Text."),
+    option("--tokens", group=TEXT, metavar="IDS", help="Token ids, such as 1,2,3, or @FILE of raw int32."),
     *declared_options(ImatrixOptions, (TEXT,)),
-    option("-o", "--output", "--output-file", group=OUTPUT, type=IMATRIX_LOCAL, help="File to write [imatrix.gguf]."),
+    option(
+        "-o",
+        "--output",
+        "--output-file",
+        group=OUTPUT,
+        type=IMATRIX_LOCAL,
+        help="Output file.  [default: imatrix.gguf]",
+    ),
     option(
         "--in-file",
         "in_files",
         group=OUTPUT,
         multiple=True,
         metavar="FILE",
-        help="Importance matrices to merge into it; a,b or repeated.",
+        help="Existing importance matrices to merge into the result: A,B or repeated.",
     ),
     *declared_options(ImatrixOptions, (OUTPUT, FURTHER)),
-    option("--require-coverage", group=OUTPUT, type=SHARE, metavar="SHARE", help="Exit with 3 below this coverage."),
-    option("--show-statistics", group=OUTPUT, is_flag=True, help="Show an --in-file instead, as `imatrix show`."),
+    option(
+        "--require-coverage",
+        group=OUTPUT,
+        type=SHARE,
+        metavar="SHARE",
+        help="Exit with code 3 below this coverage (99%).",
+    ),
+    option("--show-statistics", group=OUTPUT, is_flag=True, help="Show the --in-file, as `imatrix show` does."),
     option(
         "-md",
         "--model-draft",
         "draft",
         group=FURTHER,
         type=MODEL_FILE,
-        help="Prediction layer in a separate file.",
+        help="Model file with only the MTP layer.",
     ),
-    option("--plot", **_FILE, help="Plot the similarity: .svg, .png or .pdf."),
-    option("--covariance", **_FILE, help="Also record covariances of weight inputs, in passes that fit --max-ram."),
+    option("--plot", **_FILE, help="Plot the layer similarity: .svg, .png or .pdf."),
+    option(
+        "--covariance",
+        **_FILE,
+        help="Also write covariances of activations, for error feedback, in as many passes as --max-ram requires.",
+    ),
     setting(
         "--covariance-of",
         "weighting",
         group=FURTHER,
         type=click.Choice(["tokens", "router", "both"]),
         default="both",
-        help="Token weights for experts: equal, squared router weights, or both.",
+        help="Weights of an expert's tokens: equal, squared router weights, or both.",
     ),
     run_options,
     ray_option,
@@ -121,6 +143,7 @@ collect_options = options(
 
 def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
     """Collect, merge or show, as the options request."""
+    values = {**values, "model": hub_model(values["model"], values["hf_repo"], values["hf_file"])}
     in_files = [located(name) for names in values["in_files"] for name in names.split(",") if name]
     if values["show_statistics"]:
         _show(ctx, in_files)
@@ -134,10 +157,10 @@ def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
         return
     if values["model"] is None or not has_text:
         raise click.UsageError("give a model (-m) and a text (-f, -p, --chat or --tokens), or a command such as show")
-    if any(
-        values[name] and on_command_line(name) for name in ("fused_up_gate", "fused_moe", "fused_qkv", "fused_launches")
-    ):
-        raise click.UsageError(f"{FUSION_OFF}; omit -fug and -fmoe")
+    if ignored := [
+        option for name, option in _FUSIONS.items() if values[f"fused_{name}"] and on_command_line(f"fused_{name}")
+    ]:
+        echo_notes([f"{', '.join(ignored)}: nothing is fused here"])
     if values["plot"] is not None:
         if not values["layer_similarity"]:
             raise click.UsageError(
@@ -312,7 +335,7 @@ def _figure(model: Path, similarity: Sequence[Similarity]) -> Figure:
 def _show(ctx: click.Context, in_files: Sequence[Path]) -> None:
     if not in_files:
         raise click.UsageError("--show-statistics needs an --in-file")
-    ctx.invoke(show, path=in_files[0], per_tensor=True)
+    ctx.invoke(show, path=in_files[0], per_tensor=True, json_to=JsonOutput(None))
 
 
 def _merge_only(output: Path, in_files: Sequence[Path], values: Mapping[str, Any]) -> None:

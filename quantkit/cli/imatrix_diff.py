@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli._options import DiffError, GroupedCommand, json_value, option, setting, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import DiffError, GroupedCommand, json_value, option, setting
 from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli._table import format_list, table
 from quantkit.errors import QuantkitError
@@ -35,31 +36,38 @@ _ROWS, _NAME = 12, 48
 )
 @option("--fail-above", group=_OUT, type=float, metavar="X", help="Exit with 1 above this relative difference.")
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every weight, not only the most different.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+@json_option()
 def diff(
-    a: Path, b: Path, model: Path | None, min_tokens: int, fail_above: float | None, per_tensor: bool, as_json: bool
+    a: Path,
+    b: Path,
+    model: Path | None,
+    min_tokens: int,
+    fail_above: float | None,
+    per_tensor: bool,
+    json_to: JsonOutput,
 ) -> None:
-    """Compare two importance matrices of either format as an encoder sees them: by mean squares.
+    """Compare two importance matrices of either format by their mean squares.
 
-    The relative difference is |A - B| / |A| over the experts that have tokens in both files; "worst expert" is the one
-    that differs most. Counts are compared if both files have them.
+    The relative difference is |A - B| / |A| over the experts that have tokens in
+    both files; "worst expert" is the one that differs most. Counts are compared if
+    both files have them.
 
-    Exit code: 0; with --fail-above 1 if a weight or an expert differs by more than that, or is in one file only; 2 for
-    wrong usage or a file that cannot be read. `imatrix compare` is the same command.
+    Exit code 0; 1 with --fail-above if a matrix or an expert differs by more, or
+    is in one file only; 2 for wrong usage or a file that cannot be read. `imatrix
+    compare` is the same command.
 
     \b
-    quantkit imatrix diff llama.cpp.gguf ours.gguf
-    quantkit imatrix diff --min-tokens 1000 --fail-above 0.01 llama.cpp.gguf ours.gguf
+    quantkit imatrix diff llama.cpp.gguf quantkit.gguf
+    quantkit imatrix diff --min-tokens 1000 --fail-above 0.01 old.gguf new.gguf
     """
     try:
         result = diff_imatrix(a, b, model=model, min_tokens=min_tokens)
     except QuantkitError as e:
         raise DiffError(e) from e
     beyond = [] if fail_above is None else result.beyond(fail_above)
-    click.echo(
-        to_json(_as_dict(a, b, result, beyond))
-        if as_json
-        else _text(a, b, result, beyond, fail_above, per_tensor=per_tensor)
+    json_to.print(
+        lambda: _text(a, b, result, beyond, fail_above, per_tensor=per_tensor),
+        lambda: _as_dict(a, b, result, beyond),
     )
     sys.exit(1 if beyond else 0)
 

@@ -12,7 +12,8 @@ import click
 
 from quantkit.calibration import held_out_warning, read_held_out, sketch_of
 from quantkit.cli._imatrix_plot import figure_of
-from quantkit.cli._options import SHARE, GroupedCommand, claim, json_value, one_line, option, setting, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import SHARE, GroupedCommand, claim, json_value, one_line, option, setting
 from quantkit.cli._paths import IMATRIX, MODEL, Place
 from quantkit.cli._plot import check_plot, draw
 from quantkit.cli._table import format_list, table
@@ -58,7 +59,7 @@ _NAME = 40
 )
 @option("--plot", group=_OUT, type=_FILE, metavar="FILE", help="Plot by layer: .svg, .png or .pdf.")
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing plot.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+@json_option()
 def show(
     path: Path,
     model: Path | None,
@@ -68,14 +69,15 @@ def show(
     require_coverage: float | None,
     plot: Path | None,
     overwrite: bool,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
-    """Show contents and gaps of an importance matrix, with llama-imatrix's statistics.
+    """Show contents and gaps of an importance matrix, with statistics.
 
-    Mean, StdDev, Skew and Kurt describe the mean activations or, in files without them (.dat), the mean squares. H Norm
-    is the entropy of the mean squares, 100 % if all columns are equal. Gain, L2 Dist, CosSim, PCC (Pearson) and Cov
-    compare with the previous layer. From n tokens a mean square is known to about sqrt(2 / n), so experts with fewer
-    than --hardly tokens are listed as hardly hit.
+    Mean, StdDev, Skew and Kurt describe the mean activations or, in files without
+    them (.dat), the mean squares. H Norm is the entropy of the mean squares, 100 %
+    if all columns are equal. Gain, L2 Dist, CosSim, PCC (Pearson) and Cov compare
+    with the previous layer. A mean square of n tokens has a relative error of about
+    sqrt(2 / n); experts with fewer than --hardly tokens are listed.
 
     \b
     quantkit imatrix show imatrix.gguf
@@ -90,10 +92,8 @@ def show(
     if plot is not None:
         with atomic_write(plot) as part:
             part.write_bytes(draw(figure_of(imatrix, covered, figures), kind))
-    click.echo(
-        to_json(_as_dict(imatrix, covered, figures))
-        if as_json
-        else _text(imatrix, covered, figures, per_tensor=per_tensor)
+    json_to.print(
+        lambda: _text(imatrix, covered, figures, per_tensor=per_tensor), lambda: _as_dict(imatrix, covered, figures)
     )
     if require_coverage is not None:
         covered.check(require_coverage)

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli._options import GroupedCommand, json_value, one_line, option, setting, to_json
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import GroupedCommand, json_value, one_line, option, setting
 from quantkit.cli._paths import MODEL
 from quantkit.cli._table import fold, table
 from quantkit.formats.gguf import Field
@@ -36,23 +37,33 @@ _NAME = 64
 @option("--tensors", group=_SCOPE, metavar="REGEX", help="Only tensors whose names match REGEX, also in totals.")
 @option("--no-tensors", group=_SCOPE, is_flag=True, help="Omit the list of tensors.")
 @option("--header-only", group=_SCOPE, is_flag=True, help="Accept a file whose tensor data is missing or truncated.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
-def command(path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, as_json: bool) -> None:
-    """Show the contents of a GGUF file: a model (any shard of a split one) or an importance matrix.
+@json_option()
+def command(
+    path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, json_to: JsonOutput
+) -> None:
+    """Show the contents of a GGUF file: a model or an importance matrix.
 
-    Offsets are from the start of the tensor's shard. Bits per weight include row headers.
+    PATH may be any shard of a split model. Offsets are from the start of the
+    tensor's shard. Bits per weight include row headers.
+
+    \b
+    quantkit inspect model.gguf
+    quantkit inspect model.gguf --tensors attn_k --metadata none
     """
     result = inspect(path, tensors=tensors, header_only=header_only)
-    if as_json:
-        click.echo(to_json(_as_dict(result, metadata, no_tensors)))
-        return
+    json_to.print(
+        lambda: _text(result, metadata, no_tensors=no_tensors), lambda: _as_dict(result, metadata, no_tensors)
+    )
+
+
+def _text(result: Inspection, metadata: str, *, no_tensors: bool) -> str:
     parts = [_summary(result)]
     if metadata != "none":
         parts.append(_metadata_table(result.fields, full=metadata == "full"))
     if not no_tensors:
         parts.append(_tensor_table(result))
     parts += [_group_table("type", result.by_type, result.total), _group_table("class", result.by_class, result.total)]
-    click.echo("\n\n".join(parts))
+    return "\n\n".join(parts)
 
 
 def _summary(inspection: Inspection) -> str:

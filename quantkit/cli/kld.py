@@ -46,15 +46,13 @@ _WIDE, _NARROW = 125, "chunk         PPL             KL Divergence        Δp RM
     type=Place(),
     required=True,
     metavar="FILE",
-    help="Saved by --save-all-logits of quantkit or llama-perplexity; includes the text.",
+    help="Output of --save-all-logits of quantkit or llama-perplexity; includes the text.",
 )
-@option(
-    "-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Context length, checked against the base's."
-)
-@option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Number of chunks; -1 (default): all.")
+@option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Expected tokens per chunk of the base.")
+@option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Number of chunks.  [default: all]")
 @run_options
 @ray_option
-@option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with 3 if the mean divergence is larger.")
+@option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with code 3 if the mean divergence is larger.")
 @json_option
 def command(
     model: Path,
@@ -66,15 +64,17 @@ def command(
     overwrite: bool,
     **run: Any,
 ) -> None:
-    """Measure the KL divergence of a model from a base model, as llama-perplexity --kl-divergence.
+    """Measure the KL divergence of a model from a base model.
 
-    Text and context length come from the base file. The mean KL divergence estimates how many nats of log-perplexity
-    a quantization costs; it is far less noisy than a difference of perplexities.
+    Text and context size come from the base file. The mean KL divergence estimates
+    how many nats of log-perplexity a quantization costs; it is far less noisy than
+    a difference of perplexities. The output is that of llama-perplexity
+    --kl-divergence.
 
     \b
     quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin
     quantkit kld -m model-Q4_K_M.gguf --base base.bin
-    quantkit kld -m model-Q4_K_M.gguf --base base.bin --chunks 20 --max-kld 0.02 --json kld.json
+    quantkit kld -m model-Q4_K_M.gguf --base base.bin --max-kld 0.02
     """
     json_file = claim_json(json_to, (), [model, base], overwrite=overwrite)
     narrow = (columns() or sys.maxsize) < _WIDE

@@ -33,7 +33,7 @@ from quantkit.units import format_size
 @model_option
 @text_options
 @option(
-    "-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(1), help="Context length; default: that of training."
+    "-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(1), help="Context size.  [default: that of training]"
 )
 @run_options
 @option(
@@ -43,7 +43,7 @@ from quantkit.units import format_size
     type=Place(),
     required=True,
     metavar="OUT.npy",
-    help="File to write: float32 [tokens, vocabulary].",
+    help="Output file: float32 [tokens, vocabulary].",
 )
 @json_option
 def command(
@@ -57,9 +57,10 @@ def command(
     json_to: str | None,
     **run: Any,
 ) -> None:
-    """Write the logits after each token of a text as a .npy file; positions start at 0.
+    """Write the logits after each token of a text as a .npy file.
 
-    A text is tokenized with special tokens (BOS if the model wants one); token ids are used as given.
+    Positions start at 0. A text is tokenized with special tokens (BOS if the model
+    has one); token ids are used as given.
 
     \b
     quantkit logits -m model.gguf --tokens 1,2,3 -o logits.npy

@@ -20,7 +20,7 @@ from quantkit.formats.remote import located
     group="Files",
     metavar="TYPE",
     shell_complete=complete_types,
-    help="Re-encode halves of different types to TYPE.",
+    help="Encode up and gate of different types again, as TYPE.",
 )
 @cache_option
 @cache_size_option
@@ -37,8 +37,13 @@ def command(
 ) -> None:
     """Merge ffn_gate_exps and ffn_up_exps into ffn_gate_up_exps.
 
-    Bytes are copied, not re-encoded (except with --reencode): for each expert the gate rows, then the up rows; the same
-    for biases. Layers that cannot be merged are left unchanged and listed. `quantkit split-up-gate` undoes it exactly.
+    Bytes are copied, not encoded again (except with --reencode): for each expert
+    the gate rows, then the up rows, and the same for biases. Layers that cannot be
+    merged are left unchanged and listed. `quantkit split-up-gate` undoes it
+    exactly.
+
+    \b
+    quantkit merge-up-gate model.gguf merged.gguf
     """
     from quantkit.merge import merge_imatrix_entries, plan_merge_up_gate
 

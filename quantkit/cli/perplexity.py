@@ -47,14 +47,14 @@ from quantkit.units import format_seconds, format_size
 @model_option
 @text_options
 @setting("-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(4), default=512, help="Tokens per chunk.")
-@option("--chunks", group=TEXT, type=CHUNKS, default=-1, help="Number of chunks; -1 (default): all.")
+@option("--chunks", group=TEXT, type=CHUNKS, default=-1, help="Number of chunks.  [default: all]")
 @option(
     "--ppl-stride",
     "stride",
     group=TEXT,
     type=click.IntRange(0),
     default=0,
-    help="Score windows every N tokens instead of chunks.",
+    help="Score a window every N tokens, instead of chunks.",
 )
 @run_options
 @ray_option
@@ -65,7 +65,7 @@ from quantkit.units import format_seconds, format_size
     group=BASE_LOGITS,
     type=Place(),
     metavar="FILE",
-    help="Save the logits of all scored positions to FILE.",
+    help="Write the logits of all scored positions to FILE.",
 )
 @options(*declared_options(SaveLogits, (BASE_LOGITS,)))
 @option(
@@ -73,7 +73,7 @@ from quantkit.units import format_seconds, format_size
     "divergence",
     group=BASE_LOGITS,
     is_flag=True,
-    help="Read FILE instead and measure the divergence from it, as quantkit kld.",
+    help="Read FILE and measure the divergence from it, as quantkit kld does.",
 )
 @setting(
     "--ppl-output-type",
@@ -81,7 +81,7 @@ from quantkit.units import format_seconds, format_size
     group=OUT,
     type=click.Choice(["0", "1"]),
     default="0",
-    help="1: per chunk, a row of token, PPL, ln(PPL) and its error.",
+    help="1: print token, PPL, ln(PPL) and its error for each chunk.",
 )
 @json_option
 def command(
@@ -101,13 +101,14 @@ def command(
 ) -> None:
     """Measure perplexity on a text, as llama-perplexity does; lower is better.
 
-    The text is cut into chunks of -c tokens. BOS replaces the first token of each if the model wants one, and the
-    second half of each chunk is scored. Values compare only for the same text, -c and tokenizer.
+    The text is cut into chunks of -c tokens. BOS replaces the first token of each
+    chunk if the model has one, and the second half of each chunk is scored. Values
+    compare only for the same text, -c and tokenizer.
 
     \b
     quantkit perplexity -m model-Q4_K_M.gguf -f wiki.test.raw
-    quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin    # then: quantkit kld
-    quantkit perplexity -m model.gguf --tokens @ids.i32 -c 2048 --chunks 10 --json -
+    quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin
+    quantkit perplexity -m model.gguf --tokens @ids.i32 -c 2048 --chunks 10 --json
     """
     if divergence:
         _divergence(model, save, n_ctx, chunks, json_to, run)

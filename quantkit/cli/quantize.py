@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored
+from quantkit.cli._compat_options import QUANTIZE_REFUSED, Ignored, refuse_options
 from quantkit.cli._declared_options import NO_FILE, declared_options
 from quantkit.cli._feedback_report import check_feedback_plot, write_feedback_plot
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
     SIZE,
     F,
@@ -65,7 +65,7 @@ def gpu_arguments(values: dict[str, Any], ray: str | None) -> RunOptions:
     )
     if backend == "cpu" and any(gpu_only.values()):
         names = ", ".join(f"--{name.replace('_', '-')}" for name, value in gpu_only.items() if value)
-        raise click.UsageError(f"{names}: of cards; give --backend cuda, or auto")
+        raise click.UsageError(f"{names}: needs --backend cuda or auto")
     if ray is not None and (gpu_only["devices"] or gpu_only["verify"]):
         raise click.UsageError("--devices and --verify are for the GPUs of this machine: omit them with --ray")
     return {
@@ -76,7 +76,7 @@ def gpu_arguments(values: dict[str, Any], ray: str | None) -> RunOptions:
     }
 
 
-def print_dry_run(plan: Plan, run_options: RunOptions, *, as_json: bool) -> None:
+def print_dry_run(plan: Plan, run_options: RunOptions, *, json_to: JsonOutput) -> None:
     """Print the plan of a run, which GPUs it would use on this machine, and whether it would be refused."""
     from quantkit.cli._run_report import DryRunReport
     from quantkit.pipeline.gpu.choice import gpus_for
@@ -88,7 +88,7 @@ def print_dry_run(plan: Plan, run_options: RunOptions, *, as_json: bool) -> None
     report = DryRunReport(
         plan, refused, forecast_cache(plan, run_options.get("cache"), measure=run_options["measure_error"])
     )
-    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+    json_to.print(report.text, report.as_dict)
 
 
 class QuantizeCommand(GroupedCommand):
@@ -112,7 +112,7 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_RUN,
         type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
         default="cpu",
-        help="Device that encodes; the output is identical. cuda and auto use all GPUs, with --ray those of each node.",
+        help="Device that encodes; the output is identical. cuda and auto use all GPUs, also of the nodes of --ray.",
     ),
     "devices": option(
         "--devices",
@@ -121,13 +121,13 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="N,N,..",
         help="Use only these GPUs (0,1), as CUDA counts them.",
     ),
-    "max_vram": option("--max-vram", group=_RUN, type=SIZE, help="Memory to use per GPU."),
+    "max_vram": option("--max-vram", group=_RUN, type=SIZE, help="Maximum memory per GPU."),
     "verify": option(
         "--verify",
         group=_RUN,
         type=click.IntRange(1),
         metavar="N",
-        help="Encode N random parts of the GPUs' work on the CPU as well, and compare.",
+        help="Encode N random parts on the CPU as well, and compare.",
     ),
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for buffers."),
     "spool": spool_option,
@@ -136,17 +136,19 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_RUN,
         type=click.IntRange(1),
         metavar="MIB",
-        help="--max-ram in MiB, as in llama-quantize.",
+        help="Same as --max-ram, in MiB.",
     ),
     "partial_requant": option(
-        "--partial-requant", group=_RUN, is_flag=True, help="Keep existing output shards; write the others."
+        "--partial-requant", group=_RUN, is_flag=True, help="Write only missing shards of the output."
     ),
     "cache": cache_option,
     "cache_size": cache_size_option,
-    "resume": option("--resume", group=_RUN, is_flag=True, help="Continue an interrupted run."),
+    "resume": option(
+        "--resume", group=_RUN, is_flag=True, help="Continue an interrupted run; do nothing after a complete one."
+    ),
     "overwrite": option("--overwrite", group=_RUN, is_flag=True, help="Replace an existing output."),
     "measure_error": option(
-        "--measure-error", group=_RUN, is_flag=True, help="Decode the output and report the error by tensor class."
+        "--measure-error", group=_RUN, is_flag=True, help="Report the error of the output by tensor class."
     ),
     "plot": option(
         "--plot",
@@ -155,8 +157,8 @@ _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="FILE",
         help="Plot the effect of error feedback by class and layer: .svg, .png or .pdf.",
     ),
-    "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Print the plan only: every type with its reason."),
-    "json": option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
+    "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Print the types and their reasons; write nothing."),
+    "json": json_option(),
 }
 
 
@@ -166,11 +168,19 @@ def quantize_options(without: Collection[str] = ()) -> Callable[[F], F]:
     return options(*declared, *(declare for name, declare in _RUN_OPTIONS.items() if name not in without))
 
 
-@click.command("quantize", cls=QuantizeCommand, context_settings={"ignore_unknown_options": False})
+#: Options that --help shows.
+COMMON = (
+    *("imatrix", "tensor_type", "recipe", "output_tensor_type", "token_embedding_type", "allow_requantize"),
+    *("split_max_size", "threads", "resume", "overwrite", "dry_run"),
+)
+
+
+@click.command("quantize", cls=QuantizeCommand, common=COMMON)
 @click.argument(
     "arguments", nargs=-1, metavar="IN.gguf [OUT.gguf] TYPE [THREADS]", required=True, shell_complete=complete_targets
 )
 @quantize_options()
+@refuse_options(QUANTIZE_REFUSED)
 def command(
     arguments: tuple[str, ...],
     threads: int | None,
@@ -184,39 +194,51 @@ def command(
     measure_error: bool,
     plot: Path | None,
     dry_run: bool,
-    as_json: bool,
+    json_to: JsonOutput,
     prune_layers: str | None,
     cache: Path | None,
     cache_size: int | None,
     **values: Any,
 ) -> None:
-    """Quantize a GGUF model.
+    """Quantize a GGUF model: the bytes of llama-quantize, several times faster.
 
-    IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf; hf:// and https:// are read-only).
+    TYPE is a preset (Q4_K_M, IQ4_KS, ..), a tensor type, or COPY; `quantkit types
+    --presets` lists them. Without OUT.gguf the output is ggml-model-TYPE.gguf.
 
-    TYPE is a preset (Q4_K_M, IQ4_KS, ...), its number, a tensor type, or COPY. Without OUT.gguf the output is
-    ggml-model-TYPE.gguf next to the input. IN may be any shard of a split model. The bytes are those of
-    llama-quantize b11434, for any number of threads.
+    \b
+    quantkit quantize --imatrix imatrix.gguf model-bf16.gguf out.gguf Q4_K_M
+    quantkit quantize --split-max-size 48G model.gguf shards.gguf COPY
+    \f
+    Without OUT.gguf the output is next to the input. IN may be any shard of a split
+    model. IN, OUT and the importance matrix may be URLs (s3://bucket/model.gguf;
+    hf:// and https:// are read-only). The bytes are those of llama-quantize b11434, for any
+    number of threads.
 
-    Presets of llama.cpp follow its type rules; --rules ik applies those of ik_llama.cpp, which its own presets always
-    follow, and its tensor order. Rules, options and --pure work the same with both.
+    Presets of llama.cpp follow its type rules; --rules ik applies those of
+    ik_llama.cpp, and its tensor order. Presets of ik_llama.cpp always follow its
+    rules. Recipes, options and --pure work the same with both.
 
-    Rules that give ffn_gate_exps and ffn_up_exps the same type also apply to merged experts (ffn_gate_up_exps), which
-    llama-quantize skips; a note says so. A rule for ffn_gate_up_exps takes precedence.
+    A rule that gives ffn_gate_exps and ffn_up_exps the same type also applies to
+    merged experts (ffn_gate_up_exps), which llama-quantize skips; a note says so. A
+    rule for ffn_gate_up_exps takes precedence.
 
-    --repack interleaves tensors (Q4_K becomes Q4_K_R4), as in ik_llama.cpp; --unrepack is the exact inverse. Neither
-    needs TYPE. Embeddings are left unchanged, and so are tensors whose rows do not fill whole groups. Exceptions:
-    Q8_K_R8 and Q8_K_R16 become Q8_0 and IQ1_S_R4 becomes IQ1_S, with the same values but no way back; Q4_0_4X4,
-    Q4_0_4X8 and Q4_0_8X8 become Q4_0, which --repack turns into Q4_0_R8; IQ1_M_R4 is left unchanged, as no other type
-    has its values, and so is F16: BF16_R16, which ik may choose, would lose bits. (In ik, BF16_R16 runs only on CPUs
-    with AVX512-BF16.) --unrepack turns I2_S, of Microsoft's BitNet, into IQ2_BN with the same values.
+    --repack interleaves tensors (Q4_K becomes Q4_K_R4), as in ik_llama.cpp;
+    --unrepack is the exact inverse. Neither needs TYPE. Embeddings are left
+    unchanged, and so are tensors whose number of rows is not a multiple of the
+    group. Exceptions: Q8_K_R8 and Q8_K_R16 become Q8_0 and IQ1_S_R4 becomes IQ1_S,
+    with the same values but no way back; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 become
+    Q4_0, which --repack turns into Q4_0_R8. IQ1_M_R4 and F16 are left unchanged: no
+    other type has the values of the former, and BF16_R16 would lose bits of the
+    latter. --unrepack turns I2_S, of Microsoft's BitNet, into IQ2_BN with the same
+    values.
 
-    --like FILE copies the tensor types and the file type of an existing file: to produce it again with --feedback, or
-    from another checkpoint. Options and rules for types take precedence. Experts may be merged in one file and
-    separate in the other.
+    --like FILE copies the tensor types and the file type of an existing file, to
+    produce it again with --feedback, or from another checkpoint. Options and rules
+    for types take precedence. Experts may be merged in one file and separate in
+    the other.
 
-    Interleaved target types get ik_llama.cpp's bytes; --encoder mainline gives those of llama.cpp's encoder,
-    interleaved.
+    Interleaved target types get ik_llama.cpp's bytes; --encoder llama.cpp gives
+    those of llama.cpp's encoder, interleaved.
     """
     default_type = next(
         (name for key, name in (("repack", "REPACK"), ("unrepack", "UNREPACK"), ("like", LIKE)) if values[key]), None
@@ -256,30 +278,32 @@ def command(
             [f"--partial-requant: {n_files - len(plan.shards)} of {n_files} files of the output are there already"]
         )
         if not plan.shards:
-            click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
+            json_to.print(lambda: "nothing to do", DryRunReport(plan).as_dict)
             return
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:
-        print_dry_run(plan, run_options, as_json=as_json)
+        print_dry_run(plan, run_options, json_to=json_to)
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
-    run_plan(plan, max_ram, run_options, as_json=as_json, plot=plot)
+    run_plan(plan, max_ram, run_options, json_to=json_to, plot=plot)
 
 
-def run_plan(plan: Plan, max_ram: int, run_options: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:
+def run_plan(
+    plan: Plan, max_ram: int, run_options: RunOptions, *, json_to: JsonOutput, plot: Path | None = None
+) -> None:
     """Run a plan with progress, print the summary, and ``plot`` the effect of error feedback."""
     from quantkit.cli._run_report import RunReport
     from quantkit.pipeline.feedback_report import feedback_report
     from quantkit.quantize import run_quantize
 
-    run = RunReport(plan, quiet=as_json)
+    run = RunReport(plan, quiet=json_to.only)
     with run.show_progress("what is done is kept, continue with --resume"):
         observed: RunOptions = {**run_options, "observer": run}
         result = run_quantize(plan, max_ram=max_ram, **observed)
     echo_notes(result.run.cache.notes if result.run.cache is not None else ())
-    click.echo(json.dumps(run.as_dict(result), indent=2) if as_json else run.text(result))
+    json_to.print(lambda: run.text(result), lambda: run.as_dict(result))
     if plot is not None:
         write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
     DiffError,
     GPULayers,
@@ -17,8 +18,8 @@ from quantkit.cli._options import (
     claim,
     echo_notes,
     option,
+    project_names,
     setting,
-    to_json,
 )
 from quantkit.cli._paths import IMATRIX_FILE, MODEL_FILE, Place
 from quantkit.cli._table import fold, format_list, table
@@ -48,14 +49,21 @@ _from = option(
     "--from",
     "dialect",
     group=_RECIPE,
-    type=click.Choice(DIALECTS),
-    help="Dialect of the recipe; by default detected.",
+    type=project_names(DIALECTS),
+    help="Dialect of the recipe.  [default: detected]",
 )
-_model = option("-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model of the recipe; only headers are read.")
+_model = option(
+    "-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model to apply the recipe to; only the header is read."
+)
 _type = setting(
-    "--type", "title", group=_RECIPE, metavar="TYPE", default="COPY", help="TYPE of quantize, where no rule matches."
+    "--type",
+    "title",
+    group=_RECIPE,
+    metavar="TYPE",
+    default="COPY",
+    help="TYPE of quantkit quantize, for tensors that no rule matches.",
 )
-_json = option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
+_json = json_option()
 
 
 class RecipeGroup(WholeNames, click.Group):
@@ -66,8 +74,10 @@ class RecipeGroup(WholeNames, click.Group):
 def command() -> None:
     """Check, show, convert and compare recipes: rules that give tensors their types.
 
-    Reads quantkit's own (regex = type lines), llama.cpp's --tensor-type-file, rules of ik_llama.cpp's --custom-q (also
-    in a shell script's custom="...") and those of Thireus' GGUF-Tool-Suite. The first rule that matches decides.
+    Reads quantkit's own recipes (lines `regex = type`), files of llama.cpp's
+    --tensor-type-file, rules of ik_llama.cpp's --custom-q (also in a shell script's
+    custom="..") and recipes of Thireus' GGUF-Tool-Suite. The first rule that
+    matches decides.
 
     \b
     quantkit recipe lint my.recipe -m model-bf16.gguf
@@ -83,11 +93,11 @@ def command() -> None:
 @_model
 @_from
 @option(
-    "--for", "runtime", group=_RECIPE, type=click.Choice(["mainline", "ik"]), help="Runtime that must load the result."
+    "--for", "runtime", group=_RECIPE, type=project_names(("mainline", "ik")), help="Runtime that must load the output."
 )
 @_type
 @option(
-    "--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix: types that need one are then no finding."
+    "--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix; without one, types that need it are errors."
 )
 @_json
 def lint_command(
@@ -97,7 +107,7 @@ def lint_command(
     runtime: str | None,
     title: str,
     imatrix: Path | None,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Check a recipe by itself, and with -m against a model.
 
@@ -107,13 +117,10 @@ def lint_command(
         recipe, model=model, dialect=dialect, runtime=runtime, title=title, imatrix=imatrix is not None
     )
     errors = sum(f.severity == "error" for f in findings)
-    if as_json:
-        rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in findings]
-        click.echo(to_json({"recipe": str(recipe), "errors": errors, "findings": rows}))
-    else:
-        for f in findings:
-            click.echo(fold(f"{f.severity}: {f.code}: {printable(f.message)}", 2))
-        click.echo(f"{errors} errors, {len(findings) - errors} warnings" if findings else "nothing found")
+    rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in findings]
+    lines = [fold(f"{f.severity}: {f.code}: {printable(f.message)}", 2) for f in findings]
+    lines.append(f"{errors} errors, {len(findings) - errors} warnings" if findings else "nothing found")
+    json_to.print(lambda: "\n".join(lines), lambda: {"recipe": str(recipe), "errors": errors, "findings": rows})
     sys.exit(1 if errors else 0)
 
 
@@ -122,8 +129,15 @@ def lint_command(
 @_model
 @_from
 @_type
-@option("--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix, for the exact size of the file.")
-@option("-ngl", "--gpu-layers", group=_DEVICES, type=GPULayers(), metavar="N|all", help="Layers to offload to GPUs.")
+@option("--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix, for the exact size of the output.")
+@option(
+    "-ngl",
+    "--gpu-layers",
+    group=_DEVICES,
+    type=GPULayers(),
+    metavar="N|all",
+    help="Offload the last N layers to GPUs, or all.",
+)
 @option(
     "-ot",
     "--override-tensor",
@@ -131,7 +145,7 @@ def lint_command(
     group=_DEVICES,
     multiple=True,
     metavar="RE=DEVICE",
-    help="Place matching tensors, as in llama.cpp.",
+    help="Place matching tensors on a device; repeatable.",
 )
 @option("--cpu-moe", group=_DEVICES, is_flag=True, help="Keep all experts on the CPU.")
 @option(
@@ -139,10 +153,14 @@ def lint_command(
     group=_DEVICES,
     type=click.IntRange(0),
     default=0,
-    help="Keep experts of the first N layers on the CPU.",
+    help="Keep the experts of the first N layers on the CPU.",
 )
 @setting(
-    "--gpus", group=_DEVICES, type=click.IntRange(1, 64), default=1, help="GPUs that share the offloaded layers evenly."
+    "--gpus",
+    group=_DEVICES,
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Number of GPUs, which share the offloaded layers evenly.",
 )
 @option("--layers", group=_OUT, is_flag=True, help="Also list sizes by layer.")
 @_json
@@ -158,12 +176,13 @@ def show_command(
     n_cpu_moe: int,
     gpus: int,
     layers: bool,
-    as_json: bool,
+    json_to: JsonOutput,
 ) -> None:
-    """Show the types and sizes of a recipe on a model, or of a GGUF file: by class, layer and device.
+    """Show the types and sizes that a recipe gives a model, or those of a GGUF file.
 
-    Sizes by device are those of weights; caches and buffers come on top. "per token" counts the bytes read to generate
-    a token: of experts those in use, of embeddings one row.
+    Sizes by device are those of weights, without caches and buffers. "per token"
+    counts the bytes read to generate a token: the experts in use, and one row of
+    the embeddings.
     """
     contents = show_recipe(
         recipe,
@@ -177,8 +196,8 @@ def show_command(
         cpu_moe=cpu_moe,
         n_cpu_moe=n_cpu_moe,
     )
-    click.echo(to_json(_contents_dict(contents)) if as_json else _contents_text(contents, layers=layers))
-    if not as_json:
+    json_to.print(lambda: _contents_text(contents, layers=layers), lambda: _contents_dict(contents))
+    if not json_to.only:
         echo_notes(contents.notes)
 
 
@@ -251,11 +270,15 @@ def _contents_dict(contents: RecipeSummary) -> dict[str, Any]:
 )
 @click.argument("source", metavar="IN", type=_FILE)
 @click.argument("output", metavar="OUT", type=Place(dir_okay=False, allow_dash=True))
-@setting("--to", group=_RECIPE, type=click.Choice(DIALECTS), default="ours", help="Dialect of OUT.")
+@setting("--to", group=_RECIPE, type=project_names(DIALECTS), default="quantkit", help="Dialect of OUT.")
 @_from
 @_model
 @option(
-    "--replace", group=_RECIPE, multiple=True, metavar="TYPE=TYPE", help="Replace a type that the other runtime lacks."
+    "--replace",
+    group=_RECIPE,
+    multiple=True,
+    metavar="TYPE=TYPE",
+    help="Replace a type that the other dialect lacks; repeatable.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output.")
 def convert_command(
@@ -267,10 +290,12 @@ def convert_command(
     replace: tuple[str, ...],
     overwrite: bool,
 ) -> None:
-    """Convert a recipe to another dialect, or write the recipe of an existing GGUF file. OUT may be - for stdout.
+    """Convert a recipe to another dialect, or extract the recipe of a GGUF file.
 
-    With -m, every tensor's type is verified to be the same in both programs; exact names replace rules that cannot be
-    expressed. Exit code 1 if rules had to be left out because the other dialect lacks their types or regexes.
+    OUT may be - for stdout. With -m, the type of every tensor is verified to be the
+    same in both dialects; exact names replace rules that the other dialect cannot
+    express. Exit code 1 if rules had to be omitted because the other dialect lacks
+    their types or regular expressions.
     """
     to_stdout = str(output) == "-"
     if not to_stdout:
@@ -304,16 +329,17 @@ def _replacement(text: str) -> tuple[TensorType, TensorType]:
 @_type
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor that differs.")
 @_json
-def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: bool, as_json: bool) -> None:
-    """Compare the tensor types of two recipes or GGUF files; without any model, compare rules.
+def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: bool, json_to: JsonOutput) -> None:
+    """Compare the types that two recipes or GGUF files give; without -m, the rules.
 
-    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
+    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an
+    unreadable file.
     """
     try:
         result = diff_recipe(a, b, model=model, title=title)
     except QuantkitError as e:
         raise DiffError(e) from e
-    click.echo(to_json(_diff_dict(result)) if as_json else _differences(result, full=per_tensor))
+    json_to.print(lambda: _differences(result, full=per_tensor), lambda: _diff_dict(result))
     sys.exit(0 if result.identical else 1)
 
 

@@ -25,6 +25,7 @@ from quantkit.cli._options import (
     option,
     options,
     setting,
+    threads_option,
 )
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
@@ -50,13 +51,13 @@ _NEW = Place(dir_okay=False)
 
 
 _search_options = options(
-    option("-s", "--sensitivity", group=MODEL, type=_FILE, required=True, help="Output of `quantkit sensitivity`."),
+    option("-s", "--sensitivity", group=MODEL, type=_FILE, required=True, help="Output of quantkit sensitivity."),
     option(
         "-m",
         "--model",
         group=MODEL,
         type=MODEL_FILE,
-        help="Model; only its header is read.  [default: the measured one]",
+        help="Model; only the header is read.  [default: that of -s]",
     ),
     *declared_options(SearchOptions, (MODEL, TARGET, LIMITS, SOLVER)),
     option(
@@ -64,24 +65,30 @@ _search_options = options(
         group=LIMITS,
         type=_FILE,
         metavar="FILE",
-        help="For --min-speed: GB/s by type, as JSON.  [default: measured]",
+        help="GB/s by type, as JSON, for --min-speed.  [default: measured]",
     ),
     option(
         "--check",
         group=_CHECK,
         type=click.IntRange(1),
         metavar="N",
-        help="Quantize and measure the N best allocations, and take the best.",
+        help="Quantize and measure the N best allocations, and choose the best.",
     ),
-    option("--base", group=_CHECK, type=_FILE, help="For --check: base logits of perplexity --save-all-logits."),
-    option("--chunks", group=_CHECK, type=click.IntRange(1), metavar="N", help="For --check: number of chunks."),
+    option("--base", group=_CHECK, type=_FILE, help="Base logits for --check, of perplexity --save-all-logits."),
+    option(
+        "--chunks",
+        group=_CHECK,
+        type=click.IntRange(1),
+        metavar="N",
+        help="Number of chunks for --check.  [default: all]",
+    ),
     option(
         "--cache",
         group=_CHECK,
         type=Place(file_okay=False),
         metavar="DIR",
         envvar=CACHE_VARIABLE,
-        help="For --check: cache of encoded tensors.",
+        help="Cache of encoded tensors for --check.",
     ),
     option(
         "--front",
@@ -89,18 +96,18 @@ _search_options = options(
         group=_FRONT,
         type=_NEW,
         metavar="FILE",
-        help="Write the best allocation of each size, and the presets: .csv or .json.",
+        help="Write the best allocation for each size, and the presets: .csv or .json.",
     ),
-    setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Number of sizes."),
+    setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Number of sizes in the front."),
     option("--plot", group=_FRONT, type=_NEW, metavar="FILE", help="Plot the front: .svg, .png or .pdf."),
     option(
         "-o",
         "--output",
         group=_OUT,
         type=_NEW,
-        help="Recipe to write, for `quantkit quantize -r`.  [default: print it]",
+        help="Output recipe, for quantkit quantize -r.  [default: stdout]",
     ),
-    option("-t", "--threads", group=_OUT, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
+    threads_option,
     json_option,
 )
 
@@ -124,16 +131,17 @@ def command(
     overwrite: bool,
     **values: Any,
 ) -> None:
-    """Find the types with the least divergence at a size, from measured sensitivities.
+    """Find the types with the least divergence at a size.
 
-    Every group of tensors gets a type so that the predicted divergence is least: parts caused by router flips add up as
-    squares, the others linearly. Integer programs find the optimum. The size is that of the whole file, never above the
-    target, and exactly that of a file quantized by the recipe.
+    Chooses a type for every group of tensors so that the predicted divergence is
+    least. Costs of changed routing are combined quadratically, all others linearly;
+    an integer program finds the best allocation. The size is that of the whole
+    file; the recipe yields exactly this size, never above the target.
 
     \b
-    quantkit sensitivity -m model-bf16.gguf -f text.txt --imatrix im.gguf -o S.json
-    quantkit search -s S.json --target-size 12.3G --imatrix im.gguf -o model.recipe
-    quantkit quantize model-bf16.gguf out.gguf Q4_K -r model.recipe --imatrix im.gguf
+    quantkit sensitivity -m model.gguf -f text.txt --imatrix im.gguf -o S.json
+    quantkit search -s S.json --target-size 12.3G --imatrix im.gguf -o my.recipe
+    quantkit quantize model.gguf out.gguf Q4_K -r my.recipe --imatrix im.gguf
     quantkit search -s S.json --imatrix im.gguf --front front.csv --plot front.svg
     """
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]

@@ -13,7 +13,7 @@ import click
 from tqdm import tqdm
 
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, OUT, model_option, parse_kv_type
+from quantkit.cli._evaluation import OUT, kv_options, kv_type_from, model_option
 from quantkit.cli._options import (
     GroupedCommand,
     cache_arguments,
@@ -22,7 +22,6 @@ from quantkit.cli._options import (
     echo_notes,
     option,
     options,
-    setting,
     threads_option,
 )
 from quantkit.cli._paths import TEXT_FILE, Place
@@ -51,19 +50,11 @@ _declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RU
     type=TEXT_FILE,
     required=True,
     multiple=True,
-    help="Held-out text, - for stdin; repeatable. Not the text of the importance matrix.",
+    help="Held-out text, not that of the importance matrix; - for stdin. Repeatable.",
 )
 @_declared
 @threads_option
-@setting(
-    *KV_NAMES,
-    group=RUN,
-    multiple=True,
-    type=click.Choice(KV_TYPES, case_sensitive=False),
-    default=["f16"],
-    callback=parse_kv_type,
-    help="Type of both K and V cache.",
-)
+@kv_options
 @cache_option
 @cache_size_option
 @option("--resume", group=RUN, is_flag=True, help="Continue an interrupted run.")
@@ -74,9 +65,9 @@ _declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RU
     metavar="S.json",
     required=True,
     type=Place(dir_okay=False),
-    help="File to write, for `quantkit search`.",
+    help="Output file, for quantkit search.",
 )
-@option("--overwrite", group=OUT, is_flag=True, help="Replace an existing output, or discard an interrupted run.")
+@option("--overwrite", group=OUT, is_flag=True, help="Replace an existing output; discard an interrupted run.")
 def command(
     model: Path,
     files: tuple[Path, ...],
@@ -86,20 +77,22 @@ def command(
     threads: int | None,
     **values: Any,
 ) -> None:
-    """Measure the divergence that quantizing each group of tensors alone causes, in each of several types.
+    """Measure the divergence that quantizing each group of tensors alone causes.
 
-    A cost is the KL divergence from the base model, and the change of ln(perplexity), on a held-out text: what
-    `quantkit quantize` of that group alone and `quantkit kld` give, in a fraction of the time, since only the layers
-    after a change run again. Of more than a few types, most run only to the end of the layer, and their cost is
-    predicted from the error there (--full-runs). `quantkit search` finds the types with the least divergence at a size.
+    A sensitivity is the KL divergence from the base, and the change of
+    ln(perplexity), on a held-out text: what `quantkit quantize` of that group alone
+    and `quantkit kld` give, but faster, because only the layers after a change are
+    recomputed. With more than a few types, most are run only to the end of the
+    layer, and their divergence is predicted from the error there (--full-runs).
+    `quantkit search` finds the best types for a size from these figures.
 
     \b
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q3_K,Q4_K,Q6_K --chunks 16 -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf --full-runs -1 -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q4_K,Q8_0 --proxies-only -o S.json
+    quantkit sensitivity -m model.gguf -f heldout.txt --imatrix im.gguf -o S.json
+    quantkit sensitivity -m model.gguf -f heldout.txt --types Q3_K,Q4_K -o S.json
+    quantkit sensitivity -m model.gguf -f heldout.txt --proxies-only -o S.json
     """
     cache_arguments(cache, cache_size)  # refuses a size without a cache
+    values["kv_type"] = kv_type_from(values)
     requested = SensitivityOptions(threads=threads or None, cache=cache, cache_size=cache_size, **values)
     with closing(_Bar()) as bar:
         result = sensitivity(model, output, files, options=requested, progress=bar.update)

@@ -19,8 +19,11 @@ def command(
 ) -> None:
     """Split ffn_gate_up_exps into ffn_gate_exps and ffn_up_exps.
 
-    Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards, metadata. Also splits files that other
-    programs merged.
+    Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards and
+    metadata. It also splits files that other programs merged.
+
+    \b
+    quantkit split-up-gate merged.gguf model.gguf
     """
     from quantkit.merge import plan_split_up_gate, split_imatrix_entries
 

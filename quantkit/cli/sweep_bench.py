@@ -18,15 +18,13 @@ _SWEEP = "Sweep"
 
 @click.command("sweep-bench", cls=GroupedCommand)
 @model_option
-@setting(
-    "-c", "--ctx-size", "n_ctx", group=_SWEEP, type=click.IntRange(2), default=2048, help="Context length to reach."
-)
+@setting("-c", "--ctx-size", "n_ctx", group=_SWEEP, type=click.IntRange(2), default=2048, help="Context size to reach.")
 @option(
     "-n",
     "--n-gen",
     group=_SWEEP,
     type=click.IntRange(0),
-    help="Tokens to generate per step; default: a quarter of -ub.",
+    help="Tokens to generate per step.  [default: a quarter of -ub]",
 )
 @option(
     "-nrep",
@@ -34,18 +32,19 @@ _SWEEP = "Sweep"
     group=_SWEEP,
     type=click.IntRange(1),
     default=1,
-    help="Repeat the first step N times, and take the median.",
+    help="Repeat the first step N times and report the median.",
 )
 @run_options
 @setting("--output-format", group=OUT, type=click.Choice(["md", "jsonl"]), default="md", help="Output format.")
 def command(model: Path, n_ctx: int, n_gen: int | None, repetitions: int, output_format: str, **run: Any) -> None:
-    """Measure speed as the context fills, as ik_llama.cpp's llama-sweep-bench does.
+    """Measure speed as the context fills, as llama-sweep-bench does.
 
-    Each step processes a batch of -ub tokens, generates single tokens, and advances the context by -ub.
+    Each step processes a batch of -ub tokens, generates single tokens, and advances
+    the context by -ub.
 
     \b
     quantkit sweep-bench -m model.gguf -c 8192
-    quantkit sweep-bench -m moe.gguf -c 4096 -ub 1024 -no-fmoe --output-format jsonl
+    quantkit sweep-bench -m moe.gguf -ub 1024 -no-fmoe --output-format jsonl
     """
     values = {f.name: run[f.name] for f in fields(Setting) if f.name in run} | {"threads": run["threads"] or 0}
     settings = Setting(**values, merge_up_gate=run["merge_up_gate_experts"], placement=placement_from(run))

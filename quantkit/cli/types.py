@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ import click
 
 from quantkit.catalog import TypeRow, types
 from quantkit.catalog import presets as all_presets
-from quantkit.cli._options import GroupedCommand, claim, option
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import GroupedCommand, claim, option, project_names
 from quantkit.cli._paths import Place, preset_use
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.cli._table import table
@@ -54,29 +54,27 @@ TYPE may also be any weight type that `quantkit types` lists, unmixed."""
 @option("--presets", group=_SCOPE, is_flag=True, help="Also list presets.")
 @option(
     "--tree",
+    "--runtime",
+    "tree",
     group=_SCOPE,
-    type=click.Choice(["mainline", "ik"]),
-    help="Only types of this runtime: mainline is llama.cpp.",
+    type=project_names(("mainline", "ik")),
+    help="List only types that this runtime loads.",
 )
 @option("--plot", group=_OUT, type=FILE, metavar="FILE", help="Plot error against bits per weight: .svg, .png, .pdf.")
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing plot.")
-@option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
-def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, as_json: bool) -> None:
+@json_option("the tables")
+def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, json_to: JsonOutput) -> None:
     """List the tensor types of llama.cpp and ik_llama.cpp, with --presets also their presets."""
     catalog, selected = types(tree), all_presets(tree)
     if plot is not None:
         kind, plot = check_plot(plot), claim(plot, overwrite=overwrite)
         with atomic_write(plot) as part:
             part.write_bytes(draw(_figure([row.type for row in catalog]), kind))
-    if as_json:
-        result: dict[str, Any] = {"types": [row.as_dict() for row in catalog]}
-        if presets:
-            result |= {"presets": [_preset_dict(p) for p in selected], "aliases": PRESET_ALIASES}
-        click.echo(json.dumps(result, indent=2))
-        return
-    click.echo(_type_table(catalog))
+    result: dict[str, Any] = {"types": [row.as_dict() for row in catalog]}
     if presets:
-        click.echo("\n" + _preset_table(selected))
+        result |= {"presets": [_preset_dict(p) for p in selected], "aliases": PRESET_ALIASES}
+    tables = [_type_table(catalog), *([_preset_table(selected)] if presets else [])]
+    json_to.print(lambda: "\n\n".join(tables), lambda: result)
 
 
 def _type_table(catalog: Sequence[TypeRow]) -> str:

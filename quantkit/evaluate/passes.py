@@ -7,7 +7,7 @@ delivers blocks of logits, which are cut into tiles and scored by threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,6 +113,7 @@ class LoadOptions(TypedDict, total=False):
     fusion: Fusion
     merge_up_gate: bool
     placement: Placement | None
+    override_kv: Sequence[str]
 
 
 class EvaluationOptions(LoadOptions, total=False):

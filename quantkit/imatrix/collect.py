@@ -411,7 +411,7 @@ class _Collector:
         digest = hashlib.sha256(self.text.windows.tobytes())
         numbers = (o.n_ctx, o.n_batch, self.session.limits.n_ubatch, self.model.kv_type, self.bos, o.ppl)
         switches = (o.process_output, o.all_experts, o.layer_similarity, self.predictor is not None)
-        digest.update(repr((numbers, switches)).encode())
+        digest.update(repr((numbers, switches, *self.model.overrides)).encode())
         return digest.hexdigest()
 
     # ------------------------------------------------ chunks

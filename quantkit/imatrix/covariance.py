@@ -192,7 +192,7 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
     digest = hashlib.sha256(text.windows.tobytes())
     o = options
     settings = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
-    digest.update(repr(settings).encode())
+    digest.update(repr((*settings, *model.overrides)).encode())
     return digest.hexdigest()
 
 

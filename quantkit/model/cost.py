@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantkit.model.kv_types import STORED, stored_type
 from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Lookup, MulMatId, Op, UpGateId
-
-#: Bytes of a cached key or value.
-KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,10 @@ def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
                 ratio = op.cache.ratio
                 n_keys += min(depth // ratio, op.selected.width - op.window) if ratio else 0
                 n_keys = min(n_keys, op.selected.width)
-            cache += n_keys * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
+            cache += n_keys * (op.cache.k_width + op.cache.v_width) * STORED[stored_type(kv_type)]
         scored = depth // (op.cache.ratio or 1) if isinstance(op, LightningIndexer) else 0
         if isinstance(op, LightningIndexer) and scored > op.out.width:
-            cache += scored * op.cache.k_width * KV_BYTES[kv_type]
+            cache += scored * op.cache.k_width * STORED[stored_type(kv_type)]
     return Cost(weights, cache, mul_adds, sum(2.0 * 4 * state.width for state in graph.states))
 
 

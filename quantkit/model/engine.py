@@ -22,6 +22,7 @@ from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_model
+from quantkit.formats.override import parse_overrides
 from quantkit.formats.remote import located
 from quantkit.model.activations import InputCovariance, covariance_graph, residual_stream
 from quantkit.model.backends import Backend, Limits, Observer, Options, Program
@@ -29,10 +30,10 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.registry import backend_of
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.check import check_ops
-from quantkit.model.cost import KV_BYTES
 from quantkit.model.fusion import Decision, Fusion, fuse, summary
 from quantkit.model.graph import build_graph, unused_notes
 from quantkit.model.hparams import HParams
+from quantkit.model.kv_types import STORED, has_blocks, is_rounded
 from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Value
 from quantkit.model.placement import Placement, Segment, check_devices, place_ops, split_segments
 from quantkit.model.selection import without_selection
@@ -58,6 +59,7 @@ def load(
     max_ram: int | None = None,
     max_vram: int | None = None,
     cublas: bool = False,
+    override_kv: Sequence[str] = (),
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
     build: Callable[[GGUFFile, int], Graph] = build_graph,
@@ -70,7 +72,7 @@ def load(
         threads: worker threads; None: all available CPUs.
         n_ctx: the context that rope factors are chosen for (some models have two sets); None: that of training.
         n_ubatch: tokens of one pass through the layers.
-        kv_type: the type of keys and values in the cache: f32, f16 or q8_0.
+        kv_type: the type of keys and values in the cache, such as f16, or K/V, such as q8_0/q4_0 (kv_types.py).
         fusion: the operations to fuse; None: all, or with an observer those that hide nothing from it.
         merge_up_gate: merge up and gate experts in memory while loading.
         placement: the device of each tensor; None: the CPU.
@@ -79,6 +81,7 @@ def load(
         max_vram: bytes of weights to keep on each CUDA device; others are uploaded for every batch, of experts only
             those in use.
         cublas: on CUDA devices compute prompts by cuBLAS on weights unpacked to bf16: less exact, for comparison.
+        override_kv: metadata to use instead of the file's, KEY=TYPE:VALUE, as of llama.cpp's option.
         observer: called with the inputs of Observe operations.
         rewrite: transforms the graph before fusion, to add observing operations (observers.py).
         build: graph builder; nextn.build_nextn for prediction layers.
@@ -100,7 +103,7 @@ def load(
             "--no-mmap copies all weights to memory, --max-ram leaves some in the file: omit one of them", "QK-E201"
         )
     options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
-    model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap)
+    model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap, override_kv)
     graph = build(model.source, n_ctx or 0)
     model.prepare(graph if rewrite is None else rewrite(graph), placement or Placement())
     return model
@@ -124,13 +127,17 @@ class Model:
         merge_up_gate: bool,
         mmap: bool,
         wrap: Callable[[GGUFFile], Any] | None = None,
+        override_kv: Sequence[str] = (),
     ) -> None:
         self.path = located(path)
         self.threads = options.threads
         self.n_ubatch = n_ubatch
         self.kv_type = kv_type
         self._options = options
+        self.overrides = tuple(override_kv)
+        overrides = parse_overrides(override_kv)
         file = open_model(path)
+        file.fields = {**file.fields, **overrides}
         opened = plain_source(file if mmap else CopiedSource(file))  # type: ignore[arg-type]
         plain: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
         self.source = plain if wrap is None else wrap(plain)
@@ -265,19 +272,9 @@ class Model:
     def session(self, n_ctx: int, n_seq: int = 1, kv_type: str | None = None) -> Session:
         """Return a session of ``n_seq`` sequences of up to ``n_ctx`` tokens each. Raises RecipeError."""
         kv = kv_type or self.kv_type
-        if kv not in KV_BYTES:
-            raise RecipeError(f"unsupported cache type {kv}: choose one of {', '.join(KV_BYTES)}", "QK-E203")
+        self._check_kv_type(kv)
         if n_ctx < 1 or n_seq < 1:
             raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: both must be at least 1", "QK-E203")
-        for op in self.graph.ops if kv == "q8_0" else ():
-            heads: tuple[int, ...] = (op.head_k, op.head_v) if isinstance(op, Attention) else ()
-            heads = (op.head, op.head) if isinstance(op, LightningIndexer) else heads
-            if any(head % 32 for head in heads):
-                raise RecipeError(
-                    f"a Q8_0 cache needs heads of a multiple of 32 values, but this model has {heads[0]} and "
-                    f"{heads[1]}: choose f16",
-                    "QK-E303",
-                )
         for op in self.graph.ops:
             if isinstance(op, Embed) and op.by_position and n_ctx > op.weight.n_out:
                 raise RecipeError(
@@ -287,6 +284,26 @@ class Model:
                 )
         limits = Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv)
         return Session(self, limits, self._segments_for(n_ctx, kv))
+
+    def _check_kv_type(self, kv_type: str) -> None:
+        """Raise RecipeError for a type that caches of this model cannot have."""
+        blocks = has_blocks(kv_type)
+        for op in self.graph.ops if blocks else ():
+            heads: tuple[int, ...] = (op.head_k, op.head_v) if isinstance(op, Attention) else ()
+            heads = (op.head, op.head) if isinstance(op, LightningIndexer) else heads
+            if any(head % 32 for head in heads):
+                raise RecipeError(
+                    f"a {kv_type.upper()} cache needs heads of a multiple of 32 values, but this model has {heads[0]} "
+                    f"and {heads[1]}: choose f16",
+                    "QK-E303",
+                )
+        gpus = sorted({s.device for s in self.segments if s.device.startswith("CUDA")})
+        if is_rounded(kv_type) and gpus:
+            raise RecipeError(
+                f"a cache of {kv_type} needs the CPU, but layers are on {', '.join(gpus)}: choose {', '.join(STORED)} "
+                "for both keys and values, or run without -ngl, -dev and --backend cuda",
+                "QK-E303",
+            )
 
     def hidden(self, tokens: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Floats:
         """Return the residual stream after layers, for every token of a new sequence.
@@ -383,6 +400,7 @@ class Model:
         """
         options = self._options if fusion is None else replace(self._options, fusion=fusion)
         placed, _ = self._place(graph, options)[1:]
+        self._check_kv_type(limits.kv_type)
         return Programs(self, limits, self._fuse_segments(placed, limits.kv_type, options)[0])
 
     def backend(self, device: str) -> Backend:

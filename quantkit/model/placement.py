@@ -8,9 +8,11 @@ devices; attention and recurrent layers, which own memory, and SelectOutputs run
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.model import ops
@@ -37,13 +39,15 @@ ALL_LAYERS = 1 << 20
 class Placement:
     """``gpu_layers`` of the model on ``accelerators``; ``rules``: (regular expression, device), first match.
 
-    embeddings: also place the token embeddings on the first accelerator.
+    embeddings: also place the token embeddings on the first accelerator. shares: of the layers, for each accelerator;
+    without them, equal shares.
     """
 
     gpu_layers: int = 0
     rules: tuple[tuple[str, str], ...] = ()
     accelerators: tuple[str, ...] = ("CUDA0",)
     embeddings: bool = False
+    shares: tuple[float, ...] = ()
 
     def requested_devices(self) -> set[str]:
         """Return the devices of the rules and of the layers."""
@@ -74,11 +78,27 @@ class Placement:
             return self.accelerators[0] if self.embeddings else "CPU"
         n = min(self.gpu_layers, n_layer + 1)
         nth = layer - (n_layer + 1 - n)
-        return self.accelerators[nth * len(self.accelerators) // n] if nth >= 0 and n else "CPU"
+        if nth < 0 or not n:
+            return "CPU"
+        if not self.shares:
+            return self.accelerators[nth * len(self.accelerators) // n]
+        return self.accelerators[bisect_right(self._ends, nth / n)]
+
+    @cached_property
+    def _ends(self) -> tuple[float, ...]:
+        """Where the layers of each accelerator but the last end, as shares of all (llama.cpp's splits)."""
+        ends = list(accumulate(self.shares))
+        return tuple(end / ends[-1] for end in ends[:-1])
 
 
-def placement_of(backend: str, gpu_layers: int | None, rules: Sequence[str], cuda_devices: Sequence[str]) -> Placement:
-    """Return the placement of --backend, -ngl and -ot.
+def placement_of(
+    backend: str,
+    gpu_layers: int | None,
+    rules: Sequence[str],
+    cuda_devices: Sequence[str],
+    shares: Sequence[float] = (),
+) -> Placement:
+    """Return the placement of --backend, -ngl, -ot and -ts, whose ``shares`` are one for each device.
 
     ``cuda`` places the whole model, embeddings included, unless -ngl limits the layers; without CUDA devices it names
     the first one anyway, which ``check`` then reports.
@@ -88,7 +108,14 @@ def placement_of(backend: str, gpu_layers: int | None, rules: Sequence[str], cud
     if gpu_layers is not None:
         layers = gpu_layers
     whole_model = cuda and gpu_layers is None
-    return Placement(layers, parse_rules(rules), tuple(cuda_devices) or ("CUDA0",), embeddings=whole_model)
+    accelerators = tuple(cuda_devices) or ("CUDA0",)
+    if shares and (len(shares) != len(accelerators) or min(shares) < 0 or not sum(shares)):
+        raise RecipeError(
+            f"-ts {','.join(f'{share:g}' for share in shares)}: give a share of 0 or more for each of "
+            f"{', '.join(accelerators)}",
+            "QK-E203",
+        )
+    return Placement(layers, parse_rules(rules), accelerators, embeddings=whole_model, shares=tuple(shares))
 
 
 def parse_rules(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:

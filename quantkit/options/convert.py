@@ -24,50 +24,48 @@ class ConvertOptions(Options):
 
     outtype: str = option(
         "auto",
-        "Without TYPE: type of the matrices; auto is the type they are stored in.",
+        "Without TYPE: type of the matrices; auto: as stored.",
         CHECKPOINT,
         choices=OUTTYPES,
         example='"bf16"',
     )
     intermediate: str = option(
         "auto",
-        "With TYPE: type that values are rounded to first, as llama.cpp's two programs do; none keeps them exact.",
+        "With TYPE: type to round values to first, as convert_hf_to_gguf.py does; none: keep them exact.",
         CHECKPOINT,
         choices=INTERMEDIATES,
     )
     pre: str | None = option(
-        None, "Name of the pre-tokenizer, if it is not recognized.", CHECKPOINT, metavar="NAME", example='"gpt-2"'
+        None, "Pre-tokenizer, if it is not recognized.", CHECKPOINT, metavar="NAME", example='"gpt-2"'
     )
     allow_other_ids: bool = option(
         False,
-        "Write the vocabulary even if --pre gives other token ids than the tokenizer.",
+        "Allow a --pre that gives other token ids than the tokenizer.",
         CHECKPOINT,
         example="true",
     )
     model_name: str | None = option(
-        None, "Model name (general.name).", CHECKPOINT, metavar="NAME", example='"My model"'
+        None, "Name of the model (general.name).", CHECKPOINT, metavar="NAME", example='"My model"'
     )
     metadata: Path | None = option(
-        None, "JSON file of metadata that overrides the model card's.", CHECKPOINT, example='"metadata.json"'
+        None, "JSON file of metadata that override those of the model card.", CHECKPOINT, example='"metadata.json"'
     )
-    mtp: bool = option(False, "Only the MTP layers, as a draft model.", CHECKPOINT)
+    mtp: bool = option(False, "Convert only the MTP layers, as a draft model.", CHECKPOINT)
     no_nextn: bool = option(
         False, "Drop the MTP (NextN) layers.", CHECKPOINT, flags=("--no-nextn", "--no-mtp"), example="true"
     )
-    fuse_gate_up_exps: bool = option(False, "Merge gate and up experts into one tensor.", CHECKPOINT, example="true")
-    fuse_qkv: bool = option(False, "Merge queries, keys and values into one tensor.", CHECKPOINT, example="true")
+    fuse_gate_up_exps: bool = option(False, "Merge up and gate experts into one tensor.", CHECKPOINT, example="true")
+    fuse_qkv: bool = option(False, "Merge q, k and v into one tensor.", CHECKPOINT, example="true")
     fp8_as_q8: bool = option(False, "Without TYPE: write FP8 weights as Q8_0.", CHECKPOINT)
-    vocab_only: bool = option(False, "Without TYPE: write only metadata and vocabulary.", CHECKPOINT)
+    vocab_only: bool = option(False, "Without TYPE: write metadata and vocabulary only.", CHECKPOINT)
     lossless: bool = option(
-        False, "Keep quantized weights as blocks where no value changes: int4 as Q4_0, int8 as Q8_0.", CHECKPOINT
+        False, "Keep quantized weights where no value changes: int4 as Q4_0, int8 as Q8_0.", CHECKPOINT
     )
     allow_incomplete: bool = False
-    strict: bool = option(
-        False, "Make it an error if GGUF cannot express a setting of the model.", CHECKPOINT, example="true"
-    )
+    strict: bool = option(False, "Fail if GGUF cannot express a setting of the model.", CHECKPOINT, example="true")
     merge_lora: tuple[str, ...] = option(
         (),
-        "Merge a PEFT LoRA adapter (a directory) into the weights; repeatable, in order.",
+        "Merge a PEFT LoRA adapter (a directory) into the weights; repeatable.",
         CHECKPOINT,
         kind="folder",
         metavar="ADAPTER[:SCALE]",
@@ -75,4 +73,4 @@ class ConvertOptions(Options):
     )
     split_max_tensors: int = option(0, "Maximum number of tensors in a shard.", CHECKPOINT)
     split_max_size: str | int | None = None
-    no_tensor_first_split: bool = option(False, "Make the first shard metadata only.", CHECKPOINT)
+    no_tensor_first_split: bool = option(False, "Write only metadata to the first shard.", CHECKPOINT)

@@ -16,14 +16,14 @@ class ExportOptions(Options):
 
     outtype: str = option(
         "auto",
-        "Data type; auto: that of the matrices, bf16 if quantized.",
+        "Data type; auto: that of the matrices, or bf16 if quantized.",
         CHECKPOINT,
         choices=("f32", "f16", "bf16", "auto"),
     )
     architecture: str | None = option(
-        None, "Model class, if the architecture has several.", CHECKPOINT, metavar="NAME", flags=("--class",)
+        None, "Model class, if the architecture has more than one.", CHECKPOINT, metavar="NAME", flags=("--class",)
     )
     tokenizer: bool = option(
         True, "Write the tokenizer's files (default).", CHECKPOINT, flags=("--tokenizer/--no-tokenizer",)
     )
-    max_shard_size: int | str = option("5GB", "Start a new shard beyond this size.", CHECKPOINT, kind="size")
+    max_shard_size: int | str = option("5GB", "Maximum size of a shard.", CHECKPOINT, kind="size")

@@ -15,7 +15,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 NAMES = ("merged", "separate", "both")
 FILLS: tuple[str, ...] = get_args(Fill)
 #: Headings of --help.
-TEXT, OUTPUT, FURTHER = "Text options", "Output", "Further recordings"
+TEXT, OUTPUT, FURTHER = "Text", "Output", "Further recordings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,29 +27,31 @@ class ImatrixOptions(Options):
 
     n_ctx: int = option(512, "Tokens per chunk.", TEXT, least=4, flags=("-c", "--ctx-size"))
     n_batch: int = 2048
-    chunks: int | None = option(None, "Number of chunks; -1 (default): all.", TEXT, kind="chunks")
+    chunks: int | None = option(None, "Number of chunks.  [default: all]", TEXT, kind="chunks")
     from_chunk: int = option(0, "Skip the first N chunks.", TEXT, flags=("--chunk", "--from-chunk"))
-    parse_special: bool = option(False, "Parse special tokens in texts, such as <|im_end|>.", TEXT)
+    parse_special: bool = option(False, "Parse special tokens such as <|im_end|> in texts.", TEXT)
     ppl: bool = option(True, "Compute the perplexity (default).", TEXT, flags=("--ppl/--no-ppl",))
 
-    output_format: Format | None = option(None, "Output format; by default from OUT's name.", OUTPUT, choices=FORMATS)
-    output_frequency: int = option(
-        10, "Write OUT every N chunks; 0: only at the end.", OUTPUT, flags=("-ofreq", "--output-frequency")
+    output_format: Format | None = option(
+        None, "Output format.  [default: dat if OUT ends in .dat, else gguf]", OUTPUT, choices=FORMATS
     )
-    save_frequency: int = option(0, "Keep a copy, OUT.at_N, every N chunks.", OUTPUT)
-    resume: bool = option(False, "Continue an interrupted run.", OUTPUT)
+    output_frequency: int = option(
+        10, "Write the output every N chunks; 0: only at the end.", OUTPUT, flags=("-ofreq", "--output-frequency")
+    )
+    save_frequency: int = option(0, "Write a copy, OUT.at_N, every N chunks.", OUTPUT)
+    resume: bool = option(False, "Continue an interrupted run; do nothing after a complete one.", OUTPUT)
     overwrite: bool = option(False, "Replace an existing output.", OUTPUT)
     names: str | None = option(
-        None, "Names of up and gate experts; default: both for merged experts, else unchanged.", OUTPUT, choices=NAMES
+        None, "Names of up and gate experts.  [default: both if merged, else unchanged]", OUTPUT, choices=NAMES
     )
-    fill: str | None = option(None, "Fill experts without tokens, recorded in the file.", OUTPUT, choices=FILLS)
+    fill: str | None = option(None, "Values for experts without tokens, recorded in the file.", OUTPUT, choices=FILLS)
 
-    process_output: bool = option(False, "Also record the output matrix.", FURTHER)
-    nextn: bool = option(False, "Also record the prediction layer (NextN, MTP).", FURTHER)
-    all_experts: bool = option(False, "Also write OUT.all-experts: every token through every expert.", FURTHER)
+    process_output: bool = option(False, "Also record the output matrix (output.weight).", FURTHER)
+    nextn: bool = option(False, "Also record the MTP (NextN) layers.", FURTHER)
+    all_experts: bool = option(False, "Also write OUT.all-experts, for which every token passes every expert.", FURTHER)
     layer_similarity: bool = option(
         False,
-        "Report the cosine similarity of each layer's input and output; without -o, only that.",
+        "Report the cosine similarity of each layer's input and output; without -o, write no importance matrix.",
         FURTHER,
         flags=("-lsim", "--layer-similarity"),
     )

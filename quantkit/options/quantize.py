@@ -42,7 +42,7 @@ class QuantizeOptions(Options):
 
     rules: str | None = option(
         None,
-        "Type rules, fallbacks and tensor order of llama.cpp (mainline) or ik_llama.cpp (ik).  [default: TYPE's own]",
+        "Whose type rules, fallbacks and tensor order to follow.  [default: those of TYPE's project]",
         TYPES,
         choices=RULES,
         example='"ik"',
@@ -50,73 +50,86 @@ class QuantizeOptions(Options):
 
     imatrix: Path | None = option(None, "Importance matrix, GGUF or .dat.", IMATRIX, kind="imatrix")
     include_weights: tuple[str, ...] = option(
-        (), "Use only imatrix entries with TEXT in the name.", IMATRIX, metavar="TEXT", example='["blk"]'
+        (),
+        "Use only entries of the importance matrix whose name contains TEXT.",
+        IMATRIX,
+        metavar="TEXT",
+        example='["blk"]',
     )
     exclude_weights: tuple[str, ...] = option(
-        (), "Ignore imatrix entries with TEXT in the name.", IMATRIX, metavar="TEXT", example='["output"]'
+        (),
+        "Ignore entries of the importance matrix whose name contains TEXT.",
+        IMATRIX,
+        metavar="TEXT",
+        example='["output"]',
     )
     ignore_imatrix_rules: bool = option(
         False, "Allow low-bit types without an importance matrix.", IMATRIX, example="true"
     )
-    hide_imatrix: bool = option(False, "Do not store the file name of the importance matrix.", IMATRIX, example="true")
+    hide_imatrix: bool = option(False, "Do not record the name of the importance matrix.", IMATRIX, example="true")
     feedback: Path | None = option(
         None,
-        "GPTQ error feedback with covariances from `imatrix --covariance`, or, without FILE, from --calibrate.",
+        "GPTQ error feedback with covariances of `imatrix --covariance`, or of --calibrate if omitted.",
         IMATRIX,
         kind="covariances",
         metavar="[COV.gguf]",
     )
     calibrate: tuple[Path, ...] = option(
         (),
-        "GPTQ error feedback layer by layer, on the activations of this text or these chats; repeatable.",
+        "GPTQ error feedback layer by layer, with the activations of this text or these chats; repeatable.",
         IMATRIX,
         metavar="TEXT|CHATS.jsonl",
     )
-    calibrate_ctx: int = option(512, "Context size of a chunk of the --calibrate text.", IMATRIX, least=4)
+    calibrate_ctx: int = option(512, "Tokens per chunk of --calibrate.", IMATRIX, least=4)
     calibrate_chunks: int | None = option(
-        None, "Use only the first N chunks of the --calibrate text.", IMATRIX, least=1, metavar="N"
+        None, "Number of chunks of --calibrate.  [default: all]", IMATRIX, least=1, metavar="N"
     )
     balance: bool = option(
         True,
-        "With --calibrate, equalize activation channels first, as SmoothQuant and AWQ do (the default). The model "
-        "computes the same.",
+        "With --calibrate: equalize activation channels first, as SmoothQuant and AWQ do (default). The model computes "
+        "the same function.",
         IMATRIX,
         flags=("--balance/--no-balance",),
         example="false",
     )
     like: Path | None = option(
-        None, "Copy the type of each tensor from this GGUF file instead of using TYPE.", TYPES, metavar="FILE"
+        None, "Copy the type of each tensor from this GGUF file, instead of TYPE.", TYPES, metavar="FILE"
     )
     ready_rules: tuple[Rule, ...] = ()
     encoders: Mapping[str, RowEncoder] | None = None
     recipe: tuple[Path, ...] = option(
         (),
-        "Recipe: a file of rules `regex = type`, one per line.",
+        "File of rules `regex = type`, one per line.",
         TYPES,
         flags=("-r", "--recipe"),
         example='["my.recipe"]',
     )
     tensor_type: tuple[str, ...] = option(
-        (), "One rule; repeatable.", TYPES, kind="type", metavar="RE=TYPE", example='["attn_v=Q8_0"]'
+        (),
+        "Type of tensors whose name matches RE; repeatable.",
+        TYPES,
+        kind="type",
+        metavar="RE=TYPE",
+        example='["attn_v=Q8_0"]',
     )
     tensor_type_file: tuple[Path, ...] = option(
-        (), "File of RE=TYPE words, as in llama-quantize.", TYPES, example='["types.txt"]'
+        (), "File of RE=TYPE rules, as of llama-quantize.", TYPES, example='["types.txt"]'
     )
     custom_q: tuple[str, ...] = option(
-        (), "Rules in ik_llama.cpp's syntax.", TYPES, kind="type", metavar="RE=TYPE,..", example='["attn_v=q8_0"]'
+        (), "Rules in the syntax of ik_llama.cpp.", TYPES, kind="type", metavar="RE=TYPE,..", example='["attn_v=q8_0"]'
     )
     output_tensor_type: str | None = _type("output.weight")
     token_embedding_type: str | None = _type("the token embeddings")
     per_layer_token_embedding_type: str | None = _type("the per-layer token embeddings (Gemma 3n and 4)")
     extra_output_tensor: str | None = option(
         None,
-        "Add a second output tensor of this type, which ik_llama.cpp drafts with.",
+        "Add a second output matrix of this type, with which ik_llama.cpp drafts.",
         TYPES,
         kind="type",
         example='"Q4_0"',
     )
     ffn_gate_inp_type: str | None = option(
-        None, "Type of the MoE router, which otherwise stays as it is.", TYPES, kind="type", example='"Q8_0"'
+        None, "Type of the router.  [default: unchanged]", TYPES, kind="type", example='"Q8_0"'
     )
     attn_q_type: str | None = _type("all attn_q tensors")
     attn_k_type: str | None = _type("all attn_k tensors")
@@ -128,18 +141,18 @@ class QuantizeOptions(Options):
     ffn_down_type: str | None = _type("all ffn_down tensors, experts included")
     pure: bool = option(
         False,
-        "Ignore the preset's type rules: every matrix gets its base type, unless an option says otherwise.",
+        "Ignore the preset's type rules: use its base type for all matrices.",
         TYPES,
         example="true",
     )
     leave_output_tensor: bool = option(False, "Do not quantize output.weight.", TYPES, example="true")
     allow_requantize: bool = option(False, "Allow tensors that are quantized already.", INPUT)
     allow_incomplete: bool = option(
-        False, "Write a model that no runtime loads: tensors are missing or contradict the metadata.", INPUT
+        False, "Allow a model whose tensors are missing or contradict the metadata, which no runtime loads.", INPUT
     )
     fallback: str = option(
         "next",
-        "For rows that do not divide into blocks: fail, use the next type as llama.cpp does, or TYPE.",
+        "For rows that do not divide into blocks: fail, use the next type as llama.cpp does, or use TYPE.",
         TYPES,
         kind="type",
         metavar="error|next|TYPE",
@@ -147,16 +160,16 @@ class QuantizeOptions(Options):
     )
     encoder: str | None = option(
         None,
-        "Encoder of types that both trees have.  [default: mainline (llama.cpp), ik if interleaved]",
+        "Whose encoder to use for types that both have.  [default: llama.cpp; ik for interleaved types]",
         TYPES,
         choices=ENCODERS,
         example='"ik"',
     )
     symmetric_q40: bool = option(
-        False, "Encode Q4_0 with levels -7..7; ignores the importance matrix.", TYPES, example="true"
+        False, "Use levels -7..7 for Q4_0, without the importance matrix.", TYPES, example="true"
     )
-    merge_up_gate: bool = option(False, "Merge up and gate experts, as `quantkit merge-up-gate`.", INPUT)
-    split_up_gate: bool = option(False, "Split merged experts, as `quantkit split-up-gate`.", INPUT)
+    merge_up_gate: bool = option(False, "Merge up and gate experts, as merge-up-gate does.", INPUT)
+    split_up_gate: bool = option(False, "Split merged experts, as split-up-gate does.", INPUT)
     prune_layers: tuple[int, ...] = option(
         (),
         "Remove these layers (3,7-9) and renumber the rest.",
@@ -165,23 +178,23 @@ class QuantizeOptions(Options):
         metavar="L,L,..",
         example='"3,7-9"',
     )
-    repack: bool = option(False, "Interleave rows (Q4_K to Q4_K_R4), without changing a value.", INPUT)
-    unrepack: bool = option(False, "Undo the interleaving of rows (Q4_K_R4 to Q4_K).", INPUT)
-    repack_pattern: tuple[str, ...] = option((), "Repack only tensors that match.", INPUT, metavar="RE,RE,..")
+    repack: bool = option(False, "Interleave rows (Q4_K to Q4_K_R4); values do not change.", INPUT)
+    unrepack: bool = option(False, "Undo --repack (Q4_K_R4 to Q4_K).", INPUT)
+    repack_pattern: tuple[str, ...] = option((), "Repack only matching tensors.", INPUT, metavar="RE,RE,..")
     override_kv: tuple[str, ...] = option(
         (),
-        "Set a metadata key; T is int, float, bool, str, u8 .. f64; str:@FILE reads a file.",
+        "Set a metadata key. T: int, float, bool, str or u8 to f64; str:@FILE reads a file.",
         METADATA,
         metavar="KEY=T:V",
         example='["general.name=str:My model"]',
     )
     keep_split: bool = option(False, "Write one output shard per input shard.", METADATA)
     split_max_size: str | int | None = option(
-        None, "Start a new shard beyond this size (48G).", METADATA, kind="size", example='"48G"'
+        None, "Maximum size of a shard (48G).", METADATA, kind="size", example='"48G"'
     )
     no_provenance: bool = option(
         False,
-        "Write no quantkit.* keys and drop those of the input: exactly llama-quantize's file.",
+        "Write no quantkit.* keys: exactly the file of llama-quantize.",
         METADATA,
         example="true",
     )

@@ -32,45 +32,43 @@ class SearchOptions(Options):
     is not in the table counts as the slowest. The names of ``imatrix`` and ``feedback`` are part of the file's size.
     """
 
-    target_size: int | None = option(None, "Largest size of the whole file: 12.3G, 11.5GiB.", TARGET, kind="size")
-    target_bpw: float | None = option(None, "Most bits per weight of the tensors.", TARGET)
-    target_kld: float | None = option(None, "Largest predicted divergence, at the least size.", TARGET)
+    target_size: int | None = option(None, "Maximum size of the file: 12.3G, 11.5GiB.", TARGET, kind="size")
+    target_bpw: float | None = option(None, "Maximum bits per weight.", TARGET)
+    target_kld: float | None = option(None, "Maximum predicted divergence; finds the smallest file.", TARGET)
 
     types: tuple[str, ...] = option(
-        (), "Types to choose from.  [default: all measured ones]", LIMITS, kind="types", metavar="TYPE,TYPE,.."
+        (), "Types to choose from.  [default: all measured ones]", LIMITS, kind="types", metavar="TYPE,.."
     )
-    runtime: str | None = option(
-        None, "Only types that llama.cpp, ik_llama.cpp, or both load.", LIMITS, choices=RUNTIMES
-    )
-    allow: tuple[str, ...] = _limit("Types allowed for matching tensors; the first match applies.", "RE=TYPE,..")
-    at_least: tuple[str, ...] = _limit("At least the bits per weight of TYPE.", "RE=TYPE")
-    at_most: tuple[str, ...] = _limit("At most the bits per weight of TYPE.", "RE=TYPE")
+    runtime: str | None = option(None, "Use only types that this runtime loads, or both do.", LIMITS, choices=RUNTIMES)
+    allow: tuple[str, ...] = _limit("Types allowed for matching tensors; the first match decides.", "RE=TYPE,..")
+    at_least: tuple[str, ...] = _limit("Minimum bits per weight of matching tensors: those of TYPE.", "RE=TYPE")
+    at_most: tuple[str, ...] = _limit("Maximum bits per weight of matching tensors: those of TYPE.", "RE=TYPE")
     same: tuple[str, ...] = option(
         (),
-        "The same type within a layer for classes, or parts of their names: up,gate; q,k,v.",
+        "Give tensor classes the same type within a layer: up,gate or q,k,v.",
         LIMITS,
         metavar="A,B",
     )
     max_read: int | None = option(
-        None, "Most bytes of weights read per token; of experts those in use.", LIMITS, kind="size"
+        None, "Maximum bytes of weights read per token, of experts those in use.", LIMITS, kind="size"
     )
     min_speed: float | None = option(
-        None, "Tokens per second that reading weights must allow on this machine.", LIMITS, metavar="T/S"
+        None, "Minimum tokens per second, by the time of reading weights on this machine.", LIMITS, metavar="T/S"
     )
     speeds: Mapping[str, float] = field(default_factory=dict)
-    proxy: str | None = option(None, "Proxy to use where no divergence was measured.", LIMITS, metavar="NAME")
+    proxy: str | None = option(None, "Proxy for divergences that were not measured.", LIMITS, metavar="NAME")
 
     imatrix: Path | None = option(
-        None, "Importance matrix for quantizing.  [default: that of the measurement]", MODEL, kind="imatrix"
+        None, "Importance matrix for quantizing.  [default: that of -s]", MODEL, kind="imatrix"
     )
     feedback: Path | None = option(
-        None, "Quantize with --feedback: use the costs measured with it.", MODEL, metavar="COV.gguf"
+        None, "Covariances for quantizing with error feedback, as measured.", MODEL, metavar="COV.gguf"
     )
-    merge_up_gate: bool = option(False, "Quantize with --merge-up-gate.", MODEL)
-    allow_requantize: bool = option(False, "Accept tensors that are quantized already.", MODEL)
+    merge_up_gate: bool = option(False, "Merge up and gate experts when quantizing.", MODEL)
+    allow_requantize: bool = option(False, "Allow tensors that are quantized already.", MODEL)
 
-    time_limit: float = option(60.0, "Time limit of each allocation.", SOLVER, metavar="SECONDS")
-    gap: float = option(0.0, "Relative distance from the optimum at which to stop.", SOLVER, kind="share")
+    time_limit: float = option(60.0, "Time limit for each allocation.", SOLVER, metavar="SECONDS")
+    gap: float = option(0.0, "Stop at this relative distance from the optimum.", SOLVER, kind="share")
 
     def check(self) -> None:
         """Raise RecipeError for values out of range."""

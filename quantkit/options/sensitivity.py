@@ -25,43 +25,44 @@ class SensitivityOptions(Options):
     """
 
     types: tuple[str, ...] = option(
-        (), f"Types, separated by commas. Default: {','.join(TYPES)}.", MEASUREMENT, kind="types", metavar="TYPES"
+        (), f"Types to measure.  [default: {', '.join(TYPES)}]", MEASUREMENT, kind="types", metavar="TYPE,.."
     )
     groups: str = option(
         GROUPS[0],
-        "Tensors of a group: those of a class in a layer, those of a class in all layers, or a single one. All experts "
-        "of a tensor have one type.",
+        "What a group is: a tensor class in one layer, a tensor class in all layers, or one tensor.",
         MEASUREMENT,
         choices=GROUPS,
     )
-    imatrix: Path | None = option(None, "Importance matrix, as for quantize; some types need one.", MEASUREMENT)
+    imatrix: Path | None = option(None, "Importance matrix for quantizing; some types need one.", MEASUREMENT)
     feedback: Path | None = option(
-        None, "Covariances, to also measure types with error feedback.", MEASUREMENT, metavar="COV"
+        None, "Also measure types with error feedback, by these covariances.", MEASUREMENT, metavar="COV.gguf"
     )
     full_runs: int | None = option(
         None,
-        "Types of each group to run to the end of the model, -1 for all; costs of the others are predicted from the "
-        f"error at the end of their layer. Default: all of up to {ALL_FULL_TYPES} types, {FULL_RUNS} of more.",
+        "Types per group to run to the end of the model; -1: all. The divergence of others is predicted from the error "
+        f"at the end of their layer.  [default: all of up to {ALL_FULL_TYPES} types, {FULL_RUNS} of more]",
         MEASUREMENT,
         least=-1,
         metavar="N",
     )
-    proxies_only: bool = option(False, "Measure one type of each group, predict the others.", MEASUREMENT)
+    proxies_only: bool = option(False, "Measure one type per group and predict the others.", MEASUREMENT)
     together: bool = option(
         True,
-        "Also measure all groups in each type at once, to learn how costs combine.",
+        "Also measure each type for all groups at once, to learn how divergences combine (default).",
         MEASUREMENT,
         flags=("--together/--no-together",),
     )
-    allow_requantize: bool = option(False, "Accept tensors that are quantized already.", MEASUREMENT)
+    allow_requantize: bool = option(False, "Allow tensors that are quantized already.", MEASUREMENT)
 
     n_ctx: int = option(512, "Tokens per chunk.", TEXT, least=4, flags=("-c", "--ctx-size"))
-    chunks: int | None = option(None, "Number of chunks; -1 (default): all.", TEXT, kind="chunks")
+    chunks: int | None = option(None, "Number of chunks.  [default: all]", TEXT, kind="chunks")
 
-    n_batch: int = option(4096, "Tokens per batch.", RUN, least=1, flags=("-b", "--batch-size"))
+    n_batch: int = option(4096, "Logical batch size.", RUN, least=1, flags=("-b", "--batch-size"))
     kv_type: str = "f16"
     threads: int | None = None
-    max_ram: int | None = option(None, "Memory for weights; the rest is streamed.", RUN, kind="size", metavar="SIZE")
+    max_ram: int | None = option(
+        None, "Maximum memory for weights; the rest is streamed from the file.", RUN, kind="size", metavar="SIZE"
+    )
     cache: Path | None = None
     cache_size: int | None = None
     resume: bool = False

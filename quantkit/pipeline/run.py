@@ -35,6 +35,7 @@ from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.cache.run_cache import CacheUse, RunCache
 from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.content import stamps_of
+from quantkit.pipeline.finished import is_finished
 from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, RunObserver
@@ -99,7 +100,7 @@ class RunResult:
     """Result of a run: seconds, tensors resumed from an earlier run, and the error sums, if measured.
 
     ``nodes``: the cluster nodes that took part. ``cache``: use of the tensor cache. ``losses``: of tensors encoded with
-    feedback.
+    feedback. ``was_complete``: the output of this plan existed already, and nothing was done.
     """
 
     seconds: float
@@ -108,6 +109,12 @@ class RunResult:
     nodes: tuple[NodeShare, ...] = ()
     cache: CacheUse | None = None
     losses: dict[str, tuple[MatrixLoss, ...]] = field(default_factory=dict)
+    was_complete: bool = False
+
+
+def complete_result(plan: Plan) -> RunResult:
+    """Return the result of a run whose output was there already."""
+    return RunResult(0.0, len(plan.tensors), {}, was_complete=True)
 
 
 def journal_path(path: Path) -> Path:
@@ -147,6 +154,8 @@ def run_plan(
     measure, folder = options.get("measure_error", False), options.get("cache")
     first = plan.shards[0].path
     check_targets(plan, resume=resume, overwrite=True)
+    if resume and not overwrite and publishing is nullcontext and was_finished(plan):
+        return complete_result(plan)
     executor = _executor(plan, options)
     values = job_values(list(plan.tensors), executor.count, max_ram)
     with ExitStack() as stack:
@@ -268,10 +277,23 @@ def forecast_cache(plan: Plan, cache: str | Path | None, *, measure: bool = Fals
     return RunCache(store, plan, measure=measure, dry=True).forecast()
 
 
+def was_finished(plan: Plan) -> bool:
+    """Return whether an earlier run of the plan finished its output."""
+    return not os.path.exists(journal_path(plan.shards[0].path)) and is_finished(plan)
+
+
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
     """Refuse outputs that would destroy a file, before any is touched. Raises ResourceError."""
     check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], (*plan.source.paths, *plan.reads))
     has_journal = os.path.exists(journal_path(plan.shards[0].path))
+    if resume and not overwrite and not has_journal and any(shard.path.is_file() for shard in plan.shards):
+        if is_finished(plan):
+            return
+        raise ResourceError(
+            f"{plan.shards[0].path} exists and is not the output of this command (another source, type, recipe or "
+            "imatrix, or cut off), so --resume cannot complete it; give another name, or --overwrite",
+            "QK-E409",
+        )
     for shard in plan.shards:
         check_free(shard.path, overwrite=overwrite or resume and has_journal)
     if has_journal and not resume and not overwrite:

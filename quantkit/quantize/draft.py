@@ -10,13 +10,13 @@ from typing import Any
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field
 from quantkit.formats.imatrix import Imatrix
+from quantkit.formats.override import override_file, parse_override
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import iteration_order
 from quantkit.pipeline.experts import merge_layer, split_layer
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.pipeline.feedback import Feedback
 from quantkit.pipeline.importance import Importance
-from quantkit.pipeline.metadata import override_file, parse_override
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.presets import Preset, next_dividing, rules_of
 from quantkit.pipeline.reference_types import ReferenceTypes

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import Field
+from quantkit.formats.override import override_file
 from quantkit.names import printable, shorten
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline import provenance
@@ -18,7 +19,6 @@ from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.pipeline.metadata import (
     Metadata,
     imatrix_fields,
-    override_file,
     prune_metadata,
     set_quantization,
 )

@@ -10,13 +10,13 @@ from typing import Unpack
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import open_model
+from quantkit.formats.override import override_file
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
 from quantkit.pipeline.custom_encoder import custom_encoders
-from quantkit.pipeline.metadata import override_file
 from quantkit.pipeline.plan import Plan, plan_output
 from quantkit.pipeline.reference_types import read_reference_types
 from quantkit.pipeline.repack import bf16_r16_notes

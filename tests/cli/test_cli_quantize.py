@@ -137,7 +137,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["--override-kv", "a", "IN", "OUT", "Q8_0"], 2, "KEY=TYPE:VALUE"),
         (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "--output-tensor-type: there is no tensor type 'q9'"),
         (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
-        (["--encoder", "best", "IN", "OUT", "Q8_0"], 2, "'best' is not one of 'mainline', 'ik'"),
+        (["--encoder", "best", "IN", "OUT", "Q8_0"], 2, "'best' is not one of 'llama.cpp', 'ik'"),
         (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
         (
             ["--output-tensor-type", "i32", "IN", "OUT", "Q8_0"],

@@ -37,7 +37,7 @@ def values(line: str) -> list[str]:
         ("quantize m.gguf Q4_K", ["Q4_K_M", "Q4_K_S", "Q4_K_R4", "Q4_K"]),
         ("quantize m.gguf q4_k_", ["q4_k_m", "q4_k_s", "q4_k_r4"]),
         ("quantize m.gguf o.gguf cop", ["copy"]),
-        ("quantize --encoder ", ["mainline", "ik"]),
+        ("quantize --encoder ", ["llama.cpp", "ik"]),
         ("quantize m.gguf q4_k_m ", []),
         ("quantize --attn-v-type q6", ["q6_k", "q6_0", "q6_k_r4", "q6_0_r4"]),
         ("quantize --output-tensor-type Q6_0", ["Q6_0", "Q6_0_R4"]),

@@ -7,7 +7,8 @@ from refusals import refuses
 
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, ValueType
-from quantkit.pipeline.metadata import Metadata, parse_override, prune_metadata, prune_names
+from quantkit.formats.override import parse_override
+from quantkit.pipeline.metadata import Metadata, prune_metadata, prune_names
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ Observer = Callable[[str, Floats, Ints | None], None]
 class Limits:
     """The limits of a program: sequences of ``n_ctx`` cells each, ``n_ubatch`` tokens a run at most.
 
-    kv_type: ``f32``, ``f16`` or ``q8_0``, the type of keys and values in caches.
+    kv_type: the type of keys and values in caches (kv_types.py).
     """
 
     n_ctx: int

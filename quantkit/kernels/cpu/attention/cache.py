@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from numba import types
 
+from quantkit.kernels.cpu.attention.cache_rounding import round_part
 from quantkit.kernels.cpu.core.functions import load_part, store_part
 from quantkit.kernels.cpu.core.jit import helper, inline
 from quantkit.kernels.cpu.core.simd import (
@@ -45,6 +46,9 @@ from quantkit.types import BY_NAME
 #: ggml ids of the types a cache may have: the values of slots k_type and v_type.
 F32, F16, Q8_0 = (BY_NAME[name].id for name in ("F32", "F16", "Q8_0"))
 
+#: Added to a type's id where cells are written: values are rounded to the type, and stored as F32.
+ROUNDED = 1 << 16
+
 #: Cells read at once; a block begins at a multiple of BLOCK.
 BLOCK = 64
 
@@ -52,7 +56,7 @@ BLOCK = 64
 @inline
 def bytes_of(kind, n):
     """Return the bytes of n values of a cache type."""
-    if kind == F32:
+    if kind == F32 or kind >= ROUNDED:
         return 4 * n
     return 2 * n if kind == F16 else n // 32 * 34
 
@@ -80,6 +84,9 @@ def write_part(x, n, kind, out):
     """Write up to 32 values; exactly 32 for Q8_0."""
     if kind == Q8_0:
         _write_q8_0(x, out)
+        return
+    if kind >= ROUNDED:
+        round_part(x, n, kind - ROUNDED, out)
         return
     for i in range(0, n, 16):
         if n - i >= 16:

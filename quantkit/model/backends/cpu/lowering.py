@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import GGUFFile
+from quantkit.kernels.cpu.attention.cache import ROUNDED
 from quantkit.kernels.cpu.core.tape import TapeOp, address_of
 from quantkit.kernels.cpu.matmul import matmul, moe
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, Report, new_accumulator
 from quantkit.model.backends.arena import Buffer, Entry, Slot
 from quantkit.model.backends.lowering import Lowering, row_bytes_of
+from quantkit.model.kv_types import is_rounded, split_kv_type, stored_type
 from quantkit.model.ops import Cache, Covariance, Matrix, Similarity, State, SumColumns, Value
 from quantkit.types import BY_NAME
 
@@ -57,18 +59,28 @@ class CPULowering(Lowering):
         return address_of(array)
 
     def cache(self, cache: Cache) -> tuple[int, int, int]:
-        """Return the addresses of a layer's keys and values (0: no values) and the type's ggml id.
+        """Return the addresses of a layer's keys and values (0: no values) and the ggml id of the stored type.
 
         Keys: uint8 [n_seq * n_ctx, bytes of k_width values], values the same; cell = sequence * n_ctx + position. Rows
         of blocks follow, sequence by sequence.
         """
-        kind, cells = BY_NAME[self.limits.kv_type.upper()], cache.cells(self.limits.n_seq, self.limits.n_ctx)
+        kind, cells = (
+            BY_NAME[stored_type(self.limits.kv_type).upper()],
+            cache.cells(self.limits.n_seq, self.limits.n_ctx),
+        )
 
         def make() -> tuple[int, int]:
             keys, values = (np.zeros((cells, kind.row_bytes(w)), np.uint8) for w in (cache.k_width, cache.v_width))
             return self.array(keys), self.array(values) if cache.v_width else 0
 
         return *self.once(("cache", cache), make), kind.id
+
+    def written_types(self) -> tuple[int, int]:
+        """Return how keys and values are written: the ids of their types, or of types that they are rounded to."""
+        kv_type = self.limits.kv_type
+        offset = ROUNDED if is_rounded(kv_type) else 0
+        k, v = (BY_NAME[name.upper()].id + offset for name in split_kv_type(kv_type))
+        return k, v
 
     def state(self, state: State) -> int:
         """Return the address of a recurrent layer's state, float32 [n_seq, width]."""

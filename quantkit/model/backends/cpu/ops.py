@@ -331,15 +331,16 @@ def _rope(b: CPULowering, op: ops.Rope) -> None:
 
 @LOWER.register(ops.CacheWrite)
 def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
-    keys, values, kind = b.cache(op.cache)
+    keys, values, _ = b.cache(op.cache)
+    k_type, v_type = b.written_types()
     b.emit(
         cache.cache_write,
         k=b.buffer(op.k),
         v=0 if op.v is None else b.buffer(op.v),
         k_cache=keys,
         v_cache=values,
-        k_type=kind,
-        v_type=kind,
+        k_type=k_type,
+        v_type=v_type,
         k_width=op.cache.k_width,
         v_width=op.cache.v_width,
     )
@@ -347,8 +348,8 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
 
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CPULowering, op: ops.BlockWrite) -> None:
-    keys, _, kind = b.cache(op.cache)
-    b.emit(cache.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
+    keys, _, _ = b.cache(op.cache)
+    b.emit(cache.block_write, k_cache=keys, k_type=b.written_types()[0], **slots.block_write(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)

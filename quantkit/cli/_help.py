@@ -1,0 +1,38 @@
+"""The layout of help: lines of 80 columns that never break in a name, and what --help shows of a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+#: Columns of all help.
+WIDTH = 80
+#: Stands for a hyphen, at which no line is broken.
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+class HelpFormatter(click.HelpFormatter):
+    """Breaks lines at spaces only."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_unbroken(text))
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(_unbroken(prog), _unbroken(args), prefix)
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(term, _unbroken(text)) for term, text in rows], col_max, col_spacing)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_HYPHEN, "-")
+
+
+def _unbroken(text: str) -> str:
+    return text.replace("-", _HYPHEN)
+
+
+class HelpContext(click.Context):
+    """The context of all commands."""
+
+    formatter_class = HelpFormatter
