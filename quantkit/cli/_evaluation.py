@@ -55,7 +55,7 @@ def hub_model(model: Path | None, hf_repo: str | None, hf_file: str | None) -> P
     """Return the model of -m, or download that of -hf; None if neither is given."""
     if hf_repo is None:
         if hf_file is not None:
-            raise click.UsageError("-hff names a file of -hf ORG/REPO: give both")
+            raise click.UsageError("-hff selects a file of the repository -hf ORG/REPO: give both")
         return model
     if model is not None:
         raise click.UsageError(f"the model is {model} and {hf_repo}: give one of -m and -hf")
@@ -94,7 +94,7 @@ class DeviceNames(click.ParamType[tuple[str, ...]]):
             return ()
         numbers = [item.strip().upper().removeprefix("CUDA") for item in value.split(",")]
         if not all(item.isdecimal() for item in numbers):
-            self.fail(f"{value!r} is no list of GPUs such as CUDA0,CUDA1, and not none", param, ctx)
+            self.fail(f"{value!r}: give GPUs, such as CUDA0,CUDA1, or none", param, ctx)
         return tuple(dict.fromkeys(f"CUDA{int(number)}" for number in numbers))
 
 

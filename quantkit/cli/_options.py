@@ -194,7 +194,7 @@ class GroupedOption(click.Option):
             self.metavar = "X"
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Return what follows the help; a range of values is told by the error for others."""
+        """Return the text after the help, without the range of values: the error for other values states it."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra

@@ -107,7 +107,7 @@ def _matching_names(names: dict[str, str], begin: str, before: str = "") -> list
 
 
 def preset_use(preset: Preset) -> str | None:
-    """Return how `quantkit quantize` treats a preset: "mixture", "copy", or None without an encoder."""
+    """Return the treatment of a preset by `quantkit quantize`: "mixture", "copy", or None without an encoder."""
     from quantkit.kernels.formats import has_encoder
 
     if preset.base is None:

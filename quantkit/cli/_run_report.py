@@ -113,7 +113,7 @@ def _total_error(groups: list[_Group]) -> str:
 
 
 def _runtimes(plan: Plan) -> tuple[Runtime, ...]:
-    """Return the runtimes' verdicts on the output; none if it is no model."""
+    """Return the runtimes' verdicts on the output; none if it is not a model."""
     if not isinstance(plan.source.get("general.architecture"), str):
         return ()
     return runtimes({field.key: field for field in plan.fields}, plan.entries)

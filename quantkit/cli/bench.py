@@ -134,7 +134,7 @@ def _types(text: str, name: str) -> list[str]:
     types = [t.strip().lower() for t in text.split(",")]
     for t in types:
         if t not in KV_TYPES:
-            raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint=name)
+            raise click.BadParameter(f"{t!r} is not one of {', '.join(KV_TYPES)}", param_hint=name)
     return types
 
 

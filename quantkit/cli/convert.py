@@ -172,7 +172,7 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | Non
     if remainder:
         type_name = remainder.pop(0)
         if not is_type(type_name):
-            raise click.UsageError(f"{type_name!r} is no TYPE: `quantkit types` lists presets and types")
+            raise click.UsageError(f"{type_name!r} is not a TYPE: `quantkit types` lists presets and types")
     if remainder:
         if not is_count(remainder[0]) or len(remainder) > 1:
             raise click.UsageError(f"unexpected argument {remainder[-1]!r}: expected DIR [OUT.gguf] [TYPE [THREADS]]")

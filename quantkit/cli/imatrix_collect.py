@@ -332,7 +332,7 @@ def _figure(model: Path, similarity: Sequence[Similarity]) -> Figure:
         Line(name, layers, [getattr(s, field) for s in similarity])
         for name, field in (("layer", "block"), ("attention", "attention"), ("feed-forward", "feed_forward"))
     ]
-    panel = LinePanel("Similarity of what enters a block to what leaves it", "cosine", lines)
+    panel = LinePanel("Similarity of a block's input and output", "cosine", lines)
     return Figure(f"Layers of {model.name}", [panel])
 
 

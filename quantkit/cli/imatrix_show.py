@@ -126,7 +126,11 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
     if FILL_KEY in imatrix.extra:
         n = sum(map(len, fills.values()))
         yield f"fill      {one_line(imatrix.extra[FILL_KEY].value)}: {n} experts, counted as without tokens here"
-    scope = "of what the model needs" if covered.of_model else "of its own entries (-m MODEL shows what is missing)"
+    scope = (
+        "of the entries that the model needs"
+        if covered.of_model
+        else "of its own entries (-m MODEL shows what is missing)"
+    )
     yield f"coverage  {100 * covered.share:.2f} % {scope}"
 
 

@@ -53,7 +53,7 @@ class Devices(click.ParamType[tuple[int, ...]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         numbers = [item.strip().upper().removeprefix("CUDA") for item in value.split(",")]
         if not all(item.isdecimal() for item in numbers):
-            self.fail(f"{value!r} is no list of GPUs such as 0,1", param, ctx)
+            self.fail(f"{value!r}: give GPUs, such as 0,1", param, ctx)
         return tuple(dict.fromkeys(map(int, numbers)))
 
 
@@ -247,7 +247,7 @@ def command(
         _add_type(arguments, default_type) if default_type else arguments
     )
     if partial_requant and overwrite:
-        raise click.UsageError("--partial-requant keeps what is there, --overwrite replaces it: give one of them")
+        raise click.UsageError("--partial-requant keeps existing shards, --overwrite replaces them: give one of them")
     if max_buffer_size and on_command_line("max_ram"):
         raise click.UsageError("--max-buffer-size is --max-ram in MiB: give one of them")
     if threads and positional and threads != positional:

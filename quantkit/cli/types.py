@@ -29,7 +29,7 @@ _TYPES_LEGEND = """\
 bpw       bits per weight without row headers
 block     weights per block, and its bytes
 header    bytes at the head of each row
-weave     rows interleaved with each other
+rows      number of rows that are interleaved
 runtimes  mainline is llama.cpp, ik is ik_llama.cpp
 error     of the weights, weighted by importance, in percent, on a fixed sample:
           what encoding with an importance matrix costs; less is better
@@ -78,7 +78,7 @@ def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool,
 
 
 def _type_table(catalog: Sequence[TypeRow]) -> str:
-    header = ["id", "name", "bpw", "block", "bytes", "header", "weave", "family", "runtimes"]
+    header = ["id", "name", "bpw", "block", "bytes", "header", "rows", "family", "runtimes"]
     header += ["error", "speed", "imatrix", "refused", "codec"]
     rows = [
         (

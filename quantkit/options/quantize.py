@@ -152,7 +152,7 @@ class QuantizeOptions(Options):
     )
     fallback: str = option(
         "next",
-        "For rows that do not divide into blocks: fail, use the next type as llama.cpp does, or use TYPE.",
+        "For row lengths that are not multiples of the block: fail, use llama.cpp's next type, or TYPE.",
         TYPES,
         kind="type",
         metavar="error|next|TYPE",

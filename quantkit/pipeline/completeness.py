@@ -1,8 +1,8 @@
-"""Whether the output of a plan is there already: what ``--resume`` of a finished run reports.
+"""Detection of finished outputs of a plan, which ``--resume`` reports.
 
 An output is the plan's if every file has its size and exactly its header: metadata, tensors, types and offsets. With
-provenance the header holds recipe, source fingerprint and digests of importance matrices, so it tells other work apart;
-without it (``identifies_source``) a file of another source with the same header is not told apart.
+provenance the header holds recipe, source fingerprint and digests of importance matrices, which identify the work;
+without it (``identifies_source``) a file of another source may have the same header.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class CPULowering(Lowering):
         return *self.once(("cache", cache), make), kind.id
 
     def written_types(self) -> tuple[int, int]:
-        """Return how keys and values are written: the ids of their types, or of types that they are rounded to."""
+        """Return the ids of the types in which keys and values are written, or to which they are rounded."""
         kv_type = self.limits.kv_type
         offset = ROUNDED if is_rounded(kv_type) else 0
         k, v = (BY_NAME[name.upper()].id + offset for name in split_kv_type(kv_type))
