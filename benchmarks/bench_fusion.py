@@ -81,7 +81,8 @@ def report(options: Any, sessions: dict[str, Session], times: dict[str, list[tup
     cost = {n: token_cost(s.model.graph, "f16", options.prompt).bytes for n, s in sessions.items()}
     print(f"{options.model.name}, median of {options.rounds} rounds in one process; {machine()}\n")
     print(
-        f"| variant | pp{options.prompt} t/s | tg{options.gen} t/s | bytes a token | first row is faster: prompt | tg |"
+        f"| variant | pp{options.prompt} t/s | tg{options.gen} t/s | bytes per token"
+        " | first row is faster: prompt | tg |"
     )
     print("|---|---|---|---|---|---|")
     for name, runs in times.items():

@@ -78,7 +78,7 @@ def _name_parts(name: str) -> list[str]:
 
 
 def _chart_data(chart: Chart) -> dict[str, Any]:
-    """Return what page.js needs of a chart."""
+    """Return the fields of a chart that page.js reads."""
     return {"spec": chart.spec, "labels": chart.labels, "cells": chart.cells}
 
 
@@ -92,7 +92,7 @@ def _printable_values(value: Any) -> Any:
 
 
 def mark_safe(text: str) -> Any:
-    """Return text that the template does not escape: our own, or made safe."""
+    """Return text that the template does not escape: from this package, or already escaped."""
     from markupsafe import Markup
 
     return Markup(text)  # noqa: S704 - never from a file
