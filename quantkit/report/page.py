@@ -16,7 +16,7 @@ from quantkit.report.charts import FEW_LINES, FEW_POINTS, charts, series_of, sho
 from quantkit.report.colours import text_colour
 from quantkit.report.conclusion import closest_file, larger_but_worse, perplexity_warning
 from quantkit.report.data import Report
-from quantkit.report.heat_maps import NOT_MEASURED, type_colours, type_keys
+from quantkit.report.heat_maps import GUESS_NOTE, NOT_MEASURED, costs_of, type_colours, type_keys
 from quantkit.report.tables import (
     costs_table,
     coverage_table,
@@ -131,6 +131,8 @@ def _template_values(report: Report) -> dict[str, Any]:
         "has_many": len(labels) > FEW_POINTS,
         "types": [(name, colour, text_colour(colour), type_keys(colours)[name]) for name, colour in colours.items()],
         "not_measured": NOT_MEASURED,
+        "guess_note": GUESS_NOTE,
+        "has_guesses": any(c.error is None for f in report.files for c in costs_of(report, f).values()),
         "lead": " ".join([_summarize(report), *closest]),
         "larger_files": larger_files,
         "facts": _facts(report),
