@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quantkit.compare import compare
     from quantkit.convert import ConvertOptions, convert, plan_convert
     from quantkit.cook import cook, plan_cook
+    from quantkit.doctor import doctor
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
@@ -74,6 +75,7 @@ __all__ = [
     "covariance",
     "diff_imatrix",
     "diff_recipe",
+    "doctor",
     "errors",
     "evaluate",
     "export",
@@ -140,6 +142,7 @@ _HOME = {
     "convert_lora": "lora",
     "convert_recipe": "recipes",
     "cook": "cook",
+    "doctor": "doctor",
     "covariance": "imatrix.covariance",
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",

@@ -13,6 +13,7 @@ from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.presets import PRESETS, RULES, Preset
 from quantkit.pipeline.quality import QUALITY
+from quantkit.pipeline.runtimes import TREES
 from quantkit.types import TYPES, TensorType
 
 
@@ -76,11 +77,11 @@ def types(tree: str | None = None) -> TypeCatalog:
     """Return the tensor types, with size, error and speed of each.
 
     Args:
-        tree: "mainline" (llama.cpp) or "ik" (ik_llama.cpp): only types that it has; None: all.
+        tree: "llama.cpp" or "ik_llama.cpp" (also "mainline", "ik"): only types that it has; None: all.
 
-    Raises RecipeError for another tree.
+    Raises RecipeError for another project.
     """
-    _check_tree(tree)
+    tree = _tree_of(tree)
     return TypeCatalog(tuple(_row(t) for t in TYPES if tree is None or t.is_in(tree)))
 
 
@@ -88,15 +89,17 @@ def types(tree: str | None = None) -> TypeCatalog:
 def presets(tree: str | None = None) -> tuple[Preset, ...]:
     """Return the presets, the names that TYPE of ``quantize`` may have beside a tensor type; ``tree`` as for ``types``.
 
-    Raises RecipeError for another tree.
+    Raises RecipeError for another project.
     """
-    _check_tree(tree)
+    tree = _tree_of(tree)
     return tuple(p for p in PRESETS if tree in (None, p.trees) or p.trees == "both")
 
 
-def _check_tree(tree: str | None) -> None:
+def _tree_of(project: str | None) -> str | None:
+    tree = None if project is None else TREES.get(project, project)
     if tree not in (None, *RULES):
-        raise RecipeError(f"unknown project {tree!r}: choose {' or '.join(RULES)}", "QK-E203")
+        raise RecipeError(f"unknown project {project!r}: choose {' or '.join(TREES)}", "QK-E203")
+    return tree
 
 
 def _row(t: TensorType) -> TypeRow:

@@ -1,8 +1,9 @@
-"""CPUs available to this process, and their L2 cache."""
+"""CPUs and memory available to this process, and the L2 cache."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def available_cpus() -> int:
@@ -17,3 +18,13 @@ def l2_bytes() -> int:
     except (ValueError, OSError):  # glibc's alone
         size = 0
     return size if size > 0 else 1 << 20
+
+
+def available_memory() -> int:
+    """Return the memory that this machine can spare, in bytes."""
+    try:
+        # Free memory alone would leave out the reclaimable page cache.
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -3,8 +3,8 @@
 
     scripts/run_examples.py [--write] [PAGE ...]
 
-Without PAGE: README.md, docs/tutorial/ and docs/how-to/. --write replaces lines that are no longer printed by the
-printed line most like them. tests/test_examples.py holds pages to it.
+Without PAGE: README.md, docs/tutorial/ and docs/how-to/. --write enters what they print now: the numbers,
+and for a line that is no longer printed the one most like it. tests/test_examples.py holds pages to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,25 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests/lib")]
 
 from example_files import ExampleFiles  # noqa: E402
-from examples import PAGES, ROOT, blocks_of, execute, files_of, nearest_line, stale_lines  # noqa: E402
+from examples import (  # noqa: E402
+    PAGES,
+    ROOT,
+    Block,
+    blocks_of,
+    current_output,
+    execute,
+    files_of,
+    nearest_line,
+    stale_lines,
+)
+
+
+def write_output(page: Path, block: Block, current: list[str]) -> None:
+    """Replace the output that a page shows."""
+    old, new = ("".join(f"{line}\n" for line in lines) for lines in (block.output, current))
+    text = page.read_text("utf-8")
+    start = text.index(block.text)
+    page.write_text(text[:start] + text[start:].replace(old, new, 1), "utf-8")
 
 
 def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tuple[int, int]:
@@ -26,16 +44,15 @@ def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tupl
     name, n_bad, blocks = page.relative_to(ROOT), 0, [b for b in blocks_of(page) if b.is_executed]
     for block in blocks:
         status, printed = execute(block, folder)
-        stale = stale_lines(block, printed)
         is_right = f"[{block.fails}]" in printed if block.fails else status == 0
         if not is_right:
             print(f"{name}:{block.line}: status {status}\n{block.text}\n{printed}")
-        for line in stale:
-            new = nearest_line(line, printed)
-            print(f"{name}:{block.line}: not printed: {line}\n    {new}")
-            if write and new is not None:
-                text = page.read_text("utf-8")
-                page.write_text(text.replace(f"\n{line}\n", f"\n{new}\n", 1), "utf-8")
+        stale = {line: nearest_line(line, printed) for line in stale_lines(block, printed)}
+        for line, nearest in stale.items():
+            print(f"{name}:{block.line}: not printed: {line}\n    {nearest}")
+        if write and block.output:
+            pairs = zip(block.output, current_output(block, printed), strict=True)
+            write_output(page, block, [new if new is not None else stale[old] or old for old, new in pairs])
         n_bad += bool(stale) or not is_right
     return len(blocks), n_bad
 
@@ -43,7 +60,7 @@ def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=lambda text: Path(text).resolve(), metavar="PAGE")
-    parser.add_argument("--write", action="store_true", help="replace stale lines")
+    parser.add_argument("--write", action="store_true", help="enter what the blocks print")
     arguments = parser.parse_args()
     n_run = n_wrong = n_parsed = 0
     with tempfile.TemporaryDirectory() as work:

@@ -49,6 +49,7 @@ _BLOCK = {"builder", "ops"}
 WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit": {
         **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
+        "doctor": {"bench"},
         "calibration": set(),
         "compare": set(),
         "inspect": set(),
@@ -72,8 +73,9 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         },
     },
     "quantkit.model": {
-        **dict.fromkeys(("ops", "batch", "arch", "hparams", "sources"), set()),
-        **dict.fromkeys(("fusion", "placement", "cost", "observers", "scale_sites", "selection"), {"ops"}),
+        **dict.fromkeys(("ops", "batch", "arch", "hparams", "kv_types", "sources"), set()),
+        **dict.fromkeys(("fusion", "placement", "observers", "scale_sites", "selection"), {"ops"}),
+        "cost": {"kv_types", "ops"},
         "stages": {"observers", "ops"},
         "activations": {"observers", "ops", "stages"},
         "check": {"batch", "ops"},
@@ -94,19 +96,9 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         | {"hyper_connections", "kimi", "lightning", "mamba", "mla", "residual_attention", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
-        "backends": {"batch", "check", "fusion", "ops"},
-        "engine": {
-            "activations",
-            "backends",
-            "batch",
-            "check",
-            "cost",
-            "fusion",
-            "graph",
-            "hparams",
-            "ops",
-            "placement",
-        }
+        "backends": {"batch", "check", "fusion", "kv_types", "ops"},
+        "engine": {"activations", "backends", "batch", "check", "fusion", "graph", "hparams", "kv_types", "ops"}
+        | {"placement"}
         | {"selection", "sources"},
     },
     "quantkit.model.backends": {

@@ -91,9 +91,10 @@ _IGNORED: tuple[tuple[str, str], ...] = (
         "--jinja --no-jinja --chat-template= --chat-template-file= --chat-template-kwargs= --reasoning-format= "
         "--reasoning-budget= --no-prefill-assistant --no-escape -sp|--special",
     ),
+    ("no result depends on a seed", "-s|--seed="),
     (
         "nothing is generated or sampled",
-        "-s|--seed= -n|--predict|--n-predict= --samplers= --sampler-seq|--sampling-seq= --ignore-eos "
+        "-n|--predict|--n-predict= --samplers= --sampler-seq|--sampling-seq= --ignore-eos "
         "--temp|--temperature= --top-k= --top-p= --min-p= --tfs= --top-nsigma|--top-n-sigma= --xtc-probability= "
         "--xtc-threshold= --typical|--typical-p= --repeat-last-n= --repeat-penalty= --presence-penalty= "
         "--frequency-penalty= --penalize-nl --dry-multiplier= --dry-base= --dry-allowed-length= --dry-penalty-last-n= "
@@ -184,7 +185,7 @@ class Ignored(GroupedOption):
 
     def _add_note(self, ctx: click.Context, param: click.Parameter, value: object) -> None:
         if value is not None and value is not False:
-            NoEffect.of(ctx).add(self, self.note)
+            NoEffect.from_context(ctx).add(self, self.note)
 
 
 class Refused(GroupedOption):
@@ -196,7 +197,7 @@ class Refused(GroupedOption):
 
     def _refuse(self, ctx: click.Context, param: click.Parameter, value: object) -> None:
         if value is not None and value is not False:
-            raise click.UsageError(f"{NoEffect.of(ctx).name(self)}: {self.reason}", ctx)
+            raise click.UsageError(f"{NoEffect.from_context(ctx).name(self)}: {self.reason}", ctx)
 
 
 def _identifier(names: tuple[str, ...]) -> str:

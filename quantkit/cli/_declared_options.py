@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantkit.arguments import Option
-from quantkit.cli._options import CHUNKS, SIZE, option, project_names
+from quantkit.cli._options import CHUNKS, SHARD_SIZE, SIZE, option, project_names
 from quantkit.cli._paths import IMATRIX_FILE, IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place, complete_types
 
 #: Value of an option that is given without its optional file.
@@ -51,6 +51,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "flag_value": "",
     },
     "size": {"type": SIZE},
+    "shard size": {"type": SHARD_SIZE},
     "chunks": {"type": CHUNKS},
     "layers": {},
     "folder": {"shell_complete": _complete_folders},

@@ -17,6 +17,7 @@ from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._json import json_option as declare_json
 from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, threads_option, to_json
 from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
+from quantkit.cli._progress import Lines, has_bar
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import atomic_write, check_apart, read_text
 from quantkit.formats.remote import located
@@ -164,7 +165,7 @@ placement_options = options(
         "split_mode",
         group=RUN,
         type=click.Choice(SPLIT_MODES),
-        help="none: use one GPU, -mg. All other modes split by layer.",
+        help="Use of several GPUs: none uses one (-mg), all other modes split by layer.",
     ),
     option("-mg", "--main-gpu", "main_gpu", group=RUN, type=click.IntRange(0), help="The GPU of -sm none."),
     option("-cmoe", "--cpu-moe", group=RUN, is_flag=True, help="Keep all experts on the CPU."),
@@ -357,17 +358,21 @@ def text_or_tokens(file: Path | None, prompt: str | None, tokens: str | None) ->
 
 
 class Bar:
-    """A bar with chunks, the value so far and the time left, if stderr is a terminal."""
+    """A bar with chunks, the value so far and the time left; lines where the terminal has no size.
 
-    def __init__(self) -> None:
+    ``lines``: also where stderr is no terminal.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
         # A pass completes several chunks at once, so the speed is the mean since the start.
-        is_visible = sys.stderr.isatty()
+        self._lines = Lines(on_terminal_only=not lines)
         self.bar: tqdm[Any] | None = (
-            tqdm(unit="chunk", desc="first pass", leave=False, dynamic_ncols=True, smoothing=0) if is_visible else None
+            tqdm(unit="chunk", desc="first pass", leave=False, dynamic_ncols=True, smoothing=0) if has_bar() else None
         )
 
     def update(self, n_done: int, total: int, value: str) -> None:
         """Show the value after ``done`` of ``todo`` chunks."""
+        self._lines.update(n_done, total, value)
         if self.bar is not None:
             self.bar.total = total
             self.bar.set_description_str(value, refresh=False)

@@ -84,7 +84,7 @@ def _overwrite_option() -> click.Option:
     )
 
 
-def json_option(what: str = "the result", *, name: str = "json_to", raw: bool = False) -> Callable[[Any], Any]:
+def json_option(content: str = "the result", *, name: str = "json_to", raw: bool = False) -> Callable[[Any], Any]:
     """Declare --json; the parameter is a JsonOutput, or the text of the value if ``raw``."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
@@ -100,5 +100,5 @@ def json_option(what: str = "the result", *, name: str = "json_to", raw: bool = 
         values=_ANY,
         metavar="[FILE]",
         callback=convert,
-        help=f"Write {what} as JSON to FILE (.json); without FILE, print only that.",
+        help=f"Write {content} as JSON to FILE (.json); without FILE, print only that.",
     )

@@ -50,6 +50,21 @@ class Size(_Int):
 
 SIZE = Size()
 
+#: The smallest maximum of a shard that is given without a unit.
+_MIN_BARE = 100_000
+
+
+class ShardSize(Size):
+    """The maximum size of a shard; a small number without a unit is refused: 48 stands for 48G."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, str) and value.strip().isdecimal() and int(value) < _MIN_BARE:
+            self.fail(f"{value} bytes: is {value}G (gigabytes) or {value}M (megabytes) meant?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+SHARD_SIZE = ShardSize()
+
 
 class Share(_Float):
     """A number from 0 to 1, or a percentage."""
@@ -129,8 +144,8 @@ class Names(click.Choice):  # type: ignore[type-arg, unused-ignore]  # generic s
         self.values |= {value: value for value in names.values()}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        known = self.values.get(str(value).lower())
-        return super().convert(value, param, ctx) if known is None else known
+        inner = self.values.get(str(value).lower())
+        return super().convert(value, param, ctx) if inner is None else inner
 
 
 #: Other spellings of llama.cpp and ik_llama.cpp on the command line, where help shows ``llama.cpp`` and ``ik``.
@@ -143,8 +158,8 @@ SPELLINGS = {
 
 def project_names(values: Iterable[str]) -> Names:
     """Return the type of an option whose value is a project, or a dialect, by its name inside quantkit."""
-    shown = {"mainline": "llama.cpp", "ik_llama.cpp": "ik", "ours": "quantkit"}
-    return Names({shown.get(value, value): value for value in values}, SPELLINGS)
+    display = {"mainline": "llama.cpp", "ik_llama.cpp": "ik", "ours": "quantkit"}
+    return Names({display.get(value, value): value for value in values}, SPELLINGS)
 
 
 class Chunks(_Int):
@@ -202,7 +217,7 @@ class WholeNames(click.Command):
             if match is None and not arg.startswith("-") and not ctx.allow_interspersed_args:
                 break  # a command of this group, and its arguments
             if match is not None:
-                NoEffect.of(ctx).typed[match] = arg.partition("=")[0]
+                NoEffect.from_context(ctx).typed[match] = arg.partition("=")[0]
                 if "=" not in arg and not match.is_flag and not getattr(match, "may_be_bare", False):
                     del remaining[len(remaining) - match.nargs :]
             elif _is_unknown(arg, known_options):
@@ -218,7 +233,7 @@ class NoEffect:
         self.reasons: dict[str, list[str]] = {}
 
     @classmethod
-    def of(cls, ctx: click.Context) -> NoEffect:
+    def from_context(cls, ctx: click.Context) -> NoEffect:
         """Return that of a command line."""
         return cast(NoEffect, ctx.meta.setdefault(f"{__name__}.{ctx.command_path}", cls()))
 
@@ -242,7 +257,7 @@ class NoEffect:
 
 
 #: How alike a name must be to be suggested, without its dashes.
-_ALIKE = 0.8
+_SIMILARITY = 0.8
 #: Options that destroy, which are never suggested.
 _DESTRUCTIVE = frozenset({"--overwrite", "--delete-splits"})
 
@@ -260,8 +275,8 @@ def _no_such_option(ctx: click.Context, name: str, known_options: Mapping[str, c
 
 def near_names(name: str, names: Iterable[str]) -> list[str]:
     """Return names that ``name`` is probably a misspelling of."""
-    by_word = {known.strip("-"): known for known in names}
-    return [by_word[word] for word in get_close_matches(name.strip("-"), by_word, cutoff=_ALIKE)]
+    by_word = {n.strip("-"): n for n in names}
+    return [by_word[word] for word in get_close_matches(name.strip("-"), by_word, cutoff=_SIMILARITY)]
 
 
 def _commands_with(ctx: click.Context, name: str) -> list[str]:
@@ -340,7 +355,7 @@ class GroupedCommand(WholeNames):
         self.params.append(_help_all())
 
     def invoke(self, ctx: click.Context) -> Any:
-        echo_notes(NoEffect.of(ctx).note())
+        echo_notes(NoEffect.from_context(ctx).note())
         for value in ctx.params.values():
             if (hold := getattr(value, "hold_file", None)) is not None:
                 hold(ctx)
@@ -354,10 +369,10 @@ class GroupedCommand(WholeNames):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the docstring; --help ends at its form feed, --help-all goes on."""
         text = inspect.cleandoc(self.help or "")
-        shown = text.replace("\f", "\n\n") if ctx.meta.get(_HELP_ALL, False) else text.partition("\f")[0]
+        visible = text.replace("\f", "\n\n") if ctx.meta.get(_HELP_ALL, False) else text.partition("\f")[0]
         formatter.write_paragraph()
         with formatter.indentation():
-            formatter.write_text(shown)
+            formatter.write_text(visible)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shows_all = not self.common or ctx.meta.get(_HELP_ALL, False)
@@ -402,8 +417,8 @@ def _claim_names(param: click.Parameter, params: Iterable[click.Parameter]) -> b
     """Remove names of a compatibility option that another option has; return whether any name is left."""
     if not is_compatible_only(param):
         return True
-    taken = {n for p in params if not is_compatible_only(p) for n in (*p.opts, *p.secondary_opts)}
-    param.opts = [n for n in param.opts if n not in taken]
+    names = {n for p in params if not is_compatible_only(p) for n in (*p.opts, *p.secondary_opts)}
+    param.opts = [n for n in param.opts if n not in names]
     return bool(param.opts)
 
 

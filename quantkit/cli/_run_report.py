@@ -16,14 +16,15 @@ from tqdm import tqdm
 
 from quantkit.cli._feedback_report import feedback_lines
 from quantkit.cli._options import echo_notes
+from quantkit.cli._progress import BAR_FORMAT, has_bar
 from quantkit.cli._table import fold, table
 from quantkit.errors import QuantkitError, os_error_code
 from quantkit.formats.outputs import part_path
 from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.run_cache import CacheUse
+from quantkit.pipeline.completeness import identifies_source
 from quantkit.pipeline.fallback import fallback_line, fallbacks
 from quantkit.pipeline.feedback_report import feedback_report
-from quantkit.pipeline.finished import identifies_source
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.row_slices import PlannedTensor
@@ -230,8 +231,10 @@ class RunReport:
         """Show the bar during the run; an interrupted one prints how to continue, ``hint`` after an OSError."""
         part = part_path(self.plan.shards[0].path)
         total = sum(t.nbytes for t in self.plan.tensors)
-        if not self.quiet and sys.stderr.isatty():
-            self._bar = tqdm(total=total, unit="iB", unit_scale=True, unit_divisor=1024, desc=self.plan.title)
+        if not self.quiet and has_bar():
+            self._bar = tqdm(
+                total=total, unit="iB", unit_scale=True, unit_divisor=1024, desc=self.plan.title, dynamic_ncols=True
+            )
         try:
             with interruptible(), nullcontext() if self._bar is None else closing(self._bar):
                 yield
@@ -278,6 +281,7 @@ class RunReport:
         text = f"stage {stage + 1} of {stages}: {tokens} tokens"
         text += f", about {format_seconds(left)} left" if left else ""
         if self._bar is not None:
+            self._bar.bar_format = BAR_FORMAT  # without the time left that tqdm sees in the bytes
             self._bar.set_postfix_str(text, refresh=True)
         elif not self.quiet and tokens == total:
             click.echo(text, err=True)

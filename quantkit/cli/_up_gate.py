@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quantkit.cli._json import JsonOutput, json_option
-from quantkit.cli._options import SIZE, claim, echo_notes, option, options, plan_options, spool_option
+from quantkit.cli._options import SHARD_SIZE, claim, echo_notes, option, options, plan_options, spool_option
 from quantkit.cli._paths import IMATRIX, IMATRIX_FILE, MODEL
 from quantkit.cli._run_report import RunReport, cache_dict, cache_lines, dry_run_line, nodes_line
 from quantkit.formats.imatrix import Imatrix, write_imatrix
@@ -28,7 +28,7 @@ shared_options = options(
     click.argument("source", metavar="IN.gguf", type=MODEL),
     click.argument("output", metavar="OUT.gguf", type=MODEL),
     option("--keep-split", group=_FILES, is_flag=True, help="Write one output shard per input shard."),
-    option("--split-max-size", group=_FILES, type=SIZE, help="Maximum size of a shard (48G)."),
+    option("--split-max-size", group=_FILES, type=SHARD_SIZE, help="Maximum size of a shard (48G)."),
     option("--imatrix", group=_FILES, type=IMATRIX_FILE, help="Importance matrix to rename the entries of."),
     option("--imatrix-out", group=_FILES, type=IMATRIX, help="Output file of the renamed importance matrix."),
     spool_option,

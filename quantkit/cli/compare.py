@@ -23,6 +23,7 @@ from quantkit.cli._options import (
     threads_option,
 )
 from quantkit.cli._paths import IMATRIX, MODEL
+from quantkit.cli._progress import has_bar
 from quantkit.cli._table import fold, format_list, table
 from quantkit.compare import (
     ClassComparison,
@@ -104,7 +105,7 @@ class _Bar:
     """A progress bar, if stderr is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
-        is_visible = not quiet and sys.stderr.isatty()
+        is_visible = not quiet and has_bar()
         self.bar: tqdm[Any] | None = (
             tqdm(unit="iB", unit_scale=True, unit_divisor=1024, leave=False) if is_visible else None
         )

@@ -25,6 +25,7 @@ from quantkit.cli._options import (
     threads_option,
 )
 from quantkit.cli._paths import TEXT_FILE, Place
+from quantkit.cli._progress import LINE_SECONDS, has_bar, seconds_left
 from quantkit.cli._table import fold, table
 from quantkit.formats.outputs import atomic_write
 from quantkit.names import printable
@@ -40,10 +41,6 @@ _RUN = "Run"
 _OUT = "Output"
 _FILE = Place(dir_okay=False, exists=True)
 _FOLDER = Place(file_okay=False)
-#: Seconds between lines of progress where there is no terminal.
-_LINE_SECONDS = 15.0
-#: Share of a step after which the remaining time is estimated.
-_MIN_SHARE = 0.02
 #: Default output of `init`.
 _CONFIG = Path("cook.toml")
 #: Options that `init` shares.
@@ -240,20 +237,20 @@ class _ProgressPrinter:
         from quantkit.kernels.first_run import working_seconds
 
         self._step_start = self._last_line = working_seconds()
-        if not self.quiet and sys.stderr.isatty():
+        if not self.quiet and has_bar():
             self._bar = tqdm(total=1.0, leave=False, dynamic_ncols=True, bar_format="{l_bar}{bar}| {elapsed}{postfix}")
 
     def progress(self, current: float, total: float, text: str) -> None:
         from quantkit.kernels.first_run import working_seconds  # a clock that stops while kernels are compiled
 
         now, share = working_seconds(), current / total if total else 0.0
-        left = (now - self._step_start) * (1 - share) / share if _MIN_SHARE < share <= 1 else 0.0
+        left = seconds_left(now - self._step_start, share)
         words = [text] if text else []
         words += [f"about {format_seconds(left)} left"] if left > 1 else []
         if self._bar is not None:
             self._bar.set_postfix_str(printable(", ".join(words)), refresh=False)
             self._bar.update(share - self._bar.n)
-        elif now - self._last_line > _LINE_SECONDS:
+        elif now - self._last_line > LINE_SECONDS:
             self._last_line = now
             self._line(f"    {100 * share:3.0f} %{''.join(f', {word}' for word in words)}")
 

@@ -243,6 +243,7 @@ class _Report(Watcher):
         self.began = working_seconds()
         self.timed = False
         self.open_line, self.notes = False, 0
+        self.bar: Bar | None = None
 
     def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
         if self.first_line is not None:
@@ -260,6 +261,9 @@ class _Report(Watcher):
             seconds = working_seconds() - self.began
             left = seconds * math.ceil((n_chunks - self.first) / self.n_seq)
             click.echo(f"{seconds:.2f} seconds per pass, {format_seconds(left)} in all", err=True)
+        if not self.ppl:
+            self.bar = self.bar or Bar(lines=True)
+            self.bar.update(chunk, n_chunks, f"chunk {chunk} of {n_chunks}")
         if self.ppl and ppl is not None:
             click.echo(f"[{chunk}]{ppl.value:.4f},", nl=False)
             sys.stdout.flush()
@@ -278,7 +282,10 @@ class _Report(Watcher):
         self.notes = len(notes)
 
     def end_line(self) -> None:
-        """End the line of running values."""
+        """End the line of running values, or the bar."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
         if self.open_line:
             click.echo()
             self.open_line = False

@@ -81,12 +81,12 @@ def command(
     with closing(Bar()) as bar:
 
         def progress(now: KldProgress) -> None:
+            mean = now.sums.kld.mean
+            bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
             if json_to != "-":
                 if now.chunk == 1:
                     bar.print(_NARROW if narrow else _HEADER)
                 bar.print((narrow_line if narrow else chunk_line)(now.chunk, now.sums))
-            mean = now.sums.kld.mean
-            bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
 
         result = kld(
             model,

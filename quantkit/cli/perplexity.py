@@ -120,9 +120,9 @@ def command(
     with closing(Bar()) as bar:
 
         def progress(now: PerplexityProgress) -> None:
+            bar.update(now.chunk, now.n_chunks, f"PPL {now.ppl.value:.4f} +/- {now.ppl.error:.4f}")
             if json_to != "-":
                 bar.print(_chunk_line(now, n_ctx, stride) if output_type == "1" else _running_line(now))
-            bar.update(now.chunk, now.n_chunks, f"PPL {now.ppl.value:.4f} +/- {now.ppl.error:.4f}")
 
         result = perplexity(
             model,

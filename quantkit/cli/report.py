@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import load_options, run_options
 from quantkit.cli._options import GroupedCommand, option, options
 from quantkit.cli._paths import MODEL_FILE, Place
+from quantkit.cli._progress import has_bar
 from quantkit.names import printable
 from quantkit.report import ReportOptions, report
 from quantkit.report.measure import CONTENT, MEASUREMENTS
@@ -87,7 +87,7 @@ class _Bar:
         if step != self.step:
             self.close()
             self.step = step
-            if sys.stderr.isatty():
+            if has_bar():
                 self.bar = tqdm(total=total or None, desc=step, leave=False, dynamic_ncols=True)
             else:
                 click.echo(step, err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -25,6 +24,7 @@ from quantkit.cli._options import (
     threads_option,
 )
 from quantkit.cli._paths import TEXT_FILE, Place
+from quantkit.cli._progress import Lines, has_bar
 from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.options.sensitivity import MEASUREMENT, RUN, TEXT
@@ -104,16 +104,15 @@ class _Bar:
     """A bar with the current step and the time left, if stderr is a terminal."""
 
     def __init__(self) -> None:
-        is_visible = sys.stderr.isatty()
+        self._lines = Lines()
         layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
         self._bar: tqdm[Any] | None = (
-            tqdm(desc="plan", leave=False, dynamic_ncols=True, smoothing=0.05, bar_format=layout)
-            if is_visible
-            else None
+            tqdm(desc="plan", leave=False, dynamic_ncols=True, smoothing=0.05, bar_format=layout) if has_bar() else None
         )
 
     def update(self, now: Progress) -> None:
         """Show the progress of a run."""
+        self._lines.update(now.current, now.total, now.text or "")
         if self._bar is not None:
             self._bar.total = now.total
             if now.text:

@@ -71,7 +71,7 @@ def _reader(annotation: str, declaration: Option) -> Reader:
     """Return the reader of an option's value."""
     if declaration.choices:
         return choice(*declaration.choices)
-    if declaration.kind in ("size", "layers"):
+    if declaration.kind in ("size", "shard size", "layers"):
         return size if declaration.kind == "size" else layers
     if annotation == "bool":
         return flag

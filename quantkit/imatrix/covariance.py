@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 import numpy.typing as npt
 
 from quantkit.arguments import checked
+from quantkit.cpus import available_memory
 from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError
 from quantkit.evaluate.on_nodes import NodeModel, split_nodes
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, bos_of
@@ -30,7 +31,7 @@ from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, part_path, resolve_links
 from quantkit.imatrix.collect import chunks_of
 from quantkit.imatrix.covariance_file import NO_DIGEST, Target, layout
-from quantkit.imatrix.covariance_pass import CovarianceRecording, PassContext, Unit, available_memory, run_on_nodes
+from quantkit.imatrix.covariance_pass import CovarianceRecording, PassContext, Unit, run_on_nodes
 from quantkit.imatrix.snapshot import RunState, Snapshot, clear, snapshot_path
 from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name

@@ -6,13 +6,12 @@ and write their sums into one file. It is the file of one machine, however input
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.cluster import Cluster, Node, NodeRefusal
+from quantkit.cpus import available_memory
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.on_nodes import NodeModel
 from quantkit.evaluate.passes import I32, bos_of, run_windows
@@ -30,16 +29,6 @@ class Unit(NamedTuple):
     name: str
     first: int
     end: int
-
-
-def available_memory() -> int:
-    """Return the memory that this machine can spare, in bytes."""
-    try:
-        # Free memory alone would leave out the reclaimable page cache.
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 @dataclass(frozen=True)
@@ -203,4 +192,4 @@ def start_worker(shared: PassContext, threads: int) -> Callable[[list[Unit]], st
     return run
 
 
-__all__ = ["CovarianceRecording", "PassContext", "Unit", "available_memory", "start_worker", "run_on_nodes"]
+__all__ = ["CovarianceRecording", "PassContext", "Unit", "start_worker", "run_on_nodes"]

@@ -53,15 +53,14 @@ class _Compiling:
                 self.say("")
 
     def say(self, text: str) -> None:
-        """Show progress where a line can be erased, or to a listener; elsewhere report once."""
+        """Report once to the user, or each time to a listener."""
         if self.listener is not None:
             if text:
                 self.listener(text)
-        elif sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{text}")
+        elif text and not self.announced:
+            erase = "\r\033[K" if sys.stderr.isatty() else ""  # a bar that is being drawn
+            sys.stderr.write(f"{erase}{text}\n")
             sys.stderr.flush()
-        elif not self.announced:
-            sys.stderr.write(f"{text}\n")
         self.announced = True
 
 

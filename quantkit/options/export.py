@@ -26,4 +26,4 @@ class ExportOptions(Options):
     tokenizer: bool = option(
         True, "Write the tokenizer's files (default).", CHECKPOINT, flags=("--tokenizer/--no-tokenizer",)
     )
-    max_shard_size: int | str = option("5GB", "Maximum size of a shard.", CHECKPOINT, kind="size")
+    max_shard_size: int | str = option("5GB", "Maximum size of a shard.", CHECKPOINT, kind="shard size")

@@ -190,7 +190,7 @@ class QuantizeOptions(Options):
     )
     keep_split: bool = option(False, "Write one output shard per input shard.", METADATA)
     split_max_size: str | int | None = option(
-        None, "Maximum size of a shard (48G).", METADATA, kind="size", example='"48G"'
+        None, "Maximum size of a shard (48G).", METADATA, kind="shard size", example='"48G"'
     )
     no_provenance: bool = option(
         False,

@@ -34,8 +34,8 @@ from quantkit.formats.remote.retry import cancelled
 from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.cache.run_cache import CacheUse, RunCache
 from quantkit.pipeline.cache.store import Store, open_store
+from quantkit.pipeline.completeness import is_complete
 from quantkit.pipeline.content import stamps_of
-from quantkit.pipeline.finished import is_finished
 from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, RunObserver
@@ -279,7 +279,7 @@ def forecast_cache(plan: Plan, cache: str | Path | None, *, measure: bool = Fals
 
 def was_finished(plan: Plan) -> bool:
     """Return whether an earlier run of the plan finished its output."""
-    return not os.path.exists(journal_path(plan.shards[0].path)) and is_finished(plan)
+    return not os.path.exists(journal_path(plan.shards[0].path)) and is_complete(plan)
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -287,7 +287,7 @@ def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) 
     check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], (*plan.source.paths, *plan.reads))
     has_journal = os.path.exists(journal_path(plan.shards[0].path))
     if resume and not overwrite and not has_journal and any(shard.path.is_file() for shard in plan.shards):
-        if is_finished(plan):
+        if is_complete(plan):
             return
         raise ResourceError(
             f"{plan.shards[0].path} exists and is not the output of this command (another source, type, recipe or "

@@ -1,4 +1,4 @@
-"""Pages of the command line, one a command: what --help prints, as Markdown."""
+"""Pages of the command line, one a command: the text of --help-all, as Markdown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import click
 
 from quantkit.cli import COMMANDS, cli
+from quantkit.cli._options import _HELP_ALL
 
 #: Code in backticks, an option, or a letter that Markdown or HTML would take for markup.
 _MARKUP = re.compile(r"(?P<code>`[^`]*`)|(?<![\w-])(?P<option>--?[a-zA-Z][\w-]*)|(?P<special>[<>&*\[\]])")
@@ -76,8 +77,9 @@ def command_text(command: click.Command, context: click.Context, level: int) -> 
 def command_pages() -> Iterator[tuple[str, str]]:
     """Yield the path and the Markdown of every page of the command line."""
     root = click.Context(cli, info_name="quantkit")
+    root.meta[_HELP_ALL] = True
     rows = [f"| [`{name}`]({name}.md) | {markdown(text)} |" for name, text in COMMANDS.items()]
-    head = "Each page has what `quantkit COMMAND --help` prints, with all options by group."
+    head = "Each page has the text of `quantkit COMMAND --help-all`, with all options by group."
     yield "index.md", "\n".join(["# Command line", "", head, "", "| command | |", "|---|---|", *rows, ""])
     for name in COMMANDS:
         command = cli.get_command(root, name)

@@ -26,12 +26,14 @@ of unknown ones. Two steps depend on the model:
 
 def models_page() -> str:
     """Return the page: a row for each architecture."""
+    # Some classes have a second row under the name of their module.
+    converted = {name.rpartition(".")[2]: architecture for name, architecture in architectures().items()}
     classes: dict[str, list[str]] = {}
-    for name, architecture in architectures().items():
+    for name, architecture in converted.items():
         classes.setdefault(architecture, []).append(f"`{name}`")
     exported = exported_classes()
     head = _HEAD.format(
-        n_classes=len(architectures()),
+        n_classes=len(converted),
         n_run=len(ARCHS),
         n_exported=len(exported),
         n_export_classes=sum(map(len, exported.values())),

@@ -63,7 +63,9 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "my-adapter/": write_lora,
     "Qwen3-30B-A3B/": write_checkpoint,
 }
-NAMES = COPIES.keys() | COMMANDS.keys() | WRITERS.keys()
+#: Folders of the clone, as links.
+LINKS = {"docs/", "scripts/", "tests/"}
+NAMES = LINKS | COPIES.keys() | COMMANDS.keys() | WRITERS.keys()
 
 
 class ExampleFiles:
@@ -76,6 +78,9 @@ class ExampleFiles:
         """Copy files to a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
+            if name in LINKS:
+                (folder / name.removesuffix("/")).symlink_to(ROOT / name)
+                continue
             source = self._path(name)
             pattern = source.name.replace("00001-of", "*-of")
             for path in source.parent.glob(pattern):

@@ -98,10 +98,25 @@ def masked(line: str) -> str:
     return re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?|\s|-{2,}", "", line)
 
 
+def current_output(block: Block, printed: str) -> list[str | None]:
+    """Return the lines of a block's output with the numbers of a run, in order; None for one that is not printed."""
+    lines = [line.rstrip() for line in re.split(r"[\r\n]", printed)]
+    keys, start, current = [masked(line) for line in lines], 0, list[str | None]()
+    for line in block.output:
+        if line.strip() in ("...", ""):
+            current.append(line)
+        elif (key := masked(line)) in keys[start:]:
+            start = keys.index(key, start) + 1
+            current.append(lines[start - 1])
+        else:
+            current.append(None)
+    return current
+
+
 def stale_lines(block: Block, printed: str) -> list[str]:
-    """Return the lines of a block's output that it no longer prints."""
-    lines = {masked(line) for line in re.split(r"[\r\n]", printed)}
-    return [line for line in block.output if line.strip() not in ("...", "") and masked(line) not in lines]
+    """Return the lines of a block's output that it does not print, or not in this order."""
+    pairs = zip(block.output, current_output(block, printed), strict=True)
+    return [line for line, current in pairs if current is None]
 
 
 def nearest_line(line: str, printed: str) -> str | None:

@@ -29,6 +29,7 @@ def test_all_types_with_their_figures() -> None:
 def test_those_of_a_tree(tree: str) -> None:
     catalog = quantkit.types(tree)
     assert 0 < len(catalog) < len(TYPES)
+    assert quantkit.types({"mainline": "llama.cpp", "ik": "ik_llama.cpp"}[tree]) == catalog
     assert all(row.type.trees in (tree, "both") for row in catalog)
     assert {p.trees for p in quantkit.presets(tree)} == {tree, "both"}
     assert set(quantkit.presets(tree)) < set(quantkit.presets())

@@ -559,6 +559,7 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         "max_ram": 10**9,
         "max_vram": None,
         "cublas": False,
+        "override_kv": (),
     }
     settings = {
         "merge_up_gate": True,
@@ -572,7 +573,7 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
     ("peer_options", "options", "says"),
     [
         (("-fa",), (), "note: -fa changes nothing: attention is always computed in blocks"),
-        (("-fa", "1", "--mlock"), (), "note: --mlock changes nothing: weights are never locked"),
+        (("-fa", "1", "--mlock"), (), "--mlock changes nothing: weights are never locked"),
         (
             ("--flash-attn=on", "-mla", 3, "-amb", 512, "-rtr", "-np", 4, "-tb", 8),
             (),
@@ -580,7 +581,7 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         ),
         (("--seed", 0, "-fit", "off", "-nr", "-lm", "none", "-fmoe", "-fug"), (), "no result depends on a seed"),
         (("-ctk", "q8_0", "-ctv", "Q8_0"), ("--kv-type", "q8_0"), ""),
-        (("-ctk", "q8_0", "-ctv", "f16"), None, "K and V caches have one type here, not f16 and q8_0"),
+        (("-ctk", "q8_0"), ("-ctk", "q8_0", "-ctv", "f16"), "rounded to the type"),
         (("--no-mmap",), ("--no-mmap",), ""),
         (("-t2", "-ub64"), None, "No such option '-ub64'"),
         (("-t2", "-b512", "-ub=64"), ("-t", 2, "-b", 512, "-ub", 64), ""),

@@ -47,12 +47,12 @@ def _find(name: str, file: str | None) -> tuple[str, list[URL]]:
     if first_name is not None:
         return repository, _shards(root, first_name, models)
     for folder_name in _folders(listing, type_name or _DEFAULT_TYPE):
-        names = sorted(n for n in (root / folder_name).listing or () if n.endswith(".gguf"))
-        if names:
-            return repository, _shards(root / folder_name, names[0], names)
-    found = ", ".join(models) or "no GGUF file (of a checkpoint: quantkit convert hf://" + repository + " OUT.gguf)"
+        files = sorted(n for n in (root / folder_name).listing or () if n.endswith(".gguf"))
+        if files:
+            return repository, _shards(root / folder_name, files[0], files)
+    names = ", ".join(models) or "no GGUF file (of a checkpoint: quantkit convert hf://" + repository + " OUT.gguf)"
     raise ResourceError(
-        f"-hf {name}: there is no file of type {type_name or _DEFAULT_TYPE}; there is {found}", "QK-E210"
+        f"-hf {name}: there is no file of type {type_name or _DEFAULT_TYPE}; there is {names}", "QK-E210"
     )
 
 

@@ -11,14 +11,15 @@ from numba import types
 
 from quantkit.kernels.cpu.core.jit import helper, inline
 from quantkit.kernels.cpu.core.simd import f16_to_f32, f32_to_f16, load, store
+from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.types import BY_NAME
 
 F = np.float32
 _F16, _BF16, _Q8_0, _Q4_0, _Q4_1, _Q5_0, _Q5_1, _IQ4_NL = (
     BY_NAME[name].id for name in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 )
-#: kvalues_iq4nl.
-_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+#: kvalues_iq4nl, which are a constant of the kernels.
+_LEVELS = VALUES
 #: GROUP_MAX_EPS: a block of smaller values becomes 0.
 _LEAST = F(1e-15)
 

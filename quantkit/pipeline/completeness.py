@@ -15,7 +15,7 @@ from quantkit.pipeline.plan import Plan, PlannedShard
 _FINGERPRINT = ".source.fingerprint"
 
 
-def is_finished(plan: Plan) -> bool:
+def is_complete(plan: Plan) -> bool:
     """Return whether all files of a plan's output exist and begin with its headers. Raises OSError."""
     return all(map(_is_whole, plan.shards))
 
