@@ -122,7 +122,7 @@ def search(browser: Any, address: str, words: str) -> list[str]:
     [
         ("QK-E115", "reference/errors.html"),
         ("QUANTKIT_CACHE", "reference/environment.html"),
-        ("GPTQ", "explanation/error-feedback.html"),
+        ("GPTQ", "how-to/error-feedback.html"),
         ("--split-max-size", "reference/commands/quantize.html"),
         ("mmproj", "explanation/limits.html"),
     ],

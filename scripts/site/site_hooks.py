@@ -14,6 +14,8 @@ from site_pages import COPIES, generated_pages
 
 #: Files of the repository, and the pages that have their content.
 _PAGES = COPIES | {"README.md": "index.md", "BENCHMARKS.md": "benchmarks/index.md"}
+#: Weights in the search: who asks a question wants a guide before a list of options or figures.
+_BOOSTS = {"how-to/": 4, "explanation/": 2, "reference/commands/": 0.5, "benchmarks/": 0.5, "research/": 0.5}
 _LINK = re.compile(r"(?<!!)\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 _EMPTY_HEADING = re.compile(r"<th( [^>]*)?></th>")
@@ -28,8 +30,13 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Make links to files of the repository links of the site; a file that the site lacks is plain text."""
+    """Make links to files of the repository links of the site; a file that the site lacks is plain text.
+
+    The page gets its weight in the search.
+    """
     uri = page.file.src_uri
+    boost = next((boost for folder, boost in _BOOSTS.items() if uri.startswith(folder)), 1)
+    page.meta.setdefault("search", {}).setdefault("boost", boost)
     is_copy = uri in COPIES.values()
     folder = "" if is_copy else posixpath.dirname(f"docs/{uri}")
 

@@ -32,7 +32,9 @@ def start(folder: Path) -> Any:
     for flag in (*FLAGS, f"--user-data-dir={folder}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    driver.set_script_timeout(180)  # axe on a long page
+    return driver
 
 
 def emulate(browser: Any, *, theme: str, width: int, mobile: bool) -> None:
