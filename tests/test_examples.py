@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -16,9 +18,8 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROO
 NEEDS = {"network", "gpu", "ray", "store", "minutes"}
 
 
-@pytest.fixture(scope="module")
-def example_files(tmp_path_factory: pytest.TempPathFactory) -> ExampleFiles:
-    return ExampleFiles(tmp_path_factory.mktemp("example-files"))
+#: A page's run, by page.
+Runs = dict[Path, Future[None]]
 
 
 def check_block(block: Block, folder: Path) -> None:
@@ -32,16 +33,31 @@ def check_block(block: Block, folder: Path) -> None:
     assert not examples.stale_lines(block, printed), printed
 
 
-@by_page
-def test_blocks_run(page: Path, example_files: ExampleFiles, tmp_path: Path) -> None:
-    example_files.provide(files_of(page), tmp_path)
+def run_page(page: Path, files: ExampleFiles, folder: Path) -> None:
+    files.provide(files_of(page), folder)
     for block in blocks_of(page):
         if block.is_executed:
             try:
-                check_block(block, tmp_path)
+                check_block(block, folder)
             except AssertionError as e:
                 e.add_note(f"{page.relative_to(ROOT)}:{block.line}:\n{block.text}")
                 raise
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """The runs of the pages that are tested, two at a time: each command is a process, which mostly starts."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    pages = [item.callspec.params["page"] for item in items if item.originalname == "test_blocks_run"]
+    files, folder = ExampleFiles(tmp_path_factory.mktemp("files")), tmp_path_factory.mktemp("pages")
+    with ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(run_page, page, files, folder / str(n)) for n, page in enumerate(pages)}
+        pool.shutdown(cancel_futures=True)
+
+
+@by_page
+def test_blocks_run(page: Path, runs: Runs) -> None:
+    runs[page].result()
 
 
 @by_page

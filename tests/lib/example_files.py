@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -73,6 +74,7 @@ class ExampleFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lock = threading.Lock()
 
     def provide(self, names: Iterable[str], folder: Path) -> None:
         """Copy files to a folder."""
@@ -81,7 +83,8 @@ class ExampleFiles:
             if name in LINKS:
                 (folder / name.removesuffix("/")).symlink_to(ROOT / name)
                 continue
-            source = self._path(name)
+            with self._lock:
+                source = self._path(name)
             pattern = source.name.replace("00001-of", "*-of")
             for path in source.parent.glob(pattern):
                 if path.is_dir():

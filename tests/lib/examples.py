@@ -94,8 +94,8 @@ def execute(block: Block, folder: Path) -> tuple[int, str]:
 
 
 def masked(line: str) -> str:
-    """Return a line without its numbers and spaces."""
-    return re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?|\s|-{2,}", "", line)
+    """Return a line without numbers, their units and spaces."""
+    return re.sub(r"([-+]?\d[\d.,]*(e[-+]?\d+)? *(([KMG](iB)?|B|h|min|m?s)\b)?)|\s|-{2,}", "", line)
 
 
 def current_output(block: Block, printed: str) -> list[str | None]:
