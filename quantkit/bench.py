@@ -29,6 +29,7 @@ from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.kv_types import split_kv_type
 from quantkit.model.placement import Placement
+from quantkit.progress import ProgressCallback, report_lines
 from quantkit.version import __version__
 
 
@@ -194,7 +195,7 @@ def bench(
     *,
     repetitions: int = 5,
     warmup: bool = True,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[Result]:
     """Run every test with every setting and yield the results.
 
@@ -204,7 +205,7 @@ def bench(
         settings: how the model runs.
         repetitions: of each test.
         warmup: run each kind of test once, untimed.
-        progress: called with a line about each step.
+        progress: called for each step, with its text alone.
 
     Raises:
         QuantkitError: as ``quantkit.load``.
@@ -212,16 +213,17 @@ def bench(
     if not tests:
         raise RecipeError("nothing to measure: give -p, -n or -pg", "QK-E214")
     n_ctx = max(test.n_depth + test.n_tokens for test in tests)
+    say = report_lines(progress)
     for setting in settings:
         with _load(model, setting) as opened:
             for note in opened.notes:
-                progress(f"note: {note}")
+                say(f"note: {note}")
             session = opened.session(n_ctx)
             for test in tests:
                 if warmup:
-                    progress(f"{test}: warm-up")
+                    say(f"{test}: warm-up")
                     _warm(session, test, setting)
-                yield _measure(session, test, setting, repetitions, progress)
+                yield _measure(session, test, setting, repetitions, say)
 
 
 def combinations(**values: Sequence[Any]) -> list[Setting]:

@@ -39,14 +39,12 @@ from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.importance import Importance, RowImportance
 from quantkit.pipeline.jobs import ErrorSums
+from quantkit.progress import Progress, ProgressCallback
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 J = TypeVar("J")
 R = TypeVar("R")
-
-#: Called with bytes done and bytes in total, both of A.
-Progress = Callable[[int, int], None]
 
 #: Keys that describe how a model is packed into files.
 PACKING = ("split.no", "split.count", "split.tensors.count")
@@ -182,7 +180,7 @@ def compare(
     ignore_metadata: Sequence[str] = (),
     imatrix: str | Path | None = None,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Comparison:
     """Compare model ``b`` with model ``a``, the reference.
 
@@ -194,7 +192,7 @@ def compare(
         ignore_metadata: regular expressions; keys that match one are ignored.
         imatrix: also weight the error by this importance matrix.
         threads: None for all CPUs.
-        progress: called from one thread.
+        progress: called with the bytes of ``a`` compared so far, from one thread.
 
     Raises:
         ResourceError: a file cannot be read.
@@ -309,7 +307,7 @@ class _Buffers(Buffers, threading.local):
 class _Run:
     """A comparison of tensor pairs on a pool of threads."""
 
-    def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: Progress | None) -> None:
+    def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: ProgressCallback | None) -> None:
         self.a = a
         self.b = b
         self.threads = threads
@@ -355,7 +353,7 @@ class _Run:
     def _step(self, nbytes: int) -> None:
         self.bytes_done += nbytes
         if self.progress is not None:
-            self.progress(self.bytes_done, self.bytes_total)
+            self.progress(Progress(self.bytes_done, self.bytes_total))
 
     def _same_bytes(self, x: TensorInfo, y: TensorInfo) -> bool:
         def is_equal(offset: int) -> bool:

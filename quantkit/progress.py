@@ -24,3 +24,13 @@ class Progress(NamedTuple):
 
 #: Called with the progress of a verb, from one thread at a time.
 ProgressCallback = Callable[[Progress], object]
+
+
+def report_lines(report: ProgressCallback | None) -> Callable[[str], None]:
+    """Return a function that reports steps of unknown number, each by a line of text."""
+
+    def call(line: str) -> None:
+        if report is not None:
+            report(Progress(0, 0, line))
+
+    return call

@@ -116,7 +116,9 @@ def command(
     results = (
         result
         for model in models
-        for result in bench(model, tests, settings, repetitions=repetitions, warmup=not no_warmup, progress=say)
+        for result in bench(
+            model, tests, settings, repetitions=repetitions, warmup=not no_warmup, progress=lambda now: say(now.text)
+        )
     )
     PRINTERS[form](results)
 

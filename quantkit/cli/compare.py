@@ -30,13 +30,13 @@ from quantkit.compare import (
     Comparison,
     ErrorOfB,
     MetadataDifference,
-    Progress,
     TensorComparison,
     compare,
 )
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.names import printable, shorten
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.units import format_shape, format_size
 
 _SCOPE, _OUT = "Comparison", "Output"
@@ -109,12 +109,12 @@ class _Bar:
         self.bar: tqdm[Any] | None = (
             tqdm(unit="iB", unit_scale=True, unit_divisor=1024, leave=False) if is_visible else None
         )
-        self.progress: Progress | None = self._update if is_visible else None
+        self.progress: ProgressCallback | None = self._update if is_visible else None
 
-    def _update(self, n_done: int, total: int) -> None:
+    def _update(self, now: Progress) -> None:
         if self.bar is not None:
-            self.bar.total = total
-            self.bar.update(n_done - self.bar.n)
+            self.bar.total = now.total
+            self.bar.update(now.current - self.bar.n)
 
     def close(self) -> None:
         if self.bar is not None:

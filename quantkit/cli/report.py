@@ -16,6 +16,7 @@ from quantkit.cli._options import GroupedCommand, option, options
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._progress import has_bar
 from quantkit.names import printable
+from quantkit.progress import Progress
 from quantkit.report import ReportOptions, report
 from quantkit.report.measure import CONTENT, MEASUREMENTS
 
@@ -82,18 +83,18 @@ class _Bar:
         self.bar: tqdm[Any] | None = None
         self.step = ""
 
-    def update(self, step: str, n_done: int, total: int) -> None:
-        """Show that ``done`` of ``todo`` parts of a step are done."""
-        if step != self.step:
+    def update(self, now: Progress) -> None:
+        """Show the parts of a step that are done."""
+        if now.text != self.step:
             self.close()
-            self.step = step
+            self.step = now.text
             if has_bar():
-                self.bar = tqdm(total=total or None, desc=step, leave=False, dynamic_ncols=True)
+                self.bar = tqdm(total=now.total or None, desc=now.text, leave=False, dynamic_ncols=True)
             else:
-                click.echo(step, err=True)
+                click.echo(now.text, err=True)
         if self.bar is not None:
-            self.bar.total = total or None
-            self.bar.update(n_done - self.bar.n)
+            self.bar.total = now.total or None
+            self.bar.update(now.current - self.bar.n)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -165,7 +165,7 @@ def command(
         if check is not None and base is not None:
             folder = None if output is None else output.parent
             verification = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
-        outcome = search(sensitivities, source, requested, check=verification, progress=say)
+        outcome = search(sensitivities, source, requested, check=verification, progress=lambda now: say(now.text))
         echo_notes(outcome.notes)
         recipe = _recipe(outcome, sensitivity, source)
         _write(output, recipe)
@@ -174,7 +174,7 @@ def command(
             _text(outcome, recipe) if output is None else f"{_text(outcome)}\n{_command(outcome.best, source, output)}"
         )
     if front_to is not None or plot is not None:
-        front_result = search_front(sensitivities, source, requested, points=points, progress=say)
+        front_result = search_front(sensitivities, source, requested, points=points, progress=lambda now: say(now.text))
         echo_notes(front_result.notes)
         rows = _rows(front_result)
         if front_to is not None:

@@ -65,7 +65,7 @@ def report_step(paths: Paths) -> Step:
             data=data,
             options=options,
             overwrite=True,
-            progress=lambda text, count, total: progress(count, total, text),
+            progress=lambda now: progress(now.current, now.total, now.text),
         )
         return {"files": len(files)}
 

@@ -212,7 +212,9 @@ def search_step(paths: Paths, settings: TargetSettings) -> Step:
                 cache=paths.cache,
                 folder=paths.config.work,
             )
-        result = search(sensitivity_path(paths), paths.source, options, check=check, progress=progress.note)
+        result = search(
+            sensitivity_path(paths), paths.source, options, check=check, progress=lambda now: progress.note(now.text)
+        )
         for note in result.notes:
             progress.note(note)
         return _write_search(paths, settings, result)

@@ -33,6 +33,7 @@ from quantkit.inspect import Inspection, inspect
 from quantkit.names import file_name, printable, shorten, tensor_class
 from quantkit.pipeline.content import FileRecord, content_digest
 from quantkit.pipeline.facts import layer_of
+from quantkit.progress import Progress
 from quantkit.report.data import (
     Base,
     Costs,
@@ -73,7 +74,7 @@ _CARD_KEYS = (
 )
 
 #: Called with a description of the step, the number of parts done and their total, 0 if unknown.
-Progress = Callable[[str, int, int], None]
+StepReport = Callable[[str, float, float], None]
 
 
 #: Headings of --help.
@@ -124,7 +125,7 @@ def measure_report(
     options: ReportOptions,
     previous: Report | None,
     save: Callable[[Report], None],
-    progress: Progress,
+    progress: StepReport,
 ) -> Report:
     """Return the numbers of files; ``save`` is called with the numbers so far after each step.
 
@@ -329,7 +330,7 @@ def _key(*parts: object) -> str:
 
 
 def _measure_qualities(
-    report: Report, paths: Sequence[Path], options: ReportOptions, progress: Progress
+    report: Report, paths: Sequence[Path], options: ReportOptions, progress: StepReport
 ) -> Iterator[tuple[int, File]]:
     if options.text is None and options.logits is None:
         return
@@ -360,7 +361,7 @@ def _base_digest(report: Report) -> str:
 
 
 @contextmanager
-def _base_logits(report: Report, options: ReportOptions, progress: Progress) -> Iterator[Path]:
+def _base_logits(report: Report, options: ReportOptions, progress: StepReport) -> Iterator[Path]:
     """Yield a file of base logits: the one given, else a new one, which is removed unless it has a name."""
     if options.logits is not None and options.logits.exists():
         yield options.logits
@@ -374,7 +375,7 @@ def _base_logits(report: Report, options: ReportOptions, progress: Progress) -> 
 
 
 def _measure_perplexity(
-    path: Path, name: str, options: ReportOptions, progress: Progress, save: SaveLogits | None = None
+    path: Path, name: str, options: ReportOptions, progress: StepReport, save: SaveLogits | None = None
 ) -> tuple[Estimate, int, int]:
     assert options.text is not None
 
@@ -394,14 +395,14 @@ def _measure_perplexity(
     return result.ppl, result.n_scored, result.n_chunks
 
 
-def _with_perplexity(file: File, path: Path, options: ReportOptions, key: str, progress: Progress) -> File:
+def _with_perplexity(file: File, path: Path, options: ReportOptions, key: str, progress: StepReport) -> File:
     ppl, scored, chunks = _measure_perplexity(path, file.name, options, progress)
     quality = Quality(key, scored, options.n_ctx, chunks, _finite(ppl))
     return replace(file, quality=quality, notes=_notes(path, options))
 
 
 def _with_divergence(
-    file: File, path: Path, logits: Path, options: ReportOptions, key: str, progress: Progress
+    file: File, path: Path, logits: Path, options: ReportOptions, key: str, progress: StepReport
 ) -> File:
     def on_chunk(now: KldProgress) -> None:
         progress(f"{file.name}: divergence", now.chunk, now.n_chunks)
@@ -465,7 +466,7 @@ def _notes(path: Path, options: ReportOptions) -> tuple[str, ...]:
 
 
 def _measure_errors(
-    report: Report, paths: Sequence[Path], options: ReportOptions, progress: Progress
+    report: Report, paths: Sequence[Path], options: ReportOptions, progress: StepReport
 ) -> Iterator[tuple[int, File]]:
     if options.base is None or report.base is None or not options.errors:
         return
@@ -475,8 +476,8 @@ def _measure_errors(
         if file.errors_key == key:
             continue
 
-        def on_progress(current: int, total: int, name: str = file.name) -> None:
-            progress(f"{name}: errors of weights", current, total)
+        def on_progress(now: Progress, name: str = file.name) -> None:
+            progress(f"{name}: errors of weights", now.current, now.total)
 
         threads = options.load.get("threads")
         tensors = compare(
@@ -500,7 +501,7 @@ def _finite_or_none(x: float) -> float | None:
 
 
 def _measure_speeds(
-    report: Report, paths: Sequence[Path], options: ReportOptions, progress: Progress
+    report: Report, paths: Sequence[Path], options: ReportOptions, progress: StepReport
 ) -> Iterator[tuple[int, File]]:
     if not options.bench:
         return

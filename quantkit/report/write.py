@@ -12,9 +12,10 @@ from quantkit.errors import RecipeError
 from quantkit.extras import REPORT, check_extras
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free
 from quantkit.formats.remote import located
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.report.card import card_text
 from quantkit.report.data import Report, read_data
-from quantkit.report.measure import Progress, ReportOptions, measure_report
+from quantkit.report.measure import ReportOptions, measure_report
 from quantkit.report.page import page_text
 
 
@@ -29,7 +30,7 @@ def report(
     data: str | Path | None = None,
     options: ReportOptions | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Report:
     """Write a page about quantized files of one model, and return its numbers.
 
@@ -41,7 +42,7 @@ def report(
         data: file of the numbers; by default next to the page, OUT.json. Existing numbers of unchanged files are not
             measured again.
         overwrite: replace page and card.
-        progress: called with a description of the step, parts done and their total.
+        progress: called with the parts of the current step done, their total, and its description.
 
     Raises:
         ResourceError: an output cannot be written, or packages are not installed.
@@ -77,7 +78,11 @@ def report(
             with atomic_write(data_path) as part:
                 part.write_text(now.to_json())
 
-        result = measure_report(paths, options, previous, save, progress or _no_progress) if paths else previous
+        def report_step(step: str, current: float, total: float) -> None:
+            if progress is not None:
+                progress(Progress(current, total, step))
+
+        result = measure_report(paths, options, previous, save, report_step) if paths else previous
         assert result is not None
         with atomic_write(out) as part:
             part.write_text(page_text(result), encoding="utf-8")
@@ -85,7 +90,3 @@ def report(
             with atomic_write(card) as part:
                 part.write_text(card_text(result, options.base_model, options.license), encoding="utf-8")
     return result
-
-
-def _no_progress(step: str, current: int, total: int) -> None:
-    """Show nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.search import SearchOptions
+from quantkit.progress import ProgressCallback, report_lines
 from quantkit.search.allocation import Allocation, Check, measure
 from quantkit.search.solve import Answer, Exclusion, Limit, Weights, solve
 from quantkit.search.space import Space
@@ -61,7 +62,7 @@ def search(
     options: SearchOptions | None = None,
     *,
     check: Check | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: ProgressCallback | None = None,
 ) -> SearchResult:
     """Return the allocation of types to groups that has the least predicted divergence at a target.
 
@@ -70,7 +71,7 @@ def search(
         source: the model to quantize, of which only the header is read; default: the measured model.
         options: target and constraints.
         check: quantize and measure the best few.
-        progress: called with a line for each step.
+        progress: called for each step, with its text alone.
 
     Raises:
         RecipeError: no allocation reaches the target; an unknown type or class; sensitivities of another model.
@@ -86,9 +87,10 @@ def search(
         finder = Finder(space)
         allocations = list(finder.best(1 if check is None else check.count))
         if check is not None:
-            progress(f"{len(allocations)} allocations to measure")
+            say = report_lines(progress)
+            say(f"{len(allocations)} allocations to measure")
             allocations = [
-                replace(allocation, check=result) for allocation, result in measure(allocations, model, check, progress)
+                replace(allocation, check=result) for allocation, result in measure(allocations, model, check, say)
             ]
             allocations.sort(
                 key=lambda allocation: math.inf if allocation.check is None else allocation.check.sums.kld.mean.value

@@ -18,6 +18,7 @@ from quantkit.options.search import SearchOptions
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
+from quantkit.progress import ProgressCallback, report_lines
 from quantkit.search.allocation import Allocation
 from quantkit.search.find import Finder, load_measurements, model_path, sensitivity_files, with_imatrix
 from quantkit.search.space import Space
@@ -60,7 +61,7 @@ def search_front(
     options: SearchOptions | None = None,
     *,
     points: int = 48,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: ProgressCallback | None = None,
 ) -> Front:
     """Return the best allocations of many sizes, evenly spaced in their logarithm, and the presets of the runtime.
 
@@ -69,7 +70,7 @@ def search_front(
         source: the model, of which only the header is read; default: the measured model.
         options: constraints; a target is ignored.
         points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
-        progress: called with a line for each step.
+        progress: called for each step, with its text alone.
 
     Raises as ``search``, and RecipeError for fewer than 2 points.
     """
@@ -85,7 +86,7 @@ def search_front(
         )
         finder = Finder(space)
         presets, notes = _presets(space)
-        allocations = list(_sweep(finder, points, [p.nbytes for p in presets], progress))
+        allocations = list(_sweep(finder, points, [p.nbytes for p in presets], report_lines(progress)))
     return Front(tuple(allocations), tuple(presets), space, time.monotonic() - start, (*space.notes, *notes))
 
 

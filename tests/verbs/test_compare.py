@@ -19,6 +19,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, open_gguf, split_fields, split_path, write_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix, write_imatrix
 from quantkit.kernels import dequantize
+from quantkit.progress import Progress
 from quantkit.types import BY_NAME, TensorType
 from small_models import llama_fields
 
@@ -355,11 +356,11 @@ def test_a_file_that_shrinks_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPat
 def test_progress_ends_at_its_end(pair: Pair) -> None:
     x, y = normal(600, 1024), normal(600, 1024)
     y[300, 7] = 1
-    calls: list[tuple[int, int]] = []
+    calls: list[Progress] = []
     tensors = {"a": f32(x), "q": random_q8_0(4, 64, 1), "s": f32(x)}
-    compare(*pair(tensors, {"a": f32(y), "q": f32(normal(4, 64)), "s": f32(x)}), progress=lambda *c: calls.append(c))
-    assert calls[-1][0] == calls[-1][1] > 0
-    assert [position for position, _ in calls] == sorted(position for position, _ in calls)
+    compare(*pair(tensors, {"a": f32(y), "q": f32(normal(4, 64)), "s": f32(x)}), progress=calls.append)
+    assert calls[-1].current == calls[-1].total > 0
+    assert [now.current for now in calls] == sorted(now.current for now in calls)
 
 
 # --- the command ---

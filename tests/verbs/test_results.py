@@ -105,6 +105,9 @@ def run(verb: str, folder: Path, tiny_moe: Path, data: Path, **progress: Any) ->
         quantkit.merge_up_gate(tiny_moe, out, threads=1, **progress)
     elif verb == "export":
         quantkit.export(tiny_moe, folder / "checkpoint", threads=1, **progress)
+    elif verb == "compare":
+        quantkit.quantize(tiny_moe, out, "Q8_0", threads=2)
+        quantkit.compare(tiny_moe, out, threads=1, **progress)
     elif verb == "perplexity":
         quantkit.perplexity(tiny_moe, tokens=TOKENS, n_ctx=64, n_batch=64, **progress)
     elif verb == "imatrix":
@@ -115,7 +118,9 @@ def run(verb: str, folder: Path, tiny_moe: Path, data: Path, **progress: Any) ->
         quantkit.covariance(tiny_moe, [], out, tokens=TOKENS, options=options, weighting="tokens", **progress)
 
 
-@pytest.mark.parametrize("verb", ["quantize", "merge_up_gate", "export", "perplexity", "imatrix", "covariance"])
+@pytest.mark.parametrize(
+    "verb", ["quantize", "merge_up_gate", "export", "compare", "perplexity", "imatrix", "covariance"]
+)
 def test_one_function_follows_every_verb(verb: str, tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     events: list[tuple[float, float, str]] = []
     run(verb, tmp_path, tiny_moe, data, progress=lambda now: events.append((now.current, now.total, now.text)))

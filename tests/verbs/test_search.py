@@ -468,7 +468,7 @@ def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Pa
         random_costs(tiny_moe, ("Q4_0", "Q8_0")),
         options=SearchOptions(target_bpw=5),
         check=check,
-        progress=messages.append,
+        progress=lambda now: messages.append(now.text),
     )
     klds = [a.check.sums.kld.mean.value for a in result.allocations if a.check is not None]
     assert len(klds) == 2
