@@ -62,7 +62,7 @@ class SaveLogits(Options):
     path: str | Path
     format: str = option(
         "llama.cpp",
-        "llama.cpp: the whole vocabulary in 16 bits; compact: the most probable tokens exactly, and the mass of the "
+        "Format: llama.cpp has the whole vocabulary in 16 bits; compact the most probable tokens exactly, and the mass of the "
         "rest.",
         BASE_LOGITS,
         choices=("llama.cpp", "compact"),
