@@ -94,8 +94,10 @@ def _findings(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
 def _python() -> Iterator[Finding]:
     text = f"{platform.python_version()}, {sys.executable}"
     is_supported = sys.version_info >= _PYTHON
-    needed = ".".join(map(str, _PYTHON))
-    yield Finding("Python", "ok" if is_supported else "error", text, "" if is_supported else f"install Python {needed}")
+    minimum = ".".join(map(str, _PYTHON))
+    yield Finding(
+        "Python", "ok" if is_supported else "error", text, "" if is_supported else f"install Python {minimum}"
+    )
 
 
 def _installed(package: str) -> str | None:
@@ -218,5 +220,5 @@ def _driver() -> str:
 
 def _peers() -> Iterator[Finding]:
     paths = {name: shutil.which(name) for name in _PEERS}
-    text = ", ".join(f"{name}: {path}" for name, path in paths.items() if path) or "none on PATH; none is needed"
+    text = ", ".join(f"{name}: {path}" for name, path in paths.items() if path) or "none on PATH, and none is required"
     yield Finding("other programs", "ok", text)

@@ -81,7 +81,7 @@ from quantkit.units import format_seconds, format_size
     group=OUT,
     type=click.Choice(["0", "1"]),
     default="0",
-    help="1: print token, PPL, ln(PPL) and its error for each chunk.",
+    help="Output per chunk: 0 is the running PPL; 1 is token, PPL, ln(PPL) and its error.",
 )
 @json_option
 def command(

@@ -72,7 +72,7 @@ def _reader(annotation: str, declaration: Option) -> Reader:
     if declaration.choices:
         return choice(*declaration.choices)
     if declaration.kind in ("size", "shard size", "layers"):
-        return size if declaration.kind == "size" else layers
+        return layers if declaration.kind == "layers" else size
     if annotation == "bool":
         return flag
     if annotation.startswith("int"):

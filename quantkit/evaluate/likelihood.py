@@ -62,26 +62,26 @@ class SaveLogits(Options):
     path: str | Path
     format: str = option(
         "llama.cpp",
-        "llama.cpp: the whole vocabulary in 16 bits; compact: the most probable tokens exactly, and the mass of the "
-        "rest.",
+        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and the "
+        "mass of the rest.",
         BASE_LOGITS,
         choices=("llama.cpp", "compact"),
         flags=("--logits-format",),
     )
     clip: float = option(
         16,
-        "llama.cpp format: range in nats below the top token; 24 as in ik_llama.cpp.",
+        "Range below the top token in nats, in format llama.cpp; 24 as in ik_llama.cpp.",
         BASE_LOGITS,
         kind="number",
         choices=tuple(map(str, CLIPS.values())),
     )
-    top_k: int = option(1024, "compact: maximum number of tokens per position.", BASE_LOGITS, least=1)
+    top_k: int = option(1024, "Maximum number of tokens per position, in format compact.", BASE_LOGITS, least=1)
     residual: float = option(
-        1e-5, "compact: stop when at most this probability mass is left.", BASE_LOGITS, kind="share below 1"
+        1e-5, "Probability mass that may be left out, in format compact.", BASE_LOGITS, kind="share below 1"
     )
     codec: str = option(
         "zlib",
-        "compact: compression; zstd decompresses faster, but needs an optional extra.",
+        "Compression of format compact; zstd decompresses faster, but needs an optional extra.",
         BASE_LOGITS,
         choices=tuple(CODECS),
     )
