@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,8 @@ def _lines(result: Sensitivity, output: Path) -> Iterator[str]:
     rows_shown = [c for c in plain if result.settings["proxies_only"] or c.type is common]
     sizes = {g.name: sum(_values(shape) for shape in g.tensors.values()) for g in result.groups}
     rows_shown.sort(key=lambda c: -_per_bit(c, sizes))
+    costliest = rows_shown[:_MAX_ROWS]
+    decimals = _decimals([1e9 * _per_bit(c, sizes) for c in costliest])
     rows = [
         (
             printable(c.group),
@@ -142,9 +145,9 @@ def _lines(result: Sensitivity, output: Path) -> Iterator[str]:
             f"{c.kld:.6f}",
             f"{c.kld_error:.6f}",
             f"{c.ln_ppl:+.6f}",
-            f"{1e9 * _per_bit(c, sizes):.3g}",
+            f"{1e9 * _per_bit(c, sizes):.{decimals}f}",
         )
-        for c in rows_shown[:_MAX_ROWS]
+        for c in costliest
     ]
     if rows:
         header = ("group", "type", "size", "KLD", "+/-", "ln PPL", "KLD/Gbit")
@@ -159,6 +162,12 @@ def _lines(result: Sensitivity, output: Path) -> Iterator[str]:
     measured_pairs = f"{pairs} of {len(result.costs)} pairs" if pairs < len(result.costs) else f"{pairs} pairs"
     yield f"{measured_pairs} of {len(result.groups)} groups measured, {format_seconds(result.settings['seconds'])}"
     yield f"wrote {printable(output)}; next: quantkit search -s {printable(output)}"
+
+
+def _decimals(values: Sequence[float]) -> int:
+    """Return the decimals for a column: three digits for the largest value, all rows alike."""
+    largest = max(values, default=0.0)
+    return max(0, 2 - math.floor(math.log10(largest))) if largest > 0 else 0
 
 
 def _values(shape: tuple[int, ...]) -> int:

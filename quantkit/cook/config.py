@@ -139,8 +139,8 @@ class ReportSettings:
 
     run: bool = key(flag, "false: no report", True)
     card: bool = key(flag, "false: no model card", True)
-    base_model: str = key(word, "for the model card: the base model on the hub", "", '"Qwen/Qwen3-30B-A3B"')
-    license: str = key(word, "for the model card: the license of the base model", "", '"apache-2.0"')
+    base_model: str = key(word, "base model on the hub, for the front matter", "", '"Qwen/Qwen3-30B-A3B"')
+    license: str = key(word, "license of the base model, for the front matter", "", '"apache-2.0"')
 
 
 def _target(value: Any, folder: Path) -> Target:

@@ -136,7 +136,7 @@ def _types(file: File) -> str:
 
 
 def _measurement(report: Report) -> list[str]:
-    """Return the description of the numbers in the table."""
+    """Return the paragraph that explains the numbers of the table."""
     quality = next((f.quality for f in report.files if f.quality is not None), None)
     if quality is None:
         return []

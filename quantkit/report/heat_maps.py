@@ -14,6 +14,9 @@ from quantkit.types import type_by_name
 #: Value of "layer" for tensors outside of layers.
 NO_LAYER = "none"
 NOT_MEASURED = "not measured"
+#: Before a value that is an estimate; alone in a cell that is too narrow for the value.
+GUESS = "≈"
+GUESS_NOTE = f"{GUESS}: estimated from the error at the end of the layer"
 #: Width of the names of classes, and of the narrowest cell whose key is readable, in pixels.
 _NAMES, _CELL = 126, 10
 _TIP: list[Json] = [{"field": "name", "title": "tensor"}, {"field": "type", "title": "type"}]
@@ -122,13 +125,17 @@ def costs_map(report: Report) -> Chart | None:
     kinds = dict.fromkeys(cell["kind"] for cell in all_cells)
     if kinds.keys() <= set(order):
         kinds = dict.fromkeys(kind for kind in order if kind in kinds)
+    if scale is not None and any(value < floor for value in values):
+        scale = replace(scale, ticks=(f"≤ {scale.ticks[0]}", *scale.ticks[1:]))
     return None if scale is None else _map_of_files("chart-costs", description, files, list(kinds), tip, scale)
 
 
 def _cost_cell(group: GroupCost, cost: GroupCost | None, f: File) -> Json:
     types = dict.fromkeys(m.type for m in f.matrices if m.name in group.tensors)
     cell: Json = {"kind": group.kind, "layer": _layer(group.layer), "name": group.group, "type": ", ".join(types)}
-    return cell | {"value": None if cost is None else 1000 * cost.kld}
+    if cost is None:
+        return cell | {"value": None}
+    return cell | {"value": 1000 * cost.kld, "is_guess": cost.error is None}
 
 
 def coverage_map(report: Report) -> Chart | None:
@@ -181,7 +188,9 @@ def _colour_values(files: Sequence[Sequence[Json]], ramp: _Ramp) -> Scale | None
             continue
         fraction = (ramp.to_scale(cell["value"]) - low) / (high - low) if high > low else 0.5
         colour = ramp_colour(fraction, ramp.colours)
-        cell |= {"colour": colour, "ink": text_colour(colour), "text": ramp.text(cell["value"]), "key": ""}
+        mark = GUESS if cell.get("is_guess") else ""
+        text = f"{mark}{ramp.text(cell['value'])}"
+        cell |= {"colour": colour, "ink": text_colour(colour), "text": text, "key": mark}
     steps = [i / 4 for i in range(5)] if high > low else [0.5]
     ticks = tuple(ramp.text(ramp.from_scale(low + step * (high - low))) for step in steps)
     return Scale([ramp_colour(i / 12, ramp.colours) for i in range(13)] if high > low else [ramp_colour(0.5)], ticks)

@@ -16,7 +16,7 @@ from quantkit.report.charts import FEW_LINES, FEW_POINTS, charts, series_of, sho
 from quantkit.report.colours import text_colour
 from quantkit.report.conclusion import closest_file, larger_but_worse, perplexity_warning
 from quantkit.report.data import Report
-from quantkit.report.heat_maps import NOT_MEASURED, type_colours, type_keys
+from quantkit.report.heat_maps import GUESS_NOTE, NOT_MEASURED, costs_of, type_colours, type_keys
 from quantkit.report.tables import (
     costs_table,
     coverage_table,
@@ -78,7 +78,7 @@ def _name_parts(name: str) -> list[str]:
 
 
 def _chart_data(chart: Chart) -> dict[str, Any]:
-    """Return the data of a chart for page.js."""
+    """Return the fields of a chart that page.js reads."""
     return {"spec": chart.spec, "labels": chart.labels, "cells": chart.cells}
 
 
@@ -92,7 +92,7 @@ def _printable_values(value: Any) -> Any:
 
 
 def mark_safe(text: str) -> Any:
-    """Return text that the template does not escape: HTML of quantkit, or escaped text."""
+    """Return text that the template does not escape: from this package, or already escaped."""
     from markupsafe import Markup
 
     return Markup(text)  # noqa: S704 - never from a file
@@ -131,6 +131,8 @@ def _template_values(report: Report) -> dict[str, Any]:
         "has_many": len(labels) > FEW_POINTS,
         "types": [(name, colour, text_colour(colour), type_keys(colours)[name]) for name, colour in colours.items()],
         "not_measured": NOT_MEASURED,
+        "guess_note": GUESS_NOTE,
+        "has_guesses": any(c.error is None for f in report.files for c in costs_of(report, f).values()),
         "lead": " ".join([_summarize(report), *closest]),
         "larger_files": larger_files,
         "facts": _facts(report),

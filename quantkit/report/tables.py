@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from quantkit.evaluate import Estimate
 from quantkit.report.charts import short_names
 from quantkit.report.data import File, GroupCost, Report
-from quantkit.report.heat_maps import NO_LAYER, costs_of
+from quantkit.report.heat_maps import GUESS, GUESS_NOTE, NO_LAYER, costs_of
 from quantkit.units import size_unit
 
 
@@ -44,13 +44,13 @@ def number_cell(value: float | None, form: str = ".4g") -> Cell:
     return Cell("", -1e308) if value is None else Cell(format(value, form), value)
 
 
-def _estimate_cell(e: Estimate | None, factor: float = 1.0, form: str = "") -> Cell:
+def _estimate_cell(e: Estimate | None, factor: float = 1.0) -> Cell:
     """Return a cell of an estimate, with two digits of its standard error."""
     if e is None:
         return Cell("", -1e308)
     value, error = factor * e.value, factor * e.error
-    if form or not error:
-        return Cell(f"{value:{form or '.4g'}} ± {error:.2g}", value)
+    if not error:
+        return Cell(f"{value:.4g} ± 0", value)
     return Cell(Estimate(value, error).text(max(0, 1 - math.floor(math.log10(error)))), value)
 
 
@@ -79,7 +79,7 @@ def files_table(report: Report) -> Table:
             row += [_estimate_cell(None if q is None else q.kld), _estimate_cell(rise, 100)]
             row.append(_estimate_cell(None if q is None else q.same_top, 100))
         if qualities:
-            row.append(_estimate_cell(None if q is None else q.ppl, form=".4g"))
+            row.append(_estimate_cell(None if q is None else q.ppl))
         row += [_speed_cell(f, test) for test in tests]
         rows.append(tuple(row))
     return Table("table-files", "All files", tuple(columns), tuple(rows))
@@ -131,9 +131,9 @@ def costs_table(report: Report) -> Table:
     costs = [costs_of(report, f) for f in report.files]
     groups = {c.group: c.layer for c in report.sensitivity.costs} if report.sensitivity is not None else {}
     rows = ((Cell(g), _layer_cell(layer), *(_cost_cell(f.get(g)) for f in costs)) for g, layer in groups.items())
-    caption = "Divergence that each group alone causes in the type it has, in thousandths of a nat"
+    caption = "Divergence that each group of tensors causes alone, in its type, in thousandths of a nat"
     if any(cost.error is None for file in costs for cost in file.values()):
-        caption += "; ≈: guessed from the error where its layer ends"
+        caption += f"; {GUESS_NOTE}"
     return Table("table-costs", caption, columns, tuple(rows))
 
 
@@ -141,7 +141,7 @@ def _cost_cell(cost: GroupCost | None) -> Cell:
     if cost is None:
         return number_cell(None)
     cell = number_cell(1000 * cost.kld, ".3g")
-    return cell if cost.error is not None else replace(cell, text=f"≈ {cell.text}")
+    return cell if cost.error is not None else replace(cell, text=f"{GUESS} {cell.text}")
 
 
 def _layer_cell(layer: int | None) -> Cell:

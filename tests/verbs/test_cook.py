@@ -186,7 +186,7 @@ def test_the_starter_has_every_key_and_its_default(tmp_path: Path) -> None:
     assert (config.name, config.output, config.work) == (plain.name, plain.output, plain.work)
     for table in ("check", "sensitivity", "report", "runtime", "merge_up_gate", "threads"):
         default, table_values = getattr(plain, table), getattr(config, table)
-        for example in ("types", "ctx"):
+        for example in ("types", "ctx", "base_model", "license"):
             table_values = (
                 replace(table_values, **{example: getattr(default, example)})
                 if hasattr(table_values, example)
@@ -605,6 +605,19 @@ def test_one_cook_at_a_time(work_folder: Path) -> None:
         cook(small(), observer=Second())
 
 
+def test_options_of_the_card_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Config] = []
+
+    def stop(config: Config) -> None:
+        configs.append(config)
+        raise RecipeError("planned", "QK-E202")
+
+    monkeypatch.setattr(import_module("quantkit.cook"), "plan_cook", stop)
+    command = ["cook", str(MODEL), "Q8_0", "--base-model", "org/base", "--license", "mit", "--dry-run"]
+    check_refused(CliRunner().invoke(cli, command).output, "QK-E202")
+    assert [(c.report.base_model, c.report.license) for c in configs] == [("org/base", "mit")]
+
+
 def test_a_gate_fails_when_everything_is_made(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cook_folder)
     with refuses(QualityGate, "QK-E500 0.0001"):
@@ -643,7 +656,8 @@ def test_no_text_says_what_needs_one(work_folder: Path) -> None:
 
 
 def test_the_report_comes_last_and_stands(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(["Q8_0", "Q4_0"], imatrix={"run": False}, report={"run": True})
+    settings = {"run": True, "base_model": "org/base", "license": "mit"}
+    config = small(["Q8_0", "Q4_0"], imatrix={"run": False}, report=settings)
     monkeypatch.setattr(import_module("quantkit.report.measure"), "kld", None)  # checks have measured it
     result = cook(config)
     assert result.executed[-1] == "report"
@@ -654,7 +668,10 @@ def test_the_report_comes_last_and_stands(work_folder: Path, monkeypatch: pytest
         [check["kld"]["value"] for check in checked]
     )
     assert all(f.quality.quantiles for f in numbers.files if f.quality)
+    assert {"base_model: org/base", "license: mit"} <= set((work_folder / "out/README.md").read_text().splitlines())
     assert cook(config).executed == ()
+    config = replace(config, report=replace(config.report, license="apache-2.0"))
+    assert cook(config).executed == ("report",)
     assert cook(replace(config, targets=config.targets[:1])).executed == ("report",)
     (work_folder / "out/README.md").write_text("by hand")
     with refuses(ResourceError, "QK-E402 README.md"):

@@ -39,7 +39,7 @@ from quantkit.report.data import (
     TensorCoverage,
     Text,
 )
-from quantkit.report.heat_maps import NOT_MEASURED, type_keys
+from quantkit.report.heat_maps import GUESS, NOT_MEASURED, type_keys
 from quantkit.report.page import page_text, script_json
 from quantkit.report.provenance import provenance_rows, rebuild_command
 from quantkit.report.tables import costs_table, files_table
@@ -166,6 +166,17 @@ def test_the_page_asks_for_nothing() -> None:
     assert policy[1].startswith("default-src &#39;none&#39;")
     assert "unsafe-eval" not in policy[1]
     assert not re.search(r"<(?:link|img|iframe|object|embed)\b|\ssrc=|@import|url\(", text.partition("<script")[0])
+
+
+def test_a_colour_scale_says_that_it_ends_before_the_least_value() -> None:
+    numbers = example()
+    assert numbers.sensitivity is not None
+    least = dataclasses.replace(numbers.sensitivity.costs[0], kld=1e-9)
+    costs = dataclasses.replace(numbers.sensitivity, costs=(least, *numbers.sensitivity.costs[1:]))
+    for report_data, is_open in ((numbers, False), (dataclasses.replace(numbers, sensitivity=costs), True)):
+        (chart,) = (c for c in charts(report_data) if c.name == "chart-costs")
+        assert chart.scale is not None
+        assert chart.scale.ticks[0].startswith("≤") is is_open
 
 
 def test_tables_have_all_that_charts_show() -> None:
@@ -488,8 +499,14 @@ def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None
     numbers = dataclasses.replace(example(), sensitivity=measure._costs(path))
     table = costs_table(numbers)
     assert [row[2].text for row in table.rows] == ["1", "≈ 4"]
-    assert "guessed" in table.caption
-    assert "guessed" not in costs_table(example()).caption
+    assert GUESS in table.caption
+    assert GUESS not in costs_table(example()).caption
+    (chart,) = (c for c in charts(numbers) if c.name == "chart-costs")
+    marks = {
+        cell["name"]: (cell["text"].startswith(GUESS), cell["key"]) for cell in chart.cells[0] if "is_guess" in cell
+    }
+    assert marks == {"blk.0.attn_q": (False, ""), "blk.1.attn_q": (True, GUESS)}
+    assert GUESS in page_text(numbers).partition("<script")[0]
 
 
 def test_the_command_of_what_tells_nothing_or_little(tmp_path: Path) -> None:

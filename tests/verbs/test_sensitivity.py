@@ -154,6 +154,8 @@ def test_command(tiny_moe: Path, tmp_path: Path) -> None:
     process_result = CliRunner().invoke(cli, [*command, str(tmp_path / "2.json"), "--no-together"], input=text)
     assert process_result.exit_code == 0, process_result.output
     assert "of 30 encoded tensors came from the cache" in process_result.stderr
+    table = [line.split() for line in process_result.stdout.splitlines() if " Q8_0 " in line]
+    assert len({len(cells[-1].partition(".")[2]) for cells in table}) == 1  # decimals
     results = [read_sensitivity(tmp_path / name) for name in ("1.json", "2.json")]
     assert not any("cache" in note for costs_of_run in results for note in costs_of_run.settings["notes"])
     assert [costs_of_run.text["sha256"] for costs_of_run in results] == 2 * [[hashlib.sha256(text).hexdigest()]]
