@@ -94,8 +94,8 @@ def _findings(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
 def _python() -> Iterator[Finding]:
     text = f"{platform.python_version()}, {sys.executable}"
     is_supported = sys.version_info >= _PYTHON
-    needed = ".".join(map(str, _PYTHON))
-    yield Finding("Python", "ok" if is_supported else "error", text, "" if is_supported else f"install Python {needed}")
+    least = ".".join(map(str, _PYTHON))
+    yield Finding("Python", "ok" if is_supported else "error", text, "" if is_supported else f"install Python {least}")
 
 
 def _installed(package: str) -> str | None:

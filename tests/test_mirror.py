@@ -32,6 +32,7 @@ def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
     assert names == {
         f"test_{name}"
         for name in (
+            "benchmarks",
             "docs",
             "examples",
             "glossary",
@@ -43,6 +44,7 @@ def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
             "reasons",
             "scripts",
             "site",
+            "site_browser",
         )
     }
 
