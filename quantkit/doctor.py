@@ -47,7 +47,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about this machine: what works, what is limited (warning), or prevents all work (error)."""
+    """A finding about this machine: ok, a limit (warning), or an obstacle to all work (error)."""
 
     name: str
     state: State
@@ -73,7 +73,7 @@ class Diagnosis:
 
 @checked
 def doctor() -> Diagnosis:
-    """Return what this machine can do with quantkit; nothing is downloaded, and no kernel is compiled.
+    """Check this machine for quantkit; nothing is downloaded, and no kernel is compiled.
 
     Raises nothing: a check that fails is a finding.
     """
@@ -156,7 +156,7 @@ def _kernel_cache() -> Iterator[Finding]:
     if not any(folder.iterdir()):
         text += "; kernels are compiled when they are first used"
     is_lasting = folder.is_relative_to(home) or "QUANTKIT_CACHE" in os.environ
-    remedy = "" if is_lasting else "it may not last: make ~/.cache writable, or set QUANTKIT_CACHE"
+    remedy = "" if is_lasting else "it is temporary: make ~/.cache writable, or set QUANTKIT_CACHE"
     yield Finding("kernel cache", "ok" if is_lasting else "warning", text, remedy)
 
 
@@ -164,7 +164,7 @@ def _tensor_cache() -> Iterator[Finding]:
     configured = os.environ.get("QUANTKIT_TENSOR_CACHE")
     if configured:
         is_writable = os.access(configured, os.W_OK)
-        remedy = "" if is_writable else "it cannot be written to: create it, or change QUANTKIT_TENSOR_CACHE"
+        remedy = "" if is_writable else "not writable: create it, or change QUANTKIT_TENSOR_CACHE"
         state: State = "ok" if is_writable else "warning"
         yield Finding("tensor cache", state, f"{configured}: {format_size(_size(Path(configured)))}", remedy)
 

@@ -44,6 +44,7 @@ def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
             "reasons",
             "scripts",
             "site",
+            "site_browser",
         )
     }
 

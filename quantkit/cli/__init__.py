@@ -40,7 +40,7 @@ COMMANDS = {
     "sweep-bench": "Measure speed as the context fills.",
     "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",
     "report": "Write an HTML report on quantized files, and a model card.",
-    "doctor": "Show what this machine can do with quantkit, and what is missing.",
+    "doctor": "Check this machine: packages, CPU, GPUs, memory and disk.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }
 

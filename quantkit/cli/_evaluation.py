@@ -326,7 +326,7 @@ def evaluation_options(run: Mapping[str, Any]) -> EvaluationOptions:
     if run["ray"] is None:
         return cast(EvaluationOptions, load_options(run))
     if any(run[name] is not None for name in ("devices", "shares", "split_mode", "main_gpu")):
-        raise click.UsageError("-dev, -ts, -sm and -mg are for the GPUs of this machine: omit them with --ray")
+        raise click.UsageError("-dev, -ts, -sm and -mg apply to the GPUs of this machine: omit them with --ray")
     nodes = Nodes(run["ray"], run["backend"].lower(), run["gpu_layers"], tuple(_rules(run)))
     result = cast(EvaluationOptions, load_options({**run, "backend": "cpu", "gpu_layers": None, "rules": ()}))
     return {**result, "nodes": nodes}

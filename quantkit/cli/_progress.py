@@ -30,7 +30,7 @@ def _is_terminal() -> bool:
 def _terminal_size() -> tuple[int, int]:
     try:
         return os.get_terminal_size(sys.stderr.fileno())
-    except (OSError, ValueError):  # a test's stderr is no file
+    except (OSError, ValueError):  # a test's stderr is not a file
         return (0, 0)
 
 

@@ -16,7 +16,7 @@ from quantkit.names import printable
 @click.command("doctor", cls=GroupedCommand)
 @json_option("the findings")
 def command(json_to: JsonOutput) -> None:
-    """Show what this machine can do with quantkit, and what is missing.
+    """Check this machine: packages, CPU, GPUs, memory and disk.
 
     Checks Python, packages and extras, CPU features, caches, memory, disk, GPUs and
     programs of llama.cpp. Nothing is downloaded or compiled.

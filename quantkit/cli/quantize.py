@@ -67,7 +67,7 @@ def gpu_arguments(values: dict[str, Any], ray: str | None) -> RunOptions:
         names = ", ".join(f"--{name.replace('_', '-')}" for name, value in gpu_only.items() if value)
         raise click.UsageError(f"{names}: needs --backend cuda or auto")
     if ray is not None and (gpu_only["devices"] or gpu_only["verify"]):
-        raise click.UsageError("--devices and --verify are for the GPUs of this machine: omit them with --ray")
+        raise click.UsageError("--devices and --verify apply to the GPUs of this machine: omit them with --ray")
     return {
         "backend": backend,
         "devices": gpu_only["devices"] or (),

@@ -37,11 +37,11 @@ def api_page() -> str:
     return "\n".join(parts)
 
 
-def _module_entries(name: str, module: Any, listed: Set[int]) -> Iterator[str]:
+def _module_entries(name: str, module: Any, present: Set[int]) -> Iterator[str]:
     """Yield the entries of a public module's functions and classes that are not listed yet."""
     for member_name in module.__all__:
         member = getattr(module, member_name)
-        if id(member) not in listed and (inspect.isfunction(member) or inspect.isclass(member)):
+        if id(member) not in present and (inspect.isfunction(member) or inspect.isclass(member)):
             yield _entry(f"{name}.{member_name}", member)
 
 

@@ -159,11 +159,11 @@ def test_json_goes_beside_the_text(folder: Path, tmp_path: Path) -> None:
         return CliRunner().invoke(cli, [*map(str, arguments)])
 
     model, file = folder / "ggml-model-f16.gguf", tmp_path / "a.json"
-    alone, dash, both = (run("inspect", model, *json) for json in (("--json",), ("--json", "-"), ("--json", file)))
-    assert alone.stdout == dash.stdout == file.read_text()
+    plain, dash, both = (run("inspect", model, *json) for json in (("--json",), ("--json", "-"), ("--json", file)))
+    assert plain.stdout == dash.stdout == file.read_text()
     assert both.stdout == run("inspect", model).stdout
-    assert run("inspect", "--json", model).stdout == alone.stdout  # the model is no value of --json
-    second = run("inspect", model, "--json", file)
-    assert second.exit_code == 1
-    assert "QK-E402" in second.stderr
+    assert run("inspect", "--json", model).stdout == plain.stdout  # the model is no value of --json
+    repeated = run("inspect", model, "--json", file)
+    assert repeated.exit_code == 1
+    assert "QK-E402" in repeated.stderr
     assert run("inspect", model, "--json", file, "--overwrite").exit_code == 0

@@ -351,7 +351,7 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     assert choice.gpus_for(plan, "auto", [1])[0] == ("CUDA1",)
     with refuses(RecipeError, "QK-E202 --devices"):
         choice.gpus_for(plan, "cpu", [0])
-    with refuses(ResourceError, "QK-E411 --devices CUDA2 2"):
+    with refuses(ResourceError, "QK-E411 --devices CUDA2 CUDA1"):
         choice.gpus_for(plan, "auto", [0, 2])
     part = next(t for t in plan.tensors if t.type.name == "Q4_K").parts[0]
     with_feedback = replace(part, inputs=UniformInputs(256, 1))
