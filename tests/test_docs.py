@@ -24,6 +24,7 @@ EXTERNAL = {
     "convert_hf_to_gguf_update.py",
     "convert_lora_to_gguf.py",
     "gguf_convert_endian.py",
+    "SmolLM2-cooked/README.md",
     "gguf_new_metadata.py",
     "gguf_set_metadata.py",
     "gpu_check.md",
