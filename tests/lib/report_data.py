@@ -1,4 +1,4 @@
-"""Made data of reports: many files of deep models, some of it not measured."""
+"""Synthetic reports: many files of deep models, some of it not measured."""
 
 from __future__ import annotations
 
