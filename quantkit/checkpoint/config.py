@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import lru_cache
@@ -201,9 +202,18 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     if not path.exists():
         if not folder.is_dir():
-            raise FormatError(f"{folder}: no such directory", "QK-E401")
+            raise FormatError(f"{folder}: {_no_folder(folder)}", "QK-E401")
         raise FormatError(f"{folder}: has no config.json, so this is not a checkpoint", "QK-E101")
     return Config(path, unify_text_config(with_defaults(read_json(path))))
+
+
+def _no_folder(folder: Path) -> str:
+    """Return why a path is no checkpoint, and what to type instead."""
+    if folder.suffix.lower() == ".gguf" and folder.is_file():
+        return "this is a GGUF file, not a checkpoint: use quantkit quantize"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        return f"no such directory; a repository of the Hugging Face Hub is hf://{folder}"
+    return "no such directory"
 
 
 def raw_config(folder: Path) -> Config:

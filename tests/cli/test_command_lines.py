@@ -167,3 +167,12 @@ def test_json_goes_beside_the_text(folder: Path, tmp_path: Path) -> None:
     assert repeated.exit_code == 1
     assert "QK-E402" in repeated.stderr
     assert run("inspect", model, "--json", file, "--overwrite").exit_code == 0
+
+
+def test_what_is_no_checkpoint_names_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name, text in (("ggml-model-f16.gguf", "quantkit quantize"), ("Qwen/Qwen3-0.6B", "hf://Qwen/Qwen3-0.6B")):
+        result = CliRunner().invoke(cli, ["convert", name, "x.gguf"])
+        assert result.exit_code == 1
+        assert text in result.stderr
+        assert "QK-E401" in result.stderr
