@@ -87,7 +87,7 @@ def execute(block: Block, folder: Path) -> tuple[int, str]:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
     process = subprocess.run(
         command,
-        **{"cwd": folder, "env": environment, "timeout": 300, "check": False, "text": True},
+        **{"cwd": folder, "env": environment, "timeout": 1200, "check": False, "text": True},
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
     )
     return process.returncode, process.stdout
