@@ -13,6 +13,7 @@ TARGET = ROOT / "tests" / "quick.json"
 _BYTES = "tests/kernels/test_kernels.py::test_golden_encoding_with_imatrix"
 #: Modules that are compiled, so that Python calls none of their functions, and a test that calls what becomes of them.
 COMPILED = {
+    "kernels/cpu/attention/cache_rounding.py": "tests/kernels/test_cache_rounding.py::test_iq4_nl_fits_one_scale",
     **{f"kernels/cpu/encode/ik_{n}.py": f"{_BYTES}[IQ4_KS]" for n in ("blocks", "levels", "scales", "search")},
     **{f"kernels/cpu/encode/ik_{n}.py": f"{_BYTES}[IQ2_KL]" for n in ("pairs", "partitions")},
     "kernels/cpu/encode/ik_parity.py": f"{_BYTES}[IQ4_KSS]",

@@ -329,7 +329,7 @@ def test_why_a_step_runs(tmp_path: Path) -> None:
     assert [d.reason for d in decide(line.steps(), State(tmp_path))] == ["changed: option", "after a", "after b"]
     line.options["a"] = 1
     (tmp_path / "c").unlink()
-    assert [d.reason for d in decide(line.steps(), State(tmp_path))] == ["up to date", "up to date", "c is gone"]
+    assert [d.reason for d in decide(line.steps(), State(tmp_path))] == ["up to date", "up to date", "c is missing"]
 
 
 class Killed(BaseException):
