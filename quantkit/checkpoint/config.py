@@ -208,7 +208,7 @@ def read_config(folder: Path) -> Config:
 
 
 def _no_folder(folder: Path) -> str:
-    """Return why a path is no checkpoint, and what to type instead."""
+    """Return why a path is not a checkpoint, and the command line to use instead."""
     if folder.suffix.lower() == ".gguf" and folder.is_file():
         return "this is a GGUF file, not a checkpoint: use quantkit quantize"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):

@@ -90,7 +90,7 @@ SYNONYMS = (
 
 
 @by_path
-@pytest.mark.parametrize("synonyms", SYNONYMS, ids=str)
+@pytest.mark.parametrize("synonyms", SYNONYMS, ids=lambda names: max(names, key=len))
 def test_synonyms_belong_to_one_option(path: tuple[str, ...], synonyms: set[str]) -> None:
     names = _names(path)
     options = [names.get(name) for name in synonyms]
