@@ -167,6 +167,12 @@ def calibration(
         raise FormatError(
             f"nothing is left for calibration: no passage fits into {size} bytes; raise --size", "QK-E214"
         )
+    if heldout and not corpus.evaluation.passages:
+        raise FormatError(
+            f"no passage fits into the held-out part of {evaluation_size} bytes: give more text, raise heldout or size, or "
+            "set heldout to 0 for no evaluation text",
+            "QK-E214",
+        )
     if folder is not None:
         _write(folder, corpus, overwrite)
     return corpus
@@ -248,8 +254,6 @@ def _notes(corpus: Corpus) -> Iterator[str]:
     total = corpus.calibration.nbytes + corpus.evaluation.nbytes
     if total < 0.9 * size:
         yield f"less text than --size: {total} of {size} bytes"
-    if corpus.options["heldout"] and not corpus.evaluation.passages:
-        yield "the held-out part is too small for a single passage: no evaluation text"
 
 
 def _write(folder: Path, corpus: Corpus, overwrite: bool) -> None:

@@ -156,10 +156,14 @@ SPELLINGS = {
 }
 
 
+def project_name(value: str) -> str:
+    """Return the name on the command line of a project, or a dialect, by its name inside quantkit."""
+    return {"mainline": "llama.cpp", "ik_llama.cpp": "ik", "ours": "quantkit"}.get(value, value)
+
+
 def project_names(values: Iterable[str]) -> Names:
     """Return the type of an option whose value is a project, or a dialect, by its name inside quantkit."""
-    display = {"mainline": "llama.cpp", "ik_llama.cpp": "ik", "ours": "quantkit"}
-    return Names({display.get(value, value): value for value in values}, SPELLINGS)
+    return Names({project_name(value): value for value in values}, SPELLINGS)
 
 
 class Chunks(_Int):

@@ -27,6 +27,7 @@ from quantkit.cli._options import (
 from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._progress import LINE_SECONDS, has_bar, seconds_left
 from quantkit.cli._table import fold, table
+from quantkit.errors import RecipeError
 from quantkit.formats.outputs import atomic_write
 from quantkit.names import printable
 from quantkit.process import interruptible
@@ -176,6 +177,7 @@ def _init(
 def _config(arguments: Sequence[str], values: dict[str, Any]) -> Config:
     """Return the settings of a file, or of the command line."""
     from quantkit.cook import config_from, read_config
+    from quantkit.cook.targets import parse_target
 
     first, targets = arguments[0], arguments[1:]
     named_options = [name for name in values if on_command_line(name)]
@@ -186,6 +188,10 @@ def _config(arguments: Sequence[str], values: dict[str, Any]) -> Config:
     for name, hint in (("model", "the model is the first argument"), ("overwrite", "it is an option of init")):
         if values[name]:
             raise click.UsageError(f"--{name}: {hint}")
+    if not targets:
+        raise RecipeError("no targets: name them after the model, such as Q4_K_M 4.2bpw 12G", "QK-E214")
+    for text in targets:
+        parse_target(text)
     tables: dict[str, dict[str, Any]] = {
         "calibration": {"text": _texts(values["text"]), "chat": _texts(values["chat"])},
         "imatrix": {"run": not values["no_imatrix"]},

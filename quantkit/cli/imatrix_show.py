@@ -132,6 +132,8 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
         else "of its own entries (-m MODEL shows what is missing)"
     )
     yield f"coverage  {100 * covered.share:.2f} % {scope}"
+    if covered.of_model and not covered.share:
+        yield "          no entry fits a tensor of the model: this importance matrix is of another model"
 
 
 def _texts(imatrix: Imatrix) -> Iterator[str]:

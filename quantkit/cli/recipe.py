@@ -18,6 +18,7 @@ from quantkit.cli._options import (
     claim,
     echo_notes,
     option,
+    project_name,
     project_names,
     setting,
 )
@@ -309,7 +310,9 @@ def convert_command(
     echo_notes(result.notes)
     proof = f", the same types for {result.proved_tensors} tensors" if result.proved_tensors is not None else ""
     left = f"; {len(result.omitted)} left out" if result.omitted else ""
-    click.echo(f"{result.source} to {result.dialect}: {result.rules} rules{proof}{left}", err=True)
+    click.echo(
+        f"{project_name(result.source)} to {project_name(result.dialect)}: {result.rules} rules{proof}{left}", err=True
+    )
     if to == "ik" and not to_stdout:
         click.echo(f"--custom-q \"$(grep -v '^#' {printable(output)} | paste -sd,)\"", err=True)
     sys.exit(1 if result.omitted else 0)

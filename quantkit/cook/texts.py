@@ -35,11 +35,6 @@ def make_texts(settings: TextSettings, folder: Path, sensitivity: Path, check: P
         for note in corpus.notes:
             progress.note(note)
         held_out = corpus.evaluation.text.encode()
-        if not held_out:
-            raise FormatError(
-                "[calibration] too little text to hold out a part: give more text, or an evaluation text",
-                "QK-E121",
-            )
     parts = split_text(held_out, _SENSITIVITY_SHARE)
     if not all(parts):
         raise FormatError("[calibration] the evaluation text is too short to split: give more text", "QK-E121")

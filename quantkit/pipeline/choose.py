@@ -453,18 +453,25 @@ def _lint_overridden(request: Request, choices: Sequence[Choice]) -> list[Lint]:
 
 
 def _lint_idle_options(request: Request, choices: Sequence[Choice]) -> list[Lint]:
-    options = [option_name(o) for o in (*TENSOR_OPTIONS, *CLASS_OPTIONS) if getattr(request, o) is not None]
-    options += ["--leave-output-tensor"] if request.leave_output_tensor else []
-    lints = []
-    for option in options:
-        if any(option in c.reason.options for c in choices):
-            continue
-        tied = "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices)
-        reason = (
-            ("the model has no output.weight, its token embeddings are the output") if tied else "it matches no tensor"
-        )
-        lints.append(Lint("QK-W007", f"{option} has no effect: {reason}"))
-    return lints
+    options = {option_name(o): o for o in (*TENSOR_OPTIONS, *CLASS_OPTIONS) if getattr(request, o) is not None}
+    options |= {_LEAVE_OUTPUT: "leave_output_tensor"} if request.leave_output_tensor else {}
+    return [
+        Lint("QK-W007", f"{option} has no effect: {_idle_reason(request, option, attribute, choices)}")
+        for option, attribute in options.items()
+        if not any(option in c.reason.options for c in choices)
+    ]
+
+
+def _idle_reason(request: Request, option: str, attribute: str, choices: Sequence[Choice]) -> str:
+    """Return why an option decides about no tensor: another one does, or there is none of its class."""
+    if "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices):
+        return "the model has no output.weight, its token embeddings are the output"
+    losses = [
+        c
+        for c in choices
+        if attribute in (_tensor_option(request, c.name, False), *option_classes(c.name, ik=request.ik))
+    ]
+    return f"{abbreviate([c.name for c in losses])}: {losses[0].reason.text}" if losses else "it matches no tensor"
 
 
 def _is_tied(choices: Sequence[Choice]) -> bool:

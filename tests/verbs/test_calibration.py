@@ -102,9 +102,8 @@ def test_less_text_than_asked_for(tmp_path: Path) -> None:
     assert 0.05 * total < corpus.evaluation.nbytes <= 0.1 * total
     assert corpus.notes[0].startswith("less text than --size")
     (tmp_path / "b.txt").write_text(prose(2, 120))
-    small = calibration([tmp_path / "b.txt"])
-    assert not small.evaluation.passages
-    assert small.notes[-1] == "the held-out part is too small for a single passage: no evaluation text"
+    with refuses(FormatError, "QK-E214 heldout size"):
+        calibration([tmp_path / "b.txt"])
     assert not calibration([tmp_path / "a.txt"], heldout=0.0).evaluation.passages
 
 
@@ -236,7 +235,7 @@ def test_unusable_inputs(tmp_path: Path) -> None:
         read_inputs([tmp_path / "b.jsonl"])
     with refuses(FormatError, "QK-E401"):
         read_inputs([tmp_path / "none"])
-    corpus = calibration([tmp_path / "c.jsonl"])
+    corpus = calibration([tmp_path / "c.jsonl"], heldout=0.0)
     assert "c.jsonl: skipped 1 records without text, first line 2" in corpus.notes[0]
     assert "?" in corpus.calibration.text
     (tmp_path / "folder").mkdir()
