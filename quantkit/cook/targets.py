@@ -103,8 +103,8 @@ def _preset(base: str, text: str) -> str:
     try:
         preset = preset_by_name(base)
     except TypeNotSupported:
-        hint = _suggest(base.upper(), [p.name for p in PRESETS])
-        raise RecipeError(f"target {text!r}: no preset {base!r}{hint}; {_SYNTAX}", "QK-E301") from None
+        remedy = _suggest(base.upper(), [p.name for p in PRESETS]) or f"; {_SYNTAX}"
+        raise RecipeError(f"target {text!r}: no preset {base!r}{remedy}", "QK-E301") from None
     if preset.base is None:
         raise RecipeError(f"target {text!r}: {preset.name} quantizes nothing; {_SYNTAX}", "QK-E203")
     return preset.name

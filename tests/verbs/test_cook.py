@@ -753,7 +753,7 @@ def test_the_command_line(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [step["name"] for step in output["steps"]] == ["texts", "imatrix", "base", "quantize Q8_0", "check Q8_0"]
     assert not Path("new").exists()
     assert "--threads" in run("cook.toml", "-t", "3", code=2)
-    check_refused(run(str(MODEL), "Q4_KM", code=2), "QK-E208 Q4_K_M")
+    check_refused(run(str(MODEL), "Q4_KM", code=2), "QK-E301 Q4_K_M")
     check_refused(run(str(MODEL), code=2), "QK-E214")
 
 
