@@ -169,8 +169,8 @@ def calibration(
         )
     if heldout and not corpus.evaluation.passages:
         raise FormatError(
-            f"no passage fits into the held-out part of {evaluation_size} bytes: give more text, raise heldout or size, "
-            "or set heldout to 0 for no evaluation text",
+            f"no passage fits into the held-out part of {evaluation_size} bytes: give more text, raise heldout or"
+            " size, or set heldout to 0 for no evaluation text",
             "QK-E214",
         )
     if folder is not None:
