@@ -59,7 +59,7 @@ def hub_model(model: Path | None, hf_repo: str | None, hf_file: str | None) -> P
         return model
     if model is not None:
         raise click.UsageError(f"the model is {model} and {hf_repo}: give one of -m and -hf")
-    from quantkit.formats.remote.hub import download_model
+    from quantkit.formats.hub import download_model
 
     return download_model(hf_repo, hf_file, lambda line: click.echo(line, err=True))
 

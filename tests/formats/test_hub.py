@@ -1,10 +1,10 @@
-"""Which file of a repository ``-hf`` takes: quantkit.formats.remote.hub, without a server."""
+"""Which file of a repository ``-hf`` takes: quantkit.formats.hub, without a server."""
 
 from __future__ import annotations
 
 import pytest
 
-from quantkit.formats.remote.hub import _of_type, _shards
+from quantkit.formats.hub import _of_type, _shards
 from quantkit.formats.remote.url import URL
 
 NAMES = ["Tiny-IQ4_XS.gguf", "Tiny-Q4_K_M.gguf", "tiny.q8_0.gguf", "UD-Q2_K_XL.gguf"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quantkit.errors import ResourceError
+from quantkit.formats.outputs import Output, atomic_write
 from quantkit.formats.remote.common import Facts
 from quantkit.formats.remote.reader import fetch
 from quantkit.formats.remote.url import URL, default_spool
@@ -75,14 +76,12 @@ def _shards(place: URL, name: str, names: Sequence[str]) -> list[URL]:
 
 
 def _download(url: URL, path: Path, say: Callable[[str], None]) -> Path:
-    """Copy an object to a file, unless a file of its size is there."""
+    """Copy an object to a file, unless a file of its size is there. Raises ResourceError if another run copies it."""
     size = url.facts.size
     if path.exists() and path.stat().st_size == size:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    say(f"downloading {url}, {size / 1e6:.0f} MB, to {path}")
-    part = path.with_name(f"{path.name}.part")
-    with open(part, "w+b") as out:
+    with Output(path, overwrite=True), atomic_write(path) as part, open(part, "w+b") as out:
+        say(f"downloading {url}, {size / 1e6:.0f} MB, to {path}")
         fetch(url, out)
-    part.replace(path)
     return path
