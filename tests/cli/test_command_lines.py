@@ -129,20 +129,22 @@ def test_a_model_of_a_hub(folder: Path, tmp_path: Path) -> None:
     (repository / "mmproj-Q4_K_M.gguf").touch()
     program = """if True:
         import sys
+        from pathlib import Path
         from click.testing import CliRunner
         from quantkit.cli import cli
+        from quantkit.formats import hub
+        hub.default_spool = lambda: Path(sys.argv[2]) / "spool"  # not $QUANTKIT_CACHE, which has the kernels
         for name in ("org/Tiny-GGUF", "org/Tiny-GGUF:BF16", "org/Tiny-GGUF", "org/Tiny-GGUF:Q9"):
             arguments = ["logits", "-hf", name, "--tokens", "1,2", "-o", sys.argv[1], "--overwrite", "--json"]
             result = CliRunner().invoke(cli, arguments)
             print(result.exit_code, "downloading" in result.stderr, result.output)
     """
     with hub(repository) as address:
-        command = [sys.executable, "-c", program, str(tmp_path / "logits.npy")]
+        command = [sys.executable, "-c", program, str(tmp_path / "logits.npy"), str(tmp_path / "cache")]
         environment = {
             **os.environ,
             "HF_ENDPOINT": address,
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "QUANTKIT_CACHE": str(tmp_path / "cache"),
         }
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     heads = [line for line in process.stdout.splitlines() if line[:2] in ("0 ", "1 ")]
