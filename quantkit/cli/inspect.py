@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """Show the contents of a GGUF file: a model or an importance matrix.
 
-    PATH may be any shard of a split model. Offsets are from the start of the
+    FILE may be any shard of a split model. Offsets are from the start of the
     tensor's shard. Bits per weight include row headers.
 
     \b
