@@ -16,6 +16,15 @@ document$.subscribe(() => {
   // Short names, which site.css keeps on one line.
   for (const code of document.querySelectorAll("article :not(pre) > code"))
     if (code.textContent.length < 30) code.classList.add("short");
+    else if (code.closest("td") && !code.classList.contains("words")) {
+      const words = code.textContent.split(" ").map((word) => {
+        const span = document.createElement("span");
+        span.textContent = word;
+        return [span, " "];
+      });
+      code.replaceChildren(...words.flat().slice(0, -1));
+      code.classList.add("words");
+    }
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
   // Navigation within navigation, and a button to copy, are no landmarks.
   for (const nav of document.querySelectorAll(".md-nav .md-nav, .md-code__nav")) {
