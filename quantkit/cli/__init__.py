@@ -78,7 +78,7 @@ class LazyGroup(WholeNames, click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
+@click.group(cls=LazyGroup, context_settings={"max_content_width": WIDTH})
 @click.version_option(__version__, prog_name="quantkit")
 def cli() -> None:
     """Quantize, convert and validate GGUF models, offline and byte-exact.

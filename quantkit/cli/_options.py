@@ -209,6 +209,10 @@ class WholeNames(click.Command):
 
     context_class = HelpContext
 
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """Return both names: click keeps the option of the first context, which may know --help alone."""
+        return ["-h", "--help"]
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known_options = {
             n: o for o in self.get_params(ctx) if isinstance(o, click.Option) for n in (*o.opts, *o.secondary_opts)

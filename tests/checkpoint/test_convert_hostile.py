@@ -141,11 +141,10 @@ def test_an_empty_tokenizer_model_is_no_vocabulary(tmp_path: Path) -> None:
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
 
 
-@pytest.mark.parametrize(("option", "alternative"), [("--remote", "hf://"), ("--dspark", "draft")])
-def test_what_is_refused_says_what_there_is(tmp_path: Path, option: str, alternative: str) -> None:
-    result = CliRunner().invoke(cli, ["convert", str(tmp_path), option])
+def test_what_is_refused_says_what_there_is(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["convert", str(tmp_path), "--dspark"])
     assert result.exit_code == 2
-    assert alternative in result.stderr
+    assert "draft" in result.stderr
     assert "DeepseekV4ForCausalLM" in CliRunner().invoke(cli, ["convert", "--list"]).stdout
 
 

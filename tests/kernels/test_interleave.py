@@ -450,7 +450,7 @@ def test_what_stays_and_why(tmp_path: Path) -> None:
     plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", REPACK)
     assert {t.name: (t.type.name, t.reason) for t in plan.tensors} == {
         "token_embd.weight": ("Q4_0", "embeddings are read row by row"),
-        "blk.0.attn_q.weight": ("Q4_0", "6 rows of 256 are not a multiple of 8 interleaved rows"),
+        "blk.0.attn_q.weight": ("Q4_0", "6 rows of 256 are not a multiple of 8 rows"),
         "blk.0.attn_k.weight": ("Q4_0_R8", "--repack"),
     }
     plan = plan_quantize(source, tmp_path / "r.gguf", "COPY", REPACK)
@@ -503,7 +503,7 @@ def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp
     plan = plan_quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
     assert {t.name[6:12]: (t.type.name, t.reason) for t in plan.tensors} == {
         "attn_q": ("IQ1_S", "--unrepack"),
-        "attn_k": ("IQ1_S_R4", "rows of 96 do not divide into IQ1_S's blocks of 256"),
+        "attn_k": ("IQ1_S_R4", "rows of 96 are not a multiple of IQ1_S's blocks of 256"),
         "attn_v": ("IQ1_M_R4", "IQ1_M_R4 has no equivalent type without interleaving"),
     }
     quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)

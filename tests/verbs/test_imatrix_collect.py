@@ -526,8 +526,6 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     ("arguments", "words"),
     [
         (["-m", "MODEL"], "give a model (-m) and a text"),
-        (["-m", "MODEL", "-f", "MODEL", "-fug"], "fused operations "),
-        (["-m", "MODEL", "-f", "MODEL", "--fused-moe"], "fused operations "),
         (["-m", "MODEL", "-f", "MODEL", "--plot", "a.svg"], "add --layer-similarity"),
         (["-m", "MODEL", "-f", "MODEL", "--chunks", "0"], "a number above 0"),
         (["-m", "MODEL", "show", "x"], "--model is an option of collecting"),
