@@ -456,8 +456,8 @@ def test_what_stays_and_why(tmp_path: Path) -> None:
     plan = plan_quantize(source, tmp_path / "r.gguf", "COPY", REPACK)
     assert [t.reason.partition(" ")[2] for t in plan.tensors] == [
         "are read row by row",
-        "rows of 256 are not a multiple of 16 interleaved rows",
-        "rows of 256 are not a multiple of 16 interleaved rows",
+        "rows of 256 are not a multiple of 16 rows",
+        "rows of 256 are not a multiple of 16 rows",
     ]
     only = QuantizeOptions(repack=True, repack_pattern=("attn_q,attn_v",))
     plan = plan_quantize(tmp_path / "q.gguf", tmp_path / "r.gguf", "COPY", only)
