@@ -340,7 +340,19 @@ def test_commands_take_the_backend(zoo: Zoo, tmp_path: Path, cuda_devices: Devic
     ids, out = ",".join(map(str, tokens[:12])), tmp_path / "out.npy"
     result = CliRunner().invoke(
         cli,
-        ["logits", "-m", str(zoo("qwen3moe-moe")), "--backend", "cuda", "--tokens", ids, "-o", str(out), "--kv-type", "f32"],
+        [
+            "logits",
+            "-m",
+            str(zoo("qwen3moe-moe")),
+            "--backend",
+            "cuda",
+            "--tokens",
+            ids,
+            "-o",
+            str(out),
+            "--kv-type",
+            "f32",
+        ],
     )
     assert result.exit_code == 0, result.output
     assert nmse(np.load(out), logits[:12]) <= BOUND
