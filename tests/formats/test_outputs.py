@@ -178,9 +178,9 @@ def test_all_shards_of_an_input_are_inputs(folder: Path) -> None:
 
 
 def test_a_calibration_does_not_replace_what_it_reads(folder: Path) -> None:
-    assert run("calibration --size 4k -o c t.txt").exit_code == 0
+    assert run("calibration --size 4k --heldout 0 -o c t.txt").exit_code == 0
     before = contents(folder / "c")
-    result = run("calibration --size 2k --overwrite -o c c/calibration.txt")
+    result = run("calibration --size 2k --heldout 0 --overwrite -o c c/calibration.txt")
     check_refused(result.stderr, "QK-E403 c/calibration.txt")
     assert contents(folder / "c") == before
 
@@ -322,7 +322,7 @@ def small_disk(nbytes: int) -> Iterator[None]:
         "imatrix --in-file i.gguf -o OUT",
         "imatrix convert i.gguf OUT --to dat",
         "imatrix show i.gguf --plot OUT",
-        "calibration --size 4k -o . t.txt",
+        "calibration --size 4k --heldout 0 -o . t.txt",
     ],
 )
 def test_a_full_disk_leaves_nothing_and_is_named(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

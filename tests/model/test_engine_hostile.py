@@ -174,8 +174,8 @@ def test_a_sequence_longer_than_its_embeddings_of_positions_is_refused(zoo: Call
 
 def test_a_q8_0_cache_of_odd_heads_is_refused(zoo: Callable[[str], Path]) -> None:
     with load(zoo("llama-dense")) as model:
-        for bad in ("q4_0", ""):
+        for bad in ("q4_9", "f16/x", "x"):
             with refuses(RecipeError, "QK-E203 q8_0"):
-                model.session(8, kv_type=bad or "x")
+                model.session(8, kv_type=bad)
         with refuses(RecipeError, "QK-E203 1"):
             model.session(0)

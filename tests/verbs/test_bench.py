@@ -75,7 +75,7 @@ def test_a_sweep_fills_the_context(tiny_moe: Path, form: str) -> None:
         (("-p", "x"), "write 512"),
         (("-p", "1-8*1"), "write 512"),
         (("-pg", "4"), "write PP,TG"),
-        (("-ctk", "q4_0"), "q4_0"),
+        (("-ctk", "q4_9"), "q4_9"),
         (("-p", "0", "-n", "0"), "nothing to measure"),
         (("-ot", "x=CUDA0"), "no device CUDA0"),
     ],

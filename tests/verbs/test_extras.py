@@ -16,7 +16,7 @@ from quantkit.cli import cli
 from quantkit.cook import config_from, plan_cook
 from quantkit.extras import CHAT, MODEL_CARD, PLOT, REPORT, SEARCH, Extra, MissingPackages, check_extras
 
-ALL = [value for value in vars(extras).values() if isinstance(value, Extra)]
+EXTRAS = [value for value in vars(extras).values() if isinstance(value, Extra)]
 DECLARED = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
@@ -33,12 +33,13 @@ def asked_for(error: MissingPackages) -> set[str]:
     return set(names[1].split(","))
 
 
-@pytest.mark.parametrize("extra", ALL, ids=lambda extra: f"{extra.name}-{extra.purpose}")
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: f"{extra.name}-{extra.purpose}")
 def test_pyproject_brings_what_an_extra_needs(extra: Extra) -> None:
-    packages = {re.split(r"[><=\[]", requirement)[0] for requirement in DECLARED["optional-dependencies"][extra.name]}
+    packages = {re.split(r"[><=]", requirement)[0] for requirement in DECLARED["optional-dependencies"][extra.name]}
     assert set(extra.packages.values()) <= packages
     (everything,) = DECLARED["optional-dependencies"]["all"]
-    assert extra.name in re.findall(r"\w+", everything)
+    assert (extra.name in re.findall(r"\w+", everything)) == (extra in extras.ALL)
+    assert (extra in extras.ALL) != (extra in extras.ON_REQUEST)
 
 
 def test_everything_that_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def results(folder: Path, data: Path, tiny_moe: Path) -> dict[str, Any]:
         "show_recipe": quantkit.show_recipe(recipe, model=tiny_moe),
         "diff_recipe": quantkit.diff_recipe(recipe, tiny_moe),
         "show_cache": quantkit.show_cache(folder / "cache"),
-        "calibration": quantkit.calibration([folder / "text.txt"], size=2000, passage=200),
+        "calibration": quantkit.calibration([folder / "text.txt"], size=2000, passage=200, heldout=0.0),
         "types": quantkit.types(),
     }
 
