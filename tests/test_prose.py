@@ -47,7 +47,7 @@ PLANTED = {
         [2, 5, 6],
     ),
     "quantkit/names.py": (
-        '"""Names."""\n\n\ndef name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
+        '"""Tensor names."""\n\n\ndef base_name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
         [5, 6],
     ),
 }

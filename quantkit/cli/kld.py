@@ -82,11 +82,11 @@ def command(
 
         def progress(now: KldProgress) -> None:
             mean = now.sums.kld.mean
-            bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
+            bar.update(now.current, now.total, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
             if json_to != "-":
-                if now.chunk == 1:
+                if now.current == 1:
                     bar.print(_NARROW if narrow else _HEADER)
-                bar.print((narrow_line if narrow else chunk_line)(now.chunk, now.sums))
+                bar.print((narrow_line if narrow else chunk_line)(now.current, now.sums))
 
         result = kld(
             model,

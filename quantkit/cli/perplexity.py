@@ -120,7 +120,7 @@ def command(
     with closing(Bar()) as bar:
 
         def progress(now: PerplexityProgress) -> None:
-            bar.update(now.chunk, now.n_chunks, f"PPL {now.ppl.value:.4f} +/- {now.ppl.error:.4f}")
+            bar.update(now.current, now.total, f"PPL {now.ppl.value:.4f} +/- {now.ppl.error:.4f}")
             if json_to != "-":
                 bar.print(_chunk_line(now, n_ctx, stride) if output_type == "1" else _running_line(now))
 
@@ -164,11 +164,11 @@ def _divergence(
 
 
 def _running_line(now: PerplexityProgress) -> str:
-    return f"[{now.chunk}]{now.ppl.value:.4f}, +/- {now.ppl.error:.4f}"
+    return f"[{now.current}]{now.ppl.value:.4f}, +/- {now.ppl.error:.4f}"
 
 
 def _chunk_line(now: PerplexityProgress, n_ctx: int, stride: int) -> str:
-    first_token = (now.chunk - 1) * (stride or n_ctx)
+    first_token = (now.current - 1) * (stride or n_ctx)
     return f"{first_token:8d}  {now.ppl.value:.4f}  {now.log_ppl.value:4f}  {now.log_ppl.error:4f}"
 
 

@@ -347,7 +347,7 @@ def logits_step(
             n_batch=_batch_size(ctx),
             chunks=chunks,
             save_logits=SaveLogits(out, file_format, overwrite=True),
-            progress=lambda now: progress(now.chunk, now.n_chunks, f"perplexity {now.ppl.value:.4f}"),
+            progress=lambda now: progress(now.current, now.total, f"perplexity {now.ppl.value:.4f}"),
             **paths.evaluation_options(),
         )
         for note in result.notes:

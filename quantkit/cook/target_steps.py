@@ -233,7 +233,7 @@ def check_step(paths: Paths, settings: TargetSettings) -> Step:
         divergence = kld(
             find_file(),
             paths.base_logits,
-            progress=lambda now: progress(now.chunk, now.n_chunks, f"divergence {now.sums.kld.mean.value:.5f}"),
+            progress=lambda now: progress(now.current, now.total, f"divergence {now.sums.kld.mean.value:.5f}"),
             **paths.evaluation_options(),
         )
         for note in divergence.notes:

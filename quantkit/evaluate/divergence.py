@@ -34,17 +34,9 @@ from quantkit.kernels.first_run import working_seconds
 class KldProgress(NamedTuple):
     """Progress after a chunk: chunks done, chunks in total, statistics so far."""
 
-    chunk: int
-    n_chunks: int
+    current: int
+    total: int
     sums: KldSums
-
-    @property
-    def current(self) -> int:
-        return self.chunk
-
-    @property
-    def total(self) -> int:
-        return self.n_chunks
 
     @property
     def text(self) -> str:

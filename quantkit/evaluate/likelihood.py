@@ -91,18 +91,10 @@ class SaveLogits(Options):
 class PerplexityProgress(NamedTuple):
     """Progress after a chunk: chunks done, chunks in total, perplexity so far."""
 
-    chunk: int
-    n_chunks: int
+    current: int
+    total: int
     ppl: Estimate
     log_ppl: Estimate
-
-    @property
-    def current(self) -> int:
-        return self.chunk
-
-    @property
-    def total(self) -> int:
-        return self.n_chunks
 
     @property
     def text(self) -> str:

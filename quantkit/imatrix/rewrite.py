@@ -86,7 +86,7 @@ def convert_imatrix(
 
 @dataclass(frozen=True)
 class _Rewriting:
-    """How a matrix is rewritten: its names, fill and format."""
+    """A conversion of an importance matrix: tensor names, fill of empty experts, and format."""
 
     experts: Mapping[str, int]
     format: Format | None

@@ -71,7 +71,7 @@ def types_map(report: Report) -> Chart | None:
 
 @dataclass(frozen=True)
 class _Ramp:
-    """How values become colours: evenly on the scale of ``to_scale``, whose inverse is ``from_scale``.
+    """A colour map, linear on the scale of ``to_scale``; ``from_scale`` is its inverse.
 
     ``domain``: ends of that scale; None: those of the values.
     """

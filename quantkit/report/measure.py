@@ -380,7 +380,7 @@ def _measure_perplexity(
     assert options.text is not None
 
     def on_chunk(now: PerplexityProgress) -> None:
-        progress(f"{name}: perplexity", now.chunk, now.n_chunks)
+        progress(f"{name}: perplexity", now.current, now.total)
 
     result = perplexity(
         path,
@@ -405,7 +405,7 @@ def _with_divergence(
     file: File, path: Path, logits: Path, options: ReportOptions, key: str, progress: StepReport
 ) -> File:
     def on_chunk(now: KldProgress) -> None:
-        progress(f"{file.name}: divergence", now.chunk, now.n_chunks)
+        progress(f"{file.name}: divergence", now.current, now.total)
 
     quality = options.known.get(path)
     if quality is None:

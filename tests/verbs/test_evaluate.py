@@ -271,7 +271,7 @@ def test_only_so_many_chunks_of_a_base(gguf: Path, tmp_path: Path) -> None:
     events: list[KldProgress] = []
     result = kld(FakeModel(gguf, V, noise=0.2), base, chunks=4, n_batch=48, progress=events.append)
     assert (result.n_chunks, result.chunks_in_base, result.sums.n) == (4, 9, 28)
-    assert [s.chunk for s in events] == [1, 2, 3, 4]
+    assert [s.current for s in events] == [1, 2, 3, 4]
 
 
 def test_a_base_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> None:
