@@ -6,8 +6,6 @@ as soon as the call it was handed to returns, contexts have an end, unknown sequ
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 
 from quantkit.errors import FormatError
 from quantkit.evaluate.passes import Model, Session, Tokenizer
+from quantkit.model import engine
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -133,7 +132,6 @@ def install(monkeypatch: pytest.MonkeyPatch, *models: FakeModel) -> list[dict[st
         calls.append(options)
         return next(m for m in models if str(m.path) == str(path))
 
-    module = types.ModuleType("quantkit.model.engine")
-    module.load = load  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantkit.model.engine", module)
+    # Other names, too: help for a misspelt option imports all commands.
+    monkeypatch.setattr(engine, "load", load)
     return calls
