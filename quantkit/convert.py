@@ -1,7 +1,8 @@
 """Convert a checkpoint of Hugging Face: ``quantkit convert``, convert_hf_to_gguf.py and llama-quantize in one pass.
 
-plan_convert(...)  ->  Plan    every type, offset and byte count, from headers alone, nothing written
-convert(...)       ->  QuantizeResult    carry out the plan
+plan_convert(...)   ->  Plan    every type, offset and byte count, from headers alone, nothing written
+convert(...)        ->  QuantizeResult    carry out the plan
+plan_mmproj(...), convert_mmproj(...)    the same of the vision and audio encoders
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quantkit.checkpoint.fusions import FUSIONS
 from quantkit.checkpoint.general import fill_template
 from quantkit.checkpoint.lora.peft import parse_adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
+from quantkit.checkpoint.open_mmproj import open_mmproj
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.checkpoint.registry import ARCHITECTURES
 from quantkit.errors import RecipeError, TypeNotSupported
@@ -106,6 +108,65 @@ def plan_convert(
             raise e.extended("; --lossless keeps them unchanged") from None
         return _check_complete(replace(plan, notes=(*opened.notes, *plan.notes)), opened, options)
     return plan_opened(_open(folder, options, options.outtype), output, options)
+
+
+@checked
+def convert_mmproj(
+    folder: str | Path,
+    output: str | Path | None = None,
+    type: str | TensorType | None = None,  # noqa: A002
+    options: ConvertOptions | None = None,
+    *,
+    max_ram: int | str = DEFAULT_MAX_RAM,
+    **run: Unpack[RunOptions],
+) -> QuantizeResult:
+    """Convert the vision and audio encoders of the checkpoint in ``folder`` to an mmproj file.
+
+    Args:
+        folder: config.json, model*.safetensors, preprocessor_config.json or processor_config.json.
+        output: the file to write, with {ftype} in its name replaced by the type, or a directory; None for the default
+            name of convert_hf_to_gguf.py, in ``folder``.
+        type: of the matrices: f32, f16, bf16, q8_0 and auto as convert_hf_to_gguf.py --mmproj --outtype has them, all
+            others as llama-quantize makes of its file; None for ``options.outtype``. The types of some tensors are
+            fixed.
+        options: model_name, metadata and allow_incomplete; the others are for text models.
+        max_ram: limit of the workers' buffers together, in bytes (or "2G").
+        run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
+
+    Raises:
+        QuantkitError: see quantkit.errors; no output has its final name then.
+    """
+    return run_quantize(plan_mmproj(folder, output, type, options), max_ram=max_ram, **run)
+
+
+@checked
+def plan_mmproj(
+    folder: str | Path,
+    output: str | Path | None = None,
+    type: str | TensorType | None = None,  # noqa: A002
+    options: ConvertOptions | None = None,
+) -> Plan:
+    """Plan an mmproj file without writing anything; arguments and errors as for ``convert_mmproj``."""
+    options = options or ConvertOptions()
+    name = options.outtype if type is None else str(type)
+    outtype = name.lower() if name.lower() in OUTTYPE_NAMES else options.intermediate
+    opened = open_mmproj(
+        folder,
+        OpenOptions(
+            outtype="auto" if outtype == "none" else outtype,
+            exact=outtype in ("none", "q8_0", "tq1_0", "tq2_0"),
+            model_name=options.model_name,
+            metadata=options.metadata,
+            allow_incomplete=options.allow_incomplete,
+        ),
+    )
+    if outtype == name.lower():
+        return plan_opened(opened, output, options)
+    quantize_options = QuantizeOptions()
+    check_options(name, quantize_options)
+    path = _output_path(opened, output, title_of(name, quantize_options))
+    identity = f" intermediate {options.intermediate}"
+    return plan_from(opened, path, name, quantize_options, reads=opened.files, identity=identity)
 
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:

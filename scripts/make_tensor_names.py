@@ -26,30 +26,33 @@ SUFFIXES = {
     ("arctic", "FFN_NORM"): ":residual",
     ("qwen4exp", "INDEXER_Q_NORM"): ":qsa",
     ("qwen4exp", "INDEXER_K_NORM"): ":qsa",
+    (None, "A_PER_DIM_SCALE"): ":gemma4",
 }
 
 
 def kind_of(constants: Mapping[str, Any], tensor: Any, arch: str | None) -> str:
-    """Return a kind of tensor as an architecture names it; ``*`` stands for a layer's number."""
+    """Return a kind of tensor as in files: ``*`` stands for ``blk.LAYER.``, ``#`` for another number."""
     suffix = SUFFIXES.get((None, tensor.name), SUFFIXES.get((arch, tensor.name), ""))
     name: str = constants["TENSOR_NAMES"][tensor]
-    return name.replace("blk.{bid}.", "*").replace("{bid}", "*") + suffix
+    return name.replace("blk.{bid}.", "*").replace("{bid}", "#") + suffix
 
 
 def kinds_of(constants: Mapping[str, Any], arch: str) -> str:
     """Return the kinds of an architecture."""
     number = next(key for key, name in constants["MODEL_ARCH_NAMES"].items() if name == arch)
-    return " ".join(kind_of(constants, tensor, arch) for tensor in constants["MODEL_TENSORS"][number])
+    names = constants["TENSOR_NAMES"]
+    tensors = (tensor for tensor in constants["MODEL_TENSORS"][number] if tensor in names)
+    return " ".join(dict.fromkeys(kind_of(constants, tensor, arch) for tensor in tensors))
 
 
 def names_of(constants: Mapping[str, Any], names: Any, kinds: Iterable[str]) -> dict[str, str]:
     """Return the names in checkpoints of each of ``kinds``, by TensorNameMap; the prefix language_model. is dropped."""
-    of_archs = {None: {**names.mappings_cfg, **names.block_mappings_cfg}} | {
-        constants["MODEL_ARCH_NAMES"][number]: row for number, row in names.arch_block_mappings_cfg.items()
-    }
-    rows = {
-        kind_of(constants, tensor, arch): patterns for arch, row in of_archs.items() for tensor, patterns in row.items()
-    }
+    tables = [(None, names.mappings_cfg), (None, names.block_mappings_cfg)]
+    tables += [(constants["MODEL_ARCH_NAMES"][number], row) for number, row in names.arch_block_mappings_cfg.items()]
+    rows: dict[str, tuple[str, ...]] = {}
+    for arch, table in tables:
+        of_table = {kind_of(constants, tensor, arch): patterns for tensor, patterns in table.items()}
+        rows |= {kind: (*(rows.get(kind, ()) if arch is None else ()), *row) for kind, row in of_table.items()}
     kind_set = set(kinds)
     patterns_of = {kind: rows[kind] for kind in rows if kind in kind_set} | dict.fromkeys(
         sorted(kind_set - rows.keys()), ()

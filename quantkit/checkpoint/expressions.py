@@ -201,6 +201,27 @@ class Constant:
         yield from ()
 
 
+@dataclass(frozen=True, eq=False)
+class Array:
+    """An array in memory: float32."""
+
+    values: F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F32
+
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        out.view(np.float32)[...] = self.values.reshape(-1)[start : start + out.size // 4]
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield from ()
+
+
 @dataclass(frozen=True)
 class Zeros:
     """Zeros: float32."""

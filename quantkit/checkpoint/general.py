@@ -179,8 +179,8 @@ class General:
     def file_name(self, encoding: str | None, *, kind: str = "") -> str:
         """Return the default name of the output: Llama-3.2-1B-Instruct-BF16.gguf.
 
-        ``encoding`` is None for a file without tensors; ``kind`` is "vocab" or "mtp" for a part of the model, whose
-        name has no size, and "lora" for an adapter.
+        ``encoding`` is None for a file without tensors; ``kind`` is "vocab", "mtp" or "mmproj" for a part of the model,
+        whose name has no size, and "lora" for an adapter.
         """
         v = self.values
         base = v.get("basename") if v.get("basename") is not None else v.get("name")
@@ -189,7 +189,8 @@ class General:
         tags = [f"-{str(v[k]).strip().replace(' ', '-')}" for k in ("finetune", "version") if v.get(k) is not None]
         end = "-vocab" if encoding is None else f"-{encoding.upper()}"
         end += "-LoRA" if kind == "lora" else ""
-        return f"{'mtp-' if kind == 'mtp' else ''}{name}{size}{''.join(tags)}{end}.gguf"
+        start = f"{kind}-" if kind in ("mtp", "mmproj") else ""
+        return f"{start}{name}{size}{''.join(tags)}{end}.gguf"
 
 
 def read_general(

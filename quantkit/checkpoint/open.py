@@ -37,7 +37,7 @@ from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.process import no_collection
 
 #: Files beside the weights that decide metadata.
-_OTHER_FILES = (
+OTHER_FILES = (
     "config.json",
     "generation_config.json",
     "README.md",
@@ -101,7 +101,7 @@ class OpenOptions:
 
     @property
     def kind(self) -> str:
-        """The part of the model in the file: "vocab", "mtp", or "" for all of it."""
+        """The part of the text model in the file: "vocab", "mtp", or "" for all of it."""
         if self.vocab_only:
             return "vocab"
         return "mtp" if self.nextn == ONLY else ""
@@ -144,7 +144,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         vocabulary = Vocabulary(path, config, keys, options.pre)
         with no_collection():
             row.vocab(vocabulary)
-    files = [path / name for name in _OTHER_FILES if (path / name).is_file()]
+    files = [path / name for name in OTHER_FILES if (path / name).is_file()]
     files += [options.metadata] if options.metadata else []
     files += [file for adapter in adapters for file in adapter.files]
     checkpoint = Checkpoint(path, (*model.files, *files), keys.fields, tensors, outtype, identity(adapters))

@@ -32,6 +32,8 @@ _F32_KINDS = (
     "*ffn_gate_inp",
     "*ffn_gate_inp_shexp",
     "position_embd",
+    "v.position_embd",
+    "a.position_embd",
     "token_types",
     "*ssm_conv1d",
     "*shortconv.conv",

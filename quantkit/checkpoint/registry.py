@@ -8,6 +8,7 @@ from pkgutil import iter_modules
 
 from quantkit.checkpoint import models
 from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.mmproj import Mmproj
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf.rules import short
@@ -15,7 +16,7 @@ from quantkit.formats.gguf.rules import short
 _MODULES = [import_module(f"{models.__name__}.{module.name}") for module in iter_modules(models.__path__)]
 #: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
-    name: row for module in _MODULES for name, row in module.ARCHITECTURES.items()
+    name: row for module in _MODULES for name, row in getattr(module, "ARCHITECTURES", {}).items()
 }
 #: Model class -> how transformers has it, for export; those with a condition first.
 CLASSES: dict[str, HfClass] = dict(
@@ -24,6 +25,8 @@ CLASSES: dict[str, HfClass] = dict(
         key=lambda item: item[1].matches is None,
     )
 )
+#: Model class -> how its encoders are converted to an mmproj file.
+MMPROJ: dict[str, Mmproj] = {name: row for module in _MODULES for name, row in getattr(module, "MMPROJ", {}).items()}
 
 
 def find_architecture(config: Config) -> Architecture:
@@ -38,3 +41,31 @@ def find_architecture(config: Config) -> Architecture:
         "convert --list`",
         "QK-E304",
     )
+
+
+def find_mmproj(config: Config) -> Mmproj:
+    """Return the row of the encoders of a configuration. Raises TypeNotSupported if its class has none."""
+    name = encoder_class(config)
+    row = MMPROJ.get(name)
+    if row is not None:
+        return row.dispatch(config.outer) or row
+    raise TypeNotSupported(
+        f"{config.path}: the class {short(name)} has no vision or audio encoder that this version converts; see "
+        "`quantkit convert --list`",
+        "QK-E304",
+    )
+
+
+def has_encoders(config: Config) -> bool:
+    """Return whether a configuration's class has encoders that are converted."""
+    return encoder_class(config) in MMPROJ
+
+
+def encoder_class(config: Config) -> str:
+    """Return the class of the encoders: that of vision_config, or that of the model (get_model_architecture)."""
+    vision = config.outer.get("vision_config")
+    for values in (vision if isinstance(vision, dict) else {}, config.outer):
+        names = values.get("architectures")
+        if isinstance(names, list) and names:
+            return str(names[0])
+    return config.architecture

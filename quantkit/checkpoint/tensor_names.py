@@ -1,7 +1,8 @@
 """Names of tensors: in a GGUF file of each architecture, and in checkpoints.
 
-Facts of llama.cpp b11434 (tensor_mapping of gguf-py), for its text models. A kind of tensor is named as in the file;
-``*`` is the layer, in a kind ``blk.LAYER.``; a suffix after a colon distinguishes kinds with the same name in files.
+Facts of llama.cpp b11434 (tensor_mapping of gguf-py). A kind of tensor is named as in the file: ``*`` stands for
+``blk.LAYER.`` and ``#`` for another number, such as that of a projector's layer; a suffix after a colon distinguishes
+kinds with the same name in files. In checkpoints ``*`` is the number itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _DATA = Path(__file__).parent
 KINDS: dict[str, str] = json.loads((_DATA / "tensor_kinds.json").read_bytes())
 PATTERNS: dict[str, str] = json.loads((_DATA / "tensor_names.json").read_bytes())
 
-_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)|^(\d+)(?=\.)")
+_LAYER = re.compile(r"\d+")
 
 
 class TensorNames:
@@ -34,11 +35,10 @@ class TensorNames:
         self.arch, self.kinds = arch, KINDS[arch].split()
         self.layers = layers
         self._kind_of: dict[str, str] = {}
-        for kind in [k for k in PATTERNS if "*" not in k] + [k for k in PATTERNS if "*" in k]:
+        for kind in sorted(PATTERNS, key=is_numbered):
             if kind in self.kinds:
-                self._kind_of |= dict.fromkeys(
-                    [kind.partition(":")[0].replace("*", "blk.*."), *PATTERNS[kind].split()], kind
-                )
+                own_name = kind.partition(":")[0].replace("*", "blk.*.").replace("#", "*")
+                self._kind_of |= dict.fromkeys([own_name, *PATTERNS[kind].split()], kind)
 
     def find(self, name: str) -> str | None:
         """Return the name in a file of the tensor ``name`` of a checkpoint, None if unknown."""
@@ -59,11 +59,16 @@ class TensorNames:
 
     def is_kind(self, name: str, kind: str, layer: int | None, suffix: str = ".weight") -> bool:
         """Return whether the file's tensor ``name`` is of a kind that the architecture has, in this layer (or none)."""
-        if kind not in self.kinds or ("*" in kind) != (layer is not None):
+        if kind not in self.kinds or is_numbered(kind) != (layer is not None):
             return False
         return name == file_name(kind, layer) + suffix
 
 
 def file_name(kind: str, layer: int | None = None) -> str:
     """Return the name of a kind of tensor in a file, without suffix."""
-    return kind.partition(":")[0].replace("*", f"blk.{layer}.")
+    return kind.partition(":")[0].replace("*", f"blk.{layer}.").replace("#", str(layer))
+
+
+def is_numbered(kind: str) -> bool:
+    """Return whether the name of a kind of tensor has a number."""
+    return "*" in kind or "#" in kind

@@ -1,0 +1,62 @@
+"""Conversion rules that several families of vision and audio encoders share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.expressions import Shaped, take
+from quantkit.checkpoint.rules import Split
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.types import TensorType
+
+
+@dataclass(frozen=True)
+class NameInFile(OneWayRule):
+    """Names tensors of the file: ``replacement`` for the regular expression ``pattern``, instead of the name map."""
+
+    pattern: str
+    replacement: str
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        name = re.sub(self.pattern, self.replacement, tensor.name)
+        return None if name == tensor.name else (replace(tensor, name_in_file=name),)
+
+
+@dataclass(frozen=True)
+class ForceType(OneWayRule):
+    """Gives tensors whose names match ``pattern`` a type, whatever that of the file."""
+
+    pattern: str
+    type: TensorType
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        return (replace(tensor, file_type=self.type),) if re.search(self.pattern, tensor.name) else None
+
+
+@dataclass(frozen=True)
+class SplitFrames(OneWayRule):
+    """Splits the convolution of two frames, [out, channels, 2, height, width], into v.patch_embd.weight and .weight.1.
+
+    llama.cpp computes a 3-D convolution over two equal frames as the sum of two 2-D ones.
+    """
+
+    pattern: str
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if not re.search(self.pattern, tensor.name):
+            return None
+        shape = tensor.x.shape
+        if len(shape) != 5 or shape[2] != 2:
+            raise context.fail(tensor, f"its shape {list(shape)} is not that of a convolution over two frames")
+        frames = (Shaped(take(tensor.x, 2, range(i, i + 1)), (*shape[:2], *shape[3:])) for i in range(2))
+        return [
+            replace(tensor, x=x, name_in_file=f"v.patch_embd.weight{end}")
+            for x, end in zip(frames, ("", ".1"), strict=True)
+        ]
+
+
+def split_qkv(pattern: str, *names: str) -> Split:
+    """Return the rule that splits rows of ``pattern`` into queries, keys and values of ``names``."""
+    return Split(pattern, names)

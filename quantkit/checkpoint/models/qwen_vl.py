@@ -1,0 +1,299 @@
+"""The encoders of Qwen's vision and audio models: Qwen2-VL to Qwen3.5, Omni and ASR.
+
+Facts of llama.cpp b11434, conversion/qwenvl.py, conversion/qwen3vl.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames
+from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array, Expression, Shaped
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import (
+    MERGE_SIZE,
+    USE_GELU,
+    EncoderKey,
+    FindPart,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    layer_norm_epsilon,
+    projector,
+)
+from quantkit.checkpoint.rules import Rename, Split, Transform
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+
+def rename_counts(config: MmprojConfig) -> None:
+    """Copy the numbers of heads and layers of a vision encoder to their usual names."""
+    vision = config.vision.values
+    vision["num_attention_heads"], vision["num_hidden_layers"] = vision.get("num_heads"), vision.get("depth")
+
+
+# --- Qwen2-VL, Qwen2.5-VL -------------------------------------------------------------------------------------------
+
+
+def _patch_qwen2(config: MmprojConfig) -> None:
+    """Default the size of images; Qwen2-VL calls the width embed_dim, and that of the text model hidden_size."""
+    vision = config.vision.values
+    vision["image_size"] = vision.get("image_size", 560)
+    rename_counts(config)
+    if "embed_dim" in vision:
+        vision["intermediate_size"], vision["hidden_size"] = vision.get("hidden_size"), vision.get("embed_dim")
+
+
+_QWEN2_PROJECTORS = {
+    "qwen2_vl": "qwen2vl_merger",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+    "qwen2_5_omni": "qwen2.5o",
+}
+
+
+def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
+    """Write the projector and the period of layers with full attention (Qwen2VLVisionModel)."""
+    kind = config.model["model_type"]
+    if kind not in _QWEN2_PROJECTORS:
+        raise FormatError(
+            f"{config.path}: model_type is {short(kind)}; those of Qwen2-VL's encoders are "
+            f"{', '.join(_QWEN2_PROJECTORS)}",
+            "QK-E305",
+        )
+    keys.text("clip.projector_type", _QWEN2_PROJECTORS[kind])
+    if kind == "qwen2_vl":
+        return
+    keys.flag("clip.use_silu", True)
+    layers = config.vision.get("fullatt_block_indexes")
+    if not isinstance(layers, list) or not layers or any(type(layer) is not int for layer in layers):
+        raise FormatError(f"{config.path}: fullatt_block_indexes is {short(layers)}, not a list of layers", "QK-E112")
+    period = layers[0] + 1
+    if any(after - before != period for before, after in zip(layers, layers[1:], strict=False)):
+        raise FormatError(f"{config.path}: fullatt_block_indexes {short(layers)} has no period", "QK-E305")
+    keys.u32(".vision.n_wa_pattern", period)
+
+
+_QWEN2_RULES = (
+    SplitFrames(r"patch_embed\.proj\.weight"),
+    Split(r"\.qkv\.", (".q.", ".k.", ".v.")),
+)
+_QWEN2_VL = Mmproj(
+    (_write_qwen2, layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")),
+    tensors=r"^visual\.",
+    rules=_QWEN2_RULES,
+    forced=((".position_embd.", TYPE_F32),),
+    patch_config=_patch_qwen2,
+)
+
+
+# --- Qwen3-VL, Qwen3.5 ----------------------------------------------------------------------------------------------
+
+
+def patch_qwen3(config: MmprojConfig) -> None:
+    """Derive the size of images from the number of position embeddings."""
+    vision = config.vision.values
+    if "image_size" not in vision:
+        positions, patch = vision.get("num_position_embeddings", 2304), vision.get("patch_size", 16)
+        vision["image_size"] = int(positions**0.5 * patch)
+    rename_counts(config)
+
+
+def _deepstack_layers(config: MmprojConfig) -> list[int]:
+    """Return the layers whose outputs go to the text model."""
+    layers, count = config.vision.get("deepstack_visual_indexes", []), config.vision.number("num_hidden_layers")
+    if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise FormatError(
+            f"{config.path}: deepstack_visual_indexes is {short(layers)}, not a list of layers below {count}",
+            "QK-E112",
+        )
+    return layers
+
+
+def _deepstack_flags(config: MmprojConfig) -> list[bool]:
+    layers = _deepstack_layers(config)
+    return [layer in layers for layer in range(config.vision.number("num_hidden_layers"))]
+
+
+@dataclass(frozen=True)
+class _NameDeepstack(OneWayRule):
+    """Names the mergers of intermediate outputs by the layers of these."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.match(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc([12]))\.(.*)", tensor.name)
+        if match is None:
+            return None
+        assert isinstance(context.config, MmprojConfig)
+        layers = _deepstack_layers(context.config)
+        if int(match[1]) >= len(layers):
+            raise context.fail(tensor, f"deepstack_visual_indexes has {len(layers)} layers", "QK-E107")
+        kind = "norm" if match[2] == "norm" else f"fc{match[3]}"
+        return (replace(tensor, name_in_file=f"v.deepstack.{layers[int(match[1])]}.{kind}.{match[4]}"),)
+
+
+QWEN3_STORED = (Rename(r"^model\.visual\.", "visual."),)
+QWEN3_PATCHES = (
+    SplitFrames(r"^visual\.patch_embed\.proj\.weight$"),
+    NameInFile(r"^visual\.patch_embed\.proj\.bias$", "v.patch_embd.bias"),
+)
+_QWEN3_MERGER = (
+    _NameDeepstack(),
+    NameInFile(r"^visual\.merger\.linear_fc1\.", "mm.0."),
+    NameInFile(r"^visual\.merger\.linear_fc2\.", "mm.2."),
+    NameInFile(r"^visual\.merger\.norm\.", "v.post_ln."),
+)
+_QWEN3_KEYS = (
+    USE_GELU,
+    MERGE_SIZE,
+    Key(
+        ".vision.attention.layer_norm_epsilon",
+        lambda config: config.outer["text_config"].get("rms_norm_eps", 1e-6),
+        "f32",
+    ),
+    Key(".vision.is_deepstack_layers", _deepstack_flags, "array"),
+)
+QWEN3_VL = Mmproj(
+    (projector("qwen3vl_merger"), *_QWEN3_KEYS),
+    tensors=r"^visual\.",
+    stored=QWEN3_STORED,
+    rules=(*_QWEN3_MERGER, *QWEN3_PATCHES),
+    patch_config=patch_qwen3,
+)
+
+
+# --- Omni and ASR ---------------------------------------------------------------------------------------------------
+
+
+def _patch_audio(config: MmprojConfig) -> None:
+    audio = config.audio.values
+    audio["hidden_size"], audio["intermediate_size"], audio["num_attention_heads"] = (
+        config.audio[name] for name in ("d_model", "encoder_ffn_dim", "encoder_attention_heads")
+    )
+
+
+def _patch_omni(config: MmprojConfig) -> None:
+    _patch_audio(config)
+    _patch_qwen2(config)
+
+
+def _patch_omni3(config: MmprojConfig) -> None:
+    _patch_audio(config)
+    patch_qwen3(config)
+
+
+def _append_dimension(tensor: Tensor, context: Context) -> Expression:
+    """Return a bias as [channels, 1]."""
+    return Shaped(tensor.x, (*tensor.x.shape, 1))
+
+
+def _append_two_dimensions(tensor: Tensor, context: Context) -> Expression:
+    """Return a bias as [channels, 1, 1]."""
+    return Shaped(tensor.x, (*tensor.x.shape, 1, 1))
+
+
+def _positions(config: MmprojConfig) -> list[Tensor]:
+    """Return the sinusoidal positions of 1500 frames, [1500, width] (SinusoidsPositionEmbedding)."""
+    half = config.audio.number("hidden_size") // 2
+    if half < 2:
+        raise FormatError(f"{config.path}: the audio encoder is {2 * half} values wide", "QK-E112")
+    step = np.log(10000) / (half - 1)
+    scales = np.exp(np.float32(-step) * np.arange(half, dtype=np.float32))
+    angles = np.arange(1500, dtype=np.float32)[:, None] * scales[None, :]
+    values = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+    return [Tensor("audio_tower.embed_positions.weight", Array(values), None)]
+
+
+def _of_thinker(name: str) -> FindPart:
+    """Return where a part lies in the configuration of an Omni model."""
+
+    def find(outer: Json) -> object:
+        thinker = outer.get("thinker_config")
+        return thinker.get(name) if isinstance(thinker, dict) else None
+
+    return find
+
+
+_AUDIO_QWEN_KEYS = (
+    EncoderKey(".audio.num_mel_bins", "num_mel_bins", of="audio"),
+    layer_norm_epsilon("layer_norm_eps", 1e-5, of="audio"),
+)
+_OMNI = {"vision_config": _of_thinker("vision_config"), "audio_config": _of_thinker("audio_config")}
+_F16_CONVOLUTIONS = ForceType(r"\.conv.*\.weight", TYPE_F16)
+_QWEN25_OMNI = Mmproj(
+    (*_AUDIO_QWEN_KEYS, *_QWEN2_VL.keys, projector("qwen2.5o")),
+    tensors=r"^(visual|audio_tower)\.(?!.*audio_bos_eos_token)",
+    stored=(Rename(r"thinker\.", ""),),
+    rules=(
+        *_QWEN2_RULES,
+        Transform(r"^audio_tower\..*conv[12]\.bias", _append_dimension, None),
+        _F16_CONVOLUTIONS,
+    ),
+    forced=_QWEN2_VL.forced,
+    audio=True,
+    patch_config=_patch_omni,
+    synthetic=_positions,
+    **_OMNI,
+)
+
+#: The names of Qwen 3 Omni's mergers -> those of Qwen3-VL.
+_OMNI3_STORED = (
+    *QWEN3_STORED,
+    Rename(r"^thinker\.audio_tower\.", "audio_tower."),
+)
+_OMNI3_RULES = (
+    Rename(r"^thinker\.visual\.", "visual."),
+    Rename(r"^visual\.merger_list\.", "visual.deepstack_merger_list."),
+    *(
+        Rename(rf"(^visual\.(?:deepstack_merger_list|merger)\..*)\b{old}\b", rf"\1{new}")
+        for old, new in (("ln_q", "norm"), (r"mlp\.0", "linear_fc1"), (r"mlp\.2", "linear_fc2"))
+    ),
+    Transform(r"^audio_tower\..*conv2d.*\.bias$", _append_two_dimensions, None),
+    Transform(r"^audio_tower\..*conv[12]\.bias", _append_dimension, None),
+    _F16_CONVOLUTIONS,
+    *QWEN3_VL.rules,
+)
+_QWEN3_OMNI = Mmproj(
+    (
+        *_QWEN3_KEYS,
+        projector("qwen3vl_merger", "clip.vision.projector_type"),
+        *_AUDIO_QWEN_KEYS,
+        projector("qwen3a", "clip.audio.projector_type"),
+    ),
+    tensors=r"visual\.|audio_tower\.",
+    stored=_OMNI3_STORED,
+    rules=_OMNI3_RULES,
+    audio=True,
+    patch_config=_patch_omni3,
+    synthetic=_positions,
+    **_OMNI,
+)
+_QWEN3_ASR = replace(
+    _QWEN3_OMNI,
+    vision=False,
+    keys=(*_AUDIO_QWEN_KEYS, projector("qwen3a", "clip.audio.projector_type")),
+    patch_config=_patch_audio,
+)
+
+MMPROJ: dict[str, Mmproj] = {
+    **dict.fromkeys(
+        ("Qwen2VLModel", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), _QWEN2_VL
+    ),
+    **dict.fromkeys(
+        (
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+            "OpenJevModel",
+        ),
+        QWEN3_VL,
+    ),
+    "Qwen2_5OmniModel": _QWEN25_OMNI,
+    "Qwen3OmniMoeForConditionalGeneration": _QWEN3_OMNI,
+    "Qwen3ASRForConditionalGeneration": _QWEN3_ASR,
+}
