@@ -1,11 +1,13 @@
 """Write quantkit/checkpoint/class_defaults.json: defaults of transformers' configuration classes, by model type.
 
     scripts/make_class_defaults.py [OUT] [--add MODEL_TYPE]
+    scripts/make_class_defaults.py --encoders [OUT]
 
 Needs ``pip install transformers==4.57.6``, the version that llama.cpp b11434 pins. The file has the keys that
 convert_hf_to_gguf.py reads: for a model type that is there already the same keys, for one that ``--add`` names every
 key that any type has. A value is the default of a parameter of ``__init__``; what a class computes from other values is
-code (class_defaults.py).
+code (class_defaults.py). ``--encoders`` writes encoder_defaults.json beside it: all values of the parts of
+configurations that describe vision and audio encoders, under ``model_type.key``, or their own model type.
 """
 
 from __future__ import annotations
@@ -29,6 +31,19 @@ COMPUTED: dict[str, dict[str, Any]] = {
     **{kind: {"num_decoder_layers": lambda config: config.num_layers} for kind in ("t5", "mt5", "umt5")},
     "mpt": {"attn_config": lambda config: {}},
 }
+
+
+#: Model types whose configuration has parts for encoders, and those parts that AutoConfig chooses by their model type.
+WITH_ENCODERS = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma3n", "glm4v", "glm4v_moe", "idefics3"),
+    *("smolvlm", "internvl", "janus", "llama4", "granite_speech", "qwen2_5_omni", "qwen3_omni_moe"),
+)
+ENCODERS = (
+    *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "pixtral", "voxtral_encoder"),
+    *("qwen2_audio_encoder", "whisper", "blip_2_qformer"),
+)
+#: Keys of such parts.
+ENCODER_KEYS = ("vision_config", "audio_config", "encoder_config")
 
 
 def class_of(kind: str) -> Any:
@@ -63,20 +78,44 @@ def defaults(kind: str, keys: list[str] | None, keys_of_all: list[str]) -> dict[
     return values | {key: compute(cls()) for key, compute in COMPUTED.get(kind, {}).items()}
 
 
+def encoder_defaults() -> dict[str, dict[str, Any]]:
+    """Return all values of the configurations of encoders that differ from those of every configuration."""
+    common = import_module("transformers").PretrainedConfig().to_dict()
+    classes: dict[str, Any] = {kind: class_of(kind) for kind in ENCODERS}
+    for kind in WITH_ENCODERS:
+        parts = class_of(kind).sub_configs
+        parts = parts["thinker_config"].sub_configs if "thinker_config" in parts else parts
+        classes |= {f"{kind}.{key}": parts[key] for key in ENCODER_KEYS if key in parts}
+    values = {name: cls().to_dict() for name, cls in classes.items()}
+    return {
+        name: {key: value for key, value in row.items() if key not in common or common[key] != value}
+        for name, row in values.items()
+    }
+
+
+def write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """Write a line for each row."""
+    lines = (f"{json.dumps(kind)}: {json.dumps(rows[kind])}" for kind in sorted(rows))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=TARGET, metavar="OUT")
     parser.add_argument("--add", action="append", default=[], metavar="MODEL_TYPE")
+    parser.add_argument("--encoders", action="store_true", help="write encoder_defaults.json")
     arguments = parser.parse_args()
     version = import_module("transformers").__version__
     if version != VERSION:
         parser.error(f"transformers {version}: {VERSION} is needed")
+    if arguments.encoders:
+        write(arguments.out.with_name("encoder_defaults.json"), encoder_defaults())
+        return
     current = json.loads(TARGET.read_text())
     all_keys = sorted({key for values in current.values() for key in values})
     rows = {kind: defaults(kind, list(values), all_keys) for kind, values in current.items()}
     rows |= {kind: defaults(kind, None, all_keys) for kind in arguments.add}
-    lines = (f"{json.dumps(kind)}: {json.dumps(rows[kind])}" for kind in sorted(rows))
-    arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ Json = dict[str, Any]
 _COMMON: Json = {"max_length": 20, "tie_word_embeddings": True, "is_decoder": False}
 #: Model type -> key -> value: class_defaults.json, which scripts/make_class_defaults.py makes.
 DEFAULTS: dict[str, Json] = json.loads((Path(__file__).parent / "class_defaults.json").read_bytes())
+#: The same of the parts that describe encoders, under ``model_type.key``, or under their own model type.
+ENCODERS: dict[str, Json] = json.loads((Path(__file__).parent / "encoder_defaults.json").read_bytes())
 
 
 def _default_kv_heads(values: Json) -> None:
@@ -243,4 +245,34 @@ def with_defaults(values: Json, kind: str | None = None) -> Json:
         config[key] = with_defaults(part, inner)
     for derive in DERIVED.get(model_type, ()):
         derive(config)
+    return config
+
+
+#: Model type -> keys of encoders that AutoConfig reads by their own model type, and the type of those without one.
+_ENCODER_TYPES: dict[str, dict[str, str]] = {
+    "llava": {"vision_config": "clip_vision_model"},
+    "mistral3": {"vision_config": "pixtral"},
+    "lfm2_vl": {"vision_config": "siglip2_vision_model"},
+    "voxtral": {"audio_config": "voxtral_encoder"},
+    "qwen2_audio": {"audio_config": "qwen2_audio_encoder"},
+    "granite_speech": {"projector_config": "blip_2_qformer"},
+}
+_ENCODER_KEYS = ("vision_config", "audio_config", "encoder_config", "projector_config")
+
+
+def with_encoder_defaults(values: Json, kind: str = "") -> Json:
+    """Return a configuration with the defaults of its encoders, as AutoConfig does; other types are unchanged."""
+    kind = kind or str(values.get("model_type"))
+    config = dict(values)
+    for key in _ENCODER_KEYS:
+        part = {} if values.get(key) is None else values[key]
+        if not isinstance(part, dict):
+            continue
+        name, default = f"{kind}.{key}", _ENCODER_TYPES.get(kind, {}).get(key)
+        if name not in ENCODERS and default is not None:
+            name = str(part.get("model_type", default))
+        if name in ENCODERS:
+            config[key] = {**ENCODERS[name], **part}
+    if isinstance(thinker := values.get("thinker_config"), dict):
+        config["thinker_config"] = with_encoder_defaults(thinker, kind)
     return config

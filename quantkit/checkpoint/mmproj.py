@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.class_defaults import with_encoder_defaults
 from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32
 from quantkit.checkpoint.keys import Keys
@@ -37,7 +38,7 @@ class MmprojConfig(Config):
     """
 
     def __init__(self, config: Config, row: Mmproj) -> None:
-        super().__init__(config.path, deepcopy(config.outer))
+        super().__init__(config.path, with_encoder_defaults(deepcopy(config.outer)))
         self.text_width = self._text_width()
         self.outer.setdefault("text_config", {})
         self.outer.setdefault("audio_config", {})
