@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._json import json_option as declare_json
 from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, threads_option, to_json
 from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
-from quantkit.cli._progress import Lines, has_bar
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import atomic_write, check_apart, read_text
 from quantkit.formats.remote import located
@@ -211,7 +208,7 @@ def placement_from(run: Mapping[str, Any]) -> Placement:
 
 
 def _note_no_gpu(run: Mapping[str, Any], layers: int | None, requested: Sequence[str] | None) -> None:
-    """Print a note if options ask for GPUs that are missing."""
+    """Print a note if options request GPUs that are missing."""
     if layers or requested or run["shares"]:
         from quantkit.kernels.cuda.core.device import why_none
 
@@ -225,7 +222,10 @@ def _selected(devices: Sequence[str], run: Mapping[str, Any], requested: Sequenc
     if run["split_mode"] == "none":
         index = run["main_gpu"] or 0
         if index >= len(selected):
-            raise click.BadParameter(f"{index}: there are {', '.join(selected) or 'no GPUs'}", param_hint="-mg")
+            raise click.BadParameter(
+                f"{index}: not the number of one of the selected GPUs ({', '.join(selected) or 'none'})",
+                param_hint="-mg",
+            )
         return selected[index : index + 1]
     if run["split_mode"] not in (None, "layer") and len(selected) > 1:
         echo_notes([f"-sm {run['split_mode']}: the model is split by layer"])
@@ -357,38 +357,6 @@ def text_or_tokens(file: Path | None, prompt: str | None, tokens: str | None) ->
     return (prompt if file is None else read_text(file).removesuffix(b"\n")), None
 
 
-class Bar:
-    """A bar with chunks, the value so far and the time left; lines where the terminal has no size.
-
-    ``lines``: also where stderr is no terminal.
-    """
-
-    def __init__(self, *, lines: bool = False) -> None:
-        # A pass completes several chunks at once, so the speed is the mean since the start.
-        self._lines = Lines(on_terminal_only=not lines)
-        self.bar: tqdm[Any] | None = (
-            tqdm(unit="chunk", desc="first pass", leave=False, dynamic_ncols=True, smoothing=0) if has_bar() else None
-        )
-
-    def update(self, n_done: int, total: int, value: str) -> None:
-        """Show the value after ``done`` of ``todo`` chunks."""
-        self._lines.update(n_done, total, value)
-        if self.bar is not None:
-            self.bar.total = total
-            self.bar.set_description_str(value, refresh=False)
-            self.bar.update(n_done - self.bar.n)
-
-    def print(self, line: str) -> None:
-        """Print a line on stdout, above the bar."""
-        with tqdm.external_write_mode(file=sys.stdout):
-            click.echo(line)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self.bar is not None:
-            self.bar.close()
-
-
 def ids_file(tokens: str | None) -> str | None:
     """Return the file that --tokens names, if it names one."""
     return tokens[1:] or None if tokens is not None and tokens.startswith("@") else None
@@ -397,7 +365,7 @@ def ids_file(tokens: str | None) -> str | None:
 def claim_json(
     json_to: str | None, outputs: Iterable[Path | None], inputs: Iterable[str | Path | None], *, overwrite: bool
 ) -> Path | None:
-    """Return the file of --json, held until the command ends; None if there is none.
+    """Return the file of --json, held until the command ends; None without it.
 
     Raises ResourceError, before any work, if it or another of the command's ``outputs`` is an input or another output.
     """

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from quantkit.cli._plot_labels import place_labels
 from quantkit.errors import RecipeError
-from quantkit.extras import PLOT, Extra, check_extras
+from quantkit.extras import PLOT, check_extras
 from quantkit.names import printable, shorten
 
-#: Metadata to leave out of each format, so that equal data give equal bytes.
+#: Metadata that is omitted from each format, so that equal data give equal bytes.
 FORMATS: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}, "pdf": {"CreationDate": None}}
 #: Okabe and Ito's colours, safe for colour-blind readers; markers and dashes work without colour.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
@@ -109,20 +109,20 @@ class Figure:
     panels: Sequence[LinePanel | MapPanel]
 
 
-def check_plot(path: Path, *extras: Extra) -> str:
+def check_plot(path: Path) -> str:
     """Return the format a plot's name implies.
 
-    Raises RecipeError for an unknown one, MissingPackages without matplotlib or a package of ``extras``.
+    Raises RecipeError for an unknown one, MissingPackages without matplotlib.
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise RecipeError(f"{path}: plots are .svg, .png or .pdf", "QK-E203")
-    check_extras(PLOT, *extras)
+    check_extras(PLOT)
     return kind
 
 
 def draw(figure: Figure | Scatter, kind: str) -> bytes:
-    """Return ``figure`` as the bytes of a file; equal data give equal bytes, whatever the user's matplotlibrc."""
+    """Return ``figure`` as the bytes of a file; equal data give equal bytes, regardless of the user's matplotlibrc."""
     import matplotlib.style
 
     file = io.BytesIO()
@@ -177,7 +177,7 @@ def _styles(figure: Figure) -> dict[str, dict[str, Any]]:
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKS[i % len(MARKS)],
             "linestyle": DASHES[i % len(DASHES)],
-            "markersize": size * (1 - i % len(MARKS) / 10),  # of lines that coincide, the lower ones show
+            "markersize": size * (1 - i % len(MARKS) / 10),  # where lines coincide, the earlier ones stay visible
         }
         for i, name in enumerate(names)
     }

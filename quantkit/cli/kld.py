@@ -11,7 +11,6 @@ import click
 
 from quantkit.cli._evaluation import (
     RUN,
-    Bar,
     claim_json,
     evaluation_options,
     json_option,
@@ -21,6 +20,7 @@ from quantkit.cli._evaluation import (
 )
 from quantkit.cli._options import CHUNKS, GroupedCommand, echo_notes, option, ray_option
 from quantkit.cli._paths import Place
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import columns
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
@@ -78,7 +78,7 @@ def command(
     """
     json_file = claim_json(json_to, (), [model, base], overwrite=overwrite)
     narrow = (columns() or sys.maxsize) < _WIDE
-    with closing(Bar()) as bar:
+    with closing(Bar(unit="chunk", desc="first pass")) as bar:
 
         def progress(now: KldProgress) -> None:
             mean = now.sums.kld.mean
@@ -163,8 +163,8 @@ def _text(result: Kld) -> str:
         lines.append(f"{result.sums.n} tokens were scored, too few for statistics: {MIN_TOKENS} are needed")
     if result.bound:
         lines.append(
-            f"\nThe base keeps a part of the vocabulary, the rest is estimated:\n"
-            f"at worst the mean KLD is off by {result.bound:.6f}."
+            f"\nThe base contains a part of the vocabulary; the rest is estimated:\n"
+            f"the mean KLD is off by at most {result.bound:.6f}."
         )
     chunks = f"{result.n_chunks} of {result.chunks_in_base} chunks of {result.n_ctx} tokens"
     lines.append(f"\n{result.sums.n} tokens scored in {chunks}, {format_seconds(result.seconds)}\n{result.base_kind}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from quantkit.cli._options import (
 )
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.errors import ResourceError
 from quantkit.extras import SEARCH
@@ -36,6 +39,7 @@ from quantkit.formats.outputs import atomic_write, check_apart, read_whole
 from quantkit.formats.remote import located
 from quantkit.names import printable
 from quantkit.options.search import LIMITS, MODEL, SOLVER, TARGET
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
 from quantkit.search.find import load_measurements, model_path, with_imatrix
@@ -112,7 +116,7 @@ _search_options = options(
 )
 
 
-@click.command("search", cls=GroupedCommand)
+@click.command("search", cls=GroupedCommand, extras=(SEARCH,))
 @_search_options
 def command(
     sensitivity: Path,
@@ -146,7 +150,7 @@ def command(
     """
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
-    kind = None if plot is None else check_plot(plot, SEARCH)
+    kind = None if plot is None else check_plot(plot)
     sensitivities = load_measurements(sensitivity)
     source = model_path(sensitivities, model)
     inputs = [sensitivity, source, base, speeds, values["imatrix"], values["feedback"]]
@@ -154,9 +158,9 @@ def command(
     outputs = [output, front_to, plot, json_file]
     check_apart(outputs, inputs)
     output, front_to, plot, json_file = (p and claim(p, *inputs, overwrite=overwrite) for p in outputs)
-    say = _say(quiet=json_to == "-")
+    quiet = json_to == "-"
     if values["min_speed"] is not None:
-        values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, say)
+        values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, quiet=quiet)
     requested = with_imatrix(SearchOptions(**values), sensitivities, sensitivity, source)
     result: dict[str, Any] = {}
     text: list[str] = []
@@ -165,7 +169,8 @@ def command(
         if check is not None and base is not None:
             folder = None if output is None else output.parent
             verification = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
-        outcome = search(sensitivities, source, requested, check=verification, progress=lambda now: say(now.text))
+        with closing(Bar(quiet=quiet, unit="step")) as bar:
+            outcome = search(sensitivities, source, requested, check=verification, progress=_show(bar))
         echo_notes(outcome.notes)
         recipe = _recipe(outcome, sensitivity, source)
         _write(output, recipe)
@@ -174,7 +179,10 @@ def command(
             _text(outcome, recipe) if output is None else f"{_text(outcome)}\n{_command(outcome.best, source, output)}"
         )
     if front_to is not None or plot is not None:
-        front_result = search_front(sensitivities, source, requested, points=points, progress=lambda now: say(now.text))
+        with closing(Bar(quiet=quiet, unit="size", desc="solve")) as bar:
+            front_result = search_front(
+                sensitivities, source, requested, points=points, progress=lambda now: bar.update(*now)
+            )
         echo_notes(front_result.notes)
         rows = _rows(front_result)
         if front_to is not None:
@@ -193,18 +201,22 @@ def _check_usage(
     if len(targets) > 1 or (not targets and front is None and plot is None):
         raise click.UsageError("give one of --target-size, --target-bpw and --target-kld, or --front FILE")
     if not targets and (output is not None or check is not None):
-        raise click.UsageError("--output and --check are about one allocation: give its target")
+        raise click.UsageError("--output and --check apply to one allocation: give its target")
     if (check is None) != (base is None):
-        raise click.UsageError("--check measures against --base: give both")
+        raise click.UsageError("--check needs --base")
     if front is not None and front.suffix.lower() not in (".csv", ".json"):
         raise click.UsageError(f"--front {front}: the name must end in .csv or .json")
 
 
-def _say(*, quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints progress, on stderr if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        return lambda line: None
-    return lambda line: click.echo(printable(line), err=True)
+def _show(bar: Bar) -> ProgressCallback:
+    """Return a function that shows the progress, and prints what is measured on a line of its own on a terminal."""
+
+    def show(now: Progress) -> None:
+        if now.current > 1 and sys.stderr.isatty():
+            bar.print(printable(now.text), err=True)
+        bar.update(now.current, now.total, "" if now.current > 1 else now.text)
+
+    return show
 
 
 def _speeds(
@@ -212,7 +224,8 @@ def _speeds(
     sensitivities: Sensitivity,
     names: tuple[str, ...],
     threads: int | None,
-    say: Callable[[str], None],
+    *,
+    quiet: bool,
 ) -> Mapping[str, float]:
     from quantkit.search.speeds import measure_speeds, read_speeds  # kernels are slow to import
 
@@ -221,7 +234,11 @@ def _speeds(
     types_used = dict.fromkeys(
         [*(cost.type for cost in sensitivities.costs), *(option_type(name, "--types") for name in names)]
     )
-    return measure_speeds(types_used, threads=threads, progress=say)
+    with closing(Bar(quiet=quiet, unit="type", desc="speeds")) as bar:
+        done = itertools.count(1)
+        return measure_speeds(
+            types_used, threads=threads, progress=lambda line: bar.update(next(done), len(types_used), line)
+        )
 
 
 def _write(path: Path | None, text: str) -> None:
@@ -245,7 +262,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
         lines.append(f"measured divergence: {mean.value:.5g} ± {mean.error:.2g} on {best.check.sums.n} tokens")
         lines.append(PLUS_MINUS)
     lines += [
-        f"read for a token: {format_size(best.footprint.read)}",
+        f"read per token: {format_size(best.footprint.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
@@ -254,7 +271,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
 
 
 def _shortfall(best: Allocation) -> str:
-    return f" (the time was up: {best.gap:.3g} above the bound)" if best.gap else ""
+    return f" (time limit reached: {best.gap:.3g} above the bound)" if best.gap else ""
 
 
 def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
@@ -275,7 +292,7 @@ def _text(outcome: SearchResult, recipe: str = "") -> str:
     best = outcome.best
     lines = [
         f"{best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight, "
-        f"{format_size(best.footprint.read)} read for a token",
+        f"{format_size(best.footprint.read)} read per token",
         f"predicted divergence {best.kld:.5g} nats per token, {len(best.rules)} rules, "
         f"found in {format_seconds(outcome.seconds)}",
     ]
@@ -322,10 +339,10 @@ def _allocation_dict(allocation: Allocation) -> dict[str, Any]:
 _COLUMNS = ("kind", "name", "bytes", "bpw", "predicted_kld", "read_bytes")
 
 
-def _rows(swept: Front) -> list[dict[str, Any]]:
+def _rows(front: Front) -> list[dict[str, Any]]:
     """Return the points of a front, then the presets."""
-    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in swept.allocations]
-    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in swept.presets]
+    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in front.allocations]
+    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in front.presets]
     return [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
 
 
@@ -339,28 +356,28 @@ def _front_text(path: Path, rows: list[dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _front_summary(swept: Front) -> str:
-    first, last = swept.allocations[0], swept.allocations[-1]
+def _front_summary(front: Front) -> str:
+    first, last = front.allocations[0], front.allocations[-1]
     head = (
-        f"front: {len(swept.allocations)} allocations, {format_size(first.nbytes)} to {format_size(last.nbytes)}, "
-        f"predicted divergence {first.kld:.4g} to {last.kld:.4g}, found in {format_seconds(swept.seconds)}"
+        f"front: {len(front.allocations)} allocations, {format_size(first.nbytes)} to {format_size(last.nbytes)}, "
+        f"predicted divergence {first.kld:.4g} to {last.kld:.4g}, found in {format_seconds(front.seconds)}"
     )
     rows = []
-    for p in swept.presets:
-        best = min((a.kld for a in swept.allocations if a.nbytes <= p.nbytes), default=None)
+    for p in front.presets:
+        best = min((a.kld for a in front.allocations if a.nbytes <= p.nbytes), default=None)
         rows.append((p.name, p.nbytes, f"{p.kld:.5f}", "-" if best is None else f"{best:.5f}"))
     return head + ("\n\n" + table(["preset", "bytes", "predicted", "searched"], rows) if rows else "")
 
 
-def _scatter(swept: Front, source: Path) -> Scatter:
-    largest = max(a.nbytes for a in swept.allocations)
+def _scatter(front: Front, source: Path) -> Scatter:
+    largest = max(a.nbytes for a in front.allocations)
     name, unit = size_unit(largest)
-    searched = [a for a in swept.allocations if a.kld > 0]
-    if not searched:
-        raise ResourceError("there is nothing to draw: every allocation is predicted to lose nothing", "QK-E214")
-    x, y = [a.nbytes / unit for a in searched], [a.kld for a in searched]
+    drawn_allocations = [a for a in front.allocations if a.kld > 0]
+    if not drawn_allocations:
+        raise ResourceError("nothing to plot: every allocation has a predicted divergence of 0", "QK-E214")
+    x, y = [a.nbytes / unit for a in drawn_allocations], [a.kld for a in drawn_allocations]
     kinds = [Points("best recipe of each size (quantkit search)", x, y, is_line=True, is_subject=True)]
-    if presets := [p for p in swept.presets if p.kld > 0]:
+    if presets := [p for p in front.presets if p.kld > 0]:
         x = [p.nbytes / unit for p in presets]
         y = [p.kld for p in presets]
         names = [p.name for p in presets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +19,14 @@ from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.search import SearchOptions
-from quantkit.progress import ProgressCallback, report_lines
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.search.allocation import Allocation, Check, measure
 from quantkit.search.solve import Answer, Exclusion, Limit, Weights, solve
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity
 from quantkit.units import format_size, round_up
 
-#: How often the room is reduced because the header, which contains the rules, is too long.
+#: How often the size limit for data is reduced because the header, which contains the rules, is too long.
 _MAX_ROUNDS = 16
 #: Share of the choice groups in which checked allocations must differ.
 _MIN_DIFFERENCE = 0.05
@@ -71,7 +72,7 @@ def search(
         source: the model to quantize, of which only the header is read; default: the measured model.
         options: target and constraints.
         check: quantize and measure the best few.
-        progress: called for each step, with its text alone.
+        progress: called for the solver, and with each allocation that is measured.
 
     Raises:
         RecipeError: no allocation reaches the target; an unknown type or class; sensitivities of another model.
@@ -85,12 +86,18 @@ def search(
     with open_model(path := model_path(measurements, source)) as model:
         space = Space(measurements, model, with_imatrix(options, measurements, *sensitivity_files(sensitivity), path))
         finder = Finder(space)
-        allocations = list(finder.best(1 if check is None else check.count))
+        count = 1 if check is None else check.count
+        report = progress or (lambda now: None)
+        report(Progress(0, 1 + count, "solve"))
+        allocations = list(finder.best(count))
         if check is not None:
-            say = report_lines(progress)
-            say(f"{len(allocations)} allocations to measure")
+            checks = itertools.count(1)
+            report(Progress(1, 1 + count, f"{len(allocations)} allocations to measure"))
             allocations = [
-                replace(allocation, check=result) for allocation, result in measure(allocations, model, check, say)
+                replace(allocation, check=result)
+                for allocation, result in measure(
+                    allocations, model, check, lambda line: report(Progress(1 + next(checks), 1 + count, line))
+                )
             ]
             allocations.sort(
                 key=lambda allocation: math.inf if allocation.check is None else allocation.check.sums.kld.mean.value
@@ -194,15 +201,15 @@ class Finder:
         The header contains the rules, so its size is known only afterwards; if the file is too large, the problem is
         solved again with fewer bytes for tensors.
         """
-        room = target - self.header_bytes - self.space.fixed.padded
+        budget = target - self.header_bytes - self.space.fixed.padded
         for _ in range(_MAX_ROUNDS):
-            answer = self._solve_least([Limit(self._amounts("padded"), room)], exclusions, costs)
+            answer = self._solve_least([Limit(self._amounts("padded"), budget)], exclusions, costs)
             if answer is None:
                 return None
             allocation = self.allocation(answer)
             if allocation.nbytes <= target:
                 return allocation
-            room = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
+            budget = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
         return None
 
     def _smallest_for_kld(self, target: float, exclusions: Sequence[Exclusion]) -> Allocation | None:
@@ -265,7 +272,7 @@ class Finder:
         types = {
             g.name: u.choices[pick].type for u, pick in zip(space.choice_groups, picks, strict=True) for g in u.groups
         }
-        if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug
+        if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug in quantkit
             raise ResourceError("the rules of this allocation do not give the types that the search assigned")
         kld, options = space.kld(picks), space.quantize_options(title, rules)
         return Allocation(types, kld, space.total(picks), rules, title, options, plan, answer.gap, picks)

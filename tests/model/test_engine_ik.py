@@ -51,7 +51,7 @@ pytestmark = pytest.mark.peer
 
 #: Its formats of activations that are ours: Q8_K32 has other sums, and levels mirrored are the same values.
 COMMON_FORMATS = {"Q8_K": "q8_k", "Q8_K32": "q8_k", "Q8_2_X4": "q8_2", "Q8_KV": "q8_kv", "Q8_K64": "q8_k64"}
-#: Types whose levels, made unsigned, are too large for products of pairs in 16 bits; by how much they were raised.
+#: Types whose unsigned levels are too large for products of pairs in 16 bits, and the offset of these levels.
 OVERFLOWING = {"IQ5_KS": 128, "IQ4_KSS": 128}
 #: The same in a library that is built for AVX-512 with VNNI.
 WIDE_OVERFLOWING = (*OVERFLOWING, "IQ4_K", "IQ5_K", "IQ6_K", "IQ4_KS")
@@ -70,12 +70,12 @@ def ik(ik_lib: Path) -> IkGgml:
 
 
 def overflows(ik: IkGgml, t: TensorType) -> bool:
-    """Tell whether sums of pairs of products overflow there."""
+    """Return whether sums of pairs of products overflow in ik_llama.cpp."""
     return t.name in (WIDE_OVERFLOWING if ik.has_vnni else OVERFLOWING)
 
 
 def has_common_format(ik: IkGgml, t: TensorType) -> bool:
-    """Tell whether both multiply weights of type ``t`` with the same activations."""
+    """Return whether both multiply weights of type ``t`` by the same activations."""
     return COMMON_FORMATS.get(ik.activations_of(t).name) == activation_format(base_of(t))
 
 
@@ -88,7 +88,7 @@ def random_inputs(t: TensorType, rows: int = ROWS) -> tuple[Any, Any]:
 
 
 def product(w: Any, t: TensorType, x: Any) -> tuple[Any, Any]:
-    """Return our product, in double, and that of the decoded weights with the activations as they are."""
+    """Return quantkit's product, in double, and that of the decoded weights with the unrounded activations."""
     base = base_of(t)
     weights = w
     if is_interleaved(t):

@@ -24,8 +24,8 @@ from quantkit.kernels.cuda.core.kernel import Kernel
 
 FOLDER = Path(__file__).parent
 
-#: Code that is checked where it touches memory needs no sanitizers of its own. What is read before it is written is
-#: neither zero nor what was there by chance.
+#: Code that is checked where it touches memory needs no sanitizers of its own. Uninitialized memory is neither zero nor
+#: leftover data.
 FLAGS = [
     "-std=c++17", "-Og", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno",
     "-ftrivial-auto-var-init=pattern",
@@ -33,6 +33,10 @@ FLAGS = [
 
 #: Shared memory that a block may ask for, KiB; what a source declares by itself is 48 KiB at most.
 SHARED_KIB = {75: 64, 80: 163, 90: 227}
+
+
+#: The generation of which test_cuda_compile.py compiles every module of quantkit's to machine code.
+NEWEST = 90
 
 
 def nvrtc() -> Any:
@@ -49,7 +53,7 @@ def nvrtc() -> Any:
 
 
 def why_not() -> str | None:
-    """Say why PTX cannot be made or run here; None if it can."""
+    """Return the reason why PTX cannot be generated or run here; None if it can."""
     try:
         nvrtc()
     except (ImportError, RuntimeError):
@@ -67,24 +71,36 @@ def keep(path: Path, data: bytes) -> None:
     part.rename(path)
 
 
-@cache
-def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> str:
-    """Return the PTX of a module, made with the options of a real device."""
-    kernel = Kernel(file, "", defines)
+def compile_kernel(kernel: Kernel, target: str) -> Path:
+    """Compile a module with the options of a real device, once for each version of the sources; return its PTX's path.
+
+    Of machine code (target: sm_N) the compiler's report is beside it: one compilation gives both.
+    """
     compiler = nvrtc()
-    *options, _ = compile_options(capability)
-    options.append(f"-arch=compute_{capability}")
-    path = CACHE.parent / "ptx" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
+    is_code = target.startswith("sm")
+    options = (*compile_options(target), *(["--ptxas-options=-v"] if is_code else []))
+    path = CACHE.parent / "nvrtc" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
     if not path.exists():
         program = create_program(compiler, kernel)
         try:
-            compiler.compileProgram(program, tuple(options))
+            compiler.compileProgram(program, options)
+            if is_code:
+                assert bytes(compiler.getCUBIN(program)).startswith(b"\x7fELF")
+                keep(path.with_suffix(".log"), str(compiler.getProgramLog(program)).encode())
             keep(path, bytes(compiler.getPTX(program)))
         except compiler.NVRTCError as e:
             raise RuntimeError(f"{kernel}: {compiler.getProgramLog(program)}") from e
         finally:
             compiler.destroyProgram(program)
-    return path.read_text().rstrip("\0")
+    return path
+
+
+@cache
+def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> str:
+    """Return the PTX of a module."""
+    has_code = capability == NEWEST and not Path(file).is_absolute()
+    target = f"{'sm' if has_code else 'compute'}_{capability}"
+    return compile_kernel(Kernel(file, "", defines), target).read_text().rstrip("\0")
 
 
 @cache
@@ -133,7 +149,7 @@ def library_of(kernel: Kernel, capability: int, *flags: str) -> ctypes.CDLL:
 
 
 class PTXDevice(HostDevice):
-    """HostDevice, but a kernel is what NVRTC makes of it for a compute capability."""
+    """A HostDevice whose kernels are compiled by NVRTC for a compute capability."""
 
     #: More flags that kernels are compiled with.
     flags: tuple[str, ...] = ()
@@ -145,7 +161,7 @@ class PTXDevice(HostDevice):
             self.launch(launch, self._count if self.order is None else self.order)
 
     def shared_of(self, launch: Launch) -> int:
-        """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
+        """Return the shared memory of a block: the size declared in the source, then that of the launch."""
         library = library_of(launch.kernel, self.capability, *self.flags)
         declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
         assert declared <= 48 << 10, f"{launch.kernel} declares {declared} bytes of shared memory"

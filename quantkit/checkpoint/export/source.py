@@ -167,7 +167,10 @@ def open_export(
 
 def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> ExportSource:
     """Read a GGUF file; arguments and errors as for ``open_export``, except those of wrong metadata."""
-    meta = ModelMetadata(model, str(model.get("general.architecture")))
+    arch = model.get("general.architecture")
+    if not isinstance(arch, str):
+        raise FormatError(f"{model.paths[0]}: not a model: it has no general.architecture", "QK-E123")
+    meta = ModelMetadata(model, arch)
     name, row, hf_class = find_class(meta, architecture)
     dtype, target_type = DTYPES[_first_matrix_type(model) if outtype == "auto" else outtype]
     values = nest_text_config(make_config(meta, name, row, hf_class, dtype), hf_class)
@@ -198,7 +201,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
         f32_names, as_stored = _check_round_trip(parts, row, tensors, Context(config, names), target_type)
         set_biases(values[hf_class.text_key] if hf_class.outer_type else values, name, tensors, meta.path)
         files["config.json"] = _json(values)
-        notes += check_keys(model, row, config)  # last, for rules find values that are keys
+        notes += check_keys(model, row, config)  # last, because rules also replace values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
     if options:
         notes.append(f"fused tensors are split; to fuse them again, convert with {' '.join(options)}")

@@ -11,21 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ResourceError
+from quantkit.extras import STORE_PACKAGES
 from quantkit.formats.remote import retry
 from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pinned_length, run_on_loop
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
 from quantkit.formats.remote.s3 import S3
-
-#: The package of a scheme that needs more than fsspec.
-PACKAGES = {
-    "s3": ("s3fs", "s3fs"),
-    "gs": ("gcsfs", "gcsfs"),
-    **dict.fromkeys(("http", "https"), ("aiohttp", "aiohttp")),
-    **dict.fromkeys(("abfs", "adl"), ("adlfs", "adlfs")),
-    "hf": ("huggingface_hub", "huggingface_hub"),
-    "sftp": ("paramiko", "paramiko"),
-}
-
 
 _stores: dict[tuple[int, str], Store] = {}
 _lock = threading.Lock()
@@ -46,7 +36,7 @@ def _connect(url: Object) -> Store:
         import fsspec
     except ImportError:
         raise _missing_package(url, "fsspec") from None
-    module, package = PACKAGES.get(scheme, ("", ""))
+    module, package = STORE_PACKAGES.get(scheme, ("", ""))
     try:
         if module:
             importlib.import_module(module)
@@ -55,7 +45,7 @@ def _connect(url: Object) -> Store:
         raise _missing_package(url, package) from None
     except ValueError:
         raise ResourceError(
-            f"{url}: fsspec does not know the scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
+            f"{url}: unsupported scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
         ) from None
     if scheme == "s3":
         return S3(kind, fsspec.config.conf.get("s3", {}))
@@ -135,10 +125,10 @@ def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool
     return Facts(int(total) if total.isdecimal() else -1, tag), False
 
 
-# ---------------------------------------------------------------- all else
+# ---------------------------------------------------------------- other stores
 
 
-#: Names of an object's identity in fsspec's file systems.
+#: Attributes that identify an object's version in fsspec's file systems.
 _TAGS = (
     "ETag",
     "etag",
@@ -184,7 +174,7 @@ class FsspecStore:
             self.fs.invalidate_cache()
             path = self._path(url)
             listing = self._call("ls", path, detail=True)
-            # A name that is also a file counts as a directory only.
+            # A name that is both a file and a directory counts as a directory.
             return entries_of(
                 [info for info in listing if str(info["name"]).rstrip("/") != path.rstrip("/")], _info_facts
             )

@@ -3,7 +3,7 @@
 A layout is a table of the source of each bit; ``_moves`` turns it into straight-line code for a unit. Source bytes are
 loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same rotation are
 shuffled together, rotated, masked and joined. A layout of nibbles thus takes two shuffles, two shifts and two masks for
-64 bytes, whatever its order.
+64 bytes, regardless of its order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Region:
         #: Piece and byte of each part, so that the same parts of all pieces are neighbours.
         self.parts = [(piece, start) for start in starts for piece in range(pieces)]
         self.per_vector = 64 // self.width
-        # A byte's place among the parts: the last that covers it.
+        # Position of a byte among the parts: the last part that covers it.
         place = np.zeros((pieces, size), np.int64)
         for i, (piece, start) in enumerate(self.parts):
             place[piece, start : start + self.width] = i * self.width + np.arange(self.width)
@@ -56,7 +56,7 @@ class _Region:
         return [self.parts[i : i + self.per_vector] for i in range(0, len(self.parts), self.per_vector)]
 
     def order(self, size: int) -> npt.NDArray[np.int64]:
-        """Return the byte that each lane of the vectors holds, pieces one behind the other; -1 for unused lanes."""
+        """Return the byte that each lane of the vectors holds, pieces one after another; -1 for unused lanes."""
         out = np.full(64 * len(self.bytes), -1)
         for i, (piece, start) in enumerate(self.parts):
             out[i * self.width : (i + 1) * self.width] = piece * size + start + np.arange(self.width)
@@ -90,7 +90,7 @@ def _constant(values: npt.ArrayLike) -> ir.Constant:
 
 
 def _gather(b: Any, vectors: list[Any], lanes: npt.NDArray[np.int64]) -> Any:
-    """Return a vector of the bytes ``lanes`` of all vectors one behind the other; anything where a lane is negative."""
+    """Return a vector of the bytes ``lanes`` of all vectors one after another; anything where a lane is negative."""
     result = ir.Constant(_VECTOR, ir.Undefined)
     for v in sorted({int(lane) // 64 for lane in lanes if lane >= 0}):
         of_vector = (lanes >= 0) & (lanes // 64 == v)
@@ -188,7 +188,7 @@ def _emit_rows(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
 # --- kernels -------------------------------------------------------------------------------------------------------
 
 #: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row and of a row header, plain and
-#: interleaved; whether a row's scale becomes that of its blocks.
+#: interleaved; whether a row's scale is copied to its blocks.
 move: Any = None
 group = unit_bytes = interleaved_bytes = header_bytes = interleaved_header = 0
 spreads = False
