@@ -41,7 +41,7 @@ def rename_counts(config: MmprojConfig) -> None:
 # --- Qwen2-VL, Qwen2.5-VL -------------------------------------------------------------------------------------------
 
 
-def _patch_qwen2(config: MmprojConfig) -> None:
+def patch_qwen2(config: MmprojConfig) -> None:
     """Default the size of images; Qwen2-VL calls the width embed_dim, and that of the text model hidden_size."""
     vision = config.vision.values
     vision["image_size"] = vision.get("image_size", 560)
@@ -79,16 +79,16 @@ def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
     keys.u32(".vision.n_wa_pattern", period)
 
 
-_QWEN2_RULES = (
+QWEN2_RULES = (
     SplitFrames(r"patch_embed\.proj\.weight"),
     Split(r"\.qkv\.", (".q.", ".k.", ".v.")),
 )
-_QWEN2_VL = Mmproj(
+QWEN2_VL = Mmproj(
     (_write_qwen2, layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")),
     tensors=r"^visual\.",
-    rules=_QWEN2_RULES,
+    rules=QWEN2_RULES,
     forced=((".position_embd.", TYPE_F32),),
-    patch_config=_patch_qwen2,
+    patch_config=patch_qwen2,
 )
 
 
@@ -178,7 +178,7 @@ def _patch_audio(config: MmprojConfig) -> None:
 
 def _patch_omni(config: MmprojConfig) -> None:
     _patch_audio(config)
-    _patch_qwen2(config)
+    patch_qwen2(config)
 
 
 def _patch_omni3(config: MmprojConfig) -> None:
@@ -228,15 +228,15 @@ _AUDIO_QWEN_KEYS = (
 _OMNI = {"vision_config": _of_thinker("vision_config"), "audio_config": _of_thinker("audio_config")}
 _F16_CONVOLUTIONS = ForceType(r"\.conv.*\.weight", TYPE_F16)
 _QWEN25_OMNI = Mmproj(
-    (*_AUDIO_QWEN_KEYS, *_QWEN2_VL.keys, projector("qwen2.5o")),
+    (*_AUDIO_QWEN_KEYS, *QWEN2_VL.keys, projector("qwen2.5o")),
     tensors=r"^(visual|audio_tower)\.(?!.*audio_bos_eos_token)",
     stored=(Rename(r"thinker\.", ""),),
     rules=(
-        *_QWEN2_RULES,
+        *QWEN2_RULES,
         Transform(r"^audio_tower\..*conv[12]\.bias", _append_dimension, None),
         _F16_CONVOLUTIONS,
     ),
-    forced=_QWEN2_VL.forced,
+    forced=QWEN2_VL.forced,
     audio=True,
     patch_config=_patch_omni,
     synthetic=_positions,
@@ -284,7 +284,7 @@ _QWEN3_ASR = replace(
 
 MMPROJ: dict[str, Mmproj] = {
     **dict.fromkeys(
-        ("Qwen2VLModel", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), _QWEN2_VL
+        ("Qwen2VLModel", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), QWEN2_VL
     ),
     **dict.fromkeys(
         (
