@@ -64,3 +64,12 @@ class SplitFrames(OneWayRule):
 def split_qkv(pattern: str, *names: str) -> Split:
     """Return the rule that splits rows of ``pattern`` into queries, keys and values of ``names``."""
     return Split(pattern, names)
+
+
+@dataclass(frozen=True)
+class DropUnknown(OneWayRule):
+    """Drops tensors that files do not have, but not those of layers beyond the last: these are an error."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        of_first_layer = re.sub(r"\.\d+\.", ".0.", tensor.name)
+        return None if any(map(context.names.find, (tensor.name, of_first_layer))) else ()

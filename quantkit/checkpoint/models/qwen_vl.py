@@ -1,6 +1,7 @@
-"""The encoders of Qwen's vision and audio models: Qwen2-VL to Qwen3.5, Omni and ASR.
+"""The encoders of Qwen's vision and audio models: Qwen2-VL to Qwen3.5, Omni and ASR; of Sarashina 2.2 and Clef.
 
-Facts of llama.cpp b11434, conversion/qwenvl.py, conversion/qwen3vl.py.
+Facts of llama.cpp b11434, conversion/qwenvl.py, conversion/qwen3vl.py, conversion/qwen4exp.py,
+conversion/sarashina2.py, conversion/clef.py.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
     if kind == "qwen2_vl":
         return
     keys.flag("clip.use_silu", True)
+    write_period(keys, config)
+
+
+def write_period(keys: Keys, config: MmprojConfig) -> None:
+    """Write the period of layers with full attention."""
     layers = config.vision.get("fullatt_block_indexes")
     if not isinstance(layers, list) or not layers or any(type(layer) is not int for layer in layers):
         raise FormatError(f"{config.path}: fullatt_block_indexes is {short(layers)}, not a list of layers", "QK-E112")
@@ -83,8 +89,9 @@ QWEN2_RULES = (
     SplitFrames(r"patch_embed\.proj\.weight"),
     Split(r"\.qkv\.", (".q.", ".k.", ".v.")),
 )
+_QWEN2_EPSILON = layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")
 QWEN2_VL = Mmproj(
-    (_write_qwen2, layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")),
+    (_write_qwen2, _QWEN2_EPSILON),
     tensors=r"^visual\.",
     rules=QWEN2_RULES,
     forced=((".position_embd.", TYPE_F32),),
@@ -147,7 +154,7 @@ _QWEN3_MERGER = (
     NameInFile(r"^visual\.merger\.linear_fc2\.", "mm.2."),
     NameInFile(r"^visual\.merger\.norm\.", "v.post_ln."),
 )
-_QWEN3_KEYS = (
+QWEN3_ENCODER_KEYS = (
     USE_GELU,
     MERGE_SIZE,
     Key(
@@ -155,6 +162,9 @@ _QWEN3_KEYS = (
         lambda config: config.outer["text_config"].get("rms_norm_eps", 1e-6),
         "f32",
     ),
+)
+_QWEN3_KEYS = (
+    *QWEN3_ENCODER_KEYS,
     Key(".vision.is_deepstack_layers", _deepstack_flags, "array"),
 )
 QWEN3_VL = Mmproj(
@@ -293,9 +303,12 @@ MMPROJ: dict[str, Mmproj] = {
             "Qwen3_5ForConditionalGeneration",
             "Qwen3_5MoeForConditionalGeneration",
             "OpenJevModel",
+            "Qwen4ExpForConditionalGeneration",
+            "ClefModel",
         ),
         QWEN3_VL,
     ),
+    "Sarashina2VisionForCausalLM": replace(QWEN2_VL, keys=(projector("qwen2vl_merger"), _QWEN2_EPSILON)),
     "Qwen2_5OmniModel": _QWEN25_OMNI,
     "Qwen3OmniMoeForConditionalGeneration": _QWEN3_OMNI,
     "Qwen3ASRForConditionalGeneration": _QWEN3_ASR,
