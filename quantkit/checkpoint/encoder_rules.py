@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.expressions import Shaped, take
@@ -17,7 +17,7 @@ class NameInFile(OneWayRule):
     """Names tensors of the file: ``replacement`` for the regular expression ``pattern``, instead of the name map."""
 
     pattern: str
-    replacement: str
+    replacement: str | Callable[[re.Match[str]], str]
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         name = re.sub(self.pattern, self.replacement, tensor.name)
@@ -39,24 +39,37 @@ class ForceType(OneWayRule):
 class SplitFrames(OneWayRule):
     """Splits the convolution of two frames, [out, channels, 2, height, width], into v.patch_embd.weight and .weight.1.
 
-    llama.cpp computes a 3-D convolution over two equal frames as the sum of two 2-D ones.
+    llama.cpp computes a 3-D convolution over two equal frames as the sum of two 2-D ones. ``frames``: another number,
+    or None for any.
     """
 
     pattern: str
+    frames: int | None = 2
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not re.search(self.pattern, tensor.name):
             return None
         shape = tensor.x.shape
-        if len(shape) != 5 or shape[2] != 2:
-            raise context.fail(tensor, f"its shape {list(shape)} is not that of a convolution over two frames")
-        frames = (Shaped(take(tensor.x, 2, range(i, i + 1)), (*shape[:2], *shape[3:])) for i in range(2))
+        if len(shape) != 5 or shape[2] != (self.frames or shape[2]):
+            raise context.fail(
+                tensor, f"its shape {list(shape)} is not that of a convolution over {self.frames} frames"
+            )
+        frames = (Shaped(take(tensor.x, 2, range(i, i + 1)), (*shape[:2], *shape[3:])) for i in range(shape[2]))
         return [
-            replace(tensor, x=x, name_in_file=f"v.patch_embd.weight{end}")
-            for x, end in zip(frames, ("", ".1"), strict=True)
+            replace(tensor, x=x, name_in_file=f"v.patch_embd.weight{f'.{i}' if i else ''}")
+            for i, x in enumerate(frames)
         ]
 
 
 def split_qkv(pattern: str, *names: str) -> Split:
     """Return the rule that splits rows of ``pattern`` into queries, keys and values of ``names``."""
     return Split(pattern, names)
+
+
+@dataclass(frozen=True)
+class DropUnknown(OneWayRule):
+    """Drops tensors that files do not have, but not those of layers beyond the last: these are an error."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        of_first_layer = re.sub(r"\.\d+\.", ".0.", tensor.name)
+        return None if any(map(context.names.find, (tensor.name, of_first_layer))) else ()

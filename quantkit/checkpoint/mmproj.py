@@ -156,6 +156,52 @@ def constant(key: str, value: Any, kind: str = "u32") -> Key:
 USE_GELU = constant("clip.use_gelu", True, "flag")
 USE_SILU = constant("clip.use_silu", True, "flag")
 MERGE_SIZE = EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", optional=True)
+SCALE_FACTOR = ".vision.projector.scale_factor"
+
+
+def inverse_scale(ratio: str, of: str = "vision") -> Key:
+    """Return the row of a projector's scale: the inverse of ``ratio``, rounded down."""
+
+    def compute(config: MmprojConfig) -> int:
+        part: Config = getattr(config, of)
+        value = part[ratio]
+        if not isinstance(value, (int, float)) or not 0 < value <= 1:
+            raise FormatError(f"{part.path}: {ratio} is {short(value)}, not a part of 1", "QK-E112")
+        return int(1.0 / value)
+
+    return Key(SCALE_FACTOR, compute)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The flag of a vision encoder's activation; ``default``: where hidden_act is absent.
+
+    Of others than those of ``gelu`` and SiLU none is written with ``lenient``; else they are an error.
+    """
+
+    gelu: tuple[str, ...] = ("gelu",)
+    silu: tuple[str, ...] = ("silu",)
+    default: str | None = None
+    lenient: bool = False
+
+    def __call__(self, keys: Keys, config: MmprojConfig) -> None:
+        name = config.vision["hidden_act"] if self.default is None else config.vision.get("hidden_act", self.default)
+        if self.default is not None:
+            name = str(name).lower()
+        if name in self.gelu:
+            USE_GELU(keys, config)
+        elif name in self.silu:
+            USE_SILU(keys, config)
+        elif not self.lenient:
+            raise FormatError(
+                f"{config.path}: hidden_act of the vision encoder is {short(name)}; supported are "
+                f"{', '.join((*self.gelu, *self.silu))}",
+                "QK-E305",
+            )
+
+
+#: Of classes that write no flag for other activations.
+OPTIONAL_ACTIVATION = Activation(default="", lenient=True)
 
 
 def layer_norm_epsilon(names: str, default: float | None = None, of: str = "vision") -> EncoderKey:
@@ -222,6 +268,8 @@ class Mmproj:
     synthetic: Callable[[MmprojConfig], Iterable[Tensor]] = field(default=lambda config: ())
     #: Parts of names in the file, and the type of such tensors in files of all types.
     forced: tuple[tuple[str, TensorType], ...] = ()
+    #: Parts of names in the file of tensors that are F16 in files of this type, else F32, as convolutions of patches.
+    full: tuple[str, ...] = ()
     #: Another row for some configurations of the class.
     dispatch: Callable[[Json], Mmproj | None] = field(default=lambda outer: None)
 
@@ -246,6 +294,6 @@ _FULL = (".patch_embd.weight", ".patch_merger.weight")
 def forced_type(row: Mmproj, name: str, outtype: TensorType) -> TensorType | None:
     """Return the type of the tensor ``name`` of an mmproj file whatever the file's; None for that of the file."""
     of_row = next((forced for part, forced in row.forced if part in name), None)
-    if of_row is None and any(part in name for part in _FULL):
+    if of_row is None and any(part in name for part in (*_FULL, *row.full)):
         return TYPE_F16 if outtype is TYPE_F16 else TYPE_F32
     return of_row

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import NameInFile
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import (
@@ -36,7 +37,8 @@ from quantkit.checkpoint.key_rows import (
     rotary_width,
 )
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.models import deepseek, kimi, llama
+from quantkit.checkpoint.mmproj import Mmproj, MmprojConfig, projector
+from quantkit.checkpoint.models import deepseek, kimi, llama, qwen_vl
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, Split, StackExperts, Transform, flatten
@@ -310,5 +312,31 @@ CLASSES: dict[str, HfClass] = {
         # The only values that llama.cpp runs.
         defaults={"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
         rename_last=_rename_output,
+    ),
+}
+
+
+# --- Encoders of Ling 3 VL --------------------------------------------------------------------------------------------
+
+
+def _patch_ling(config: MmprojConfig) -> None:
+    """Refuse encoders whose merger has a projection, which llama.cpp does not compute."""
+    qwen_vl.patch_qwen3(config)
+    if config.vision.get("disable_merger_proj") is not True:
+        raise FormatError(f"{config.path}: disable_merger_proj of the vision encoder must be true", "QK-E305")
+    config.vision.number("out_hidden_size")
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "BailingMoeV3VLForConditionalGeneration": replace(
+        qwen_vl.QWEN3_VL,
+        keys=(projector("ling3vl"), *qwen_vl.QWEN3_ENCODER_KEYS),
+        tensors=r"^(visual\.|linear_proj)",
+        rules=(
+            *qwen_vl.QWEN3_VL.rules,
+            NameInFile(r"^linear_proj\.(\d+)\.([^.]+)$", r"mm.\1.\2"),
+            NameInFile(r"^visual\.merger\.norm\.(weight|bias)$", r"mm.input_norm.\1"),
+        ),
+        patch_config=_patch_ling,
     ),
 }

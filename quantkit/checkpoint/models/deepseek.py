@@ -1,6 +1,6 @@
-"""DeepSeek 1 to V3.2 and OCR, and classes that are DeepSeek V3 under another name.
+"""DeepSeek 1 to V3.2 and OCR, and classes that are DeepSeek V3 under another name; the encoders of Youtu-VL.
 
-Facts of llama.cpp b11434, conversion/deepseek.py.
+Facts of llama.cpp b11434, conversion/deepseek.py, conversion/youtuvl.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import DropUnknown
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, Transposed, concatenate, take
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
+from quantkit.checkpoint.mmproj import Activation, EncoderKey, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.nextn import NEXTN_KEY, layers_with_nextn, nextn_layers
 from quantkit.checkpoint.row import Architecture, HfClass
@@ -342,5 +344,32 @@ CLASSES: dict[str, HfClass] = {
             "DeepSeek-OCR also has vision towers, which GGUF files of text models do not contain: only the text "
             "model is written"
         ),
+    ),
+}
+
+
+# --- Encoders of Youtu-VL ---------------------------------------------------------------------------------------------
+
+
+def _default_image_size(config: MmprojConfig) -> None:
+    config.vision.values.setdefault("image_size", 560)
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "YoutuVLForConditionalGeneration": Mmproj(
+        (
+            projector("youtuvl"),
+            layer_norm_epsilon("layer_norm_eps", 1e-6),
+            Activation(
+                gelu=("gelu", "gelu_pytorch_tanh", "gelu_fast", "gelu_new", "gelu_accurate"),
+                default="gelu_pytorch_tanh",
+            ),
+            EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", default=2),
+            Key(".vision.window_size", lambda config: config.vision.get("window_size")),
+            EncoderKey(".vision.wa_layer_indexes", "fullatt_block_indexes", "array"),
+        ),
+        tensors=r"^(?!lm_head\.|model\.(layers|embed_tokens|norm)\.)",
+        rules=(DropUnknown(),),
+        patch_config=_default_image_size,
     ),
 }

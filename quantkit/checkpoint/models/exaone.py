@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import SplitFrames
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import (
@@ -23,7 +24,9 @@ from quantkit.checkpoint.key_rows import (
     number_or,
     set_layer_types,
 )
-from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import USE_SILU, EncoderKey, Key, Mmproj, MmprojConfig, projector
+from quantkit.checkpoint.models import llama, qwen_vl
 from quantkit.checkpoint.nextn import (
     MTP_NAMES,
     NEXTN_IF_ANY,
@@ -163,5 +166,38 @@ CLASSES: dict[str, HfClass] = {
         renames=((r"^model\.", "model.language_model."),),
         outer_type="exaone4_5",
         matches=has_key("nextn_predict_layers"),
+    ),
+}
+
+
+# --- Encoders of EXAONE 4.5 -------------------------------------------------------------------------------------------
+
+
+def _vision_epsilon(config: MmprojConfig) -> float | None:
+    """Return the epsilon of the vision encoder, or that of the model."""
+    epsilon: float | None = config.vision.get("rms_norm_eps", config.model.get("rms_norm_eps", 1e-6))
+    return epsilon
+
+
+def _write_period(keys: Keys, config: MmprojConfig) -> None:
+    if config.vision.get("fullatt_block_indexes"):
+        qwen_vl.write_period(keys, config)
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "Exaone4_5_ForConditionalGeneration": replace(
+        qwen_vl.QWEN2_VL,
+        keys=(
+            projector("exaone4_5"),
+            USE_SILU,
+            EncoderKey(".vision.image_min_pixels", "min_pixels", of="preprocessor"),
+            EncoderKey(".vision.image_max_pixels", "max_pixels", of="preprocessor"),
+            Key(".vision.attention.head_count_kv", lambda config: config.vision.get("num_key_value_heads")),
+            Key(".vision.attention.layer_norm_epsilon", _vision_epsilon, "f32"),
+            Key(".vision.window_size", lambda config: config.vision.get("window_size")),
+            _write_period,
+        ),
+        stored=qwen_vl.QWEN3_STORED,
+        rules=(SplitFrames(r"patch_embed\.proj\.weight"),),
     ),
 }

@@ -1,6 +1,6 @@
-"""ChatGLM, GLM 4, 4.5, 4.7 Flash and 5, and Solar Open.
+"""ChatGLM, GLM 4, 4.5, 4.7 Flash and 5, and Solar Open; the encoders of GLM 4V to 5.3.
 
-Facts of llama.cpp b11434, conversion/chatglm.py, conversion/glm.py.
+Facts of llama.cpp b11434, conversion/chatglm.py, conversion/glm.py, conversion/qwen3vl.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from quantkit.checkpoint.key_rows import (
     set_rotary_part,
 )
 from quantkit.checkpoint.keys import GATING
-from quantkit.checkpoint.models import deepseek
+from quantkit.checkpoint.mmproj import (
+    OPTIONAL_ACTIVATION,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    layer_norm_epsilon,
+    projector,
+)
+from quantkit.checkpoint.models import deepseek, qwen_vl
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import Rename, StackExperts, Transform
@@ -221,5 +230,40 @@ CLASSES: dict[str, HfClass] = {
         "glm",
         f"{LAYER}mlp.gate_up_proj",
         config_setters=(set_chatglm_names,),
+    ),
+}
+
+
+# --- Encoders of GLM 4V to 5.3 ---------------------------------------------------------------------------------------
+
+
+def _pixel_limit(end: str) -> Key:
+    """Return the row of a limit of pixels, which the preprocessor states in tokens."""
+
+    def compute(config: MmprojConfig) -> int | None:
+        settings = config.preprocessor
+        tokens = settings.get(f"{end}_image_tokens")
+        side = int(settings.get("patch_size", 14)) * int(settings.get("merge_size", 2))
+        return None if tokens is None else int(tokens) * side**2
+
+    return Key(f".vision.image_{end}_pixels", compute)
+
+
+_GLM_VISION_KEYS = (OPTIONAL_ACTIVATION, layer_norm_epsilon("rms_norm_eps", 1e-5))
+_GLM_4V = replace(qwen_vl.QWEN3_VL, keys=(projector("glm4v"), *_GLM_VISION_KEYS), rules=qwen_vl.QWEN3_PATCHES)
+MMPROJ: dict[str, Mmproj] = {
+    "Glm4vForConditionalGeneration": _GLM_4V,
+    "Glm4vMoeForConditionalGeneration": _GLM_4V,
+    "GlmOcrForConditionalGeneration": _GLM_4V,
+    "Glm5NextForConditionalGeneration": replace(
+        _GLM_4V,
+        keys=(
+            projector("glm5v"),
+            *_GLM_VISION_KEYS,
+            EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", default=2),
+            Key(".vision.swiglu_clamp", lambda config: config.vision.get("swiglu_limit"), "f32"),
+            _pixel_limit("min"),
+            _pixel_limit("max"),
+        ),
     ),
 }

@@ -1,6 +1,6 @@
-"""InternLM 2 and 3.
+"""InternLM 2 and 3; the encoders of InternVL.
 
-Facts of llama.cpp b11434, conversion/internlm.py.
+Facts of llama.cpp b11434, conversion/internlm.py, conversion/internvl.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import optional_json
-from quantkit.checkpoint.expressions import concatenate, permute_heads, take
+from quantkit.checkpoint.expressions import TYPE_F32, concatenate, permute_heads, take
+from quantkit.checkpoint.mmproj import (
+    Activation,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    inverse_scale,
+    layer_norm_epsilon,
+    projector,
+)
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import restore_rows
+from quantkit.checkpoint.rules import Rename, Split, restore_rows
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.sentencepiece import Piece, read_model, sentencepiece_tokens, set_pieces
 from quantkit.checkpoint.vocab.special import special_tokens
@@ -141,5 +150,51 @@ CLASSES: dict[str, HfClass] = {
         + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
         kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
         defaults={"bias": False},
+    ),
+}
+
+
+# --- Encoders of InternVL and Intern-S1 ------------------------------------------------------------------------------
+
+
+def _use_first_size(config: MmprojConfig) -> None:
+    """Use the first of sizes that are lists."""
+    vision = config.vision.values
+    for name in ("image_size", "patch_size"):
+        if isinstance(vision.get(name), list):
+            vision[name] = vision[name][0]
+
+
+def _tile_count(end: str, name: str) -> Key:
+    """Return the row of a number of tiles, which older models lack."""
+
+    def compute(config: MmprojConfig) -> int | None:
+        count = config.model.number(name) if name in config.model else 0
+        return count or None
+
+    return Key(f".vision.preproc_{end}_tiles", compute)
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "InternVisionModel": Mmproj(
+        (
+            projector("internvl"),
+            layer_norm_epsilon("layer_norm_eps"),
+            Activation(),
+            inverse_scale("downsample_ratio", of="model"),
+            _tile_count("min", "min_dynamic_patch"),
+            _tile_count("max", "max_dynamic_patch"),
+        ),
+        tensors=r"^(vision_model|mlp|model\.vision_tower|model\.multi_modal_projector)",
+        rules=(
+            Rename(r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0."),
+            Rename(r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1."),
+            Rename(r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3."),
+            Rename(r"^vision_model", "vision_tower.vision_model"),
+            Rename(r"^(?!.*\.weight$)(.*(?:\.ls|\.lambda_|position_embedding).*)$", r"\1.weight"),
+            Split(r"attn\.qkv\.", ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")),
+        ),
+        forced=((".position_embd.", TYPE_F32),),
+        patch_config=_use_first_size,
     ),
 }

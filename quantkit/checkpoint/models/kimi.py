@@ -1,6 +1,6 @@
-"""Kimi Linear and K3: delta attention between layers of DeepSeek's attention.
+"""Kimi Linear and K3: delta attention between layers of DeepSeek's attention; the encoders of Kimi-VL and K2.5.
 
-Facts of llama.cpp b11434, conversion/kimi_linear.py, conversion/kimi_k3.py.
+Facts of llama.cpp b11434, conversion/kimi_linear.py, conversion/kimi_k3.py, conversion/kimivl.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,29 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING, Keys
+from quantkit.checkpoint.mmproj import (
+    SCALE_FACTOR,
+    USE_GELU,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    constant,
+    layer_norm_epsilon,
+    projector,
+)
 from quantkit.checkpoint.models import deepseek, minimax
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import Drop, Rename, Transform, flatten, log_of_negative, negative_exp
+from quantkit.checkpoint.rules import (
+    Drop,
+    Rename,
+    Split,
+    Transform,
+    flatten,
+    flatten_experts,
+    log_of_negative,
+    negative_exp,
+)
 from quantkit.checkpoint.tensor_names import file_name
 from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -291,5 +311,88 @@ CLASSES: dict[str, HfClass] = {
         defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
         renames=((r"^", "language_model."),),
         outer_type="kimi_k3",
+    ),
+}
+
+
+# --- Encoders of Kimi-VL, Kimi K2.5 and GLM 5V -----------------------------------------------------------------------
+
+
+def _set_kimi_size(config: MmprojConfig) -> None:
+    config.vision.values["image_size"] = 64 * 14
+
+
+def _set_k25_size(config: MmprojConfig) -> None:
+    """Derive the size of images from the height of the position embeddings."""
+    vision = config.vision
+    vision.values["image_size"] = vision.get("init_pos_emb_height", 64) * vision.get("patch_size", 14)
+
+
+def _patch_area(config: MmprojConfig) -> int:
+    side = config.vision.get("patch_size", 14)
+    return int(side * side)
+
+
+def _permute_k25_heads(tensor: Tensor, context: Context) -> Expression:
+    """Reorder the interleaved rope pairs of both axes, in the queries and keys of a joint matrix: heights precede."""
+    heads, x = context.config.get("num_attention_heads", 16), tensor.x
+    part = x.shape[0] // 3
+    if part * 3 != x.shape[0] or part % (4 * heads):
+        raise ValueError(f"its rows do not divide into 3 x {heads} heads of pairs")
+    width = part // heads
+    starts = range(0, 2 * part, width)
+    pairs = (
+        range(start + row, start + row + 2) for start in starts for axis in (0, 2) for row in range(axis, width, 4)
+    )
+    return take(x, 0, *pairs, range(2 * part, 3 * part))
+
+
+def _position_key(axis: str, default: int) -> EncoderKey:
+    return EncoderKey(f"vision.pos_emb_{axis}", f"init_pos_emb_{axis}", default=default)
+
+
+_KIMI_K25 = Mmproj(
+    (
+        projector("kimik25"),
+        _position_key("height", 64),
+        _position_key("width", 64),
+        _position_key("time", 4),
+        Key("clip.use_gelu", lambda config: config.vision.get("projector_hidden_act", "gelu") == "gelu", "flag"),
+        layer_norm_epsilon("projector_ln_eps", 1e-5),
+        Key(SCALE_FACTOR, lambda config: config.vision.get("merge_kernel_size", [2, 2])[0]),
+        Key(".vision.image_min_pixels", lambda config: 8 * _patch_area(config)),
+        Key(
+            ".vision.image_max_pixels",
+            lambda config: config.preprocessor.get("in_patch_limit", 16384) * _patch_area(config),
+        ),
+    ),
+    tensors=r"vision_tower|mm_projector",
+    rules=(
+        Transform(r"wqkv.*(weight|bias)", _permute_k25_heads, None),
+        Transform(r"pos_emb\.time_weight", flatten_experts, None),
+        Rename(r"(mm_projector\.proj)\.0\.", r"\1.linear_1."),
+        Rename(r"(mm_projector\.proj)\.2\.", r"\1.linear_2."),
+    ),
+    patch_config=_set_k25_size,
+)
+MMPROJ: dict[str, Mmproj] = {
+    "KimiVLForConditionalGeneration": Mmproj(
+        (
+            projector("kimivl"),
+            USE_GELU,
+            constant(SCALE_FACTOR, 2),
+            layer_norm_epsilon("layer_norm_eps", 1e-5),
+        ),
+        tensors=r"vision_tower|multi_modal_projector",
+        rules=(
+            Transform(r"pos_emb\.weight", flatten_experts, None),
+            Split(r"wqkv", ("wq", "wk", "wv")),
+        ),
+        patch_config=_set_kimi_size,
+    ),
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Glm5vForConditionalGeneration": replace(
+        _KIMI_K25,
+        rules=(Rename(r"^mm_projector\.linear_", "mm_projector.proj.linear_"), *_KIMI_K25.rules),
     ),
 }

@@ -1,20 +1,36 @@
-"""Llama 1 to 4, and classes that are Llama under another name.
+"""Llama 1 to 4, and classes that are Llama under another name; the encoders of Llama 4, SmolVLM and Janus.
 
-Facts of llama.cpp b11434, conversion/llama.py, conversion/llama4.py, conversion/nanbeige.py, conversion/januspro.py.
+Facts of llama.cpp b11434, conversion/llama.py, conversion/llama4.py, conversion/nanbeige.py, conversion/januspro.py,
+conversion/smolvlm.py, conversion/cogvlm.py.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import ForceType, NameInFile
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.expressions import TYPE_F32, Constant
 from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys
+from quantkit.checkpoint.mmproj import (
+    OPTIONAL_ACTIVATION,
+    SCALE_FACTOR,
+    USE_GELU,
+    Activation,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    inverse_scale,
+    layer_norm_epsilon,
+    projector,
+)
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import (
     Drop,
@@ -237,4 +253,73 @@ CLASSES: dict[str, HfClass] = {
     ),
     "NanbeigeForCausalLM": HfClass("nanbeige"),
     "LlamaBidirectionalModel": HfClass("llama_bidirec", config_setters=(_set_pooling_name,), renames=(_BARE_NAMES,)),
+}
+
+
+# --- Encoders of Llama 4, Idefics 3, SmolVLM, Janus and CogVLM -------------------------------------------------------
+
+
+def _default_smolvlm(config: MmprojConfig) -> None:
+    """Set the values that configurations of SmolVLM 2 lack."""
+    if config.vision["model_type"] == "smolvlm_vision":
+        defaults = {"hidden_size": 1152, "num_attention_heads": 16, "intermediate_size": 3072}
+        config.vision.values |= defaults | config.vision.values
+
+
+def _longest_edge(config: MmprojConfig) -> int:
+    size = config.preprocessor.table("size") if "size" in config.preprocessor else {}
+    return int(size.get("longest_edge", config.vision["image_size"]))
+
+
+def _derive_janus_width(config: MmprojConfig) -> None:
+    vision = config.vision.values
+    width, ratio = vision.get("hidden_size"), vision.get("mlp_ratio")
+    if "intermediate_size" not in vision and width is not None and ratio is not None:
+        vision["intermediate_size"] = round(width * ratio)
+
+
+def _aligner_name(match: re.Match[str]) -> str:
+    """Return the name of a layer of Janus's aligner: fc1 precedes the hidden layers."""
+    layer = 0 if match[1] == "fc1" else int(match[2]) + 1
+    return f"mm.{layer}.{'bias' if match[0].endswith('.bias') else 'weight'}"
+
+
+_IDEFICS_3 = Mmproj(
+    (
+        projector("idefics3"),
+        layer_norm_epsilon("layer_norm_eps", 1e-5),
+        EncoderKey(SCALE_FACTOR, "scale_factor", of="model", default=2),
+        USE_GELU,
+        Key(".vision.preproc_image_size", _longest_edge),
+    ),
+    tensors=r"vision_tower|vision_model|model\.connector",
+    rules=(ForceType(r"\.embeddings\.", TYPE_F32),),
+    patch_config=_default_smolvlm,
+)
+MMPROJ: dict[str, Mmproj] = {
+    "Llama4ForConditionalGeneration": Mmproj(
+        (
+            projector("llama4"),
+            layer_norm_epsilon("norm_eps"),
+            inverse_scale("pixel_shuffle_ratio"),
+            Activation(silu=()),
+        ),
+        tensors=r"multi_modal_projector|vision_model",
+        rules=(
+            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight"),
+            NameInFile(r"^.*multi_modal_projector\.linear_1.*$", "mm.model.fc.weight"),
+        ),
+    ),
+    "Idefics3ForConditionalGeneration": _IDEFICS_3,
+    "SmolVLMForConditionalGeneration": _IDEFICS_3,
+    "JanusForConditionalGeneration": Mmproj(
+        (projector("janus_pro"), layer_norm_epsilon("layer_norm_eps", 1e-6), OPTIONAL_ACTIVATION),
+        tensors=r"^(model\.)?(aligner|vision_model)\.",
+        rules=(NameInFile(r"^(?:model\.)?aligner\.(?:(fc1)|hidden_layers\.(\d+))\..*$", _aligner_name),),
+        patch_config=_derive_janus_width,
+    ),
+    "CogVLMForCausalLM": Mmproj(
+        (layer_norm_epsilon("layer_norm_eps", 1e-6), projector("cogvlm")),
+        tensors=r"^model\.vision\.",
+    ),
 }

@@ -1,4 +1,4 @@
-"""MiniMax Text 01, M1, M2 and M3.
+"""MiniMax Text 01, M1, M2 and M3, and the encoders of M3.
 
 Facts of llama.cpp b11434, conversion/minimax.py.
 """
@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from quantkit.checkpoint.config import Config, Json, optional_json
+from quantkit.checkpoint.encoder_rules import SplitFrames
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import read_f32
+from quantkit.checkpoint.expressions import Expression, read_f32, take
 from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys
+from quantkit.checkpoint.mmproj import USE_GELU, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import KeepF32, StackExperts, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
@@ -202,3 +204,43 @@ CLASSES: dict[str, HfClass] = {
         rename_last=_rename_full_output,
     ),
 }
+
+
+# --- Encoders of M3 ---------------------------------------------------------------------------------------------------
+
+#: The width of heads, and of half the rope of each axis: time, height, width.
+_HEAD_WIDTH, _HALF = 80, 13
+
+
+def _permute_axes(tensor: Tensor, context: Context) -> Expression:
+    """Join both halves of the rope of each axis, which are stored half by half."""
+    x, heads = tensor.x, context.config.number("num_attention_heads")
+    if not heads or x.shape[0] != heads * _HEAD_WIDTH:
+        raise ValueError(f"{x.shape[0]} rows are not {heads} heads of {_HEAD_WIDTH}")
+    runs = [range(i, i + _HALF) for axis in range(3) for i in (axis * _HALF, (axis + 3) * _HALF)]
+    runs.append(range(6 * _HALF, _HEAD_WIDTH))
+    starts = range(0, x.shape[0], _HEAD_WIDTH)
+    return take(x, 0, *(range(start + run.start, start + run.stop) for start in starts for run in runs))
+
+
+def _merge_size(config: MmprojConfig) -> int:
+    compression = config.vision.get("img_token_compression_config", {})
+    return int(compression.get("spatial_merge_size", 2))
+
+
+_M3_VISION = Mmproj(
+    (
+        projector("minimax_m3"),
+        USE_GELU,
+        layer_norm_epsilon("layer_norm_eps", 1e-5),
+        Key(".vision.spatial_merge_size", _merge_size),
+    ),
+    tensors=r"^(vision_tower|multi_modal_projector|patch_merge_mlp)\.",
+    rules=(
+        SplitFrames(r"^vision_tower\.vision_model\.embeddings\.patch_embedding\.weight$", frames=None),
+        Transform(r"\.self_attn\.[qk]_proj\.(weight|bias)$", _permute_axes, None),
+    ),
+)
+MMPROJ: dict[str, Mmproj] = dict.fromkeys(
+    ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForConditionalGeneration"), _M3_VISION
+)

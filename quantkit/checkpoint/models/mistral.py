@@ -1,20 +1,28 @@
-"""Mistral, Mixtral, Ministral and Voxtral.
+"""Mistral, Mixtral, Ministral and Voxtral; the encoders of Pixtral and Mistral 3.
 
-Facts of llama.cpp b11434, conversion/mistral.py, conversion/mistral3.py.
+Facts of llama.cpp b11434, conversion/mistral.py, conversion/mistral3.py, conversion/llava.py,
+conversion/lighton_ocr.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Config, Json, large_json, optional_json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Shaped, take
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import Activation, EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import deepseek, llama
 from quantkit.checkpoint.row import Architecture, HfClass, has_key
-from quantkit.checkpoint.rules import TIED_OUTPUT, Rename
+from quantkit.checkpoint.rules import TIED_OUTPUT, Rename, Transform, permute_queries
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 
 def set_scaling(keys: Keys, config: Config) -> None:
@@ -95,5 +103,86 @@ CLASSES: dict[str, HfClass] = {
         ),
         renames=((r"^", "language_model."),),
         outer_type="mistral3",
+    ),
+}
+
+
+# --- Encoders of Pixtral, Mistral 3 and LightOnOCR (llava.py, lighton_ocr.py) ----------------------------------------
+
+_BREAK_TOKEN = "[IMG_BREAK]"
+
+
+def _break_token(folder: Path) -> int:
+    """Return the id of the token that ends a row of patches."""
+    added = (optional_json(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
+    tokens = {id_: token.get("content") for id_, token in added.items()}
+    if _BREAK_TOKEN not in tokens.values():
+        tokens = {token["id"]: token["content"] for token in large_json(folder / "tokenizer.json")["added_tokens"]}
+    id_ = next((id_ for id_, content in tokens.items() if content == _BREAK_TOKEN), None)
+    if id_ is None:
+        raise FormatError(
+            f"{folder}: its tokenizer has no {_BREAK_TOKEN}, of which files have the embedding", "QK-E112"
+        )
+    return int(id_)
+
+
+def _patch_lighton(config: MmprojConfig) -> None:
+    """Default the epsilon; other encoders than Pixtral's have no row."""
+    kind = config.vision.get("model_type")
+    if kind != "pixtral":
+        raise FormatError(
+            f"{config.path}: model_type of vision_config is {short(kind)}; of this class only pixtral is converted",
+            "QK-E305",
+        )
+    config.vision.values.setdefault("layer_norm_eps", 1e-5)
+
+
+def _patch_pixtral(config: MmprojConfig) -> None:
+    _patch_lighton(config)
+    config.outer["image_break_token_id"] = _break_token(config.path.parent)
+
+
+@dataclass(frozen=True)
+class _BreakEmbedding(OneWayRule):
+    """Extracts the embedding of the break token from those of all tokens, if they are not under language_model."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if "embed_tokens.weight" not in tensor.name or re.match(_PIXTRAL_PARTS, tensor.name):
+            return None
+        token, shape = context.config.outer.get("image_break_token_id", 0), tensor.x.shape
+        if token <= 0:
+            return ()
+        if len(shape) != 2 or token >= shape[0]:
+            raise context.fail(tensor, f"its shape {list(shape)} has no row of {_BREAK_TOKEN}, token {token}")
+        row = Shaped(take(tensor.x, 0, range(token, token + 1)), shape[1:])
+        return (replace(tensor, x=row, name_in_file="v.token_embd.img_break"),)
+
+
+_PIXTRAL_PARTS = (
+    r"(multi_modal_projector|vision_tower|vision_encoder|vision_language_adapter|patch_merger)\.|pre_mm_projector_norm"
+)
+_PIXTRAL_KEYS = (
+    layer_norm_epsilon("layer_norm_eps"),
+    Activation(),
+    EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", of="model", optional=True),
+)
+_PIXTRAL = Mmproj(
+    (projector("pixtral"), *_PIXTRAL_KEYS),
+    tensors=rf"^({_PIXTRAL_PARTS})|embed_tokens\.weight",
+    rules=(_BreakEmbedding(), Transform(r"[qk]_proj\.(weight|bias)$", permute_queries, None)),
+    patch_config=_patch_pixtral,
+)
+
+MMPROJ: dict[str, Mmproj] = {
+    "LlavaForConditionalGeneration": _PIXTRAL,
+    "Mistral3ForConditionalGeneration": _PIXTRAL,
+    "LightOnOCRForConditionalGeneration": replace(
+        _PIXTRAL,
+        keys=(projector("lightonocr"), *_PIXTRAL_KEYS),
+        stored=(
+            Rename(r"model\.vision_encoder\.", "vision_tower."),
+            Rename(r"model\.vision_projection\.", "multi_modal_projector."),
+        ),
+        patch_config=_patch_lighton,
     ),
 }

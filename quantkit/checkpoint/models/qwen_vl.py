@@ -1,6 +1,7 @@
-"""The encoders of Qwen's vision and audio models: Qwen2-VL to Qwen3.5, Omni and ASR.
+"""The encoders of Qwen's vision and audio models: Qwen2-VL to Qwen3.5, Omni and ASR; of Sarashina 2.2 and Clef.
 
-Facts of llama.cpp b11434, conversion/qwenvl.py, conversion/qwen3vl.py.
+Facts of llama.cpp b11434, conversion/qwenvl.py, conversion/qwen3vl.py, conversion/qwen4exp.py,
+conversion/sarashina2.py, conversion/clef.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def rename_counts(config: MmprojConfig) -> None:
 # --- Qwen2-VL, Qwen2.5-VL -------------------------------------------------------------------------------------------
 
 
-def _patch_qwen2(config: MmprojConfig) -> None:
+def patch_qwen2(config: MmprojConfig) -> None:
     """Default the size of images; Qwen2-VL calls the width embed_dim, and that of the text model hidden_size."""
     vision = config.vision.values
     vision["image_size"] = vision.get("image_size", 560)
@@ -70,6 +71,11 @@ def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
     if kind == "qwen2_vl":
         return
     keys.flag("clip.use_silu", True)
+    write_period(keys, config)
+
+
+def write_period(keys: Keys, config: MmprojConfig) -> None:
+    """Write the period of layers with full attention."""
     layers = config.vision.get("fullatt_block_indexes")
     if not isinstance(layers, list) or not layers or any(type(layer) is not int for layer in layers):
         raise FormatError(f"{config.path}: fullatt_block_indexes is {short(layers)}, not a list of layers", "QK-E112")
@@ -79,16 +85,17 @@ def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
     keys.u32(".vision.n_wa_pattern", period)
 
 
-_QWEN2_RULES = (
+QWEN2_RULES = (
     SplitFrames(r"patch_embed\.proj\.weight"),
     Split(r"\.qkv\.", (".q.", ".k.", ".v.")),
 )
-_QWEN2_VL = Mmproj(
-    (_write_qwen2, layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")),
+_QWEN2_EPSILON = layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")
+QWEN2_VL = Mmproj(
+    (_write_qwen2, _QWEN2_EPSILON),
     tensors=r"^visual\.",
-    rules=_QWEN2_RULES,
+    rules=QWEN2_RULES,
     forced=((".position_embd.", TYPE_F32),),
-    patch_config=_patch_qwen2,
+    patch_config=patch_qwen2,
 )
 
 
@@ -147,7 +154,7 @@ _QWEN3_MERGER = (
     NameInFile(r"^visual\.merger\.linear_fc2\.", "mm.2."),
     NameInFile(r"^visual\.merger\.norm\.", "v.post_ln."),
 )
-_QWEN3_KEYS = (
+QWEN3_ENCODER_KEYS = (
     USE_GELU,
     MERGE_SIZE,
     Key(
@@ -155,6 +162,9 @@ _QWEN3_KEYS = (
         lambda config: config.outer["text_config"].get("rms_norm_eps", 1e-6),
         "f32",
     ),
+)
+_QWEN3_KEYS = (
+    *QWEN3_ENCODER_KEYS,
     Key(".vision.is_deepstack_layers", _deepstack_flags, "array"),
 )
 QWEN3_VL = Mmproj(
@@ -178,7 +188,7 @@ def _patch_audio(config: MmprojConfig) -> None:
 
 def _patch_omni(config: MmprojConfig) -> None:
     _patch_audio(config)
-    _patch_qwen2(config)
+    patch_qwen2(config)
 
 
 def _patch_omni3(config: MmprojConfig) -> None:
@@ -228,15 +238,15 @@ _AUDIO_QWEN_KEYS = (
 _OMNI = {"vision_config": _of_thinker("vision_config"), "audio_config": _of_thinker("audio_config")}
 _F16_CONVOLUTIONS = ForceType(r"\.conv.*\.weight", TYPE_F16)
 _QWEN25_OMNI = Mmproj(
-    (*_AUDIO_QWEN_KEYS, *_QWEN2_VL.keys, projector("qwen2.5o")),
+    (*_AUDIO_QWEN_KEYS, *QWEN2_VL.keys, projector("qwen2.5o")),
     tensors=r"^(visual|audio_tower)\.(?!.*audio_bos_eos_token)",
     stored=(Rename(r"thinker\.", ""),),
     rules=(
-        *_QWEN2_RULES,
+        *QWEN2_RULES,
         Transform(r"^audio_tower\..*conv[12]\.bias", _append_dimension, None),
         _F16_CONVOLUTIONS,
     ),
-    forced=_QWEN2_VL.forced,
+    forced=QWEN2_VL.forced,
     audio=True,
     patch_config=_patch_omni,
     synthetic=_positions,
@@ -284,7 +294,7 @@ _QWEN3_ASR = replace(
 
 MMPROJ: dict[str, Mmproj] = {
     **dict.fromkeys(
-        ("Qwen2VLModel", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), _QWEN2_VL
+        ("Qwen2VLModel", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), QWEN2_VL
     ),
     **dict.fromkeys(
         (
@@ -293,9 +303,12 @@ MMPROJ: dict[str, Mmproj] = {
             "Qwen3_5ForConditionalGeneration",
             "Qwen3_5MoeForConditionalGeneration",
             "OpenJevModel",
+            "Qwen4ExpForConditionalGeneration",
+            "ClefModel",
         ),
         QWEN3_VL,
     ),
+    "Sarashina2VisionForCausalLM": replace(QWEN2_VL, keys=(projector("qwen2vl_merger"), _QWEN2_EPSILON)),
     "Qwen2_5OmniModel": _QWEN25_OMNI,
     "Qwen3OmniMoeForConditionalGeneration": _QWEN3_OMNI,
     "Qwen3ASRForConditionalGeneration": _QWEN3_ASR,

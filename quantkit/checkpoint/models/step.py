@@ -1,11 +1,12 @@
-"""Step 3.5 and 3.7.
+"""Step 3.5 and 3.7; the encoders of Step 3 VL.
 
-Facts of llama.cpp b11434, conversion/step3.py (Step35Model).
+Facts of llama.cpp b11434, conversion/step3.py .
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import NameInFile
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Constant, Expression
+from quantkit.checkpoint.expressions import TYPE_F32, Constant, Expression
 from quantkit.checkpoint.key_rows import WINDOW, Computed, Copied, SetKeys, SwigluLimits
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import SCALE_FACTOR, Mmproj, MmprojConfig, constant, layer_norm_epsilon, projector
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Transform, minus_one, plus_one, squeeze, unchanged
@@ -204,3 +207,55 @@ CLASSES: dict[str, HfClass] = {
     ),
     "Step3p5ForCausalLM": _STEP_CLASS,
 }
+
+
+# --- Encoders of Step 3 VL and Step 3.7 -------------------------------------------------------------------------------
+
+#: The sizes that llama.cpp computes: the projector's stride, images, width, layers.
+_STEP_SIZES = (2, 728, 1536, 47)
+
+
+def _patch_step(config: MmprojConfig) -> None:
+    """Refuse other sizes than those of the release; set the values that its configuration lacks."""
+    vision = config.vision.values
+    width = vision.get("hidden_size", vision.get("width"))
+    layers = vision.get("num_hidden_layers", vision.get("layers"))
+    sizes = (config.model.get("understand_projector_stride"), vision.get("image_size"), width, layers)
+    if sizes != _STEP_SIZES:
+        raise FormatError(
+            f"{config.path}: stride of the projector, image size, width and layers are {short(sizes)}; supported are "
+            f"{_STEP_SIZES}, those of Step3-VL-10B",
+            "QK-E305",
+        )
+    if not vision.get("intermediate_size"):
+        vision["intermediate_size"] = round(width * float(vision.get("mlp_ratio", 8960 / 1536)))
+    config.preprocessor.values.setdefault("image_mean", [0.48145466, 0.4578275, 0.40821073])
+    config.preprocessor.values.setdefault("image_std", [0.26862954, 0.26130258, 0.27577711])
+
+
+def _downsampler_name(match: re.Match[str]) -> str:
+    return f"mm.{int(match[1]) - 1}.{match[2]}"
+
+
+_STEP_VL = Mmproj(
+    (
+        projector("step3vl"),
+        layer_norm_epsilon("layer_norm_eps", 1e-5),
+        constant(SCALE_FACTOR, _STEP_SIZES[0] ** 2),
+        constant(".vision.preproc_image_size", 3024),
+    ),
+    tensors=r"^(vision_model\.|vit_large_projector\.weight$)",
+    rules=(
+        NameInFile(r"^vision_model\.vit_downsampler(\d+)\.(weight|bias).*$", _downsampler_name),
+        NameInFile(r"^vit_large_projector\.weight$", "mm.model.fc.weight"),
+        Rename(r"^vision_model\.positional_embedding$", "vision_model.positional_embedding.weight"),
+        Rename(r"(\.ls_.*)\.gamma$", r"\1.weight"),
+        Rename(r"attn\.in_proj_(weight|bias)", r"attn.in_proj.\1"),
+    ),
+    forced=((".position_embd.", TYPE_F32),),
+    full=("mm.0.weight", "mm.1.weight"),
+    patch_config=_patch_step,
+)
+MMPROJ: dict[str, Mmproj] = dict.fromkeys(
+    ("StepVLForConditionalGeneration", "Step3p7ForConditionalGeneration"), _STEP_VL
+)
