@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from quantkit.checkpoint.config import Json, read_json
 from quantkit.checkpoint.expressions import Shaped, take
 from quantkit.checkpoint.rules import Split
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.safetensors import StoredTensor, read_header
 from quantkit.types import TensorType
 
 
@@ -73,3 +77,19 @@ class DropUnknown(OneWayRule):
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         of_first_layer = re.sub(r"\.\d+\.", ".0.", tensor.name)
         return None if any(map(context.names.find, (tensor.name, of_first_layer))) else ()
+
+
+def read_part(folder: Path) -> Json:
+    """Return config.json of a part of the model that has a folder of its own."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FormatError(f"{path}: no such file; the encoders need it: download all folders of the model", "QK-E101")
+    return read_json(path)
+
+
+def part_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a part of the model that has a folder of its own, by name."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise FormatError(f"{path}: no such file; the encoders need it: download all folders of the model", "QK-E101")
+    return read_header(path)

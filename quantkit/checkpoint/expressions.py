@@ -638,6 +638,34 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """The sum of tensors of one shape, from the first on, in float32; of F16, rounded to it at the end."""
+
+    xs: tuple[Expression, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.xs[0].shape
+
+    @property
+    def type(self) -> TensorType:
+        return TYPE_F16 if all(x.type is TYPE_F16 for x in self.xs) else TYPE_F32
+
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        size = self.type.block_bytes
+        for position in range(0, out.size // size, PIECE):
+            piece = out[position * size : (position + PIECE) * size]
+            total = np.zeros(piece.size // size, np.float32)
+            for x in self.xs:
+                total += read_f32(x, start + position, total.size)
+            from_f32(self.type, total, piece)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        for x in self.xs:
+            yield from x.parts()
+
+
+@dataclass(frozen=True)
 class Cast:
     """The values as F32, F16 or BF16."""
 

@@ -38,7 +38,7 @@ class MmprojConfig(Config):
     """
 
     def __init__(self, config: Config, row: Mmproj) -> None:
-        super().__init__(config.path, with_encoder_defaults(deepcopy(config.outer)))
+        super().__init__(config.path, with_encoder_defaults(deepcopy(row.read_config(config))))
         self.text_width = self._text_width()
         self.outer.setdefault("text_config", {})
         self.outer.setdefault("audio_config", {})
@@ -203,6 +203,9 @@ class Activation:
 #: Of classes that write no flag for other activations.
 OPTIONAL_ACTIVATION = Activation(default="", lenient=True)
 
+#: The fewest and the most pixels of an image.
+PIXELS = tuple(EncoderKey(f".vision.image_{name}", name, of="preprocessor") for name in ("min_pixels", "max_pixels"))
+
 
 def layer_norm_epsilon(names: str, default: float | None = None, of: str = "vision") -> EncoderKey:
     """Return the row of the epsilon of an encoder's norms."""
@@ -260,16 +263,18 @@ class Mmproj:
     audio: bool = False
     vision_config: FindPart = _vision_config
     audio_config: FindPart = _audio_config
+    #: The values of config.json, if they are not those of the file.
+    read_config: Callable[[Config], Json] = field(default=lambda config: config.outer)
+    #: Files in other folders of the checkpoint that decide metadata.
+    files: tuple[str, ...] = ()
     #: Changes to the configuration before anything else.
     patch_config: Callable[[MmprojConfig], None] = field(default=lambda config: None)
     #: All keys up to ``keys``; None: those of the encoders.
     base: tuple[SetMmprojKeys, ...] | None = None
     #: Tensors that are not stored; they come first.
     synthetic: Callable[[MmprojConfig], Iterable[Tensor]] = field(default=lambda config: ())
-    #: Parts of names in the file, and the type of such tensors in files of all types.
-    forced: tuple[tuple[str, TensorType], ...] = ()
-    #: Parts of names in the file of tensors that are F16 in files of this type, else F32, as convolutions of patches.
-    full: tuple[str, ...] = ()
+    #: Parts of names in the file, and the type of such tensors in files of all types; None: F16 in F16 files, else F32.
+    forced: tuple[tuple[str, TensorType | None], ...] = ()
     #: Another row for some configurations of the class.
     dispatch: Callable[[Json], Mmproj | None] = field(default=lambda outer: None)
 
@@ -288,12 +293,12 @@ class Mmproj:
 
 
 #: The convolutions of patches are in full precision.
-_FULL = (".patch_embd.weight", ".patch_merger.weight")
+_FULL = ((".patch_embd.weight", None), (".patch_merger.weight", None))
 
 
 def forced_type(row: Mmproj, name: str, outtype: TensorType) -> TensorType | None:
     """Return the type of the tensor ``name`` of an mmproj file whatever the file's; None for that of the file."""
-    of_row = next((forced for part, forced in row.forced if part in name), None)
-    if of_row is None and any(part in name for part in (*_FULL, *row.full)):
-        return TYPE_F16 if outtype is TYPE_F16 else TYPE_F32
-    return of_row
+    for part, forced in (*row.forced, *_FULL):
+        if part in name:
+            return forced or (TYPE_F16 if outtype is TYPE_F16 else TYPE_F32)
+    return None

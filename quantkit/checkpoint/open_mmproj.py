@@ -64,7 +64,8 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
             write(keys, config)
         keys.u32("general.quantization_version", 2)
     files = {file for shard in indexed for file in {t.path for t in shard.values()}}
-    beside = [path / name for name in (*OTHER_FILES, *_PREPROCESSORS) if (path / name).is_file()]
+    files |= {part.path for item in tensors for part in item.expr.parts()}
+    beside = [path / name for name in (*OTHER_FILES, *_PREPROCESSORS, *row.files) if (path / name).is_file()]
     beside += [options.metadata] if options.metadata else []
     checkpoint = Checkpoint(path, (*sorted(files), *beside), keys.fields, tensors, outtype)
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)

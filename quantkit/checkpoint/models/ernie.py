@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense and with experts, and the text model of PaddleOCR-VL.
+"""ERNIE 4.5, dense and with experts, and PaddleOCR-VL with its vision encoder.
 
 Facts of llama.cpp b11434, conversion/ernie.py.
 """
@@ -6,10 +6,12 @@ Facts of llama.cpp b11434, conversion/ernie.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys
+from quantkit.checkpoint.mmproj import PIXELS, USE_GELU, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import STACK_GATE_FIRST, Drop, Rename, Split
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
@@ -87,5 +89,23 @@ CLASSES: dict[str, HfClass] = {
     "PaddleOCRVLForConditionalGeneration": HfClass(
         "paddleocr_vl",
         config_setters=(config_values.AddTower({"num_hidden_layers": 1, "num_attention_heads": 2, **_IMAGE_SIZES}),),
+    ),
+}
+
+
+# --- The vision encoder of PaddleOCR-VL -----------------------------------------------------------------------------
+
+
+def _patch_paddle(config: MmprojConfig) -> None:
+    """Derive the size of images from their most pixels."""
+    config.vision.values["image_size"] = isqrt(config.preprocessor.number("max_pixels"))
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "PaddleOCRVisionModel": Mmproj(
+        (projector("paddleocr"), *reversed(PIXELS), USE_GELU, layer_norm_epsilon("rms_norm_eps", 1e-6)),
+        tensors=r"^(?!.*(packing_position_embedding|vision_model\.head)).*(vision_model|mlp_AR)",
+        stored=(Rename(r"visual\.", "model."),),
+        patch_config=_patch_paddle,
     ),
 }

@@ -12,12 +12,15 @@ from typing import Any
 from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Expression, take
 from quantkit.checkpoint.key_rows import BASE, Always, Computed, Copied, KeyGroup, KeyNames, SetKeys, Where, WithConfig
 from quantkit.checkpoint.keys import GATING, Keys
+from quantkit.checkpoint.mmproj import PIXELS, USE_GELU, EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import deepseek, qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, KeepF32, Rename, StackExperts
+from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, KeepF32, Rename, StackExperts, Transform
+from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.special import KINDS
 from quantkit.checkpoint.vocab.tiktoken import HUNYUAN, write_ranks
@@ -364,5 +367,38 @@ CLASSES: dict[str, HfClass] = {
         prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
         defaults={"pad_token_id": -1},
         config_setters=(_set_xdrope,),
+    ),
+}
+
+
+# --- The vision encoder of Hunyuan-VL -------------------------------------------------------------------------------
+
+
+def _patch_vision(config: MmprojConfig) -> None:
+    """Default the size of images, to the largest."""
+    vision = config.vision.values
+    vision.setdefault("image_size", vision.get("max_image_size", 2048))
+    pixels = config.preprocessor.values
+    pixels |= {name: int(pixels[name]) for name in ("min_pixels", "max_pixels") if isinstance(pixels.get(name), float)}
+
+
+def _without_class(tensor: Tensor, context: Context) -> Expression:
+    """Return embeddings of positions without that of the class, the first."""
+    return take(tensor.x, 0, range(1, tensor.x.shape[0]))
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "HunYuanVLForConditionalGeneration": Mmproj(
+        (
+            projector("hunyuanvl"),
+            USE_GELU,
+            layer_norm_epsilon("rms_norm_eps", 1e-5),
+            EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", default=2),
+            *PIXELS,
+        ),
+        tensors=r"^vit\.",
+        rules=(Transform("position_embedding", _without_class, None),),
+        forced=(("mm.0.weight", None), ("mm.2.weight", None)),
+        patch_config=_patch_vision,
     ),
 }

@@ -1,23 +1,36 @@
-"""MiMo V2.
+"""MiMo V2, text model and encoders.
 
-Facts of llama.cpp b11434, conversion/mimo.py (MimoV2Model).
+Facts of llama.cpp b11434, conversion/mimo.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, part_tensors, read_part
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import TYPE_F32, Expression, Shaped, Stored, Zeros, concatenate, stack
 from quantkit.checkpoint.key_rows import WINDOW, Copied, KeyGroup, SetKeys, rotary_width
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import (
+    PIXELS,
+    USE_SILU,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    layer_norm_epsilon,
+    projector,
+)
 from quantkit.checkpoint.nextn import subtract_nextn_layers
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass
-from quantkit.checkpoint.rules import STACK_GATE_FIRST, Rename
-from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.checkpoint.rules import STACK_GATE_FIRST, Rename, Transform
+from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor, layer_of
 from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.formats.gguf.rules import short
 
 STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
 #: Prediction layers (MTP) of all releases; their configurations lack the number.
@@ -136,5 +149,141 @@ CLASSES: dict[str, HfClass] = {
         defaults={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
         config_setters=(set_hybrid_windows,),
         renames=((r"(\.attention_sink_bias)\.weight$", r"\1"),),
+    ),
+}
+
+
+# --- The encoders of MiMo-V2.5 --------------------------------------------------------------------------------------
+
+#: The folder of the audio encoder, and its names of MmprojModel's settings.
+_TOKENIZER = "audio_tokenizer"
+_AUDIO_NAMES = {
+    "hidden_size": "d_model",
+    "intermediate_size": "encoder_ffn_dim",
+    "num_attention_heads": "encoder_attention_heads",
+}
+_CODEBOOK = re.compile(r"^encoder\.quantizer\.vq\.layers\.(\d+)\._codebook\.embed$")
+#: The decoder, and statistics of training.
+_UNUSED = re.compile(r"^decoder\.|_codebook\.(cluster_size|embed_avg|inited)$")
+
+
+def _read_tokenizer(config: Config) -> Json:
+    return {**config.outer, _TOKENIZER: read_part(config.path.parent / _TOKENIZER)}
+
+
+def _patch_encoders(config: MmprojConfig) -> None:
+    vision, audio = config.vision.values, config.audio.values
+    vision.setdefault("image_size", 560)
+    vision["num_attention_heads"] = config.vision.number("num_heads")
+    vision["num_hidden_layers"] = vision.get("depth", 28)
+    audio |= {name: config.audio.number(stored) for name, stored in _AUDIO_NAMES.items()}
+
+
+def _codebooks(config: Config) -> list[Expression]:
+    """Return the codebooks of the audio encoder, [codes, width] each."""
+    stored = part_tensors(config.path.parent / _TOKENIZER)
+    books = {int(match[1]): Stored(t) for name, t in stored.items() if (match := _CODEBOOK.match(name))}
+    where = config.path.parent / _TOKENIZER
+    if not books or sorted(books) != list(range(len(books))):
+        raise FormatError(f"{where}: has the codebooks {short(sorted(books))}, not all from 0 on", "QK-E105")
+    ordered = [books[i] for i in range(len(books))]
+    if any(len(book.shape) != 2 or book.shape[1] != ordered[0].shape[-1] for book in ordered):
+        raise FormatError(f"{where}: its codebooks are {short([book.shape for book in ordered])}", "QK-E106")
+    return [*ordered]
+
+
+def _tokenizer_tensors(config: MmprojConfig) -> Iterator[Tensor]:
+    """Yield the tensors of the audio encoder; its codebooks, filled up with zeros, are one."""
+    for name, tensor in part_tensors(config.path.parent / _TOKENIZER).items():
+        if not _UNUSED.search(name) and not _CODEBOOK.match(name):
+            yield Tensor(name, Stored(tensor), layer_of(name))
+    books = _codebooks(config)
+    codes = max(book.shape[0] for book in books)
+    padded = [
+        concatenate([book, Zeros((codes - book.shape[0], book.shape[1]), book.type)]) if book.shape[0] < codes else book
+        for book in books
+    ]
+    yield Tensor("a.rvq.codebook.weight", stack(padded), None, name_in_file="a.rvq.codebook.weight")
+
+
+def _window_pattern(config: MmprojConfig) -> list[int]:
+    """Return -1 for layers of the audio encoder with full attention, 0 for those with a window."""
+    layers, period = config.audio.number("encoder_layers"), config.audio.get("swa_per_block", 1)
+    if not config.audio.get("hybrid_attention") or not isinstance(period, int) or period <= 1:
+        return [-1] * layers
+    return [0 if layer % period < period - 1 else -1 for layer in range(layers)]
+
+
+def _window(config: MmprojConfig) -> int:
+    windows = config.audio["encoder_attn_window_size"]
+    if not isinstance(windows, list) or not windows or type(windows[0]) is not int:
+        raise FormatError(f"{config.path}: encoder_attn_window_size is {short(windows)}, not a list", "QK-E112")
+    return windows[0]
+
+
+def _of_audio_config(name: str) -> Callable[[MmprojConfig], int]:
+    """Return the function that returns a count of config.json's audio_config."""
+    return lambda config: config.model.with_values(config.model.table("audio_config")).number(name)
+
+
+@dataclass(frozen=True)
+class _StackCodes(OneWayRule):
+    """Stacks the embeddings of the codes of all channels."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if not re.match(r"^speech_embeddings\.\d+\.weight$", tensor.name):
+            return None
+        assert isinstance(context.config, MmprojConfig)
+        n = _of_audio_config("audio_channels")(context.config)
+        parts = context.gather(self, "speech_embeddings", tensor.name, tensor, n)
+        if parts is None:
+            return ()
+        names = [f"speech_embeddings.{channel}.weight" for channel in range(n)]
+        if not n or set(names) != set(parts) or len({part.x.shape for part in parts.values()}) > 1:
+            raise context.fail(tensor, f"audio_channels says {n} equal tensors from 0 on", "QK-E107")
+        x = stack([parts[name].x for name in names])
+        return (replace(tensor, x=x, name_in_file="mm.a.code_embd.weight", file_type=TYPE_F32),)
+
+
+def _append_dimension(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, (*tensor.x.shape, 1))
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "MiMoV2ForCausalLM": Mmproj(
+        (
+            projector("mimovl", "clip.vision.projector_type"),
+            USE_SILU,
+            EncoderKey(".vision.attention.head_count_kv", "num_key_value_heads", default=8),
+            EncoderKey(".vision.spatial_merge_size", "spatial_merge_size"),
+            EncoderKey(".vision.window_size", "visual_token_window_size", default=-1),
+            Key(".vision.wa_pattern_mode", lambda config: config.vision.get("vit_window_attn_types") or None, "array"),
+            layer_norm_epsilon("rms_norm_eps", 1e-6),
+            *PIXELS,
+            projector("mimo_audio", "clip.audio.projector_type"),
+            EncoderKey(".audio.num_mel_bins", "n_mels", of="audio"),
+            layer_norm_epsilon("layer_norm_eps", 1e-5, of="audio"),
+            Key(".audio.rvq.num_quantizers", lambda config: len(_codebooks(config))),
+            Key(".audio.rvq.codebook_size", lambda config: [book.shape[0] for book in _codebooks(config)], "array"),
+            Key(".audio.wa_pattern_mode", _window_pattern, "array"),
+            Key(".audio.window_size", _window),
+            Key(".audio.local_block_count", _of_audio_config("input_local_layers")),
+            Key(".audio.local_group_size", _of_audio_config("group_size")),
+        ),
+        tensors=r"^(visual|speech_embeddings|audio_encoder)\.",
+        rules=(
+            SplitFrames(r"^visual\.patch_embed\.proj\.weight$"),
+            _StackCodes(),
+            Transform(r"conv[12]\.bias", _append_dimension, None),
+            NameInFile(r"^audio_encoder\.projection\.mlp\.0\.weight$", "mm.a.mlp.1.weight"),
+            NameInFile(r"^audio_encoder\.projection\.mlp\.2\.weight$", "mm.a.mlp.2.weight"),
+            ForceType(r"encoder\.(conv|down_sample_layer).*\.weight$|^a\.rvq\.codebook", TYPE_F32),
+        ),
+        audio=True,
+        audio_config=lambda outer: outer[_TOKENIZER],
+        patch_config=_patch_encoders,
+        read_config=_read_tokenizer,
+        synthetic=_tokenizer_tensors,
+        files=(f"{_TOKENIZER}/config.json",),
     ),
 }

@@ -1,4 +1,4 @@
-"""Muse Glimmer (text).
+"""Muse Glimmer, text model and vision encoder.
 
 Facts of llama.cpp b11434, conversion/muse_glimmer.py.
 """
@@ -9,13 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.encoder_rules import NameInFile
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.expressions import Constant, Expression, Shaped, Sum, take
 from quantkit.checkpoint.key_rows import WINDOW, WINDOW_PATTERN, Copied, SetKeys
+from quantkit.checkpoint.mmproj import EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import Transform, minus_one, plus_one
+from quantkit.checkpoint.rules import Transform, minus_one, permute_rows, plus_one
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
@@ -105,5 +107,50 @@ CLASSES: dict[str, HfClass] = {
         ),
         renames=((r"^model\.", "model.language_model."),),
         outer_type="muse_glimmer",
+    ),
+}
+
+
+# --- The vision encoder ---------------------------------------------------------------------------------------------
+
+
+def _patch_vision(config: MmprojConfig) -> None:
+    """Derive the nominal size of images, which have any."""
+    vision = config.vision
+    vision.values["image_size"] = (
+        vision.number("pos_emb_height") * vision.number("patch_size") * vision.number("merge_size")
+    )
+
+
+def _permute_heads(tensor: Tensor, context: Context) -> Expression:
+    assert isinstance(context.config, MmprojConfig)
+    return permute_rows(tensor, context.config.vision.number("num_attention_heads"))
+
+
+def _sum_frames(tensor: Tensor, context: Context) -> Expression:
+    """Return the sum of convolutions over equal frames, [out, channels, height, width]."""
+    assert isinstance(context.config, MmprojConfig)
+    vision = context.config.vision
+    frames, patch, out = vision.number("patch_temporal"), vision.number("patch_size"), tensor.x.shape[0]
+    x = Shaped(tensor.x, (out, frames, 3, patch, patch))
+    return Sum(tuple(Shaped(take(x, 1, range(i, i + 1)), (out, 3, patch, patch)) for i in range(frames)))
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "MuseGlimmerForConditionalGeneration": Mmproj(
+        (
+            projector("muse-glimmer"),
+            layer_norm_epsilon("layer_norm_eps"),
+            EncoderKey(".vision.spatial_merge_size", "merge_size"),
+        ),
+        tensors=r"^model\.vision_(tower|adapter|projection)\.",
+        rules=(
+            Transform(r"\.attn\.[qk]_proj\.", _permute_heads, None),
+            Transform(r"patch_embedder\.patch_embedding\.weight$", _sum_frames, None),
+            NameInFile(r"^model\.vision_adapter\.fc1\.", "mm.0."),
+            NameInFile(r"^model\.vision_adapter\.fc2\.", "mm.1."),
+            NameInFile(r"^model\.vision_projection\.", "mm.2."),
+        ),
+        patch_config=_patch_vision,
     ),
 }

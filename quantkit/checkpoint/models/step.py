@@ -253,7 +253,7 @@ _STEP_VL = Mmproj(
         Rename(r"attn\.in_proj_(weight|bias)", r"attn.in_proj.\1"),
     ),
     forced=((".position_embd.", TYPE_F32),),
-    full=("mm.0.weight", "mm.1.weight"),
+    forced=(("mm.0.weight", None), ("mm.1.weight", None)),
     patch_config=_patch_step,
 )
 MMPROJ: dict[str, Mmproj] = dict.fromkeys(

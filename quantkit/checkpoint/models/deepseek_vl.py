@@ -1,0 +1,183 @@
+"""The vision encoders of DeepSeek-OCR, Unlimited-OCR, DeepSeek-OCR-2 and DeepSeek V4.
+
+Facts of llama.cpp b11434, conversion/deepseek.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import ForceType
+from quantkit.checkpoint.expressions import TYPE_F32, Expression, Shaped
+from quantkit.checkpoint.mmproj import (
+    USE_GELU,
+    USE_SILU,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    constant,
+    layer_norm_epsilon,
+    projector,
+)
+from quantkit.checkpoint.rules import Rename, Split, Transform
+from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+# --- DeepSeek-OCR ---------------------------------------------------------------------------------------------------
+
+
+def _patch_ocr(config: MmprojConfig) -> None:
+    """Replace the table of encoders, ``width``, by that of CLIP; SAM's becomes ``sam``."""
+    vision = config.vision.values
+    encoders = config.vision.table("width")
+    vision["sam"] = _encoder(config, "sam_vit_b")
+    if encoders.get("clip-l-14-224") is not None:
+        vision |= _encoder(config, "clip-l-14-224")
+    if type(vision["width"]) is int:
+        vision["hidden_size"] = vision["width"]
+    if vision.get("heads") is not None:
+        vision["num_heads"] = config.vision.number("heads")
+        vision["intermediate_size"] = vision["num_heads"] * 4
+
+
+def _encoder(config: MmprojConfig, name: str) -> Json:
+    """Return the configuration of one of the encoders in ``width``."""
+    encoder = config.vision.table("width").get(name)
+    if not isinstance(encoder, dict):
+        raise FormatError(f"{config.path}: width.{name} of vision_config is {short(encoder)}, not an object", "QK-E112")
+    return encoder
+
+
+def _sam(config: MmprojConfig, name: str) -> int:
+    sam = config.vision.with_values(config.vision["sam"])
+    return sam.number(name) if name in config.vision["sam"] else sam.without(name).number(name)
+
+
+def _downsampling(config: MmprojConfig) -> int | None:
+    """Return the patches per embedding in each direction, unless there are 4, as in all published models."""
+    length = config.preprocessor.get("image_seq_length", 256)
+    side = int(length**0.5) if isinstance(length, int) and length > 0 else 0
+    size, patch = config.vision.number("image_size"), config.vision.number("patch_size")
+    if not side or not patch:
+        raise FormatError(
+            f"{config.path}: patches of {patch} pixels, {short(length)} embeddings an image: both must be above 0",
+            "QK-E112",
+        )
+    factor = size // patch // side
+    return None if factor in (0, 4) else factor
+
+
+def _ocr_keys(name: str, tiles: int) -> tuple[Key | EncoderKey, ...]:
+    """Return the keys of a projector and the most tiles of an image."""
+    return (
+        projector(name),
+        layer_norm_epsilon("layer_norm_eps", 1e-6),
+        USE_GELU,
+        Key(".vision.projector.scale_factor", _downsampling),
+        EncoderKey(".vision.window_size", "window_size", default=14),
+        constant(".vision.preproc_min_tiles", 2),
+        constant(".vision.preproc_max_tiles", tiles),
+        Key(".vision.sam.block_count", lambda config: _sam(config, "layers")),
+        Key(".vision.sam.embedding_length", lambda config: _sam(config, "width")),
+        Key(".vision.sam.head_count", lambda config: _sam(config, "heads")),
+    )
+
+
+def _prepend_dimension(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, (1, *tensor.x.shape))
+
+
+_OCR = Mmproj(
+    _ocr_keys("deepseekocr", 9),
+    tensors=r"^(?!lm_head\.|model\.(embed_tokens|layers|norm)\.)",
+    stored=(Rename(r"(pos_embed|rel_pos_h|rel_pos_w)$", r"\1.weight"),),
+    rules=(
+        Transform(r"view_seperator$", _prepend_dimension, None),
+        ForceType(r"\.embeddings\.|pos_embed|\.rel_pos_[hw]|\.neck\.|\.net_", TYPE_F32),
+    ),
+    patch_config=_patch_ocr,
+)
+
+#: Sizes of the Qwen2 encoder of DeepSeek-OCR-2, which config.json may omit.
+_QWEN2_SIZES = {"layers": 24, "patch_size": 16, "intermediate_size": 4864, "num_attention_heads": 14}
+
+
+def _patch_ocr2(config: MmprojConfig) -> None:
+    _patch_ocr(config)
+    vision = config.vision.values
+    vision["hidden_size"] = _encoder(config, "qwen2-0-5b").get("dim")
+    vision |= {name: size for name, size in _QWEN2_SIZES.items() if vision.get(name) is None}
+
+
+_OCR2 = replace(
+    _OCR,
+    keys=(*_ocr_keys("deepseekocr2", 6), constant(".vision.attention.head_count_kv", 2)),
+    patch_config=_patch_ocr2,
+)
+
+
+# --- DeepSeek V4 ----------------------------------------------------------------------------------------------------
+
+#: Names of MmprojModel's settings -> their names in config.json.
+_V4_NAMES = {
+    "num_hidden_layers": "vision_n_layers",
+    "hidden_size": "vision_dim",
+    "num_attention_heads": "vision_n_heads",
+    "intermediate_size": "vision_inter_dim",
+    "patch_size": "vision_patch_size",
+    "downsample_ratio": "vision_downsample_ratio",
+    "min_pixels": "vision_min_pixels",
+}
+#: Settings with which clip.cpp computes, and which a file does not state.
+_V4_LIMITS = {"vision_max_n_token": 384, "vision_max_wh_ratio": 8}
+
+
+def _v4_vision(outer: Json) -> Json | None:
+    return {"architectures": outer.get("architectures")} if outer.get("vision_n_layers") else None
+
+
+def _patch_v4(config: MmprojConfig) -> None:
+    model: Config = config.model
+    for name, limit in _V4_LIMITS.items():
+        if model[name] != limit:
+            raise FormatError(f"{config.path}: {name} is {short(model[name])}; llama.cpp computes {limit}", "QK-E305")
+    vision = config.vision.values
+    vision |= {name: model.number(stored) for name, stored in _V4_NAMES.items()}
+    vision["image_size"] = vision["patch_size"] * vision["downsample_ratio"] * 16
+    for name in ("image_mean", "image_std"):
+        config.preprocessor.values.setdefault(name, [0.5] * 3)
+
+
+def _as_convolution(tensor: Tensor, context: Context) -> Expression:
+    """Return the linear layer over patches as a convolution: [out, channels, height, width]."""
+    assert isinstance(context.config, MmprojConfig)
+    patch = context.config.vision.number("patch_size")
+    return Shaped(tensor.x, (tensor.x.shape[0], 3, patch, patch))
+
+
+_V4 = Mmproj(
+    (
+        projector("deepseek4v"),
+        constant(".vision.attention.layer_norm_epsilon", 1e-6, "f32"),
+        USE_SILU,
+        EncoderKey(".vision.projector.scale_factor", "downsample_ratio"),
+        EncoderKey(".vision.image_min_pixels", "min_pixels"),
+    ),
+    tensors=r"^(vision\.|aligner\.|image_)",
+    rules=(
+        Transform(r"^vision\.patch_embed\.proj\.weight$", _as_convolution, None),
+        Split(r"\.mlp\.w1\.", (".mlp.w1_gate.", ".mlp.w1_up.")),
+    ),
+    vision_config=_v4_vision,
+    patch_config=_patch_v4,
+)
+
+MMPROJ = {
+    "DeepseekOCRForCausalLM": _OCR,
+    "UnlimitedOCRForCausalLM": replace(_OCR, keys=_ocr_keys("deepseekocr", 32)),
+    "DeepseekOCR2ForCausalLM": _OCR2,
+    "DeepseekV4ForCausalLM": _V4,
+}
