@@ -252,8 +252,7 @@ _STEP_VL = Mmproj(
         Rename(r"(\.ls_.*)\.gamma$", r"\1.weight"),
         Rename(r"attn\.in_proj_(weight|bias)", r"attn.in_proj.\1"),
     ),
-    forced=((".position_embd.", TYPE_F32),),
-    forced=(("mm.0.weight", None), ("mm.1.weight", None)),
+    forced=((".position_embd.", TYPE_F32), ("mm.0.weight", None), ("mm.1.weight", None)),
     patch_config=_patch_step,
 )
 MMPROJ: dict[str, Mmproj] = dict.fromkeys(
