@@ -235,10 +235,6 @@ _DRAFT = "convert_hf_to_gguf.py writes it"
 #: Options of convert_hf_to_gguf.py that are refused.
 CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
     (_BIG_ENDIAN, "--bigendian"),
-    (
-        "vision and audio encoders are not converted; convert_hf_to_gguf.py --mmproj writes them, to use with it",
-        "--mmproj",
-    ),
     (f"the draft model (DSpark) is not converted; {_DRAFT}", "--dspark"),
     (
         "consolidated*.safetensors with params.json are not read; use model*.safetensors with config.json, which "

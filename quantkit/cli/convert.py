@@ -13,6 +13,7 @@ from quantkit.cli._compat_options import CONVERT_REFUSED, Ignored, refuse_option
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
 from quantkit.cli._json import JsonOutput
+from quantkit.cli._mmproj import MmprojArguments, check_plans_apart, mmproj_options
 from quantkit.cli._options import cache_arguments, echo_notes, on_command_line, option, options, start_nodes
 from quantkit.cli._table import table
 from quantkit.cli.quantize import (
@@ -23,7 +24,7 @@ from quantkit.cli.quantize import (
     parse_prune_layers,
     print_dry_run,
     quantize_options,
-    run_plan,
+    run_plans,
 )
 from quantkit.extras import Extra
 from quantkit.options.convert import CHECKPOINT, ConvertOptions
@@ -31,6 +32,7 @@ from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.reference_types import LIKE
 
 if TYPE_CHECKING:
+    from quantkit.pipeline.plan import Plan
     from quantkit.pipeline.run import RunOptions
 
 #: Options of quantize that need a GGUF file as input.
@@ -69,6 +71,7 @@ _convert_options = options(
     option("--remote", group=CHECKPOINT, is_flag=True, help="Read DIR from the Hugging Face Hub: same as hf://DIR."),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
     *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
+    mmproj_options,
     refuse_options(CONVERT_REFUSED),
 )
 
@@ -76,7 +79,7 @@ _convert_options = options(
 #: Options that --help shows.
 _COMMON = (
     *("outtype", "pre", "model_name", "no_nextn", "merge_lora", "imatrix", "tensor_type", "recipe", "split_max_size"),
-    *("threads", "resume", "overwrite", "dry_run"),
+    *("mmproj", "threads", "resume", "overwrite", "dry_run"),
 )
 
 
@@ -109,6 +112,9 @@ def command(
     cache_size: int | None,
     outfile: str | None,
     remote: bool,
+    mmproj: str | None,
+    mmproj_only: bool,
+    mmproj_type: str | None,
     **values: Any,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF; with TYPE, quantize it, too.
@@ -119,6 +125,7 @@ def command(
     \b
     quantkit convert Qwen3-30B-A3B/ model-bf16.gguf
     quantkit convert Qwen3-30B-A3B/ model.gguf Q4_K_M --imatrix imatrix.gguf
+    quantkit convert Qwen3-VL-8B/ model.gguf Q4_K_M --mmproj
     \f
     Without OUT.gguf the name is that of convert_hf_to_gguf.py; {ftype} in OUT stands
     for the type. DIR and OUT may be URLs (hf://org/model, s3://bucket/model).
@@ -127,6 +134,9 @@ def command(
     and, with TYPE, of llama-quantize on its output: without an intermediate file or
     torch, and with memory for a few rows only. Only ssm_a of Mamba differs: torch's
     exponential, which depends on its CPU, is off by the last bit in 1 % of values.
+
+    --mmproj writes the mmproj file of a model with vision or audio encoders, with the
+    bytes of convert_hf_to_gguf.py --mmproj, as mmproj-NAME-F16.gguf beside OUT.
 
     Options of `quantkit quantize` need TYPE. --intermediate none rounds once, from
     the checkpoint's values: more exact where these are not of one 16-bit type
@@ -138,6 +148,7 @@ def command(
         type_name = type_name or LIKE
     if outfile is not None and output is not None:
         raise click.UsageError(f"the output is {output} and --outfile {outfile}: give one of them")
+    encoders = MmprojArguments.parse(mmproj, mmproj_only, mmproj_type, (output, type_name))
     output = output if outfile is None else outfile
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
@@ -160,14 +171,21 @@ def command(
         split_max_size=None if type_name else split_max_size,
         **{name: value for name, value in values.items() if name in convert_names},
     )
-    plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
-    echo_notes(plan.notes)
+    source, target = located(folder, spool), None if output is None else located(output, spool)
+    plans: list[Plan] = []
+    if encoders is None or not encoders.only:
+        plans.append(plan_convert(source, target, type_name, convert, quantize))
+    if encoders is not None:
+        plans.append(encoders.plan(source, target, type_name, convert, values))
+        check_plans_apart(plans)
+    for plan in plans:
+        echo_notes(plan.notes)
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:
-        print_dry_run(plan, run_options, json_to=json_to)
+        print_dry_run(plans, run_options, json_to=json_to)
         return
-    run_plan(plan, max_ram, run_options, json_to=json_to, plot=plot)
+    run_plans(plans, max_ram, run_options, json_to=json_to, plot=plot)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

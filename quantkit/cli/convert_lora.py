@@ -12,7 +12,7 @@ from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL, Place
 from quantkit.cli._run_report import DryRunReport
-from quantkit.cli.quantize import run_plan
+from quantkit.cli.quantize import run_plans
 from quantkit.pipeline.run import RunOptions, refusal
 
 _FILE = "Adapter"
@@ -83,4 +83,4 @@ def command(
         json_to.print(report.text, report.as_dict)
         return
     run_options: RunOptions = {name: run[name] for name in ("threads", "resume", "overwrite", "ray")}  # type: ignore[assignment]
-    run_plan(plan, max_ram, run_options, json_to=json_to)
+    run_plans([plan], max_ram, run_options, json_to=json_to)

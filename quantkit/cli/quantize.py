@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,19 +76,31 @@ def gpu_arguments(values: dict[str, Any], ray: str | None) -> RunOptions:
     }
 
 
-def print_dry_run(plan: Plan, run_options: RunOptions, *, json_to: JsonOutput) -> None:
-    """Print the plan of a run, which GPUs it would use on this machine, and whether it would be refused."""
+def print_dry_run(plans: Sequence[Plan], run_options: RunOptions, *, json_to: JsonOutput) -> None:
+    """Print the plans of a run, which GPUs it would use on this machine, and whether they would be refused.
+
+    As JSON the mmproj file of a model is in the record of its text model.
+    """
     from quantkit.cli._run_report import DryRunReport
     from quantkit.pipeline.gpu.choice import gpus_for
     from quantkit.pipeline.run import forecast_cache, refusal
 
-    if run_options["backend"] != "cpu" and run_options["ray"] is None:
-        echo_notes([gpus_for(plan, run_options["backend"], run_options["devices"])[1]])
-    refused = refusal(plan, resume=run_options["resume"], overwrite=run_options["overwrite"])
-    report = DryRunReport(
-        plan, refused, forecast_cache(plan, run_options.get("cache"), measure=run_options["measure_error"])
+    reports = []
+    for plan in plans:
+        if run_options["backend"] != "cpu" and run_options["ray"] is None:
+            echo_notes([gpus_for(plan, run_options["backend"], run_options["devices"])[1]])
+        refused = refusal(plan, resume=run_options["resume"], overwrite=run_options["overwrite"])
+        forecast = forecast_cache(plan, run_options.get("cache"), measure=run_options["measure_error"])
+        reports.append(DryRunReport(plan, refused, forecast))
+    json_to.print(
+        lambda: "\n\n".join(report.text() for report in reports),
+        lambda: _joined([report.as_dict() for report in reports]),
     )
-    json_to.print(report.text, report.as_dict)
+
+
+def _joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of a file; that of the second, an mmproj file, is in the first."""
+    return records[0] if len(records) == 1 else {**records[0], "mmproj": records[1]}
 
 
 class QuantizeCommand(GroupedCommand):
@@ -279,29 +291,36 @@ def command(
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:
-        print_dry_run(plan, run_options, json_to=json_to)
+        print_dry_run([plan], run_options, json_to=json_to)
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
-    run_plan(plan, max_ram, run_options, json_to=json_to, plot=plot)
+    run_plans([plan], max_ram, run_options, json_to=json_to, plot=plot)
 
 
-def run_plan(
-    plan: Plan, max_ram: int, run_options: RunOptions, *, json_to: JsonOutput, plot: Path | None = None
+def run_plans(
+    plans: Sequence[Plan], max_ram: int, run_options: RunOptions, *, json_to: JsonOutput, plot: Path | None = None
 ) -> None:
-    """Run a plan with progress, print the summary, and ``plot`` the effect of error feedback."""
+    """Run plans with progress, print the summaries, and ``plot`` the effect of error feedback in the first."""
     from quantkit.cli._run_report import RunReport
     from quantkit.pipeline.feedback_report import feedback_report
+    from quantkit.pipeline.run import check_targets
     from quantkit.quantize import run_quantize
 
-    run = RunReport(plan, quiet=json_to.only)
-    with run.show_progress("the completed part is kept; continue with --resume"):
-        observed: RunOptions = {**run_options, "observer": run}
-        result = run_quantize(plan, max_ram=max_ram, **observed)
-    echo_notes(result.run.cache.notes if result.run.cache is not None else ())
-    json_to.print(lambda: run.text(result), lambda: run.as_dict(result))
-    if plot is not None:
-        write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
+    for plan in plans[1:]:
+        check_targets(plan, resume=run_options["resume"], overwrite=run_options["overwrite"])
+    texts, records = [], []
+    for plan in plans:
+        run = RunReport(plan, quiet=json_to.only)
+        with run.show_progress("the completed part is kept; continue with --resume"):
+            observed: RunOptions = {**run_options, "observer": run}
+            result = run_quantize(plan, max_ram=max_ram, **observed)
+        echo_notes(result.run.cache.notes if result.run.cache is not None else ())
+        texts.append(run.text(result))
+        records.append(run.as_dict(result))
+        if plot is not None and plan is plans[0]:
+            write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
+    json_to.print(lambda: "\n\n".join(texts), lambda: _joined(records))
 
 
 def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:
