@@ -60,6 +60,33 @@ PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.
 _MAX_PER_LAYER = 4096
 #: The bit that llama.cpp sets in a guessed file type; alone it is FTYPE_UNKNOWN.
 _GUESSED = 1024
+#: The architecture of mmproj files.
+CLIP = "clip"
+
+
+#: The same of an mmproj file.
+MMPROJ_FACTS = (
+    ("projector", "clip.projector_type"),
+    ("vision projector", "clip.vision.projector_type"),
+    ("audio projector", "clip.audio.projector_type"),
+    ("vision layers", "clip.vision.block_count"),
+    ("vision width", "clip.vision.embedding_length"),
+    ("image size", "clip.vision.image_size"),
+    ("patch size", "clip.vision.patch_size"),
+    ("audio layers", "clip.audio.block_count"),
+    ("audio width", "clip.audio.embedding_length"),
+    ("mel bins", "clip.audio.num_mel_bins"),
+)
+#: Patches along a side that become one token, where no key states it (clip.cpp of llama.cpp b11434).
+_MERGED_PATCHES = {
+    "gemma3": 4,
+    "gemma4v": 3,
+    **dict.fromkeys(
+        ("qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o", "qwen3vl_merger", "exaone4_5", "glm4v", "glm5v"), 2
+    ),
+}
+#: Projectors whose number of tokens does not follow from patches alone.
+_OTHER_TOKENS = ("gemma3nv", "deepseekocr", "deepseekocr2", "deepseek4v", "granite4_vision", "pixtral", "lightonocr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +285,9 @@ def _is_provenance(item: Field) -> bool:
 
 
 def _facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
+    if architecture == CLIP:
+        yield from _mmproj_facts(file)
+        return
     keys = [(label, f"{architecture}.{key}") for label, key in MODEL_FACTS] + list(OTHER_FACTS)
     for label, key in keys:
         item = file.fields.get(key)
@@ -270,6 +300,33 @@ def _facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
     vocabulary = file.fields.get("tokenizer.ggml.tokens")
     if vocabulary is not None:
         yield Fact("vocabulary", vocabulary.key, vocabulary.count)
+
+
+def _mmproj_facts(file: GGUFFile) -> Iterator[Fact]:
+    """Yield the facts about the encoders of an mmproj file, and the embedding length of the text models it fits."""
+    for label, key in MMPROJ_FACTS:
+        if (value := file.get(key)) is not None:
+            yield Fact(label, key, value)
+    if (tokens := _image_tokens(file)) is not None:
+        yield Fact("tokens per image", "clip.vision.image_size", tokens)
+    for key in ("clip.vision.projection_dim", "clip.audio.projection_dim"):
+        if (width := file.get(key)) is not None:
+            yield Fact("text embedding length", key, width)
+            return
+
+
+def _image_tokens(file: GGUFFile) -> int | None:
+    """Return the tokens of a square image of the stated size; None if they do not follow from patches."""
+    projector = file.get("clip.vision.projector_type") or file.get("clip.projector_type")
+    size, patch = file.get("clip.vision.image_size"), file.get("clip.vision.patch_size")
+    if not size or not patch or projector in _OTHER_TOKENS:
+        return None
+    merged = (
+        file.get("clip.vision.spatial_merge_size")
+        or file.get("clip.vision.projector.scale_factor")
+        or _MERGED_PATCHES.get(projector, 1)
+    )
+    return int(size // patch // merged) ** 2
 
 
 def _up_gate_layers(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
