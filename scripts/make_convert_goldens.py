@@ -3,12 +3,15 @@
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py towers --llama DIR --checkpoints DIR --out DIR [NAME ...]
 
 ``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
 torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
 whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
 run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run. ``vocabularies`` enters the hashes of
 --vocab-only for the real ones of tests/lib/real_files.py in tests/data/real-vocabularies.json, and prints the seconds.
+``towers`` enters hashes of --mmproj, of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json; of
+what the reference cannot convert it enters the last line of the error.
 The reference runs the program that comes with qwen.tiktoken: --remote-code has it in a folder qwen,
 tokenization_qwen.py, with qwen/tokenizer_config.json (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
 
@@ -46,6 +49,9 @@ from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
+TOWERS = ROOT / "tests" / "data" / "mmproj-sha256.json"
+#: Types of mmproj files.
+TOWER_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 #: Names of ways to split, and the options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
@@ -58,7 +64,7 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits"))
+    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
@@ -67,8 +73,12 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-    make = {"reference": make_reference, "vocabularies": make_vocabularies, "logits": make_logits}[args.what]
-    names = real_files.VOCABULARIES if args.what == "vocabularies" else checkpoints.NAMES
+    make, names = {
+        "reference": (make_reference, checkpoints.NAMES),
+        "vocabularies": (make_vocabularies, real_files.VOCABULARIES),
+        "logits": (make_logits, checkpoints.NAMES),
+        "towers": (make_towers, checkpoints.TOWERS),
+    }[args.what]
     sys.exit(bool(make(args.names or list(names), args)))
 
 
@@ -101,6 +111,75 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
         enter(SHA256, {name: row})
         print(name, {key: value["sha256"][:8] for key, value in row.items() if isinstance(value, dict)}, flush=True)
     return failures
+
+
+def make_towers(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert the towers and the text models of checkpoints; return those whose towers the reference cannot."""
+    program, failures = load_reference(args), []
+    for name in names:
+        row = towers_of(program, checkpoints.describe(name), args)
+        failures += [name] if "error" in row["f32"] else []
+        enter(TOWERS, {name: row})
+        write_readme()
+        for key in ("text", *TOWER_TYPES):
+            print(name, key, row[key].get("error") or (row[key].get("file", ""), row[key]["bytes"]), flush=True)
+    return failures
+
+
+def write_readme() -> None:
+    """Write the table of classes and their checkpoints at the end of tests/data/checkpoints/README.md."""
+    path = checkpoints.DESCRIPTIONS / "README.md"
+    lines = [path.read_text(encoding="utf-8").partition(TABLES)[0] + TABLES, ""]
+    for title, digest_file, outtype in (("class of --mmproj", TOWERS, "f32"),):
+        rows = json.loads(digest_file.read_text()) if digest_file.exists() else {}
+        lines.append(f"| {title} | checkpoint | made by | error of the reference |\n|---|---|---|---|")
+        for name, row in sorted(rows.items(), key=lambda item: (item[1]["class"], item[0])):
+            version = checkpoints.describe(name).transformers
+            maker = f"transformers {version}" if version else "stand-in"
+            error = row[outtype].get("error", "").replace("|", "\\|")
+            lines.append(f"| `{row['class']}` | `{name}` | {maker} | {error and f'`{error}`'} |")
+        lines.append("")
+    path.write_text("\n".join(lines), encoding="utf-8", newline="\n")
+
+
+#: The heading of README.md's last section.
+TABLES = "## Towers and draft models\n"
+
+
+def towers_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json:
+    """Draw a checkpoint, convert its text model to bf16, its towers to every type."""
+    from conversion.base import ModelBase, ModelType, get_model_architecture
+
+    name, source = description.name, args.checkpoints / description.name
+    shutil.rmtree(source, ignore_errors=True)
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, args.checkpoints))}
+    row["class"] = get_model_architecture(ModelBase.load_hparams(source, False), ModelType.MMPROJ)
+    if description.vocab["kind"] in ("bpe", "wordpiece"):
+        row["check"] = check_hash(source)
+    row["text"] = converted(program, description, source, args.out / f"{name}-text", ["--outtype", "bf16"])
+    for outtype in TOWER_TYPES:
+        options = ["--mmproj", "--outtype", outtype]
+        row[outtype] = converted(program, description, source, args.out / f"{name}-{outtype}", options)
+    return row
+
+
+#: Beginnings of lines in an error's log that are not its reason.
+_NO_REASON = (" ", "SystemExit", "Traceback", "During handling")
+
+
+def converted(program: Any, description: checkpoints.Description, source: Path, out: Path, options: list[str]) -> Json:
+    """Return name and digests of the file that the reference writes into the folder ``out``, or the error's last
+    line."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    options += [] if "--mmproj" in options else description.options
+    log = out / "log"
+    arguments = [str(source), "--outfile", str(out), *options]
+    if forked(program, arguments, log.with_suffix(".none"), log, description.vocab):
+        (file,) = out.glob("*.gguf")
+        return {"file": file.name} | digests(file)
+    lines = [line for line in log.read_text().splitlines() if line and not line.startswith(_NO_REASON)]
+    return {"error": lines[-1].replace(str(source), source.name)}
 
 
 def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
@@ -171,11 +250,13 @@ def run_reference(
     forked(program, [str(source), *options], out, out.parent / f"{description.name}.log", description.vocab)
 
 
-def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
-    """Run the converter in a fork, with a vocabulary whose names it is told, or None for one that it recognizes."""
+def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> bool:
+    """Run the converter in a fork, with a vocabulary whose names it is told, or None for one that it recognizes.
+
+    Return whether it succeeds.
+    """
     if pid := os.fork():
-        os.waitpid(pid, 0)
-        return
+        return os.waitpid(pid, 0)[1] == 0
     code = 1
     try:
         with log.open("w") as file:

@@ -27,6 +27,11 @@ import numpy.typing as npt
 
 DESCRIPTIONS = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = tuple(sorted(path.stem for path in DESCRIPTIONS.glob("*.json")))
+#: Checkpoints with towers for images and sound (tests/data/mmproj-sha256.json), and draft models
+#: (tests/data/draft-sha256.json).
+TOWERS, DRAFTS = (
+    tuple(sorted(path.stem for path in (DESCRIPTIONS / folder).glob("*.json"))) for folder in ("towers", "drafts")
+)
 
 Json = dict[str, Any]
 Shape = tuple[int, ...]
@@ -83,6 +88,10 @@ class Description:
     model: str | None = None
     #: Major version of transformers that runs it; None: none does.
     transformers: int | None = 4
+    #: The checkpoint whose draft model it is: --target-model-dir.
+    target: str | None = None
+    #: Tensors in files of their own: path to patterns and shapes.
+    parts: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
     def convert_keywords(self) -> Json:
         """Return the options of the conversion, by the names of quantkit.convert.ConvertOptions.
@@ -99,7 +108,8 @@ class Description:
 
 def describe(name: str) -> Description:
     """Return the description of a checkpoint."""
-    text: Json = json.loads((DESCRIPTIONS / f"{name}.json").read_text())
+    folder = "towers" if name in TOWERS else "drafts" if name in DRAFTS else "."
+    text: Json = json.loads((DESCRIPTIONS / folder / f"{name}.json").read_text())
     for key in {"f32", "options", "outtypes"} & text.keys():
         text[key] = tuple(text[key])
     return Description(name=name, **text)
@@ -120,6 +130,9 @@ def write_description(description: Description, out: Path) -> Path:
     for name, data in vocab_files(description.vocab).items():
         (path / name).write_bytes(data)
     write_shards(path, list(stored_tensors(description)), description.shards)
+    for file, tensors in description.parts.items():
+        part = replace(description, name=f"{description.name}/{file}", tensors=tensors, quantized=None)
+        write_safetensors(path / file, list(stored_tensors(part)))
     return path
 
 
@@ -144,12 +157,20 @@ def stored_tensors(description: Description) -> Iterator[tuple[str, str, Shape, 
         if description.quantized is not None and (stored := quantize(description.quantized, name, x)) is not None:
             yield from stored
             continue
+        if name.endswith(_COUNTS):
+            step = 2**44 + 1 if name.endswith("multipliers") else 1
+            yield name, "I64", shape, (np.arange(1, x.size + 1, dtype="<i8") * step).tobytes()
+            continue
         dtype = "float32" if name.endswith(description.f32 or ("\n",)) else description.dtype
         yield name, *encode(x, dtype)
 
 
+#: Tensors of integers: ends of names.
+_COUNTS = ("num_batches_tracked", "d2t", "layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
+
+
 def expand(tensors: Mapping[str, list[int]]) -> list[tuple[str, Shape]]:
-    """Return names and shapes of patterns such as ``layers.{0-3,5}.up``, layers in their order."""
+    """Return names and shapes of patterns such as ``layers.{0-3,5}.{up|gate}``, layers in their order."""
     names = []
     for pattern, shape in tensors.items():
         parts = re.split(r"\{([^}]*)\}", pattern)
@@ -159,6 +180,8 @@ def expand(tensors: Mapping[str, list[int]]) -> list[tuple[str, Shape]]:
 
 
 def _numbers(text: str) -> list[str]:
+    if "|" in text:
+        return text.split("|")
     numbers: list[str] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
