@@ -103,7 +103,12 @@ def on(
     """Return a row of another table with towers; ``drop``: what the names of its tensors of towers begin with."""
     row = _ROWS[base]
     kept = {key: shape for key, shape in row.more.items() if not key.startswith(tuple(drop.split()) or "\n")}
-    changes: Json = {"runs": 0, "config": row.config | config, "more": kept | tensors, "files": row.files | (files or {})}
+    changes: Json = {
+        "runs": 0,
+        "config": row.config | config,
+        "more": kept | tensors,
+        "files": row.files | (files or {}),
+    }
     return replace(row, name=name, **changes | more)
 
 

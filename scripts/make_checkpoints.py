@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_table_decoders import NAMED
+from checkpoint_table_drafts import DRAFTS
 from checkpoint_table_encoders import ENCODERS
 from checkpoint_table_mixtures import OTHERS
 from checkpoint_table_towers import TOWERS
@@ -174,9 +175,12 @@ def main() -> None:
     version = int(transformers.__version__.split(".")[0])
     n_failed = 0
     jobs = {row.name: partial(describe, row) for row in ROWS + NAMED + ENCODERS + OTHERS if row.version in (0, version)}
-    jobs |= {
-        f"towers/{row.name}": partial(describe, row, fold_names=True) for row in TOWERS if row.version in (0, version)
-    }
+    for folder, rows in {"towers": TOWERS, "drafts": DRAFTS}.items():
+        jobs |= {
+            f"{folder}/{row.name}": partial(describe, row, fold_names=True)
+            for row in rows
+            if row.version in (0, version)
+        }
     jobs |= {row.name: partial(describe_quantized, row) for row in QUANTIZED}
     jobs |= {row.name: partial(describe_variant, row) for row in VARIANTS}
     if version == 4:

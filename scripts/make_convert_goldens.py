@@ -3,7 +3,7 @@
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
-    PYTHON scripts/make_convert_goldens.py towers --llama DIR --checkpoints DIR --out DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py {towers,drafts} --llama DIR --checkpoints DIR --out DIR [NAME ...]
 
 ``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
 torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
@@ -11,7 +11,8 @@ whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 
 run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run. ``vocabularies`` enters the hashes of
 --vocab-only for the real ones of tests/lib/real_files.py in tests/data/real-vocabularies.json, and prints the seconds.
 ``towers`` enters hashes of --mmproj, of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json; of
-what the reference cannot convert it enters the last line of the error.
+what the reference cannot convert it enters the last line of the error. ``drafts`` does the same for draft models and
+tests/data/draft-sha256.json.
 The reference runs the program that comes with qwen.tiktoken: --remote-code has it in a folder qwen,
 tokenization_qwen.py, with qwen/tokenizer_config.json (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
 
@@ -34,6 +35,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,7 +52,8 @@ from gguf_digests import digests  # noqa: E402
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
 TOWERS = ROOT / "tests" / "data" / "mmproj-sha256.json"
-#: Types of mmproj files.
+DRAFTS = ROOT / "tests" / "data" / "draft-sha256.json"
+#: Types of mmproj files and of draft models.
 TOWER_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 #: Names of ways to split, and the options.
 SPLITS = {
@@ -64,7 +67,7 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers"))
+    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "drafts"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
@@ -78,6 +81,7 @@ def main() -> None:
         "vocabularies": (make_vocabularies, real_files.VOCABULARIES),
         "logits": (make_logits, checkpoints.NAMES),
         "towers": (make_towers, checkpoints.TOWERS),
+        "drafts": (make_drafts, checkpoints.DRAFTS),
     }[args.what]
     sys.exit(bool(make(args.names or list(names), args)))
 
@@ -126,17 +130,47 @@ def make_towers(names: list[str], args: argparse.Namespace) -> list[str]:
     return failures
 
 
+def make_drafts(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert draft models beside their targets; return those that the reference cannot."""
+    program, failures = load_reference(args), []
+    for name in names:
+        row = draft_of(program, checkpoints.describe(name), args)
+        failures += [name] if "error" in row["f32"] else []
+        enter(DRAFTS, {name: row})
+        write_readme()
+        for key in TOWER_TYPES:
+            print(name, key, row[key].get("error") or (row[key].get("file", ""), row[key]["bytes"]), flush=True)
+    return failures
+
+
+def draft_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json:
+    """Draw a draft model and its target, convert it to every type."""
+    source, options = args.checkpoints / description.name, list[str]()
+    shutil.rmtree(source, ignore_errors=True)
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, args.checkpoints))}
+    row["class"] = description.config["architectures"][0]
+    if description.target is not None:
+        target = checkpoints.describe(description.target)
+        row["target"] = description.target
+        options = ["--target-model-dir", str(checkpoints.write_description(target, args.checkpoints))]
+        description = replace(description, vocab=target.vocab)
+    for outtype in TOWER_TYPES:
+        out = args.out / f"{description.name}-{outtype}"
+        row[outtype] = converted(program, description, source, out, [*options, "--outtype", outtype])
+    return row
+
+
 def write_readme() -> None:
     """Write the table of classes and their checkpoints at the end of tests/data/checkpoints/README.md."""
     path = checkpoints.DESCRIPTIONS / "README.md"
-    lines = [path.read_text(encoding="utf-8").partition(TABLES)[0] + TABLES, ""]
-    for title, digest_file, outtype in (("class of --mmproj", TOWERS, "f32"),):
+    lines = [path.read_text(encoding="utf-8").partition(TABLES)[0] + TABLES]
+    for title, digest_file in {"class of --mmproj": TOWERS, "class of a draft": DRAFTS}.items():
         rows = json.loads(digest_file.read_text()) if digest_file.exists() else {}
         lines.append(f"| {title} | checkpoint | made by | error of the reference |\n|---|---|---|---|")
         for name, row in sorted(rows.items(), key=lambda item: (item[1]["class"], item[0])):
             version = checkpoints.describe(name).transformers
             maker = f"transformers {version}" if version else "stand-in"
-            error = row[outtype].get("error", "").replace("|", "\\|")
+            error = row["f32"].get("error", "").replace("|", "\\|")
             lines.append(f"| `{row['class']}` | `{name}` | {maker} | {error and f'`{error}`'} |")
         lines.append("")
     path.write_text("\n".join(lines), encoding="utf-8", newline="\n")

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import io
 import itertools
 import json
 import math
 import re
 import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,9 +133,33 @@ def write_description(description: Description, out: Path) -> Path:
         (path / name).write_bytes(data)
     write_shards(path, list(stored_tensors(description)), description.shards)
     for file, tensors in description.parts.items():
+        if file.endswith(".pt"):
+            (path / file).write_bytes(mask_file(description.name, tensors))
+            continue
         part = replace(description, name=f"{description.name}/{file}", tensors=tensors, quantized=None)
         write_safetensors(path / file, list(stored_tensors(part)))
     return path
+
+
+def mask_file(name: str, tensors: Mapping[str, list[int]]) -> bytes:
+    """Return what torch.save makes of {"mask_token_id": number, "embedding": float32 vector}."""
+    (number,), (width,) = tensors["mask_token_id"], tensors["embedding"]
+    vector = draw(f"{name}/mask_embedding", "embedding", (width,)).astype("<f4")
+
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K%ctQ"
+    tensor = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00K%c\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    )
+    entries = text("mask_token_id") + b"K" + bytes([number]) + text("embedding") + tensor % (width, width)
+    files = {"data.pkl": b"\x80\x02}(" + entries + b"u.", "byteorder": b"little", "data/0": vector.tobytes()}
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for file, data in {**files, "version": b"3\n"}.items():
+            archive.writestr(zipfile.ZipInfo(f"mask_embedding/{file}"), data)
+    return out.getvalue()
 
 
 def digest(path: Path) -> str:
@@ -160,6 +186,9 @@ def stored_tensors(description: Description) -> Iterator[tuple[str, str, Shape, 
         if name.endswith(_COUNTS):
             step = 2**44 + 1 if name.endswith("multipliers") else 1
             yield name, "I64", shape, (np.arange(1, x.size + 1, dtype="<i8") * step).tobytes()
+            continue
+        if name.endswith("t2d"):
+            yield name, "BOOL", shape, bytes(i % 2 for i in range(x.size))
             continue
         dtype = "float32" if name.endswith(description.f32 or ("\n",)) else description.dtype
         yield name, *encode(x, dtype)
@@ -531,6 +560,11 @@ def _plamo(vocab: Json) -> dict[str, Any]:
     return {"tokenizer.jsonl": lines.encode(), "tokenizer_config.json": config | vocab.get("config", {})}
 
 
+def _none(vocab: Json) -> dict[str, Any]:
+    """No files: a draft model has its target's."""
+    return {}
+
+
 def _rwkv(vocab: Json) -> dict[str, Any]:
     """RWKV's list of bytes: a line is a number, a literal, and its length."""
     letters = {letter: byte for byte, letter in _byte_letters().items()}
@@ -548,7 +582,7 @@ def _rwkv(vocab: Json) -> dict[str, Any]:
 
 _KINDS = {
     **{"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken},
-    **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv},
+    **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv, "none": _none},
 }
 
 
