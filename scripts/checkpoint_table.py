@@ -42,6 +42,10 @@ class Row:
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
     #: The scheme of tests/lib/quantized_checkpoints.py, for models that exist only quantized.
     quantized: Json | None = None
+    #: The checkpoint whose draft model it is.
+    target: str | None = None
+    #: Tensors in files of their own: path to names and shapes.
+    parts: Json = field(default_factory=dict)
 
 
 # --- vocabularies ----------------------------------------------------------------------------------------------------

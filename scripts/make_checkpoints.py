@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_table_decoders import NAMED
+from checkpoint_table_drafts import DRAFTS
 from checkpoint_table_encoders import ENCODERS
 from checkpoint_table_mixtures import OTHERS
+from checkpoint_table_towers import TOWERS
 
 from checkpoint_table import BASE, QUANTIZED, ROWS, SPARSE, VARIANTS, Json, Quantized, Row, Variant
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "checkpoints"
 
 
-def describe(row: Row) -> Json:
+def describe(row: Row, fold_names: bool = False) -> Json:
     """Return the description of a row, which tests/lib/checkpoints.py reads."""
     if row.version:
         config, tensors = saved(row)
@@ -40,9 +42,10 @@ def describe(row: Row) -> Json:
     if row.text:
         config["text_config"] |= row.text
     config = {key: value for key, value in (config | row.config).items() if key not in row.drop}
-    text: Json = {"config": config, "vocab": row.vocab, "tensors": compact(tensors) | row.more}
+    patterns = compact(tensors) | row.more
+    text: Json = {"config": config, "vocab": row.vocab, "tensors": fold(patterns) if fold_names else patterns}
     defaults = Row(name="", model="", vocab={})
-    for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized"):
+    for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized", "target", "parts"):
         if (value := getattr(row, key)) != getattr(defaults, key):
             text[key] = value
     if row.version and row.model != config["architectures"][0]:
@@ -82,6 +85,18 @@ def compact(tensors: dict[str, list[int]]) -> dict[str, list[int]]:
             ranges = ["{" + ranged(axis) + "}" for axis in grid]
             patterns["".join(a + b for a, b in zip(texts, [*ranges, ""], strict=True))] = list(shape)
     return dict(sorted(patterns.items()))
+
+
+def fold(patterns: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return patterns in which names of one shape and place are alternatives."""
+    groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, shape in patterns.items():
+        _, head, middle, tail = re.split(r"^(.*\}\.|(?:[^.]+\.){0,2})(.+?)(\.weight|\.bias|)$", name)[:4]
+        groups[head, tail, tuple(shape)].append(middle)
+    return {
+        head + (names[0] if len(names) == 1 else "{" + "|".join(names) + "}") + tail: list(shape)
+        for (head, tail, shape), names in groups.items()
+    }
 
 
 def grids(numbers: list[tuple[int, ...]]) -> list[list[list[int]]]:
@@ -160,12 +175,18 @@ def main() -> None:
     version = int(transformers.__version__.split(".")[0])
     n_failed = 0
     jobs = {row.name: partial(describe, row) for row in ROWS + NAMED + ENCODERS + OTHERS if row.version in (0, version)}
+    for folder, rows in {"towers": TOWERS, "drafts": DRAFTS}.items():
+        jobs |= {
+            f"{folder}/{row.name}": partial(describe, row, fold_names=True)
+            for row in rows
+            if row.version in (0, version)
+        }
     jobs |= {row.name: partial(describe_quantized, row) for row in QUANTIZED}
     jobs |= {row.name: partial(describe_variant, row) for row in VARIANTS}
     if version == 4:
         jobs |= {f"{name}-sparse": partial(describe_sparse, name) for name in SPARSE}
     for name, job in jobs.items():
-        if args.names and name not in args.names:
+        if args.names and name.rpartition("/")[2] not in args.names:
             continue
         try:
             text = text_of(job())

@@ -4,7 +4,9 @@ checkpoint.
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py {towers,drafts} --llama DIR --checkpoints DIR --out DIR [NAME ...]
 
+<<<<<<< HEAD
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,
 the version whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in
@@ -13,6 +15,18 @@ tests/data/convert-logits.npz; run it with 4.57.6 and with 5.18.0: each handles 
 tests/data/real-vocabularies.json, and prints the seconds. The reference runs the program beside qwen.tiktoken:
 --remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
 (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
+=======
+``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
+torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
+whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
+run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run. ``vocabularies`` enters the hashes of
+--vocab-only for the real ones of tests/lib/real_files.py in tests/data/real-vocabularies.json, and prints the seconds.
+``towers`` enters hashes of --mmproj, of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json; of
+what the reference cannot convert it enters the last line of the error. ``drafts`` does the same for draft models and
+tests/data/draft-sha256.json.
+The reference runs the program that comes with qwen.tiktoken: --remote-code has it in a folder qwen,
+tokenization_qwen.py, with qwen/tokenizer_config.json (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
+>>>>>>> 889263ab106fa21c08566ecb9473b096210c8877
 
 Vocabularies are too small for llama.cpp to recognize their hash: the description has the name of the pre-tokenizer
 (``pre``, which quantkit gets by --pre).
@@ -33,6 +47,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +63,15 @@ from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
+<<<<<<< HEAD
 #: Names of split settings, and their options.
+=======
+TOWERS = ROOT / "tests" / "data" / "mmproj-sha256.json"
+DRAFTS = ROOT / "tests" / "data" / "draft-sha256.json"
+#: Types of mmproj files and of draft models.
+TOWER_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
+#: Names of ways to split, and the options.
+>>>>>>> 889263ab106fa21c08566ecb9473b096210c8877
 SPLITS = {
     "size": ("--split-max-size", "2M"),
     "tensors": ("--split-max-tensors", "10"),
@@ -60,7 +83,7 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits"))
+    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "drafts"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
@@ -69,8 +92,13 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-    make = {"reference": make_reference, "vocabularies": make_vocabularies, "logits": make_logits}[args.what]
-    names = real_files.VOCABULARIES if args.what == "vocabularies" else checkpoints.NAMES
+    make, names = {
+        "reference": (make_reference, checkpoints.NAMES),
+        "vocabularies": (make_vocabularies, real_files.VOCABULARIES),
+        "logits": (make_logits, checkpoints.NAMES),
+        "towers": (make_towers, checkpoints.TOWERS),
+        "drafts": (make_drafts, checkpoints.DRAFTS),
+    }[args.what]
     sys.exit(bool(make(args.names or list(names), args)))
 
 
@@ -103,6 +131,105 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
         enter(SHA256, {name: row})
         print(name, {key: value["sha256"][:8] for key, value in row.items() if isinstance(value, dict)}, flush=True)
     return failures
+
+
+def make_towers(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert the towers and the text models of checkpoints; return those whose towers the reference cannot."""
+    program, failures = load_reference(args), []
+    for name in names:
+        row = towers_of(program, checkpoints.describe(name), args)
+        failures += [name] if "error" in row["f32"] else []
+        enter(TOWERS, {name: row})
+        write_readme()
+        for key in ("text", *TOWER_TYPES):
+            print(name, key, row[key].get("error") or (row[key].get("file", ""), row[key]["bytes"]), flush=True)
+    return failures
+
+
+def make_drafts(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert draft models beside their targets; return those that the reference cannot."""
+    program, failures = load_reference(args), []
+    for name in names:
+        row = draft_of(program, checkpoints.describe(name), args)
+        failures += [name] if "error" in row["f32"] else []
+        enter(DRAFTS, {name: row})
+        write_readme()
+        for key in TOWER_TYPES:
+            print(name, key, row[key].get("error") or (row[key].get("file", ""), row[key]["bytes"]), flush=True)
+    return failures
+
+
+def draft_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json:
+    """Draw a draft model and its target, convert it to every type."""
+    source, options = args.checkpoints / description.name, list[str]()
+    shutil.rmtree(source, ignore_errors=True)
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, args.checkpoints))}
+    row["class"] = description.config["architectures"][0]
+    if description.target is not None:
+        target = checkpoints.describe(description.target)
+        row["target"] = description.target
+        options = ["--target-model-dir", str(checkpoints.write_description(target, args.checkpoints))]
+        description = replace(description, vocab=target.vocab)
+    for outtype in TOWER_TYPES:
+        out = args.out / f"{description.name}-{outtype}"
+        row[outtype] = converted(program, description, source, out, [*options, "--outtype", outtype])
+    return row
+
+
+def write_readme() -> None:
+    """Write the table of classes and their checkpoints at the end of tests/data/checkpoints/README.md."""
+    path = checkpoints.DESCRIPTIONS / "README.md"
+    lines = [path.read_text(encoding="utf-8").partition(TABLES)[0] + TABLES]
+    for title, digest_file in {"class of --mmproj": TOWERS, "class of a draft": DRAFTS}.items():
+        rows = json.loads(digest_file.read_text()) if digest_file.exists() else {}
+        lines.append(f"| {title} | checkpoint | made by | error of the reference |\n|---|---|---|---|")
+        for name, row in sorted(rows.items(), key=lambda item: (item[1]["class"], item[0])):
+            version = checkpoints.describe(name).transformers
+            maker = f"transformers {version}" if version else "stand-in"
+            error = row["f32"].get("error", "").replace("|", "\\|")
+            lines.append(f"| `{row['class']}` | `{name}` | {maker} | {error and f'`{error}`'} |")
+        lines.append("")
+    path.write_text("\n".join(lines), encoding="utf-8", newline="\n")
+
+
+#: The heading of README.md's last section.
+TABLES = "## Towers and draft models\n"
+
+
+def towers_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json:
+    """Draw a checkpoint, convert its text model to bf16, its towers to every type."""
+    from conversion.base import ModelBase, ModelType, get_model_architecture
+
+    name, source = description.name, args.checkpoints / description.name
+    shutil.rmtree(source, ignore_errors=True)
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, args.checkpoints))}
+    row["class"] = get_model_architecture(ModelBase.load_hparams(source, False), ModelType.MMPROJ)
+    if description.vocab["kind"] in ("bpe", "wordpiece"):
+        row["check"] = check_hash(source)
+    row["text"] = converted(program, description, source, args.out / f"{name}-text", ["--outtype", "bf16"])
+    for outtype in TOWER_TYPES:
+        options = ["--mmproj", "--outtype", outtype]
+        row[outtype] = converted(program, description, source, args.out / f"{name}-{outtype}", options)
+    return row
+
+
+#: Beginnings of lines in an error's log that are not its reason.
+_NO_REASON = (" ", "SystemExit", "Traceback", "During handling")
+
+
+def converted(program: Any, description: checkpoints.Description, source: Path, out: Path, options: list[str]) -> Json:
+    """Return name and digests of the file that the reference writes into the folder ``out``, or the error's last
+    line."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    options += [] if "--mmproj" in options else description.options
+    log = out / "log"
+    arguments = [str(source), "--outfile", str(out), *options]
+    if forked(program, arguments, log.with_suffix(".none"), log, description.vocab):
+        (file,) = out.glob("*.gguf")
+        return {"file": file.name} | digests(file)
+    lines = [line for line in log.read_text().splitlines() if line and not line.startswith(_NO_REASON)]
+    return {"error": lines[-1].replace(str(source), source.name)}
 
 
 def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
@@ -173,11 +300,18 @@ def run_reference(
     fork_converter(program, [str(source), *options], out, out.parent / f"{description.name}.log", description.vocab)
 
 
+<<<<<<< HEAD
 def fork_converter(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
     """Run the converter in a fork, with the names of a vocabulary, or None for one that it recognizes."""
+=======
+def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> bool:
+    """Run the converter in a fork, with a vocabulary whose names it is told, or None for one that it recognizes.
+
+    Return whether it succeeds.
+    """
+>>>>>>> 889263ab106fa21c08566ecb9473b096210c8877
     if pid := os.fork():
-        os.waitpid(pid, 0)
-        return
+        return os.waitpid(pid, 0)[1] == 0
     code = 1
     try:
         with log.open("w") as file:

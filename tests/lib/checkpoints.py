@@ -150,7 +150,9 @@ def mask_file(name: str, tensors: Mapping[str, list[int]]) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
 
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K%ctQ"
-    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00K%c\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    tensor = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00K%c\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    )
     entries = text("mask_token_id") + b"K" + bytes([number]) + text("embedding") + tensor % (width, width)
     files = {"data.pkl": b"\x80\x02}(" + entries + b"u.", "byteorder": b"little", "data/0": vector.tobytes()}
     out = io.BytesIO()
@@ -558,6 +560,11 @@ def _plamo(vocab: Json) -> dict[str, Any]:
     return {"tokenizer.jsonl": lines.encode(), "tokenizer_config.json": config | vocab.get("config", {})}
 
 
+def _none(vocab: Json) -> dict[str, Any]:
+    """No files: a draft model has its target's."""
+    return {}
+
+
 def _rwkv(vocab: Json) -> dict[str, Any]:
     """RWKV's list of bytes: a line is a number, a literal, and its length."""
     letters = {letter: byte for byte, letter in _byte_letters().items()}
@@ -575,7 +582,7 @@ def _rwkv(vocab: Json) -> dict[str, Any]:
 
 _KINDS = {
     **{"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken},
-    **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv, "none": lambda vocab: {}},
+    **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv, "none": _none},
 }
 
 
