@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from quantkit.checkpoint.encoder_rules import (
     ForceType,
     NameInFile,
@@ -35,6 +33,7 @@ from quantkit.checkpoint.mmproj import (
 )
 from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, plus_one
 from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.torch_math import softplus
 from quantkit.errors import FormatError
 
 _VISION, _AUDIO = "clip.vision.projector_type", "clip.audio.projector_type"
@@ -162,12 +161,10 @@ def _with_audio(key: SetMmprojKeys) -> SetMmprojKeys:
 
 @dataclass(frozen=True)
 class _Softplus(ByValue):
-    """log(1 + exp(x)), each rounded to float32; x itself above 20, as in torch."""
+    """The softplus of each value."""
 
     def compute(self, x: F32) -> F32:
-        with np.errstate(over="ignore"):
-            exp = np.exp(x.astype(np.float64)).astype(np.float32)
-            return np.where(x > 20, x, np.log1p(exp.astype(np.float64)).astype(np.float32))
+        return softplus(x)
 
 
 def _softplus(tensor: Tensor, context: Context) -> Expression:
