@@ -6,7 +6,6 @@ checkpoint.
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py {towers,drafts} --llama DIR --checkpoints DIR --out DIR [NAME ...]
 
-<<<<<<< HEAD
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,
 the version whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in
@@ -15,18 +14,9 @@ tests/data/convert-logits.npz; run it with 4.57.6 and with 5.18.0: each handles 
 tests/data/real-vocabularies.json, and prints the seconds. The reference runs the program beside qwen.tiktoken:
 --remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
 (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
-=======
-``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
-torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
-whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
-run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run. ``vocabularies`` enters the hashes of
---vocab-only for the real ones of tests/lib/real_files.py in tests/data/real-vocabularies.json, and prints the seconds.
-``towers`` enters hashes of --mmproj, of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json; of
-what the reference cannot convert it enters the last line of the error. ``drafts`` does the same for draft models and
-tests/data/draft-sha256.json.
-The reference runs the program that comes with qwen.tiktoken: --remote-code has it in a folder qwen,
-tokenization_qwen.py, with qwen/tokenizer_config.json (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
->>>>>>> 889263ab106fa21c08566ecb9473b096210c8877
+``towers`` enters the hashes of --mmproj for every type, and of the text model in bf16, in
+tests/data/mmproj-sha256.json; for a checkpoint that the reference cannot convert, the last line of the error.
+``drafts`` does the same for draft models in tests/data/draft-sha256.json.
 
 Vocabularies are too small for llama.cpp to recognize their hash: the description has the name of the pre-tokenizer
 (``pre``, which quantkit gets by --pre).
@@ -63,15 +53,11 @@ from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
-<<<<<<< HEAD
-#: Names of split settings, and their options.
-=======
 TOWERS = ROOT / "tests" / "data" / "mmproj-sha256.json"
 DRAFTS = ROOT / "tests" / "data" / "draft-sha256.json"
 #: Types of mmproj files and of draft models.
 TOWER_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
-#: Names of ways to split, and the options.
->>>>>>> 889263ab106fa21c08566ecb9473b096210c8877
+#: Names of split settings, and their options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
     "tensors": ("--split-max-tensors", "10"),
@@ -225,7 +211,7 @@ def converted(program: Any, description: checkpoints.Description, source: Path, 
     options += [] if "--mmproj" in options else description.options
     log = out / "log"
     arguments = [str(source), "--outfile", str(out), *options]
-    if forked(program, arguments, log.with_suffix(".none"), log, description.vocab):
+    if fork_converter(program, arguments, log.with_suffix(".none"), log, description.vocab):
         (file,) = out.glob("*.gguf")
         return {"file": file.name} | digests(file)
     lines = [line for line in log.read_text().splitlines() if line and not line.startswith(_NO_REASON)]
@@ -300,16 +286,11 @@ def run_reference(
     fork_converter(program, [str(source), *options], out, out.parent / f"{description.name}.log", description.vocab)
 
 
-<<<<<<< HEAD
-def fork_converter(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
-    """Run the converter in a fork, with the names of a vocabulary, or None for one that it recognizes."""
-=======
-def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> bool:
-    """Run the converter in a fork, with a vocabulary whose names it is told, or None for one that it recognizes.
+def fork_converter(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> bool:
+    """Run the converter in a fork, with the names of a vocabulary, or None for one that it recognizes.
 
     Return whether it succeeds.
     """
->>>>>>> 889263ab106fa21c08566ecb9473b096210c8877
     if pid := os.fork():
         return os.waitpid(pid, 0)[1] == 0
     code = 1

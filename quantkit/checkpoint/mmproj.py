@@ -271,6 +271,8 @@ class Mmproj:
     patch_config: Callable[[MmprojConfig], None] = field(default=lambda config: None)
     #: All keys up to ``keys``; None: those of the encoders.
     base: tuple[SetMmprojKeys, ...] | None = None
+    #: Keys before the type of the file.
+    first: tuple[SetMmprojKeys, ...] = ()
     #: Tensors that are not stored; they come first.
     synthetic: Callable[[MmprojConfig], Iterable[Tensor]] = field(default=lambda config: ())
     #: Parts of names in the file, and the type of such tensors in files of all types; None: F16 in F16 files, else F32.

@@ -59,6 +59,8 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
         general = read_general(path, count, model_name=options.model_name, metadata=options.metadata)
         keys.text("general.type", "mmproj")
         general.write(keys)
+        for write in row.first:
+            write(keys, config)
         keys.u32("general.file_type", outtype.file_type)
         for write in (*row.base_keys, *row.keys):
             write(keys, config)

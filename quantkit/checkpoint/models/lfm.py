@@ -1,4 +1,4 @@
-"""LFM 2: short convolutions between layers of attention; also with experts.
+"""LFM 2: short convolutions between layers of attention; also with experts, and with encoders.
 
 Facts of llama.cpp b11434, conversion/lfm2.py.
 """
@@ -9,15 +9,29 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import FoldBatchNorm, add_axes, linear_to_convolution, remove_axis
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Stored
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING
+from quantkit.checkpoint.mmproj import (
+    LAYER_COUNTS,
+    USE_GELU,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    constant,
+    layer_norm_epsilon,
+    projector,
+)
+from quantkit.checkpoint.models.gemma_vl import CONFORMER_CONVOLUTIONS
 from quantkit.checkpoint.pooling import set_pooling
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import read_header
 
 #: Of models with an audio encoder.
@@ -174,4 +188,75 @@ CLASSES: dict[str, HfClass] = {
         defaults={"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
         config_setters=(set_convolution_layers,),
     ),
+}
+
+
+# --- Encoders -------------------------------------------------------------------------------------------------------
+
+
+def _patch_vision(config: MmprojConfig) -> None:
+    """State a size of images, which is dynamic."""
+    config.vision.values["image_size"] = 256
+
+
+def _vision_layers(config: MmprojConfig) -> int:
+    """Return the number of layers up to that whose output the text model gets."""
+    last = config.model.get("vision_feature_layer", -1)
+    if type(last) is not int:
+        raise FormatError(f"{config.path}: vision_feature_layer is {short(last)}, not a layer", "QK-E112")
+    return config.vision.number(*LAYER_COUNTS.split()) + last + 1
+
+
+_LFM_2_VL = Mmproj(
+    (
+        projector("lfm2"),
+        layer_norm_epsilon("layer_norm_eps"),
+        EncoderKey(".vision.projector.scale_factor", "downsample_factor", of="model", default=2),
+        USE_GELU,
+        Key(".vision.block_count", _vision_layers),
+    ),
+    stored=(Rename(r"model\.(vision_tower|multi_modal_projector)\.", r"\1."),),
+    rules=(
+        Transform(r"patch_embedding\.weight", lambda tensor, context: linear_to_convolution(tensor.x, 16, 3), None),
+    ),
+    patch_config=_patch_vision,
+)
+
+
+def _patch_audio(config: MmprojConfig) -> None:
+    """Copy the sizes of the conformer to their usual names."""
+    audio = config.audio
+    audio.values |= {
+        "hidden_size": audio["d_model"],
+        "intermediate_size": audio["d_model"],
+        "num_attention_heads": audio["n_heads"],
+    }
+
+
+_LFM_2_AUDIO = Mmproj(
+    (
+        projector("lfm2a"),
+        EncoderKey(".audio.num_mel_bins", "feat_in", of="audio"),
+        constant(".audio.attention.layer_norm_epsilon", 1e-5, "f32"),
+    ),
+    stored=(
+        Drop(r"^lfm\."),
+        Drop(r"audio_loss_weight|codebook_offsets|depth_embeddings|depth_linear|depthformer"),
+    ),
+    rules=(
+        CONFORMER_CONVOLUTIONS,
+        FoldBatchNorm(r"^conformer\.layers\.\d+\.conv\.batch_norm\.", 5),
+        Transform(r"^conformer\.pre_encode\.conv\..*\.bias$", add_axes(0, 2), None),
+        Transform(r"conv\.depthwise_conv.*\.weight$", remove_axis(1), None),
+        Transform(r"conv\.pointwise_conv.*\.weight$", remove_axis(2), None),
+    ),
+    vision=False,
+    audio=True,
+    audio_config=lambda outer: outer.get("encoder"),
+    patch_config=_patch_audio,
+)
+
+MMPROJ: dict[str, Mmproj] = {
+    "Lfm2VlForConditionalGeneration": _LFM_2_VL,
+    "Lfm2AudioForConditionalGeneration": _LFM_2_AUDIO,
 }

@@ -1,4 +1,4 @@
-"""MiniCPM 1 to 3, and PLM, whose heads are projected from a latent like MiniCPM 3's.
+"""MiniCPM 1 to 3, PLM, whose heads are projected from a latent like MiniCPM 3's, and the encoder of MiniCPM-V 4.6.
 
 Facts of llama.cpp b11434, conversion/minicpm.py, conversion/plm.py.
 """
@@ -13,11 +13,14 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Computed, Copied, KeyGroup, SetKeys
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import USE_GELU, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import Architecture, HfClass
+from quantkit.checkpoint.rules import Drop
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 
 def _set_scales(keys: Keys, config: Config) -> None:
@@ -125,4 +128,46 @@ CLASSES: dict[str, HfClass] = {
         config_setters=(_set_unscaled_rope,),
     ),
     "PLMForCausalLM": HfClass("plm"),
+}
+
+
+# --- The vision encoder of MiniCPM-V 4.6 ----------------------------------------------------------------------------
+
+
+def _patch_vision(config: MmprojConfig) -> None:
+    """State the resolution of slices as the size of images; config.json has that of the position embeddings."""
+    resolution = config.preprocessor.get("scale_resolution")
+    if resolution is not None:
+        config.vision.values["image_size"] = int(resolution)
+
+
+def _scale_factor(config: Config) -> int:
+    """Return the number of patches on a side of a token."""
+    assert isinstance(config, MmprojConfig)
+    mode = config.preprocessor.get("downsample_mode", "16x")
+    if mode not in ("4x", "16x"):
+        raise FormatError(f"{config.preprocessor.path}: downsample_mode is {short(mode)}, not 4x or 16x", "QK-E305")
+    return 2 if mode == "4x" else 4
+
+
+def _insertion(config: MmprojConfig) -> list[int]:
+    """Return the layer after which patches are merged."""
+    return [int(config.model.get("insert_layer_id", config.vision.get("insert_layer_id", 6)))]
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "MiniCPMV4_6ForConditionalGeneration": Mmproj(
+        (
+            projector("minicpmv4_6"),
+            Key(".vision.projector.scale_factor", _scale_factor),
+            Key(".vision.wa_layer_indexes", _insertion, "array"),
+            USE_GELU,
+            layer_norm_epsilon("layer_norm_eps", 1e-6),
+        ),
+        stored=(
+            Drop(r"^(lm_head\.|mtp)"),
+            Drop(r"\.vit_merger\.", lambda config: _scale_factor(config) == 2),
+        ),
+        patch_config=_patch_vision,
+    )
 }

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.encoder_rules import NameInFile, linear_to_convolution
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.expressions import Constant, Expression
 from quantkit.checkpoint.key_rows import (
     BLOCK_COUNT,
     FILE_TYPE,
@@ -24,14 +25,25 @@ from quantkit.checkpoint.key_rows import (
     set_rotary_part,
 )
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import (
+    LAYER_COUNTS,
+    USE_GELU,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    layer_norm_epsilon,
+    projector,
+)
 from quantkit.checkpoint.models import minimax
 from quantkit.checkpoint.row import Architecture, HfClass
-from quantkit.checkpoint.tensors import Tensor
+from quantkit.checkpoint.rules import Drop, Rename, Transform
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.safetensors import read_checkpoint
 
 
 def set_rope_attention(keys: Keys, config: Config) -> None:
@@ -192,4 +204,83 @@ CLASSES: dict[str, HfClass] = {
         _SPARSE_NAMES,
         config_setters=(config_values.set_long_rope, set_long_rope_scale, set_window_or_none),
     ),
+}
+
+
+# --- The vision encoder of Phi 4 ------------------------------------------------------------------------------------
+
+
+def _patch_vision(config: MmprojConfig) -> None:
+    """Omit the last layer, whose output is not used, and state sizes of which config.json has none."""
+    vision, processor = config.vision, config.preprocessor
+    name = next((name for name in LAYER_COUNTS.split() if name in vision), "num_hidden_layers")
+    if vision.number(name) < 2:
+        raise FormatError(f"{config.path}: the vision encoder has {vision[name]} layers, not 2 or more", "QK-E305")
+    vision.values[name] -= 1
+    patch = processor.number("patch_size")
+    vision.values |= {"patch_size": patch, "image_size": _grid_side(config) * patch}
+
+
+def _grid_side(config: MmprojConfig) -> int:
+    """Return the number of patches on a side of an image, by the position embeddings."""
+    end = "vision_model.embeddings.position_embedding.weight"
+    shards = read_checkpoint(config.path.parent, allow_incomplete=True)
+    tensor = next((tensor for shard in shards for name, tensor in shard.items() if name.endswith(end)), None)
+    if tensor is None:
+        raise FormatError(f"{config.path.parent}: has no tensor whose name ends with {end}", "QK-E105")
+    rows = tensor.shape[0] if tensor.shape else 0
+    if math.isqrt(rows) ** 2 != rows:
+        raise FormatError(f"{tensor.path}: tensor {short(tensor.name)}: {rows} positions are no square", "QK-E106")
+    return math.isqrt(rows)
+
+
+def _pixels(name: str) -> Key:
+    """Return the row of a number of pixels, that of patches in the preprocessor's configuration or the model's."""
+
+    def compute(config: MmprojConfig) -> int:
+        part = config.preprocessor if name in config.preprocessor else config.model
+        return part.number(name) * config.vision.number("patch_size") ** 2
+
+    return Key(f".vision.image_{name[:3]}_pixels", compute)
+
+
+@dataclass(frozen=True)
+class _DropLastLayer(OneWayRule):
+    """Drops the layer of the vision encoder whose output is not used."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        is_last = tensor.name.startswith("vision_tower.") and tensor.layer == context.names.layers
+        return () if is_last else None
+
+
+def _convolve_patches(tensor: Tensor, context: Context) -> Expression:
+    """Return the linear layer of patches as a convolution."""
+    assert isinstance(context.config, MmprojConfig)
+    out, values = tensor.x.shape
+    patch = context.config.vision.number("patch_size")
+    return linear_to_convolution(tensor.x, patch, values // patch**2)
+
+
+MMPROJ: dict[str, Mmproj] = {
+    "Phi4ForCausalLMV": Mmproj(
+        (
+            projector("phi4"),
+            _pixels("min_num_patches"),
+            _pixels("max_num_patches"),
+            USE_GELU,
+            layer_norm_epsilon("layer_norm_eps", 1e-6),
+        ),
+        tensors=r"^(vision_tower|(model\.)?mm_projector)\.",
+        stored=(
+            Rename(r"model\.vision_tower\.vision_tower\.", "vision_tower."),
+            Drop(r"\.vision_model\.(head|post_layernorm)\."),
+            Drop(r"^(model\.)?mm_projector\.(?![02]\.)"),
+        ),
+        rules=(
+            _DropLastLayer(),
+            Transform(r"^vision_tower\..*vision_model\.embeddings\.patch_embedding\.weight$", _convolve_patches, None),
+            NameInFile(r"^(?:model\.)?mm_projector\.([02])\.(?:.*\.)?(bias|weight)$", r"mm.\1.\2"),
+        ),
+        patch_config=_patch_vision,
+    )
 }

@@ -1,0 +1,268 @@
+"""The encoders of Gemma 3, 3n and 4.
+
+Facts of llama.cpp b11434, conversion/gemma.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.encoder_rules import (
+    ForceType,
+    NameInFile,
+    NameRanges,
+    add_axes,
+    linear_to_convolution,
+    remove_axis,
+)
+from quantkit.checkpoint.expressions import F32, TYPE_F16, TYPE_F32, ByValue, Expression, Gathered, Shaped, Transposed
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import (
+    AUDIO_KEYS,
+    USE_GELU,
+    VISION_KEYS,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    SetMmprojKeys,
+    constant,
+    layer_norm_epsilon,
+    projector,
+)
+from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, plus_one
+from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.torch_math import softplus
+from quantkit.errors import FormatError
+
+_VISION, _AUDIO = "clip.vision.projector_type", "clip.audio.projector_type"
+
+
+def _image_tokens(config: MmprojConfig) -> int:
+    """Return the number of tokens of an image."""
+    name, part = "image_seq_length", config.preprocessor
+    tokens = part.number(name) if name in part else 256
+    if not tokens:
+        raise FormatError(f"{part.path}: {name} is 0", "QK-E112")
+    return tokens
+
+
+# --- Gemma 3 --------------------------------------------------------------------------------------------------------
+
+
+def _scale_factor(config: MmprojConfig) -> int | None:
+    """Return the number of patches on a side of a token; None for that of the published models, 4."""
+    patch = config.vision.number("patch_size")
+    if not patch:
+        raise FormatError(f"{config.path}: patch_size is 0", "QK-E112")
+    factor = config.vision.number("image_size") // patch // math.isqrt(_image_tokens(config))
+    return factor if factor not in (0, 4) else None
+
+
+_GEMMA_3 = Mmproj(
+    (
+        projector("gemma3"),
+        layer_norm_epsilon("layer_norm_eps", 1e-6),
+        USE_GELU,
+        Key(".vision.projector.scale_factor", _scale_factor),
+    ),
+    tensors=r"^(multi_?modal_projector|vision_tower|vision_model)\.",
+    stored=(Drop(r"vision_model\.head\."), Rename("_weight", ".weight")),
+    rules=(
+        ForceType(r"\.embeddings\.", TYPE_F32),
+        ForceType(r"input_projection", TYPE_F16),
+        Transform(r"soft_emb_norm\.weight", plus_one, None),
+    ),
+)
+
+
+# --- Gemma 3n -------------------------------------------------------------------------------------------------------
+
+
+def _patch_3n(config: MmprojConfig) -> None:
+    """State the sizes of MobileNetV5, which its configuration lacks, and rename those of the conformer."""
+    vision, audio, processor = config.vision.values, config.audio, config.preprocessor
+    vision["n_layers"] = 128
+    vision["intermediate_size"] = vision.get("intermediate_size", 2048) * 4
+    vision["num_attention_heads"] = vision.get("num_attention_heads", 8)
+    vision["image_size"] = processor.get("size", {"height": 768})["height"]
+    vision["patch_size"] = vision["image_size"] // _image_tokens(config)
+    processor.values |= {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
+    for name, own_name in _NAMES_3N:
+        audio.values[name] = audio[own_name]
+    audio.values.setdefault("intermediate_size", 6144)
+
+
+_NAMES_3N = (
+    ("n_layers", "conf_num_hidden_layers"),
+    ("num_attention_heads", "conf_num_attention_heads"),
+    ("feat_in", "input_feat_size"),
+)
+#: What is below a block of MobileNetV5.
+_BLOCK = (
+    "bn1|bn2|norm|conv_exp|conv_pwl|(dw_start|dw_mid|pw_exp|pw_proj)\\.(conv|bn)|attn\\.(query|key|value|output)\\.proj"
+    "|attn\\.(key|value)\\.(down_conv|norm)"
+)
+#: Convolutions of a conformer are in full precision.
+CONFORMER_CONVOLUTIONS = ForceType(
+    r"^(?=.*(audio|codebook|conformer|depth_embedding|depthformer|depth_linear)).*(\.conv|_conv.*\.weight|\.weight.*_conv)",
+    TYPE_F32,
+)
+_GEMMA_3N = Mmproj(
+    (
+        projector("gemma3nv", _VISION),
+        layer_norm_epsilon("layer_norm_eps", 1e-6),
+        projector("gemma3na", _AUDIO),
+        EncoderKey(".audio.num_mel_bins", "feat_in", of="audio"),
+        constant(".audio.attention.layer_norm_epsilon", 1e-5, "f32"),
+    ),
+    tensors=r"audio|^model\.(embed_vision|vision_tower)\.",
+    rules=(
+        CONFORMER_CONVOLUTIONS,
+        ForceType(r"\.embeddings\.|stem", TYPE_F32),
+        ForceType(r"input_proj", TYPE_F16),
+        Rename(r"model\.audio_tower\.conformer\.", "conformer.layers."),
+        Transform(r"^conformer\..*conv\.depthwise_conv.*\.weight$", remove_axis(1), None),
+        NameInFile(
+            rf"^model\.vision_tower\.timm_model\.blocks\.(\d+\.\d+\.(({_BLOCK})\.weight|layer_scale\.gamma))$",
+            r"v.blk.\1",
+        ),
+        Transform(r"conv_stem\.conv\.bias$", add_axes(1, 2), None),
+        NameRanges(),
+    ),
+    audio=True,
+    patch_config=_patch_3n,
+)
+
+
+# --- Gemma 4 --------------------------------------------------------------------------------------------------------
+
+
+def _patch_4(config: MmprojConfig) -> None:
+    """State a size of images, which is not used, and the sizes of the audio encoder, if there is one."""
+    config.vision.values["image_size"] = 224
+    audio = config.audio.values
+    if audio:
+        audio["feat_in"] = audio.get("input_feat_size", 128)
+        if "hidden_size" in audio:
+            audio["intermediate_size"] = audio["hidden_size"] * 4
+
+
+def _with_audio(key: SetMmprojKeys) -> SetMmprojKeys:
+    """Return a key that is set only if there is an audio encoder."""
+
+    def set_key(keys: Keys, config: MmprojConfig) -> None:
+        if config.audio.values:
+            key(keys, config)
+
+    return set_key
+
+
+@dataclass(frozen=True)
+class _Softplus(ByValue):
+    """The softplus of each value."""
+
+    def compute(self, x: F32) -> F32:
+        return softplus(x)
+
+
+def _softplus(tensor: Tensor, context: Context) -> Expression:
+    """Return the scale of queries or keys, which is stored before its softplus."""
+    return _Softplus(tensor.x)
+
+
+def _convolve_patches(tensor: Tensor, context: Context) -> Expression:
+    """Return the linear layer of patches with three colours as a convolution."""
+    return linear_to_convolution(tensor.x, math.isqrt(tensor.x.shape[1] // 3), 3)
+
+
+_CONFORMER = r"^(conformer|model\.embed_audio)\."
+_GEMMA_4 = Mmproj(
+    (
+        projector("gemma4v", _VISION),
+        layer_norm_epsilon("layer_norm_eps", 1e-6),
+        *(
+            _with_audio(key)
+            for key in (
+                projector("gemma4a", _AUDIO),
+                EncoderKey(".audio.num_mel_bins", "feat_in", of="audio"),
+                layer_norm_epsilon("layer_norm_eps", 1e-6, of="audio"),
+            )
+        ),
+    ),
+    base=(*VISION_KEYS, *(_with_audio(key) for key in AUDIO_KEYS)),
+    rules=(
+        ForceType(r"position_embedding_table", TYPE_F32),
+        ForceType(r"^(?=.*(audio_tower|embed_audio)).*(\.conv|_conv.*\.weight|\.weight.*_conv)", TYPE_F32),
+        Rename(r"model\.audio_tower\.", "conformer."),
+        Rename(rf"({_CONFORMER}.*?)\.linear\.", r"\1."),
+        Rename(rf"({_CONFORMER}.*per_dim(_key)?_scale)$", r"\1.weight"),
+        Transform(r"per_dim(_key)?_scale\.weight$", _softplus, None),
+        Transform(r"lconv1d\.depthwise_conv1d.*\.weight$", remove_axis(1), None),
+        Rename(r"model\.vision_tower\.encoder\.", "vision_model.model."),
+        Rename(r"\.linear\.weight", ".weight"),
+        Rename(r"(layer_scalar|position_embedding_table)$", r"\1.weight"),
+        Transform(r"patch_embedder\.input_proj\.weight$", _convolve_patches, None),
+        NameRanges(),
+    ),
+    audio=True,
+    patch_config=_patch_4,
+)
+
+
+# --- Gemma 4 Unified ------------------------------------------------------------------------------------------------
+
+
+def _patch_unified(config: MmprojConfig) -> None:
+    """State the sizes of encoders without layers."""
+    _patch_4(config)
+    for encoder, width in ((config.vision, "mm_embed_dim"), (config.audio, "audio_embed_dim")):
+        encoder.values["hidden_size"] = encoder.number(width)
+        encoder.values |= dict.fromkeys(("intermediate_size", "num_layers", "num_attention_heads"), 0)
+
+
+def _colours_first(last: int) -> Change:
+    """Return the change from colours of pixels to pixels of colours, in the last dimension of ``last``."""
+
+    def change(tensor: Tensor, context: Context) -> Expression:
+        assert isinstance(context.config, MmprojConfig)
+        vision = context.config.vision
+        if "model_patch_size" in vision:
+            side = vision.number("model_patch_size")
+        else:
+            side = vision.number("patch_size") * vision.number("pooling_kernel_size")
+        outer = tensor.x.shape[:last]
+        return Shaped(Transposed(Shaped(tensor.x, (*outer, side * side, 3))), (*outer, side * side * 3))
+
+    return change
+
+
+def _axes_first(tensor: Tensor, context: Context) -> Expression:
+    """Return position embeddings of [positions, axes, width] as [axes, positions, width]."""
+    positions, axes, width = tensor.x.shape
+    rows = Shaped(tensor.x, (positions * axes, width))
+    columns = tuple(range(axis, positions * axes, axes) for axis in range(axes))
+    return Shaped(Gathered(rows, 0, columns), (axes, positions, width))
+
+
+_GEMMA_4_UNIFIED = replace(
+    _GEMMA_4,
+    keys=(*_GEMMA_4.keys, projector("gemma4uv", _VISION), projector("gemma4ua", _AUDIO)),
+    rules=(
+        Transform(r"pos_embedding$", _axes_first, None),
+        Rename(r"pos_embedding$", "pos_embedding.weight"),
+        Rename(r"\.pos_norm\.", ".patch_ln3."),
+        Transform(r"patch_dense\.weight", _colours_first(1), None),
+        Transform(r"patch_ln1\.(weight|bias)", _colours_first(0), None),
+        *_GEMMA_4.rules,
+    ),
+    patch_config=_patch_unified,
+)
+
+MMPROJ: dict[str, Mmproj] = {
+    "Gemma3ForConditionalGeneration": _GEMMA_3,
+    "Gemma3nForConditionalGeneration": _GEMMA_3N,
+    "Gemma4ForConditionalGeneration": _GEMMA_4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA_4_UNIFIED,
+}

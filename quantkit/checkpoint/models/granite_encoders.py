@@ -1,0 +1,192 @@
+"""The encoders of Granite Speech and Granite 4 Vision.
+
+Facts of llama.cpp b11434, conversion/granite.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.checkpoint.encoder_rules import FoldBatchNorm, ForceType, remove_axis
+from quantkit.checkpoint.expressions import TYPE_F32, Expression
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.mmproj import (
+    USE_GELU,
+    EncoderKey,
+    Key,
+    Mmproj,
+    MmprojConfig,
+    constant,
+    layer_norm_epsilon,
+    projector,
+)
+from quantkit.checkpoint.rules import Drop, Split, Transform
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+# --- Granite Speech -------------------------------------------------------------------------------------------------
+
+
+def _patch_speech(config: MmprojConfig) -> None:
+    """Copy the sizes of the conformer to their usual names."""
+    audio = config.audio
+    audio.values |= {
+        "hidden_size": audio.number("hidden_dim"),
+        "intermediate_size": audio.number("hidden_dim") * audio.number("feedforward_mult"),
+        "num_attention_heads": audio["num_heads"],
+        "num_hidden_layers": audio["num_layers"],
+    }
+
+
+def _projector_heads(config: MmprojConfig) -> int:
+    return config.model.table("projector_config")["num_attention_heads"]  # type: ignore[no-any-return]
+
+
+def _set_feature_layers(keys: Keys, config: MmprojConfig) -> None:
+    """Set the layers whose outputs the projector gets beside that of the last."""
+    layers = config.audio.get("cat_hidden_layers")
+    if not layers:
+        return
+    keys.array(".audio.feature_layer", layers)
+    width = config.audio.number("hidden_dim") * (len(layers) + 1)
+    stated = config.model.table("projector_config").get("encoder_hidden_size")
+    if stated != width:
+        raise FormatError(
+            f"{config.path}: encoder_hidden_size of projector_config is {short(stated)}, not {width}: that of the last "
+            f"layer and of cat_hidden_layers {short(layers)}",
+            "QK-E112",
+        )
+
+
+def _squeeze_column(tensor: Tensor, context: Context) -> Expression:
+    """Return a convolution of width 1 as a matrix."""
+    return remove_axis(2)(tensor, context) if tensor.x.shape[2:] == (1,) else tensor.x
+
+
+def _squeeze_channel(tensor: Tensor, context: Context) -> Expression:
+    """Return a convolution of single channels as a matrix."""
+    return remove_axis(1)(tensor, context) if len(tensor.x.shape) == 3 and tensor.x.shape[1] == 1 else tensor.x
+
+
+_SPEECH = Mmproj(
+    (
+        projector("granite_speech"),
+        EncoderKey(".audio.num_mel_bins", "input_dim", of="audio"),
+        constant(".audio.attention.layer_norm_epsilon", 1e-5, "f32"),
+        EncoderKey(".audio.chunk_size", "context_size", of="audio"),
+        EncoderKey(".audio.conv_kernel_size", "conv_kernel_size", of="audio"),
+        EncoderKey(".audio.max_pos_emb", "max_pos_emb", of="audio"),
+        EncoderKey(".audio.projector.window_size", "window_size", of="model"),
+        EncoderKey(".audio.projector.downsample_rate", "downsample_rate", of="model"),
+        Key(".audio.projector.head_count", _projector_heads),
+    ),
+    stored=(Drop(r"attention_dists|num_batches_tracked"),),
+    rules=(
+        ForceType(r"^(?=.*(encoder|projector))(?=.*\.conv).*\.weight", TYPE_F32),
+        FoldBatchNorm(r"encoder\.layers\.\d+\.conv\.batch_norm\.", 4),
+        Split(r"(?<=\.attn\.)to_kv(?=\.weight)", ("to_k", "to_v")),
+        Transform(r"(up|down)_conv.*\.weight$", _squeeze_column, None),
+        Transform(r"depth_conv.*\.weight$", _squeeze_channel, None),
+    ),
+    vision=False,
+    audio=True,
+    audio_config=lambda outer: outer.get("encoder_config"),
+    patch_config=_patch_speech,
+)
+
+
+# --- Granite 4 Vision -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Projector:
+    """A projector: the layer of the encoder that it reads, its kind and its number in the checkpoint."""
+
+    layer: int
+    kind: str
+    number: int
+
+
+def _projectors(config: MmprojConfig) -> list[_Projector]:
+    """Return the projectors in the order of the layers of the text model that get their outputs."""
+    model = config.model
+    text_layers, layers = model.table("text_config")["num_hidden_layers"], config.vision.number("num_hidden_layers")
+
+    def positive(layer: int, count: int) -> int:
+        return layer + count if layer < 0 else layer
+
+    pairs = enumerate(sorted(model.get("deepstack_layer_map", []) or []))
+    targets = [
+        (positive(target, text_layers), _Projector(positive(layer, layers), "layerwise", i))
+        for i, (layer, target) in pairs
+    ]
+    spatial_layer = positive(model.get("spatial_vision_layer", -1), layers)
+    targets += [
+        (target, _Projector(spatial_layer, "spatial", i))
+        for i, target in enumerate(model.get("spatial_target_layers", []) or [])
+    ]
+    return [item for _, item in sorted(targets, key=lambda pair: pair[0])]
+
+
+def _set_windows(keys: Keys, config: MmprojConfig) -> None:
+    """Set the sides of windows and of the queries in them: downsample_rate is "queries/window"."""
+    rate = config.model["downsample_rate"]
+    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", rate) if isinstance(rate, str) else None
+    if match is None:
+        raise FormatError(f"{config.path}: downsample_rate is {short(rate)}, not a fraction", "QK-E112")
+    keys.u32(".vision.projector.query_side", int(match[1]))
+    keys.u32(".vision.projector.window_side", int(match[2]))
+
+
+def _grid(config: MmprojConfig) -> list[Any]:
+    """Return the resolutions of images, width before height."""
+    return [side for height, width in config.model.get("image_grid_pinpoints") or [] for side in (width, height)]
+
+
+@dataclass(frozen=True)
+class _NumberProjectors(OneWayRule):
+    """Numbers the projectors in order, in place of their layers, of which each has one."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.match(r"(model\.(layerwise|spatial)_projectors)\.(\d+)\.(.*)", tensor.name)
+        if match is None:
+            return None
+        assert isinstance(context.config, MmprojConfig)
+        names = [(item.kind, str(item.number)) for item in _projectors(context.config)]
+        if (match[2], match[3]) not in names:
+            return None
+        number = names.index((match[2], match[3]))
+        end, count = re.subn(r"\.\d+\.", f".{number}.", match[4])
+        if count > 1:
+            raise context.fail(tensor, "its name has more than two numbers", "QK-E107")
+        return (replace(tensor, name=f"{match[1]}.{end}" if count else f"{match[1]}.{number}.{match[4]}"),)
+
+
+_VISION = Mmproj(
+    (
+        projector("granite4_vision"),
+        layer_norm_epsilon("layer_norm_eps", 1e-6),
+        USE_GELU,
+        EncoderKey(".vision.preproc_image_size", "image_size", default=384),
+        _set_windows,
+        Key(".vision.feature_layer", lambda config: [item.layer for item in _projectors(config)], "array"),
+        Key(
+            ".vision.projector.spatial_offsets",
+            lambda config: [item.number if item.kind == "spatial" else -1 for item in _projectors(config)],
+            "array",
+        ),
+        Key(".vision.image_grid_pinpoints", _grid, "array"),
+    ),
+    stored=(Drop(r"vision_model\.head|^lm_head"),),
+    rules=(_NumberProjectors(),),
+)
+
+MMPROJ: dict[str, Mmproj] = {
+    "GraniteSpeechForConditionalGeneration": _SPEECH,
+    "GraniteSpeechPlusForConditionalGeneration": replace(_SPEECH, keys=(*_SPEECH.keys, _set_feature_layers)),
+    "Granite4VisionForConditionalGeneration": _VISION,
+}
