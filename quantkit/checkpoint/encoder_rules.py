@@ -88,8 +88,8 @@ def read_part(folder: Path) -> Json:
 
 
 def part_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a part of the model that has a folder of its own, by name."""
+    """Return the tensors of a part of the model that has a folder of its own, in the order of storage."""
     path = folder / "model.safetensors"
     if not path.is_file():
         raise FormatError(f"{path}: no such file; the encoders need it: download all folders of the model", "QK-E101")
-    return read_header(path)
+    return dict(sorted(read_header(path).items(), key=lambda item: item[1].offset))
