@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantkit.checkpoint.config import Json, read_json
-from quantkit.checkpoint.expressions import Shaped, take
+from quantkit.checkpoint.config import Config, Json, read_json
+from quantkit.checkpoint.expressions import Expression, Shaped, stack, take
 from quantkit.checkpoint.rules import Split
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
@@ -77,6 +77,45 @@ class DropUnknown(OneWayRule):
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         of_first_layer = re.sub(r"\.\d+\.", ".0.", tensor.name)
         return None if any(map(context.names.find, (tensor.name, of_first_layer))) else ()
+
+
+@dataclass(frozen=True)
+class StackNumbered(OneWayRule):
+    """Stacks tensors that differ in a number, from 0 on, as the tensor ``name`` of the file.
+
+    They take the place of the last. ``pattern`` has the number as its group; ``count`` returns how many there are.
+    """
+
+    pattern: str
+    name: str
+    count: Callable[[Config], int]
+    type: TensorType | None = None
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.search(self.pattern, tensor.name)
+        if match is None:
+            return None
+        n = self.count(context.config)
+        parts = context.gather(self, self.name, match[1], tensor, n)
+        if parts is None:
+            return ()
+        numbers = [str(i) for i in range(n)]
+        if not n or set(numbers) != set(parts):
+            raise context.fail(tensor, f"one of {len(parts)}, which should be numbered from 0 to {n - 1}", "QK-E107")
+        xs = [parts[number].x for number in numbers]
+        if len({x.shape for x in xs}) > 1:
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of the others of {self.name}")
+        return (replace(tensor, x=stack(xs), name_in_file=self.name, file_type=self.type or tensor.file_type),)
+
+
+def squeeze_last(tensor: Tensor, context: Context) -> Expression:
+    """Remove the last dimension if it is 1."""
+    return Shaped(tensor.x, tensor.x.shape[:-1]) if tensor.x.shape[-1:] == (1,) else tensor.x
+
+
+def append_dimension(tensor: Tensor, context: Context) -> Expression:
+    """Return a bias as [channels, 1]."""
+    return Shaped(tensor.x, (*tensor.x.shape, 1))
 
 
 def read_part(folder: Path) -> Json:
