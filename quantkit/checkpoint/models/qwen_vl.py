@@ -254,7 +254,6 @@ _OMNI3_STORED = (
     Rename(r"^thinker\.audio_tower\.", "audio_tower."),
 )
 _OMNI3_RULES = (
-    Rename(r"^thinker\.visual\.", "visual."),
     Rename(r"^visual\.merger_list\.", "visual.deepstack_merger_list."),
     *(
         Rename(rf"(^visual\.(?:deepstack_merger_list|merger)\..*)\b{old}\b", rf"\1{new}")
