@@ -273,6 +273,8 @@ def with_encoder_defaults(values: Json, kind: str = "") -> Json:
             name = str(part.get("model_type", default))
         if name in ENCODERS:
             config[key] = {**ENCODERS[name], **part}
+            if {"encoder_layers", "num_hidden_layers"} <= ENCODERS[name].keys():  # the class keeps the two equal
+                config[key]["num_hidden_layers"] = config[key]["encoder_layers"]
     if isinstance(thinker := values.get("thinker_config"), dict):
         config["thinker_config"] = with_encoder_defaults(thinker, kind)
     return config

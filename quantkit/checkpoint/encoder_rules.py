@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.checkpoint.config import Json, read_json
+from quantkit.checkpoint.config import Config, Json, read_json
 from quantkit.checkpoint.expressions import (
     TYPE_F16,
     TYPE_F32,
@@ -19,6 +19,7 @@ from quantkit.checkpoint.expressions import (
     Transposed,
     from_f32,
     read_f32,
+    stack,
     take,
     value_bytes,
 )
@@ -92,6 +93,45 @@ class DropUnknown(OneWayRule):
         return None if any(map(context.names.find, (tensor.name, of_first_layer))) else ()
 
 
+@dataclass(frozen=True)
+class StackNumbered(OneWayRule):
+    """Stacks tensors that differ in a number, from 0 on, as the tensor ``name`` of the file.
+
+    They take the place of the last. ``pattern`` has the number as its group; ``count`` returns how many there are.
+    """
+
+    pattern: str
+    name: str
+    count: Callable[[Config], int]
+    type: TensorType | None = None
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.search(self.pattern, tensor.name)
+        if match is None:
+            return None
+        n = self.count(context.config)
+        parts = context.gather(self, self.name, match[1], tensor, n)
+        if parts is None:
+            return ()
+        numbers = [str(i) for i in range(n)]
+        if not n or set(numbers) != set(parts):
+            raise context.fail(tensor, f"one of {len(parts)}, which should be numbered from 0 to {n - 1}", "QK-E107")
+        xs = [parts[number].x for number in numbers]
+        if len({x.shape for x in xs}) > 1:
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of the others of {self.name}")
+        return (replace(tensor, x=stack(xs), name_in_file=self.name, file_type=self.type or tensor.file_type),)
+
+
+def squeeze_last(tensor: Tensor, context: Context) -> Expression:
+    """Remove the last dimension if it is 1."""
+    return Shaped(tensor.x, tensor.x.shape[:-1]) if tensor.x.shape[-1:] == (1,) else tensor.x
+
+
+def append_dimension(tensor: Tensor, context: Context) -> Expression:
+    """Return a bias as [channels, 1]."""
+    return Shaped(tensor.x, (*tensor.x.shape, 1))
+
+
 def read_part(folder: Path) -> Json:
     """Return config.json of a part of the model that has a folder of its own."""
     path = folder / "config.json"
@@ -101,11 +141,11 @@ def read_part(folder: Path) -> Json:
 
 
 def part_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a part of the model that has a folder of its own, by name."""
+    """Return the tensors of a part of the model that has a folder of its own, in the order of storage."""
     path = folder / "model.safetensors"
     if not path.is_file():
         raise FormatError(f"{path}: no such file; the encoders need it: download all folders of the model", "QK-E101")
-    return read_header(path)
+    return dict(sorted(read_header(path).items(), key=lambda item: item[1].offset))
 
 
 def add_axes(before: int, after: int) -> Change:

@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
-from quantkit.checkpoint.config import read_config
+from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
@@ -42,7 +43,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        model = read_config(path)
+        model = _read_model(path)
         row = find_mmproj(model)
         config = MmprojConfig(model, row)
         row.patch_config(config)
@@ -72,6 +73,15 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     checkpoint = Checkpoint(path, (*sorted(files), *beside), keys.fields, tensors, outtype)
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)
     return checkpoint
+
+
+def _read_model(path: Path) -> Config:
+    """Return the configuration of a checkpoint; Pocket TTS has none, and is known by a tensor."""
+    if (path / "config.json").exists() or not path.is_dir() or not list(path.glob("model*.safetensors")):
+        return read_config(path)
+    if not any("flow_lm.bos_emb" in shard for shard in read_checkpoint(path, allow_incomplete=True)):
+        return read_config(path)
+    return Config(path / "config.json", {"architectures": ["PocketTTSModel"]})
 
 
 def _encoder_tensors(indexed: list[dict[str, StoredTensor]], row: Mmproj, context: Context) -> dict[str, Expression]:

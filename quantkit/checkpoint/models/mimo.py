@@ -10,9 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, part_tensors, read_part
+from quantkit.checkpoint.encoder_rules import (
+    ForceType,
+    NameInFile,
+    SplitFrames,
+    StackNumbered,
+    append_dimension,
+    part_tensors,
+    read_part,
+)
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import TYPE_F32, Expression, Shaped, Stored, Zeros, concatenate, stack
+from quantkit.checkpoint.expressions import TYPE_F32, Expression, Stored, Zeros, concatenate, stack
 from quantkit.checkpoint.key_rows import WINDOW, Copied, KeyGroup, SetKeys, rotary_width
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
@@ -28,7 +36,7 @@ from quantkit.checkpoint.mmproj import (
 from quantkit.checkpoint.nextn import subtract_nextn_layers
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass
 from quantkit.checkpoint.rules import STACK_GATE_FIRST, Rename, Transform
-from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor, layer_of
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor, layer_of
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
@@ -221,32 +229,14 @@ def _window(config: MmprojConfig) -> int:
     return windows[0]
 
 
-def _of_audio_config(name: str) -> Callable[[MmprojConfig], int]:
+def _of_audio_config(name: str) -> Callable[[Config], int]:
     """Return the function that returns a count of config.json's audio_config."""
-    return lambda config: config.model.with_values(config.model.table("audio_config")).number(name)
 
+    def count(config: Config) -> int:
+        assert isinstance(config, MmprojConfig)
+        return config.model.with_values(config.model.table("audio_config")).number(name)
 
-@dataclass(frozen=True)
-class _StackCodes(OneWayRule):
-    """Stacks the embeddings of the codes of all channels."""
-
-    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
-        if not re.match(r"^speech_embeddings\.\d+\.weight$", tensor.name):
-            return None
-        assert isinstance(context.config, MmprojConfig)
-        n = _of_audio_config("audio_channels")(context.config)
-        parts = context.gather(self, "speech_embeddings", tensor.name, tensor, n)
-        if parts is None:
-            return ()
-        names = [f"speech_embeddings.{channel}.weight" for channel in range(n)]
-        if not n or set(names) != set(parts) or len({part.x.shape for part in parts.values()}) > 1:
-            raise context.fail(tensor, f"audio_channels says {n} equal tensors from 0 on", "QK-E107")
-        x = stack([parts[name].x for name in names])
-        return (replace(tensor, x=x, name_in_file="mm.a.code_embd.weight", file_type=TYPE_F32),)
-
-
-def _append_dimension(tensor: Tensor, context: Context) -> Expression:
-    return Shaped(tensor.x, (*tensor.x.shape, 1))
+    return count
 
 
 MMPROJ: dict[str, Mmproj] = {
@@ -273,8 +263,13 @@ MMPROJ: dict[str, Mmproj] = {
         tensors=r"^(visual|speech_embeddings|audio_encoder)\.",
         rules=(
             SplitFrames(r"^visual\.patch_embed\.proj\.weight$"),
-            _StackCodes(),
-            Transform(r"conv[12]\.bias", _append_dimension, None),
+            StackNumbered(
+                r"^speech_embeddings\.(\d+)\.weight$",
+                "mm.a.code_embd.weight",
+                _of_audio_config("audio_channels"),
+                TYPE_F32,
+            ),
+            Transform(r"conv[12]\.bias", append_dimension, None),
             NameInFile(r"^audio_encoder\.projection\.mlp\.0\.weight$", "mm.a.mlp.1.weight"),
             NameInFile(r"^audio_encoder\.projection\.mlp\.2\.weight$", "mm.a.mlp.2.weight"),
             ForceType(r"encoder\.(conv|down_sample_layer).*\.weight$|^a\.rvq\.codebook", TYPE_F32),

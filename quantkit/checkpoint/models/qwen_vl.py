@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quantkit.checkpoint.config import Json
-from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames
+from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, append_dimension
 from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array, Expression, Shaped
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
@@ -196,11 +196,6 @@ def _patch_omni3(config: MmprojConfig) -> None:
     patch_qwen3(config)
 
 
-def _append_dimension(tensor: Tensor, context: Context) -> Expression:
-    """Return a bias as [channels, 1]."""
-    return Shaped(tensor.x, (*tensor.x.shape, 1))
-
-
 def _append_two_dimensions(tensor: Tensor, context: Context) -> Expression:
     """Return a bias as [channels, 1, 1]."""
     return Shaped(tensor.x, (*tensor.x.shape, 1, 1))
@@ -243,7 +238,7 @@ _QWEN25_OMNI = Mmproj(
     stored=(Rename(r"thinker\.", ""),),
     rules=(
         *QWEN2_RULES,
-        Transform(r"^audio_tower\..*conv[12]\.bias", _append_dimension, None),
+        Transform(r"^audio_tower\..*conv[12]\.bias", append_dimension, None),
         _F16_CONVOLUTIONS,
     ),
     forced=QWEN2_VL.forced,
@@ -259,22 +254,21 @@ _OMNI3_STORED = (
     Rename(r"^thinker\.audio_tower\.", "audio_tower."),
 )
 _OMNI3_RULES = (
-    Rename(r"^thinker\.visual\.", "visual."),
     Rename(r"^visual\.merger_list\.", "visual.deepstack_merger_list."),
     *(
         Rename(rf"(^visual\.(?:deepstack_merger_list|merger)\..*)\b{old}\b", rf"\1{new}")
         for old, new in (("ln_q", "norm"), (r"mlp\.0", "linear_fc1"), (r"mlp\.2", "linear_fc2"))
     ),
     Transform(r"^audio_tower\..*conv2d.*\.bias$", _append_two_dimensions, None),
-    Transform(r"^audio_tower\..*conv[12]\.bias", _append_dimension, None),
+    Transform(r"^audio_tower\..*conv[12]\.bias", append_dimension, None),
     _F16_CONVOLUTIONS,
     *QWEN3_VL.rules,
 )
 _QWEN3_OMNI = Mmproj(
     (
+        *_AUDIO_QWEN_KEYS,
         *_QWEN3_KEYS,
         projector("qwen3vl_merger", "clip.vision.projector_type"),
-        *_AUDIO_QWEN_KEYS,
         projector("qwen3a", "clip.audio.projector_type"),
     ),
     tensors=r"visual\.|audio_tower\.",
