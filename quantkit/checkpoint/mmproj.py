@@ -213,6 +213,23 @@ def layer_norm_epsilon(names: str, default: float | None = None, of: str = "visi
     return EncoderKey(f".{encoder}.attention.layer_norm_epsilon", names, "f32", of=of, default=default)
 
 
+def channel_values(name: str) -> Key:
+    """Return the row of a setting of the preprocessor with a number for each channel of an image."""
+
+    def compute(config: MmprojConfig) -> list[float]:
+        part = config.preprocessor
+        values = part.get(name)
+        if not isinstance(values, list) or not values or any(type(value) not in (int, float) for value in values):
+            raise FormatError(
+                f"{part.path}: {name} is {short(values)}, not a number for each channel; the file comes with the "
+                "checkpoint",
+                "QK-E112",
+            )
+        return values
+
+    return Key(f".vision.{name}", compute, "array")
+
+
 #: Keys of a vision encoder (MmprojModel.set_gguf_parameters).
 VISION_KEYS: tuple[SetMmprojKeys, ...] = (
     constant(".has_vision_encoder", True, "flag"),
@@ -223,8 +240,8 @@ VISION_KEYS: tuple[SetMmprojKeys, ...] = (
     EncoderKey(".vision.feed_forward_length", "intermediate_size vt_intermediate_size"),
     EncoderKey(".vision.block_count", LAYER_COUNTS),
     EncoderKey(".vision.attention.head_count", "num_attention_heads num_heads heads vt_num_attention_heads"),
-    EncoderKey(".vision.image_mean", "image_mean", "array", of="preprocessor"),
-    EncoderKey(".vision.image_std", "image_std", "array", of="preprocessor"),
+    channel_values("image_mean"),
+    channel_values("image_std"),
 )
 
 #: Keys of an audio encoder.

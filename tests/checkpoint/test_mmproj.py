@@ -1,0 +1,195 @@
+"""The encoders of every checkpoint are converted to the bytes of convert_hf_to_gguf.py --mmproj."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from refusals import refuses
+
+import checkpoints
+from gguf_digests import differences, digests
+from quantkit.checkpoint.registry import MMPROJ
+from quantkit.cli import cli
+from quantkit.convert import ConvertOptions, convert_mmproj, plan_mmproj
+from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
+from quantkit.formats.gguf import open_gguf
+from quantkit.inspect import inspect
+from quantkit.quantize import quantize
+
+pytestmark = pytest.mark.usefixtures("services_in_process")
+
+EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/mmproj-sha256.json").read_text())
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
+#: The only tensors that differ, in the last bit: torch computes them by functions of its own.
+ROUNDED = {
+    **dict.fromkeys(("mm-qwen2.5-omni", "mm-qwen3-omni-moe", "mm-qwen3-asr"), {"a.position_embd.weight"}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A checkpoint, generated once for all tests of it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    yield checkpoints.write_checkpoint(request.param, folder)
+    shutil.rmtree(folder)
+
+
+def with_checkpoint(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by checkpoints."""
+    return pytest.mark.parametrize(
+        ("name", "checkpoint"), [(n, n) for n in names], indirect=["checkpoint"], ids=names, scope="module"
+    )
+
+
+@with_checkpoint(*EXPECTED)
+def test_the_bytes_are_the_references(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    row, wrong = EXPECTED[name], {}
+    assert checkpoints.digest(checkpoint) == row["checkpoint"], "the reference converted another checkpoint"
+    for outtype in OUTTYPES:
+        expected = row[outtype]
+        if "error" in expected:
+            with pytest.raises(QuantkitError):
+                plan_mmproj(checkpoint, tmp_path, None, ConvertOptions(outtype=outtype))
+            continue
+        (path,) = convert_mmproj(checkpoint, tmp_path, None, ConvertOptions(outtype=outtype), overwrite=True).paths
+        assert path.name == expected["file"]
+        with open_gguf(path) as file:
+            difference = differences(expected, digests(path), list(file.tensors))
+        if set(filter(None, difference.split("; "))) - {f"{tensor} differs" for tensor in ROUNDED.get(name, ())}:
+            wrong[outtype] = difference
+    assert wrong == {}
+
+
+def test_every_class_is_converted() -> None:
+    """The classes of the reference's map of --mmproj (68), each with a checkpoint."""
+    assert {row["class"] for row in EXPECTED.values()} <= MMPROJ.keys()
+    assert len(MMPROJ) >= 68
+
+
+@with_checkpoint("mm-qwen2-vl")
+@pytest.mark.parametrize("type_name", ["Q6_K", "Q4_0"])
+def test_a_quantized_file_is_that_of_quantize(type_name: str, name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Both programs in one pass: conversion as stored, then llama-quantize."""
+    (plain,) = convert_mmproj(checkpoint, tmp_path / "plain.gguf").paths
+    two, one = (
+        digests(result.paths[0])
+        for result in (
+            quantize(plain, tmp_path / "two.gguf", type_name),
+            convert_mmproj(checkpoint, tmp_path / "one.gguf", type_name),
+        )
+    )
+    assert (one["infos"], one["tensors"]) == (two["infos"], two["tensors"])
+
+
+def convert(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["convert", *map(str, arguments)])
+
+
+@with_checkpoint("mm-qwen2-vl")
+def test_one_command_writes_the_text_model_and_its_encoders(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    row, out = EXPECTED[name], tmp_path / "model.gguf"
+    options = ("--pre", checkpoints.describe(name).vocab["pre"])
+    result = convert(checkpoint, out, "--outtype", "bf16", "--mmproj", *options)
+    assert result.exit_code == 0, result.output
+    assert digests(out)["sha256"] == row["text"]["sha256"]
+    assert digests(tmp_path / row["f16"]["file"])["sha256"] == row["f16"]["sha256"]
+    arguments = (checkpoint, tmp_path / "q4_0.gguf", "Q4_0", *options, "--mmproj", tmp_path / "mm.gguf")
+    result = convert(*arguments, "--mmproj-type", "q8_0", "--json")
+    assert result.exit_code == 0, result.output
+    assert digests(tmp_path / "mm.gguf")["sha256"] == row["q8_0"]["sha256"]
+    record = json.loads(result.stdout)
+    paths = [file["path"] for part in (record, record["mmproj"]) for file in part["files"]]
+    assert paths == [str(arguments[1]), str(tmp_path / "mm.gguf")]
+
+
+@with_checkpoint("mm-qwen2-vl")
+def test_the_encoders_alone(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """By --mmproj-only, and by the reference's own command line."""
+    row = EXPECTED[name]
+    for arguments in (
+        (checkpoint, tmp_path / "a.gguf", "f16", "--mmproj-only"),
+        ("--mmproj", checkpoint, "--outtype", "f16", "--outfile", tmp_path / "b.gguf"),
+        ("--mmproj-only", "--mmproj-type", "f16", checkpoint, tmp_path / "c.gguf"),
+    ):
+        result = convert(*arguments)
+        assert result.exit_code == 0, result.output
+    assert {digests(path)["sha256"] for path in tmp_path.glob("*.gguf")} == {row["f16"]["sha256"]}
+    assert len(list(tmp_path.glob("*.gguf"))) == 3
+
+
+@with_checkpoint("mm-qwen2-vl")
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"),
+    [
+        (("out.gguf", "--mmproj-type", "f16"), 2),
+        (("out.gguf", "Q4_0", "--mmproj", "out.gguf"), 1),
+        (("out.gguf", "--mmproj", "exists.gguf"), 1),
+        (("out.gguf", "f16", "--mmproj-only", "--mmproj", "other.gguf"), 2),
+        (("out.gguf", "Q4_0", "--mmproj-only", "--pure"), 2),
+        (("out.gguf", "--mmproj", "--mmproj-type", "Q9"), 1),
+    ],
+)
+def test_wrong_command_lines_write_nothing(
+    arguments: tuple[str, ...], exit_code: int, name: str, checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("exists.gguf").write_bytes(b"x")
+    result = convert(checkpoint, *arguments, *(() if "Q4_0" in arguments else ("--pre", "qwen2")))
+    assert result.exit_code == exit_code, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["exists.gguf"]
+
+
+def broken(checkpoint: Path, folder: Path, file: str, text: str | None) -> Path:
+    """Return a copy of a checkpoint with another file; None: without it."""
+    copy = folder / "copy"
+    shutil.copytree(checkpoint, copy)
+    if text is None:
+        (copy / file).unlink()
+    else:
+        (copy / file).write_text(text)
+    return copy
+
+
+@with_checkpoint("mm-qwen2-vl")
+@pytest.mark.parametrize(
+    ("file", "text", "refusal"),
+    [
+        ("preprocessor_config.json", None, "QK-E112 image_mean"),
+        ("preprocessor_config.json", "[]", "QK-E111 preprocessor_config.json"),
+        ("preprocessor_config.json", '{"image_mean": [NaN, 0, 0], "image_std": [1, 1, 1]}', "QK-E112 image_mean"),
+        ("preprocessor_config.json", '{"image_mean": "x", "image_std": [1]}', "QK-E112 image_mean"),
+        ("processor_config.json", "{", "QK-E111 processor_config.json"),
+        ("processor_config.json", '{"image_processor": {"image_std": null}}', "QK-E112 image_std"),
+    ],
+)
+def test_a_broken_preprocessor_is_one_error(
+    file: str, text: str | None, refusal: str, name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with refuses(FormatError, refusal):
+        plan_mmproj(broken(checkpoint, tmp_path, file, text), tmp_path)
+
+
+@with_checkpoint("mm-qwen2-vl")
+def test_tensors_that_are_missing_are_named(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    text_only = broken(
+        checkpoint, tmp_path, "config.json", json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
+    )
+    with refuses(TypeNotSupported, "QK-E304 LlamaForCausalLM"):
+        plan_mmproj(text_only, tmp_path)
+
+
+@with_checkpoint("mm-qwen2-vl")
+def test_inspect_shows_the_encoders(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    (path,) = convert_mmproj(checkpoint, tmp_path / "mm.gguf").paths
+    facts = {fact.label: fact.value for fact in inspect(path).facts}
+    assert facts["projector"] == "qwen2vl_merger"
+    assert facts["text embedding length"] == 64
+    assert facts["tokens per image"] == (facts["image size"] // facts["patch size"] // 2) ** 2
