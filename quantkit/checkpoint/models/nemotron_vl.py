@@ -61,7 +61,7 @@ def _scale_factor(config: MmprojConfig) -> int:
 
 
 @dataclass(frozen=True)
-class _Resized:
+class Resized:
     """Embeddings of a grid of positions, [1, positions, width], at ``side`` ** 2 positions: float32, bilinear.
 
     The corners of both grids have the same place. Products and sums are fused in the order of torch's kernel.
@@ -123,7 +123,7 @@ def _resize_positions(tensor: Tensor, context: Context) -> Expression:
         return tensor.x
     if one != 1 or stored_side**2 != positions or width != vision.number("hidden_size") or not side:
         raise ValueError(f"not that of a square of positions for {side} patches on a side")
-    return _Resized(tensor.x, side)
+    return Resized(tensor.x, side)
 
 
 def _convolve_patches(tensor: Tensor, context: Context) -> Expression:
