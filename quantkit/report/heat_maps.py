@@ -17,8 +17,10 @@ NOT_MEASURED = "not measured"
 #: Before a value that is an estimate; alone in a cell that is too narrow for the value.
 GUESS = "≈"
 GUESS_NOTE = f"{GUESS}: estimated from the error at the end of the layer"
-#: Width of the names of classes, and of the narrowest cell whose key is readable, in pixels.
+#: Width of the names of classes, and of the narrowest cell whose key is readable, in pixels; print has narrower ones.
 _NAMES, _CELL = 126, 10
+#: Width of the narrowest cell with a key, and distance of two numbers of layers, in pixels.
+_KEY, _NUMBER = 7, 26
 _TIP: list[Json] = [{"field": "name", "title": "tensor"}, {"field": "type", "title": "type"}]
 
 
@@ -274,16 +276,27 @@ def _map_of_files(
     return Chart(name, spec, cells=cells, scale=scale, min_width=_min_width(files), has_gaps=_has_gaps(files))
 
 
+def _number(layers: Sequence[str]) -> str:
+    """Return Vega's expression of the labels of an axis: every 1st, 2nd, 5th .. layer, and always "none"."""
+    n = len(layers)
+    index, least = f"round(datum.index * {n - 1})", f"{_NUMBER * n} / width"
+    step = "".join(f"{least} <= {step} ? {step} : " for step in (1, 2, 5, 10)) + "20"
+    shown = f"{index} % ({step}) === 0"
+    if layers[-1] == NO_LAYER:
+        shown += f" && ({n - 1} - {index}) * width / {n} > {_NUMBER + 6}"
+    return f"datum.label === '{NO_LAYER}' || {shown} ? datum.label : ''"
+
+
 def _spec(
     description: str, cells: Sequence[Json], kinds: Sequence[str], layers: Sequence[str], tip: list[Json], longest: int
 ) -> Json:
     """Return the specification of a map. All its cells have texts, where the longest fits; else all have keys."""
     n = len(layers)
     x: Json = {"field": "layer", "type": "ordinal", "title": "layer", "sort": layers, "scale": {"domain": layers}}
-    x["axis"] = {"labelAngle": 0, "labelOverlap": True, "ticks": False, "domain": False}
+    x["axis"] = {"labelAngle": 0, "labelOverlap": False, "ticks": False, "domain": False, "labelExpr": _number(layers)}
     y: Json = {"field": "kind", "type": "nominal", "title": None, "sort": kinds, "scale": {"domain": kinds}}
     y["axis"] = {"ticks": False, "domain": False, "labelLimit": _NAMES - 8}
-    text = f"width / {n} > {6.4 * longest} ? datum.text : datum.key"
+    text = f"width / {n} > {6.4 * longest} ? datum.text : width / {n} > {_KEY} ? datum.key : ''"
     gap = f"width / {n} > 14 ? 1 : 0.3"  # in narrow cells, wide gaps would hide the cell
     position: Json = {"x": x, "y": y}
     style: Json = {"type": "text", "tooltip": None, "aria": False}

@@ -176,6 +176,23 @@ def test_types_have_labels_in_deep_models(
     assert opened.execute_script("return document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("size", [(3, 90), (20, 30)])
+def test_numbers_of_layers_are_apart(opened: Any, pages: dict[Any, Path], size: tuple[int, int], width: int) -> None:
+    """The first layer and the tensors outside of layers have labels, and no label touches the next one."""
+    show(opened, pages[size], width=width)
+    script = """const texts = document.querySelectorAll(`#${arguments[0]} .role-axis-label text`);
+        return [...texts].filter((t) => /^(\\d+|none)$/.test(t.textContent))
+            .map((t) => { const b = t.getBoundingClientRect(); return [b.left, b.right, t.textContent]; })"""
+    for name, last in (("chart-types", "none"), ("chart-errors", "none"), ("chart-coverage", None)):
+        labels = sorted(opened.execute_script(script, name))
+        assert labels[0][2] == "0"
+        assert last is None or labels[-1][2] == last
+        assert len(labels) >= 6
+        gaps = [b[0] - a[1] for a, b in zip(labels, labels[1:], strict=False)]
+        assert min(gaps) >= 4
+
+
 def test_the_table_of_files_is_whole_and_scrolls_with_its_names(opened: Any, pages: dict[Any, Path]) -> None:
     show(opened, pages[20, 30], width=NARROW)
     area = "document.querySelector('#table-files').parentElement"
