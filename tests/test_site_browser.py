@@ -25,11 +25,52 @@ pytestmark = [
     pytest.mark.skipif(find_spec("mkdocs") is None, reason="no mkdocs: scripts/test installs the group docs"),
 ]
 WIDE, NARROW = 1280, 390
-#: One page of each kind: prose, a wide table, a command, Python, formulas, a copy of a page of the root.
+#: One page of each kind: prose, a wide table, a command, Python, formulas, a copy of a page of the root, variables.
 PAGES = (
     *("index", "reference/types", "reference/commands/quantize", "reference/api", "explanation/error-feedback"),
-    *("explanation/architecture", "reference/models"),
+    *("explanation/architecture", "reference/models", "questions", "how-to/cache"),
 )
+#: Questions as people type them, and the section of docs/questions.md with the answer: of 15 tasks, of forums.
+QUESTIONS = {
+    "split gguf": "split",
+    "merge split gguf files": "join",
+    "edit chat template": "chat-template",
+    "mmproj": "mmproj",
+    "upload to hugging face": "upload",
+    "download by name": "download",
+    "what fits in 24 GB": "fits",
+    "chat with the model": "chat",
+    "hellaswag": "tasks",
+    "merge lora into gguf": "lora",
+    "quantize the kv cache": "kv-cache",
+    "multiple gpus tensor-split": "gpus",
+    "draft model": "draft",
+    "use in ollama": "ollama",
+    "prune experts": "prune",
+    "target size": "target-size",
+    "which quant for 24 GB": "fits",
+    "what is imatrix": "imatrix",
+    "convert safetensors to gguf": "safetensors",
+    "failed to load model missing tensor": "missing-tensor",
+    "unknown pre-tokenizer": "pre-tokenizer",
+    "unsloth dynamic quant UD": "dynamic",
+    "IQ4_XS vs Q4_K_M": "iq4-xs",
+    "perplexity vs KLD": "kld",
+    "resume after crash": "resume",
+    "no space left on device": "disk",
+    "LM Studio": "ollama",
+    "requantize": "requantize",
+    "bf16 or f16": "bf16",
+    "MXFP4": "mxfp4",
+    "fp8 checkpoint deepseek": "fp8",
+    "out of memory": "memory",
+    "imatrix calibration text": "calibration",
+    "AWQ GPTQ to gguf": "gptq",
+    "windows": "windows",
+    "add eos token metadata": "metadata",
+    "model architecture not supported": "architecture",
+    "how long does it take": "time",
+}
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -44,7 +85,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the site, built with all warnings as errors."""
     folder = tmp_path_factory.mktemp("site") / "site"
     command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "--site-dir", folder]
-    result = run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -100,21 +141,39 @@ def test_no_request_leaves_the_site(browser: Any, address: str) -> None:
     assert browser.execute_script("return document.querySelectorAll('math').length") > 10
 
 
-def search(browser: Any, address: str, words: str) -> list[str]:
-    """Return the pages that the site's search finds, best first."""
+_LINKS = "return [...document.querySelectorAll('a.md-search-result__link')].map((a) => a.href)"
+
+
+def open_search(browser: Any, address: str) -> Any:
+    """Return the box of the search, whose index is loaded."""
     show(browser, f"{address}/index.html")
     box = browser.find_element("css selector", "input.md-search__input")
     browser.execute_script("document.querySelector('label[for=__search]').click()")
     WebDriverWait(browser, 30).until(lambda b: box.is_displayed())
-    box.send_keys(words)
-    link = "a.md-search-result__link"
-    # Results of the first letters come before those of the words.
-    marked = f"return document.querySelector('{link}')?.href.includes('h=')"
-    WebDriverWait(browser, 30).until(lambda b: b.execute_script(marked))
-    time.sleep(1)
-    script = f"return [...document.querySelectorAll('{link}')].map((a) => a.href)"
-    pages = (re.split(r"[?#]", page)[0].removeprefix(f"{address}/") for page in browser.execute_script(script))
-    return list(dict.fromkeys(pages))
+    return box
+
+
+def ask(browser: Any, address: str, box: Any, words: str) -> list[str]:
+    """Return pages and sections (page#section) that the search finds for ``words``, best first."""
+    send = """arguments[0].value = arguments[1];
+        for (const name of ["input", "keyup"]) arguments[0].dispatchEvent(new Event(name, {bubbles: true}))"""
+    browser.execute_script(send, box, "")
+    WebDriverWait(browser, 30).until(lambda b: not b.execute_script(_LINKS))
+    browser.execute_script(send, box, words)
+    results: list[list[str]] = [[]]
+
+    def is_settled(_: Any) -> bool:  # results come in portions
+        time.sleep(0.2)
+        results.append(browser.execute_script(_LINKS))
+        return bool(results[-1]) and results[-1] == results[-2]
+
+    WebDriverWait(browser, 60).until(is_settled)
+    return [re.sub(r"\?[^#]*", "", link).removeprefix(f"{address}/") for link in results[-1]]
+
+
+def pages_of(links: list[str]) -> list[str]:
+    """Return the pages of links, each once."""
+    return list(dict.fromkeys(link.partition("#")[0] for link in links))
 
 
 @pytest.mark.parametrize(
@@ -128,4 +187,26 @@ def search(browser: Any, address: str, words: str) -> list[str]:
     ],
 )
 def test_search_finds(browser: Any, address: str, words: str, page: str) -> None:
-    assert page in search(browser, address, words)[:4]
+    assert page in pages_of(ask(browser, address, open_search(browser, address), words))[:4]
+
+
+def test_search_answers_questions(browser: Any, address: str) -> None:
+    """The page of questions is among the first three, and of its sections the one with the answer comes first."""
+    box, page, others = open_search(browser, address), "questions.html", []
+    for words, section in QUESTIONS.items():
+        links = ask(browser, address, box, words)
+        sections = [link.partition("#")[2] for link in links if link.startswith(f"{page}#")]
+        if page not in pages_of(links)[:3] or sections[:1] != [section]:
+            others.append((words, section, links[:6]))
+    assert others == []
+
+
+def test_every_answer_is_two_clicks_from_the_start(browser: Any, address: str) -> None:
+    """The start page links to the questions, whose table of contents has each of them."""
+    show(browser, f"{address}/index.html")
+    links = "return [...document.querySelectorAll('article a')].map((a) => a.href)"
+    assert f"{address}/questions.html" in browser.execute_script(links)
+    show(browser, f"{address}/questions.html")
+    contents = "return [...document.querySelectorAll('.md-nav--secondary a')].filter((a) => a.checkVisibility())"
+    targets = set(browser.execute_script(f"{contents}.map((a) => a.hash.slice(1))"))
+    assert set(QUESTIONS.values()) <= targets

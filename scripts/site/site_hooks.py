@@ -15,7 +15,7 @@ from site_pages import COPIES, generated_pages
 #: Files of the repository, and the pages that have their content.
 _PAGES = COPIES | {"README.md": "index.md", "BENCHMARKS.md": "benchmarks/index.md"}
 #: Weights in the search: who asks a question wants a guide before a list of options or figures.
-_BOOSTS = {"how-to/": 4, "explanation/": 2, "reference/commands/": 0.5, "benchmarks/": 0.5, "research/": 0.5}
+_BOOSTS = {"how-to/": 4, "explanation/": 2, "benchmarks/": 0.5, "research/": 0.5}
 _LINK = re.compile(r"(?<!!)\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 _EMPTY_HEADING = re.compile(r"<th( [^>]*)?></th>")
