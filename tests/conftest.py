@@ -248,9 +248,9 @@ SECONDS = "quantkit/seconds"
 LONG = (
     *("cpu_names", "cuda_compile", "cuda_backend", "cuda_encode", "convert_goldens", "runtimes", "export_checkpoints"),
     *("matmul", "remote", "ray", "gpu_check", "calibrate", "cuda_attention", "encode_ggml", "cuda_fuse", "kernels"),
-    *("engine_zoo", "engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise"),
-    *("imatrix_covariance", "moe"),
-    *("dequantize", "cuda_mat_mat", "sensitivity", "cook", "engine_ik", "imatrix_collect"),
+    *("engine_zoo", "engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise", "examples"),
+    *("research", "site_browser", "imatrix_covariance", "moe"),
+    *("dequantize", "cuda_mat_mat", "sensitivity", "cook", "engine_ik", "imatrix_collect", "command_lines"),
     *("merge_runtimes", "choose_ik", "cuda_cublas", "scripts", "choose", "report_browser"),
 )
 
