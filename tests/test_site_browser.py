@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from pathlib import Path
 from subprocess import run
 from typing import Any
 
@@ -80,19 +82,25 @@ class Quiet(SimpleHTTPRequestHandler):
         """Log nothing."""
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the site, built with all warnings as errors."""
-    folder = tmp_path_factory.mktemp("site") / "site"
+def build_site(folder: Path) -> Path:
     command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "--site-dir", folder]
     result = run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the site, built with all warnings as errors; .ci/run has built it."""
+    site = os.environ.get("QUANTKIT_SITE")
+    folder = Path(site) if site else build_site(tmp_path_factory.mktemp("site") / "site")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
-    shutil.rmtree(folder)
+    if not site:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(DATA / "tiny-moe-bf16.gguf", place / name)
     for name, source in (("imatrix.gguf", "imatrix.gguf"), ("imatrix.dat", "imatrix.dat")):
         shutil.copy(DATA / f"tiny-moe-{source}", place / name)
-    shutil.copy(DATA / "tiny-moe-evaluation-whole.txt", place / "wiki.test.raw")
+    # A line without --chunks reads all of it.
+    (place / "wiki.test.raw").write_bytes((DATA / "tiny-moe-evaluation-whole.txt").read_bytes()[:30000])
     shutil.copy(DATA / "tiny-moe-calibration.txt", place / "calibration-data.txt")
     (place / "tt.txt").write_text("attn_v=q8_0\n")
     (place / "meta.json").write_text('{"general.name": "Tiny"}')

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every generation of cards, down to machine code, and keeps its variables in registers."""
+"""Every kernel compiles down to machine code, and keeps its variables in registers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_cuda_dot_forms
-import test_cuda_unpack
-from host_device import CACHE, digest
-from ptx.device import keep, nvrtc
-from ptx.selection import SIZES, TENSOR_CORES, TYPES
+from ptx.device import NEWEST, compile_kernel, nvrtc
 from refusals import refuses
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.cuda.core.compile import compile_module, compile_options, machine_code, preamble, target_of
+from quantkit.kernels.cuda.core.compile import compile_module, machine_code, target_of
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
 from quantkit.units import round_up
 
@@ -29,18 +25,8 @@ FAMILIES = sorted(
     if path.stem != "__init__" and path.parent.name != "core" and "\ndef kernels() " in path.read_text()
 )
 
-#: The last one compiles all modules; for the others each macro that chooses code has each of its values once. sm_75 has
-#: other instructions, and registers for fewer columns; sm_80 has those of sm_90, but for early launches.
-CAPABILITIES = (75, 80, 90)
-SAME_CODE = SIZES | TYPES | {"ACTIVATION", "SHARED", "TEAM"}
-PASSED_OVER = {75: SAME_CODE - {"COLUMNS"}, 80: SAME_CODE | {"CACHE"}}
-
-#: All types in one module each: how they are unpacked, how they are multiplied otherwise.
-SHARED_MODULES = (
-    Kernel(test_cuda_unpack.ALL, "unpack_all").bind(**test_cuda_unpack.SAMPLE_TYPES),
-    Kernel(test_cuda_dot_forms.ALL, "dot_forms_all"),
-)
-
+#: All modules are compiled for the last one, some for the others: test_cuda_compile_older.py.
+CAPABILITIES = (75, 80, NEWEST)
 #: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
@@ -84,32 +70,10 @@ def fits(kernel: Kernel, capability: int) -> bool:
     return capability > 75 or (macros.get("HEAD_K"), macros.get("KEYS")) != ("576", "64")
 
 
-def some_of(all_modules: Modules, capability: int) -> Modules:
-    """Return modules in which each kernel is, with and without each macro that chooses code, and each of its values."""
-    selection, kinds = Modules(), set[tuple[str, ...]]()
-    for kernel, names in all_modules:
-        by_type = capability < 80 and (
-            kernel.file == TENSOR_CORES or "TILES" in dict(kernel.defines)
-        )  # of each type other instructions
-        passed_over = PASSED_OVER[capability] - (TYPES if by_type else set())
-        macros = [define for define in kernel.defines if define[0] not in passed_over]
-        of_it = {(kernel.file, *define) for define in macros}
-        of_it |= {(kernel.file, name, *(macro for macro, _ in macros)) for name in names}
-        if not of_it <= kinds:
-            selection.append((kernel, names))
-        kinds |= of_it
-    return selection
-
-
 def compiled(kernel: Kernel, capability: int) -> str:
-    """Return the compiler's report of a module, compiled to a cubin once for each version of the sources."""
-    version = nvrtc_or_skip().getVersion()
-    log_path = CACHE.parent / "nvrtc" / f"{digest(preamble(kernel), compile_options(capability)[1:], version)}.log"
-    if not log_path.exists():
-        code, log = compile_module(kernel, capability, "--ptxas-options=-v")
-        assert code.startswith(b"\x7fELF")
-        keep(log_path, log.encode())
-    return log_path.read_text()
+    """Return the compiler's report of a module, compiled to a cubin."""
+    nvrtc_or_skip()
+    return compile_kernel(kernel, f"sm_{capability}").with_suffix(".log").read_text()
 
 
 def nvrtc_or_skip() -> Any:
@@ -125,12 +89,8 @@ def test_some_family_yields_kernels_of_every_source() -> None:
     assert sources <= {kernel.file for family in FAMILIES for kernel in kernels(family)}
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_compile_and_do_not_spill(family: str, capability: int, request: pytest.FixtureRequest) -> None:
-    selection = [module for module in modules(family) if fits(module[0], capability)]
-    if capability != CAPABILITIES[-1] and not request.config.getoption("--all-ptx"):
-        selection = some_of(selection, capability)
+def check_modules(family: str, selection: Modules, capability: int) -> None:
+    """Compile modules of a family, and check what their kernels put aside."""
     for kernel, names in selection:
         log = compiled(kernel, capability)
         for name in names:
@@ -143,9 +103,9 @@ def test_kernels_compile_and_do_not_spill(family: str, capability: int, request:
         assert not copied, f"{kernel}: arguments, or an array, lie in each thread's memory: {copied}"
 
 
-@pytest.mark.parametrize("kernel", SHARED_MODULES, ids=lambda kernel: kernel.name)
-def test_every_type_compiles_for_turing(kernel: Kernel) -> None:
-    assert f"'quantkit_{kernel.name}'" in compiled(kernel, CAPABILITIES[0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile_and_do_not_spill(family: str) -> None:
+    check_modules(family, [module for module in modules(family) if fits(module[0], NEWEST)], NEWEST)
 
 
 def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

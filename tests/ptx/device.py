@@ -35,6 +35,10 @@ FLAGS = [
 SHARED_KIB = {75: 64, 80: 163, 90: 227}
 
 
+#: The generation of which test_cuda_compile.py compiles every module of quantkit's to machine code.
+NEWEST = 90
+
+
 def nvrtc() -> Any:
     """Return CuPy's NVRTC.
 
@@ -67,24 +71,36 @@ def keep(path: Path, data: bytes) -> None:
     part.rename(path)
 
 
-@cache
-def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> str:
-    """Return the PTX of a module, made with the options of a real device."""
-    kernel = Kernel(file, "", defines)
+def compile_kernel(kernel: Kernel, target: str) -> Path:
+    """Compile a module with the options of a real device, once for each version of the sources; return its PTX's path.
+
+    Of machine code (target: sm_N) the compiler's report is beside it: one compilation gives both.
+    """
     compiler = nvrtc()
-    *options, _ = compile_options(capability)
-    options.append(f"-arch=compute_{capability}")
-    path = CACHE.parent / "ptx" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
+    is_code = target.startswith("sm")
+    options = (*compile_options(target), *(["--ptxas-options=-v"] if is_code else []))
+    path = CACHE.parent / "nvrtc" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
     if not path.exists():
         program = create_program(compiler, kernel)
         try:
-            compiler.compileProgram(program, tuple(options))
+            compiler.compileProgram(program, options)
+            if is_code:
+                assert bytes(compiler.getCUBIN(program)).startswith(b"\x7fELF")
+                keep(path.with_suffix(".log"), str(compiler.getProgramLog(program)).encode())
             keep(path, bytes(compiler.getPTX(program)))
         except compiler.NVRTCError as e:
             raise RuntimeError(f"{kernel}: {compiler.getProgramLog(program)}") from e
         finally:
             compiler.destroyProgram(program)
-    return path.read_text().rstrip("\0")
+    return path
+
+
+@cache
+def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> str:
+    """Return the PTX of a module."""
+    has_code = capability == NEWEST and not Path(file).is_absolute()
+    target = f"{'sm' if has_code else 'compute'}_{capability}"
+    return compile_kernel(Kernel(file, "", defines), target).read_text().rstrip("\0")
 
 
 @cache

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cfenv>
+#include <cmath>
 #include <cstddef>
 #include <cstdio>
 #include <map>

@@ -1,7 +1,10 @@
 // What PTX instructions mean, for code that translate.py makes: written from the PTX ISA document (9.7), not from our
 // kernels or the shim. Integers are unsigned here, of the register's size; s32 and so on says how they are looked at.
 #pragma once
-#include <cmath>
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // tests/shim/host.h says why
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+
 #include <cstdint>
 #include <cstring>
 
