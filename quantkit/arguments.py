@@ -186,7 +186,7 @@ def _path(value: Any, where: str) -> Path:
 
 
 def _truth(value: Any, where: str) -> bool:
-    if type(value).__name__ in ("bool", "bool_"):  # numpy's, too
+    if type(value).__name__ in ("bool", "bool_"):  # also numpy's
         return bool(value)
     return bool(_refuse(value, "True or False", where))
 

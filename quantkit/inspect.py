@@ -58,7 +58,7 @@ PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.
 
 #: Arrays up to this length are per-layer values, shown as distinct values with counts.
 _MAX_PER_LAYER = 4096
-#: The bit llama.cpp sets in a guessed file type; on its own it is FTYPE_UNKNOWN.
+#: The bit that llama.cpp sets in a guessed file type; alone it is FTYPE_UNKNOWN.
 _GUESSED = 1024
 
 

@@ -53,7 +53,7 @@ class GGUFFile(gguf.GGUFFile):
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise FormatError(f"{self.paths[0]}: there is no tensor {name!r}", "QK-E206")
+            raise FormatError(f"{self.paths[0]}: has no tensor {name!r}", "QK-E206")
         return self.tensors[name]
 
     def _decode(self, info: TensorInfo, numbers: I64, n: int) -> F32:

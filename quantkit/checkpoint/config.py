@@ -22,7 +22,7 @@ from quantkit.formats.outputs import read_whole
 
 Json = dict[str, Any]
 
-#: The most bytes of a file of a tokenizer that are read, and of other JSON: objects take thirty times as much memory.
+#: Maximum size in bytes of a tokenizer's file, and of other JSON files: objects take thirty times as much memory.
 MAX_JSON, _MAX_SMALL = 1 << 28, 1 << 26
 #: Architectures that are kept although their text_config names another (get_model_architecture).
 _OUTER = {

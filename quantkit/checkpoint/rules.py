@@ -134,8 +134,8 @@ class Transform(Rule):
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         if self.inverse is None and re.search(self.pattern, tensor.name):
             raise TypeNotSupported(
-                f"{context.config.architecture} cannot be exported by this version: what "
-                f"{getattr(self.change, '__name__', self.change)} does to {tensor.name} has no inverse yet",
+                f"{context.config.architecture} cannot be exported by this version: the change "
+                f"{getattr(self.change, '__name__', self.change)} of {tensor.name} has no inverse",
                 "QK-E304",
             )
         return None if self.inverse is None else self._apply(self.inverse, tensor, context)
@@ -241,14 +241,14 @@ def permute_rows(tensor: Tensor, heads: int) -> Expression:
     """Invert the permutation of rows for rope, for a number of heads."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows do not divide into {heads} heads")
+        raise ValueError(f"its rows are not a multiple of {heads} heads")
     return permute_heads(x, heads)
 
 
 def restore_rows(tensor: Tensor, heads: int) -> Expression:
     """Permute the rows for rope: the inverse of ``permute_rows``."""
     if heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows do not divide into {heads} heads")
+        raise ValueError(f"its rows are not a multiple of {heads} heads")
     return restore_heads(tensor.x, heads)
 
 
@@ -421,7 +421,7 @@ def literal(pattern: str) -> str:
 
 #: Experts in the order in which LlamaModel's children have them.
 STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
-#: A bias of the router that is stored without an ending.
+#: A bias of the router that is stored without a suffix.
 ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from quantkit.errors import TypeNotSupported
 
 _DATA = Path(__file__).parent
-#: Architecture -> the kinds of its tensors; kind -> its names in checkpoints, without .weight and .bias. Of two kinds
-#: of an architecture with one name, the later has it. scripts/make_tensor_names.py makes both.
+#: Architecture -> the kinds of its tensors; kind -> its names in checkpoints, without .weight and .bias. If two kinds
+#: of an architecture share a name, the later one applies. scripts/make_tensor_names.py generates both tables.
 KINDS: dict[str, str] = json.loads((_DATA / "tensor_kinds.json").read_bytes())
 PATTERNS: dict[str, str] = json.loads((_DATA / "tensor_names.json").read_bytes())
 

@@ -107,7 +107,7 @@ def main() -> None:
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)
-    except OSError as e:  # a device that fails, a full disk behind stdout
+    except OSError as e:  # for example a full disk behind stdout
         _drop_output()
         about = f"{e.filename}: " if e.filename else ""
         click.echo(f"Error: {_explain(f'{about}{e.strerror or e}')}", err=True)

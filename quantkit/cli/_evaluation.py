@@ -225,7 +225,10 @@ def _selected(devices: Sequence[str], run: Mapping[str, Any], requested: Sequenc
     if run["split_mode"] == "none":
         index = run["main_gpu"] or 0
         if index >= len(selected):
-            raise click.BadParameter(f"{index}: there are {', '.join(selected) or 'no GPUs'}", param_hint="-mg")
+            raise click.BadParameter(
+                f"{index}: not the number of one of the selected GPUs ({', '.join(selected) or 'none'})",
+                param_hint="-mg",
+            )
         return selected[index : index + 1]
     if run["split_mode"] not in (None, "layer") and len(selected) > 1:
         echo_notes([f"-sm {run['split_mode']}: the model is split by layer"])

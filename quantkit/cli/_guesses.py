@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from quantkit.cli._options import near_names
 
-#: Other names of commands; ``llama-`` before a name is omitted first.
+#: Other names of commands; a leading ``llama-`` is removed first.
 ALIASES = {
     "info": "inspect",
     "dump": "inspect",

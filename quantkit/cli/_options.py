@@ -50,7 +50,7 @@ class Size(_Int):
 
 SIZE = Size()
 
-#: The smallest maximum of a shard that is given without a unit.
+#: The smallest shard size that is accepted without a unit.
 _MIN_BARE = 100_000
 
 
@@ -223,7 +223,7 @@ class WholeNames(click.Command):
             arg = remaining.pop()
             match = known_options.get(arg.partition("=")[0])
             if match is None and not arg.startswith("-") and not ctx.allow_interspersed_args:
-                break  # a command of this group, and its arguments
+                break  # the command and its arguments
             if match is not None:
                 NoEffect.from_context(ctx).typed[match] = arg.partition("=")[0]
                 if "=" not in arg and not match.is_flag and not getattr(match, "may_be_bare", False):
@@ -234,7 +234,7 @@ class WholeNames(click.Command):
 
 
 class NoEffect:
-    """Names of options as they are typed on a command line, and why some of them change nothing."""
+    """Names of options as they are typed on a command line, and why some of them have no effect."""
 
     def __init__(self) -> None:
         self.typed: dict[click.Parameter, str] = {}
@@ -250,7 +250,7 @@ class NoEffect:
         return self.typed.get(option, option.opts[0])
 
     def add(self, option: click.Parameter, reason: str) -> None:
-        """Add an option that changes nothing."""
+        """Add an option without effect."""
         self.reasons.setdefault(reason, []).append(self.name(option))
 
     def note(self) -> list[str]:
@@ -258,15 +258,15 @@ class NoEffect:
         if not self.reasons:
             return []
         parts = [
-            f"{', '.join(names)} {'changes' if len(names) == 1 else 'change'} nothing: {reason}"
+            f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {reason}"
             for reason, names in self.reasons.items()
         ]
         return ["; ".join(parts)]
 
 
-#: How alike a name must be to be suggested, without its dashes.
+#: The similarity from which a name is suggested, compared without dashes.
 _SIMILARITY = 0.8
-#: Options that destroy, which are never suggested.
+#: Destructive options, which are never suggested.
 _DESTRUCTIVE = frozenset({"--overwrite", "--delete-splits"})
 
 
@@ -323,7 +323,7 @@ def _is_unknown(arg: str, known_options: Mapping[str, click.Option]) -> bool:
     return first is None or first.is_flag or not arg[2].isdecimal()
 
 
-#: The order of headings in every help; a heading may go on in parentheses.
+#: The order of headings in every help; a heading may end in parentheses.
 HEADINGS = (
     *(
         "Model",
@@ -496,7 +496,7 @@ def cache_arguments(cache: Path | None, cache_size: int | None) -> RunOptions:
     """Return the run options of --cache and --cache-size."""
     if cache is None:
         if cache_size is not None:
-            raise click.UsageError("--cache-size is the size of a --cache, but none was given")
+            raise click.UsageError("--cache-size needs --cache")
         return {}
     return {"cache": cache, "cache_size": cache_size}
 

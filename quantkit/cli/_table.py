@@ -11,9 +11,9 @@ from textwrap import wrap
 
 from quantkit.names import printable
 
-#: Lines of a list that is not shown in full.
+#: Maximum number of lines of an abridged list.
 _LINES = 12
-#: Least width of text columns, and the last resort.
+#: Minimum width of text columns, and the one used if the table still does not fit.
 _FOLD, _NARROW = 20, 8
 
 

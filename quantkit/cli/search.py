@@ -193,9 +193,9 @@ def _check_usage(
     if len(targets) > 1 or (not targets and front is None and plot is None):
         raise click.UsageError("give one of --target-size, --target-bpw and --target-kld, or --front FILE")
     if not targets and (output is not None or check is not None):
-        raise click.UsageError("--output and --check are about one allocation: give its target")
+        raise click.UsageError("--output and --check apply to one allocation: give its target")
     if (check is None) != (base is None):
-        raise click.UsageError("--check measures against --base: give both")
+        raise click.UsageError("--check needs --base")
     if front is not None and front.suffix.lower() not in (".csv", ".json"):
         raise click.UsageError(f"--front {front}: the name must end in .csv or .json")
 
@@ -245,7 +245,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
         lines.append(f"measured divergence: {mean.value:.5g} ± {mean.error:.2g} on {best.check.sums.n} tokens")
         lines.append(PLUS_MINUS)
     lines += [
-        f"read for a token: {format_size(best.footprint.read)}",
+        f"read per token: {format_size(best.footprint.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
@@ -254,7 +254,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
 
 
 def _shortfall(best: Allocation) -> str:
-    return f" (the time was up: {best.gap:.3g} above the bound)" if best.gap else ""
+    return f" (time limit reached: {best.gap:.3g} above the bound)" if best.gap else ""
 
 
 def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
@@ -275,7 +275,7 @@ def _text(outcome: SearchResult, recipe: str = "") -> str:
     best = outcome.best
     lines = [
         f"{best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight, "
-        f"{format_size(best.footprint.read)} read for a token",
+        f"{format_size(best.footprint.read)} read per token",
         f"predicted divergence {best.kld:.5g} nats per token, {len(best.rules)} rules, "
         f"found in {format_seconds(outcome.seconds)}",
     ]
@@ -357,7 +357,7 @@ def _scatter(swept: Front, source: Path) -> Scatter:
     name, unit = size_unit(largest)
     searched = [a for a in swept.allocations if a.kld > 0]
     if not searched:
-        raise ResourceError("there is nothing to draw: every allocation is predicted to lose nothing", "QK-E214")
+        raise ResourceError("nothing to plot: every allocation has a predicted divergence of 0", "QK-E214")
     x, y = [a.nbytes / unit for a in searched], [a.kld for a in searched]
     kinds = [Points("best recipe of each size (quantkit search)", x, y, is_line=True, is_subject=True)]
     if presets := [p for p in swept.presets if p.kld > 0]:

@@ -62,8 +62,8 @@ class SaveLogits(Options):
     path: str | Path
     format: str = option(
         "llama.cpp",
-        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and the "
-        "mass of the rest.",
+        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and "
+        "the total probability of all others.",
         BASE_LOGITS,
         choices=("llama.cpp", "compact"),
         flags=("--logits-format",),
@@ -77,7 +77,7 @@ class SaveLogits(Options):
     )
     top_k: int = option(1024, "Maximum number of tokens per position, in format compact.", BASE_LOGITS, least=1)
     residual: float = option(
-        1e-5, "Probability mass that may be left out, in format compact.", BASE_LOGITS, kind="share below 1"
+        1e-5, "Probability that may be omitted, in format compact.", BASE_LOGITS, kind="share below 1"
     )
     codec: str = option(
         "zlib",

@@ -19,7 +19,7 @@ from quantkit.process import no_collection
 
 Job = Callable[[], object]
 
-#: More processes gain little, and each takes some 200 MB.
+#: More processes are hardly faster, and each takes some 200 MB.
 _PROCESSES = 8
 
 

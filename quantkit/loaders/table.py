@@ -88,7 +88,7 @@ class TensorRow:
     name: CodeType | str
     shapes: tuple[CodeType, ...]
     reshape: bool
-    #: True, False, or under which condition.
+    #: True, False, or the condition under which it is.
     optional: CodeType | bool
     when: CodeType | None
 

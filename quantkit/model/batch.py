@@ -37,5 +37,5 @@ class Batch:
             ("position", self.positions, n_ctx),
             ("sequence", self.sequences, n_seq),
         ):
-            if n and numbers.view(np.uint32).max() >= end:  # negative numbers are the largest
+            if n and numbers.view(np.uint32).max() >= end:  # as unsigned, negative numbers are the largest
                 raise ValueError(f"a {name} of this program is 0 to {end - 1}; got {numbers.min()} to {numbers.max()}")

@@ -35,7 +35,7 @@ _DENSE = ("ffn_up.weight", "ffn_down.weight")
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
 
 
-#: The clamp of gpt-oss' activation; no metadata holds it.
+#: The clamp of gpt-oss' activation, which is not in the metadata.
 _OAI_LIMIT = 7.0
 
 
@@ -174,7 +174,7 @@ def routing(b: Builder) -> Routing:
     if gating is None:
         raise FormatError(
             f"{b.source.paths[0]}: {h.arch}.expert_gating_func is {h.get('expert_gating_func', 'missing')}; it must be "
-            "1 (softmax), 2 (sigmoid), 3 (softmax of the chosen) or 4 (square root of softplus)",
+            "1 (softmax), 2 (sigmoid), 3 (softmax of the selected experts) or 4 (square root of softplus)",
             "QK-E123",
         )
     return Routing(

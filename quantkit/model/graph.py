@@ -34,7 +34,7 @@ from quantkit.model.residual_attention import add_residual_attention_layer, mix_
 from quantkit.model.rwkv import add_rwkv_layer, time_mix_6, time_mix_7
 from quantkit.model.short_convolution import short_convolution_hybrid
 
-#: Attention blocks by the name that a row of arch.py gives.
+#: Attention blocks by their name in arch.py.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "gqa": gqa,
     "gqa_or_one": gqa_or_one,

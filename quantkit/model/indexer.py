@@ -23,9 +23,9 @@ from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Cache, CacheWrite, LightningIndexer, RopeConfig, Value
 
-#: Epsilon of the keys' norm; no metadata holds it. HY V4 uses that of its other norms.
+#: Epsilon of the keys' norm, which is not in the metadata. HY V4 uses that of its other norms.
 EPS = 1e-6
-#: The context by which GLM 5.2 is recognized: its first files lack ``indexer.types``.
+#: The context length that identifies GLM 5.2, whose first files lack ``indexer.types``.
 _CTX_OF_GLM_5_2 = 1 << 20
 _TENSORS = ("k_norm.weight", "k_norm.bias", "proj.weight", "attn_k.weight", "attn_q_b.weight")
 

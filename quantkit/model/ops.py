@@ -118,7 +118,7 @@ class _Frozen:
 class Op(_Frozen):
     """An operation. ``layer`` determines placement and streaming: -1 before the first, n_layer after the last."""
 
-    #: Fields whose values the operation writes; it reads all others.
+    #: Fields of values that the operation writes; all other fields are read.
     WRITES: ClassVar[tuple[str, ...]] = ("out",)
 
     layer: int = -1

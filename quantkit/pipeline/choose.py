@@ -215,7 +215,7 @@ def _class_type(request: Request, name: str) -> tuple[TensorType | None, Reason 
     """Return the type of the class options and the reason; without a type, why they do not apply, or None."""
     classes = option_classes(name, ik=request.ik)
     if request.ik and classes == ("attn_qkv_type",) and request.attn_qkv_type is None:
-        classes = ("attn_q_type",)  # ik finds attn_q in attn_qkv
+        classes = ("attn_q_type",)  # ik_llama.cpp's search for attn_q also finds attn_qkv
     options = {option_name(o): getattr(request, o) for o in classes if getattr(request, o) is not None}
     types = set(options.values())
     if len(types) > 1:
@@ -301,7 +301,8 @@ def _choose(
         options = (_LEAVE_OUTPUT,) if keep_reason == _LEAVE_OUTPUT else ()
         adjustments = (f"{rule} does not apply",) if rule is not None and rule.type != t.type else ()
         return choice(t.type, Reason("kept", f"kept: {keep_reason}", options, adjustments=adjustments))
-    suggested = type_rules.choose(t) if type_rules is not None and request.ik else None  # in ik, all tensors count
+    # ik_llama.cpp counts all tensors
+    suggested = type_rules.choose(t) if type_rules is not None and request.ik else None
     if (option := _tensor_option(request, t.name, rule is not None)) is not None:
         return choice(getattr(request, option), Reason("option", option_name(option), (option_name(option),)))
     if rule is not None:

@@ -102,7 +102,7 @@ class Journal:
                 if i == 0 and entry["run"] != self.fingerprint:
                     return False
                 self._apply(entry)
-            except DAMAGE:  # not JSON, or not a journal's
+            except DAMAGE:  # not JSON, or not of a journal
                 break
             keep += len(line) + 1
         self._file.truncate(keep)

@@ -25,7 +25,7 @@ from quantkit.types import TensorType
 
 def with_names(draft: Draft) -> Draft:
     """Return the draft with the names of the output's tensors."""
-    # Under both names, because layers may not be merged.
+    # Under both names, because some layers may not be merged.
     names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.groups.tensors)])
     return replace(draft, renamed=prune_names(names, draft.options.prune_layers))
 
@@ -70,7 +70,7 @@ def with_importance(
                 importance = replace(importance, factors=draft.feedback.provider.factors(source_name))
             lookups.append(importance)
         has_importance = draft.feedback is not None and draft.feedback.has_importance(source_name)
-        # A run refuses types without an encoder as such.
+        # The run itself rejects types without an encoder.
         if is_encoded and has_encoder(choice.type) and not has_importance:
             check_importance(
                 importance,

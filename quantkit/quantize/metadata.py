@@ -28,9 +28,9 @@ from quantkit.pipeline.regroup import prune_record
 from quantkit.quantize.draft import Draft
 from quantkit.version import __version__
 
-#: Most characters of a value in a recipe: the file has the whole one under its own key.
+#: Maximum length of a value in a recipe: the file contains the complete one under its own key.
 _WIDTH = 100
-#: Options that recipes do not list: those with keys of their own, and rules, which are listed last.
+#: Options that recipes do not list: those with their own keys, and rules, which are listed last.
 _SEPARATE_OPTIONS = (
     "imatrix",
     "feedback",

@@ -27,7 +27,7 @@ from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.sensitivity.file import Sensitivity
 from quantkit.types import TensorType, type_by_name
 
-#: Kinks to try, in nats^0.5, and the fewest allocations for a fit.
+#: Kinks to try, in nats^0.5, and the minimum number of allocations for a fit.
 _KINKS = (0.0, *(10 ** (i / 8 - 4) for i in range(25)))
 _MIN_ALLOCATIONS = 3
 

@@ -28,11 +28,11 @@ from quantkit.errors import ResourceError
 from quantkit.extras import SEARCH, check_extras
 
 F64 = npt.NDArray[np.float64]
-#: Weights of the choices of a row; int64 where they are exact.
+#: Weights of the choices of a row; int64 if they are exact.
 Weights = npt.NDArray[np.int64] | F64
 #: Scale of objective and limits: the tolerances and the gap of HiGHS are absolute, 1e-6.
 _SCALE = 1e6
-#: The most answers to cut off that exceed a limit by rounding.
+#: Maximum number of solutions excluded because rounding makes them exceed a limit.
 _CUTS = 64
 
 

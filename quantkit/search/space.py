@@ -268,7 +268,8 @@ class Space:
 
     @cached_property
     def _encodable(self) -> frozenset[str]:
-        plans = (self.plan(name, ()) for name in ("Q8_0", "Q4_0"))  # each copies tensors of its own type
+        # each allocation copies tensors that already have its type
+        plans = (self.plan(name, ()) for name in ("Q8_0", "Q4_0"))
         return frozenset(t.name for plan in plans for t in plan.tensors if t.encoder)
 
     def footprint(self, tensor: PlannedTensor) -> Footprint:

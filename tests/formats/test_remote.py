@@ -265,7 +265,7 @@ def test_patience_ends_before_its_time_is_over() -> None:
         raise Answer(503, wait="30")
 
     began = time.monotonic()
-    with pytest.raises(OSError, match=r"HTTP 503; given up after 1 attempts"):
+    with pytest.raises(OSError, match=r"HTTP 503; .* 1 attempts"):
         with_retries("x", busy, Patience(total_seconds=5))
     assert time.monotonic() - began < 2
     with pytest.raises(OSError, match="after 3 attempts"):

@@ -35,7 +35,7 @@ ORIGINAL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_GPT4O,)),
     "kimi-k2": (_KIMI,),
 }
-#: Vocabularies of tokenizers that bring text into normal form C first.
+#: Vocabularies of tokenizers that first normalize text to NFC.
 NFC = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "command-r", "stablelm2", "mpt"))
 
 

@@ -29,7 +29,7 @@ from quantkit.types import TensorType, type_by_name
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
 _I32 = type_by_name("I32")
-#: Types that are kept.
+#: Types that are written unchanged.
 _UNDECODED = (*_FLOATS, _I32)
 
 

@@ -132,7 +132,7 @@ def template(
     separates = separates if meta is None else meta
     if separates is None:
         second = [{"Sequence": {"id": "B", "type_id": 1}}]
-    elif affixes[1] is not None:  # BERT's [CLS] A [SEP] B [SEP]; RoBERTa's has two of them in between
+    elif affixes[1] is not None:  # BERT's [CLS] A [SEP] B [SEP]; RoBERTa's has two separators in between
         between = tokens.text_of("sep") or affixes[1]
         second = [*[token(between, 1)] * separates, *second[1 if affixes[0] else 0 :]]
         used.append(between)

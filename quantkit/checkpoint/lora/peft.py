@@ -26,7 +26,7 @@ from quantkit.patterns import Pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "F64")
-#: The most patterns of a table: each is tried on every module.
+#: Maximum number of patterns of a table: each is tried on every module.
 _MOST_PATTERNS = 4096
 #: Suffixes of factor names, and the factors; for embeddings they are reversed.
 _ENDS = {
@@ -49,11 +49,11 @@ _UNSUPPORTED = {
     "arrow_config": "experts selected at run time (Arrow)",
     "invocation_string": "an invocation as text: tokenize it into alora_invocation_tokens",
 }
-#: The remedy for an adapter with more than factors.
+#: The remedy for an adapter that consists of more than factors.
 _MERGE_IT = (
     "which GGUF adapters do not support: merge it into its base with PEFT (merge_and_unload) and convert the result"
 )
-#: Initializations that do not change the weights of the base; others modify the base.
+#: Initializations that do not change the weights of the base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -149,7 +149,8 @@ def _config(path: Path) -> Json:
     init = config.get("init_lora_weights")
     if not any(init is item or (isinstance(init, str) and init == item) for item in _PLAIN_INITS):
         raise FormatError(
-            f"{where}: init_lora_weights is {short(init)}: the adapter belongs to a base whose weights this changed; "
+            f"{where}: init_lora_weights is {short(init)}: the adapter belongs to a base whose weights this setting "
+            f"changed; "
             "save it with path_initial_model_for_weight_conversion to make it fit the original base",
             "QK-E117",
         )
@@ -244,7 +245,7 @@ def _describe_foreign(name: str) -> str:
     if ".lora_magnitude_vector" in name:
         return f"belongs to DoRA, {_MERGE_IT}"
     if re.search(r"\.lora_[AB]\.(?!weight$)", name):
-        return "is not only the weight of a factor (a bias, or a named adapter); save it with PEFT"
+        return "is more than the weight of a factor (a bias, or a named adapter); save it with PEFT"
     if "embed_tokens" in name or "lm_head" in name:
         return f"is a complete matrix (added tokens or modules_to_save), {_MERGE_IT}"
     return f"is not a LoRA factor, {_MERGE_IT}"

@@ -25,7 +25,7 @@ def _slides(config: Config) -> list[bool] | None:
     return [(i + 1) % 4 != 0 for i in range(config.layers)]
 
 
-#: The norms of the first OLMo have no weights, but an epsilon; those of OLMoE ignore the configuration's.
+#: The norms of the first OLMo have no weights, but an epsilon; those of OLMoE ignore the configured epsilon.
 _OLMO_KEYS: tuple[SetKeys, ...] = (
     Always(".attention.layer_norm_epsilon", 1e-5, "f32", "layer_norm_eps"),
     Copied(".attention.clamp_kqv", "clip_qkv", "f32"),

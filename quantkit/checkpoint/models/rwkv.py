@@ -28,7 +28,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
 
-#: One spelling for those of several implementations.
+#: One spelling for the names of several implementations.
 STORED_7 = (
     Rename(r"blocks", "layers", foreign=True),
     Rename(r"ffn", "feed_forward", foreign=True),
@@ -97,7 +97,7 @@ class ConvertMixing7(Rule):
         if low_rank is None:
             return (replace(tensor, name=f"{stem}{kind}.weight"),)
         if tensor.layer == 0 and low_rank[1] == "v":
-            return ()  # files have those of the rates twice there, and no use of them
+            return ()  # files contain those of the rates twice there, unused
         if not hybrid:
             return (replace(tensor, name=f"{stem}{low_rank[1]}{_LOW_RANK_NAMES[low_rank[2]]}"),)
         x = _as_vector(x) if low_rank[2] == "0" else Transposed(x)
@@ -157,7 +157,7 @@ def _fuse_vectors(vectors: dict[str, Tensor], names: list[str], last: Tensor) ->
 
 
 MIX_ORDER = ("w", "k", "v", "r", "g")
-#: Of the Qwens: the order in which those five are stored.
+#: In Qwen-based models: the order in which the five are stored.
 QWEN_ORDER = (3, 1, 2, 0, 4)
 
 

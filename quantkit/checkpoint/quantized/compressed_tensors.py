@@ -117,9 +117,11 @@ def _decode_packed(
     stated = reader.tensor(f"{base}.weight_shape", codes)
     shape = tuple(int(n) for n in read_all(stated)) if stated.dtype in ("I64", "I32") else ()
     if len(shape) < 2 or min(shape) < 1 or len(shape) != len(codes.shape) or shape[:-1] != codes.shape[:-1]:
-        raise fail(stated, f"it says {list(shape)[:4]}, which does not match {short(codes.name)} {list(codes.shape)}")
+        raise fail(
+            stated, f"its value is {list(shape)[:4]}, which does not match {short(codes.name)} {list(codes.shape)}"
+        )
     if shape[-1] > 32 * codes.shape[-1]:
-        raise fail(stated, f"it says {list(shape)}, more than {short(codes.name)} {list(codes.shape)} contains")
+        raise fail(stated, f"its value is {list(shape)}, more than {short(codes.name)} {list(codes.shape)} contains")
     columns, index = shape[-1], reader.optional(f"{base}.weight_g_idx")
     for bits, group, arguments in _candidates(reader, groups, columns):
         packing = _packing_of(bits, columns, codes.shape[-1])
@@ -143,7 +145,7 @@ def _decode_packed(
         zeros = None if zero is None else _zeros(zero, shape, cells, packing)
         offset = 1 << (bits - 1)
         if zeros is not None and zeros.tensor.dtype == "I32":
-            offset = 0  # the zero points have it, too
+            offset = 0  # zero points have such a shape tensor, too
         return decode_integers(
             reader,
             shape,

@@ -21,9 +21,9 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
 FILE = "tekken.json"
-#: Bytes of a token: far more than the longest there are.
+#: Maximum bytes of a token, far more than any has.
 _MAX_TOKEN = 4096
-#: Special tokens of files that name none.
+#: Special tokens of files that list none.
 _SPECIAL = (
     "<unk>",
     "<s>",
@@ -153,7 +153,7 @@ def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
         if not pairs:
             raise FormatError(
-                f"{v.folder / FILE}: token {ranks[token]} is not a merge of two others: {short(token)}", "QK-E114"
+                f"{v.folder / FILE}: token {ranks[token]} is not a merge of two other tokens: {short(token)}", "QK-E114"
             )
         merges += [f"{to_letters(a)} {to_letters(b)}" for _, _, a, b in pairs]
     return merges

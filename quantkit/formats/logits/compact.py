@@ -59,7 +59,7 @@ I64 = npt.NDArray[np.int64]
 #: Name -> number in the header.
 CODECS = {"zlib": 0, "zstd": 1}
 VERSION = 1
-#: Longest name of a model; longer names are cut.
+#: Longest name of a model; longer names are truncated.
 MAX_NAME = 1024
 
 _HEADER = struct.Struct("<8sIIiiiI32s32sI")
@@ -319,7 +319,7 @@ class CompactWriter:
         model: str = "",
         fingerprint: str = "00" * 32,
     ) -> None:
-        compress(b"", codec)  # find a missing zstd before the work
+        compress(b"", codec)  # a missing zstd is an error before any work
         self.path = located(path)
         self.chunks = chunks
         self.top_k = top_k

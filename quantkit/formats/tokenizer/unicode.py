@@ -43,7 +43,7 @@ _HAN_RANGES = (
     (0x2CEB0, 0x2EBEF),
     (0x2F800, 0x2FA1F),
 )
-#: A sequence by its first byte alone: llama.cpp takes overlong ones, surrogates and F5..F7 too.
+#: The length of a sequence by its first byte alone: llama.cpp also accepts overlong ones, surrogates and F5..F7.
 _LENIENT = re.compile(rb"[\0-\x7f]+|[\xc0-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf7][\x80-\xbf]{3}|.", re.S)
 
 

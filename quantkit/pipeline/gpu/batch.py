@@ -28,7 +28,7 @@ from quantkit.types import TensorType
 
 #: Seconds until a GPU counts as hanging, and weights that any GPU encodes in one second, whatever the type.
 PATIENCE, SLOWEST = 60.0, 1e6
-#: Multiply-adds of doubles that any GPU does in one second, for metrics.
+#: Double-precision multiply-adds that any GPU does in one second, for metrics.
 _SLOWEST_SUMS = 1e10
 
 
@@ -42,7 +42,7 @@ class Gpu:
     room: SlotMemory = SlotMemory(0, 0, 0, 0, 0)
     slots: int = 0
     disabled: bool = False
-    #: Whether waiting for it may never end.
+    #: Whether it hangs, so that nothing may wait for it.
     hangs: bool = False
     #: Metrics of matrices with feedback; those of a GPU that hangs are not freed.
     metrics: MetricPool[DeviceMetric] = field(init=False)
@@ -136,11 +136,11 @@ class BatchRunner:
                 if isinstance(form, FeedbackConversion)
                 else self._encode_plain(form, to_encode)
             )
-            if self._gpu.disabled:  # its result cannot be trusted
+            if self._gpu.disabled:  # its result is not reliable
                 raise ResourceError(f"{self._gpu.name} failed", "QK-E411")
         except FormatError:
             raise  # an invalid covariance: the CPU would fail, too
-        except Exception as e:  # any failure of the GPU: the CPU takes over
+        except Exception as e:  # after any failure of the GPU the CPU takes over
             self._disable(self._gpu, e)
             self._queues.requeue(form, to_encode)
             return

@@ -38,11 +38,11 @@ from quantkit.kernels.cpu.core.tape import (
 )
 from quantkit.kernels.cpu.core.team import atomic_add, atomic_store, barrier
 
-#: Tokens of a round, whose scores are kept; blocks of keys of a unit of work.
+#: Tokens per round, for which scores are stored; blocks of keys per unit of work.
 ROUND, CHUNK = 32, 8
 #: Bits of a digit of the selection, from the highest down; a histogram has 1 << 11 counts.
 BITS = (11, 11, 10)
-#: Word of the batch block that counts the units taken.
+#: Word of the batch block that counts the units assigned.
 COUNTER = 8
 
 _OUT, _Q, _WEIGHTS, _K_CACHE, _K_TYPE, _N_HEAD, _HEAD, _N_SELECTED, _RATIO, _SCALE, _SCRATCH = range(1, 12)
@@ -224,7 +224,7 @@ def lightning_indexer(args, tid, nth):
         count = min(ROUND, n_tokens - first)
         units = count * _most_chunks(args, first, count)
         unit = atomic_add(load(types.int64, args, 0), COUNTER, 1)
-        while unit < units:  # the same keys for one token after another
+        while unit < units:  # consecutive units have the same keys
             _score(args, me, k, first + unit % count, unit // count, scores + row * (unit % count))
             unit = atomic_add(load(types.int64, args, 0), COUNTER, 1)
         barrier(batch_word(args, CONTROL), nth)

@@ -28,7 +28,8 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ROOT = Path(__file__).parent.parent.parent
-#: numba reads its setting twice while it compiles a function, and would cache beside the caller if it were missing.
+#: Protects numba's cache setting, which numba reads twice per compilation; if it were unset in between, numba would
+#: cache beside the caller.
 _SETTING = threading.RLock()
 
 

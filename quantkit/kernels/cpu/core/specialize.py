@@ -64,7 +64,7 @@ def content(value: Any) -> str:
         return f"{type(value).__qualname__}({', '.join(values)})"
     if value is None or isinstance(value, (int, float, str, np.generic, Type)):
         return f"{type(value).__name__}:{value!r}"
-    raise TypeError(f"{value!r} cannot be bound: what it compiles to has no name")
+    raise TypeError(f"{value!r} cannot be bound: nothing identifies the code it compiles to")
 
 
 _INTRINSIC: Any = type(intrinsic(lambda context: None))

@@ -131,7 +131,7 @@ class TapeOp:
             bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
             return bits
         if isinstance(value, float):
-            raise TypeError(f"{self.name}: slot {slot} holds an integer, not {value}")
+            raise TypeError(f"{self.name}: slot {slot} must be an integer, not {value}")
         return int(value)
 
 
@@ -165,7 +165,7 @@ def run_tape_timed(args, tid, nth):
     ctl = batch_word(args, CONTROL)
     tape = arg(args, _TAPE)
     times = arg(args, _TIMES)
-    barrier(ctl, nth)  # all are awake
+    barrier(ctl, nth)  # all threads are awake
     before = cycles()
     for i in range(arg(args, _N_ENTRIES)):
         call_operation(arg(tape, 3 * i), arg(tape, 3 * i + 1), tid, nth)

@@ -103,8 +103,8 @@ def weigh_by_importance(s: Any, w: Any, group: Any, n: Any, x_at: Any, w_at: Any
 # ---------------------------------------------------------------- the loop
 
 #: Bindings of ``encode_blocks``: encode_batch(s, x, weights, out, count), s: float32 scratch, x, weights and out:
-#: addresses for the first block, weights 0 without an importance matrix; the values and bytes of a block, and more.
-#: Tables are further arguments.
+#: addresses for the first block, weights 0 without an importance matrix; and further functions for the values and bytes
+#: of a block. Tables are further arguments.
 encode_batch: Any = None
 block = block_bytes = batch = scratch_bytes = 0
 gathered = False

@@ -30,13 +30,13 @@ from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, fit_loaded
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 from quantkit.types import BY_NAME
 
-#: Sums of squares, and of w |x|, below this are nothing.
+#: Sums of squares, and of w |x|, below this count as 0.
 NOTHING = F(1e-14)
-#: The word of the point of zeros.
+#: The word of the point whose values are 0.
 ZEROS = 0x5555
 
-# Scratch behind the search's: a batch's values and importances, if it is the rest of a row; the limit of each lane for
-# what weighs; sums of squares of 32 values.
+# Scratch after that of the search: values and importances of a batch at the end of a row; the limit of each lane from
+# which a sum counts; sums of squares of 32 values.
 VALUES, IMPORTANCES = SCRATCH, SCRATCH + 128 * LANES
 LIMITS, SQUARES = IMPORTANCES + 128 * LANES, IMPORTANCES + 128 * LANES + STEP
 END = SQUARES + STEP

@@ -176,7 +176,8 @@ def _search(xt, wt, scales):
     store(scales, 0, select(amax < F(1e-15), zero, d))
 
 
-# ---------------------------------------------------------------- ik_llama.cpp's search: then levels move one by one
+# ---------------------------------------------------------------- ik_llama.cpp's search, which then changes levels one
+# by one
 
 _GAPS = [float(b - a) for a, b in zip(VALUES, VALUES[1:], strict=False)]
 _value = make_constant(f32x16, VALUES, "iq4_value")

@@ -31,8 +31,9 @@ _SHIFTED = tuple(v + 5 for v in _PLAIN)
 #: The values of runs, and whether they are shifted, in the reference's order.
 _RUNS = (_PLAIN, _SHIFTED, _PLAIN[::-1], _SHIFTED[::-1])
 
-# Offsets: sorted values and their weights; sums of w x and of w before each; of each value, four vectors: what the last
-# two runs, the first of which begins there, add to a rating at most; eight: the terms of the last run.
+# Offsets: sorted values and their weights; sums of w x and of w before each; then per value four vectors, upper bounds
+# of what the last two runs add to a rating if the first of them begins there, and eight vectors, the terms of the last
+# run.
 _X = 0
 _W = 2048
 _SUMX = 4096
@@ -40,14 +41,14 @@ _SUMW = 4096 + 33 * 64
 _BOUNDS, _LAST = 4096 + 66 * 64, 4096 + 66 * 64 + 32 * 256
 _BYTES = _LAST + 32 * 512
 
-#: What bounds may be off by, for they are rounded: a part of sum(w x x). Below and above these, squares of sums may
-#: have lost bits or overflowed; and if the largest |x| is more than this times sum(w x x), products with small weights.
+#: Tolerance of bounds against rounding, as a share of sum(w x x). Limits below and above which squares of sums may lose
+#: bits or overflow. Limit of the largest |x| over sum(w x x) above which products with small weights may do so.
 _SLACK = F(1e-5)
 _LEAST = F(1e-25)
 _MOST = F(1e33)
 _FURTHEST = F(1e14)
 
-#: Values of a sub-block, the end of first runs, the least start of last ones.
+#: Values of a sub-block, the end of first runs, the minimum start of last runs.
 span = end_first = start_last = 0
 
 

@@ -39,7 +39,7 @@ F = np.float32
 TINY = F(1e-9)
 TINY2 = F(TINY * TINY)
 
-#: Values of the sub-blocks in which ik looks at importances again.
+#: Number of values of the sub-blocks in which ik checks importances a second time.
 GUARDED = {"IQ2_XXS_R4": 32, "IQ2_XS_R4": 16, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
 
 
@@ -233,7 +233,7 @@ def repeat_shifts(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> Non
                         out[row, byte] |= last[half]
 
 
-#: Types whose rows are changed after they are encoded: by which function, and whether with importance, too.
+#: Types whose rows are changed after they are encoded: the function, and whether it also applies with importance.
 CHANGED: dict[str, tuple[Any, bool]] = {"Q2_K_R4": (write_ternary, False), "IQ1_M_R4": (repeat_shifts, True)}
 
 

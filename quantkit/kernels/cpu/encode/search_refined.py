@@ -120,7 +120,7 @@ def fit_signed_refined(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: An
     fit = best, iscale, first_lx, first_l2
     for k in range(0, 39 if any_lane(~dead) else 0, 3):
         a, b = _candidate(k, nmax, largest), _candidate(k + 1, nmax, largest)
-        c = _candidate(min(k + 2, 37), nmax, largest)  # the last one twice: it is not better than itself
+        c = _candidate(min(k + 2, 37), nmax, largest)  # the last one twice, which has no effect
         ax, a2, bx, b2, cx, c2 = signed_sums3(s, x_at, w_at, n, nmax, True, a, b, c)
         fit = _keep_better(fit, a, ax, a2)
         fit = _keep_better(fit, b, bx, b2)

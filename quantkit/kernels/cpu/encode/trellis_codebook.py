@@ -39,10 +39,10 @@ class Codebook(NamedTuple):
     lists: npt.NDArray[np.uint16]
 
 
-#: The least and the largest scale for which all points are ranked, over the scale guessed.
+#: The minimum and maximum scale for which all points are ranked, relative to the guess.
 SCALES = 0.62, 1.6
 
-#: The numbers of points, cell by cell, u16 [points], by ``cells_key``.
+#: The numbers of points, ordered by cell, u16 [points], by ``cells_key``.
 CELLS = Path(__file__).parent.parent.parent / "trellis_cells.npz"
 
 #: A parity check of distance 4: families that differ in fewer than 4 of the first splits have different syndromes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The largest product of columns and sweeps for which more rounds are affordable.
+#: The maximum product of columns and sweeps for which extra rounds are affordable.
 _COLUMNS = 2048
 
 

@@ -33,12 +33,12 @@ I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
 
-#: Points of a cell, children of a node; the least number of roots, if there are as many points; of how many points
-#: without signs each is a root.
+#: Points of a cell, and children of a node; the minimum number of roots, if there are as many points; the number of
+#: points up to which, without signs, each is a root.
 LANES = 16
 ROOTS = 128
 ALL = 4096
-#: Lanes whose best nodes are searched on: with one height below the roots, and with more.
+#: Number of lanes whose best nodes are expanded: with one level below the roots, and with more.
 FLAT, HIGH = 8, 4
 
 

@@ -28,7 +28,7 @@ INFINITE = searches.INFINITE
 REMAINDER = searches.REMAINDER
 number_roots = searches.number_roots
 
-#: Bindings: columns of a point, points of a group, and what searches for them.
+#: Bindings: columns of a point, points of a group, and the function that searches for them.
 size, parts = 8, 1
 search: Any = None
 axes: Any = None

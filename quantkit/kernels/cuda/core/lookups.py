@@ -51,7 +51,7 @@ def _upload(device: Device, array: npt.NDArray[Any]) -> int:
     return address
 
 
-#: Scales at which errors are known, over a guess: each over the one before.
+#: Ratio of adjacent scales, relative to a guess, at which errors are computed.
 _STEP = 1.065
 
 
@@ -117,7 +117,7 @@ def codebook_on(device: Device, t: TensorType) -> Codebook:
 
 #: Words that a kernel reads at once.
 _FOUR = 4
-#: The distances up to which points are neighbours, by type; the grid is the type's own, but for IQ1's.
+#: Maximum distance of neighbours, by type; the grid is the type's own, except for IQ1 types.
 _DISTANCES = {
     "IQ1_S": 3,
     "IQ1_M": 3,
@@ -134,9 +134,9 @@ _DISTANCES = {
 class GridTables(NamedTuple):
     """Arrays or, on a device, their addresses; 0 for a type without a grid."""
 
-    #: int32 [slots]: ~index of a point of the grid; else place << 8 | length of its list, both in fours.
+    #: int32 [slots]: ~index of a point of the grid; otherwise offset << 8 | length of its list, both in units of four.
     entries: Any = 0
-    #: uint16 [...]: lists of indices; and of words, where a group has 8 values.
+    #: uint16 [...]: lists of indices; and of words, if a group has 8 values.
     lists: Any = 0
     words: Any = 0
     #: float32 [points, values]: the values of each point.

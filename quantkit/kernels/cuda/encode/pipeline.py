@@ -38,11 +38,11 @@ from quantkit.units import round_up
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 
-#: Rows that are encoded together may have so many importances.
+#: Maximum number of different importances of rows that are encoded together.
 SEGMENTS = 64
 #: Elements of a block of threads (each.cuh), and the alignment of encoders' output.
 _PART, ALIGNED = 1024, 16
-#: Before the encoded rows: whether a value was not finite.
+#: Bytes before the encoded rows, with the flag for values that are not finite.
 HEAD = 256
 
 _F32 = BY_NAME["F32"]
@@ -178,7 +178,7 @@ def not_finite(n: int) -> Shape:
     return Shape(Kernel("encode/pipeline.cu", "not_finite"), (max(1, -(-n // _PART)), 1, 1))
 
 
-#: Held while a slot allocates: of two that each hold a part of the last free memory, both would fail.
+#: Held while a slot allocates: if two slots each got a part of the last free memory, both would fail.
 _ALLOCATION = Lock()
 
 
@@ -189,7 +189,7 @@ class Slot:
         """Allocate; raise ResourceError where the GPU, or CuPy's error where the host, has not enough memory."""
         self.device, self.memory = device, room
         self._addresses: list[int] = []
-        #: The results: their places in ``_made``, and their bytes.
+        #: The results: their offsets in ``_made``, and their bytes.
         self._parts: list[tuple[int, int]] = []
         with _ALLOCATION:
             try:
@@ -282,7 +282,7 @@ class Slot:
                 self.device.wait(seconds)
         except DeviceHangs:
             hangs = True
-        except Exception:  # it failed, and does nothing more
+        except Exception:  # it failed and does no further work
             pass
         if hangs:
             abandon(self, self.device, getattr(self.device, "owner", None))

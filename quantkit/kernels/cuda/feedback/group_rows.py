@@ -30,7 +30,7 @@ from quantkit.kernels.levels import Levels
 Addresses = dict[str, int]
 
 _FILE = "feedback/group_rows.cu"
-#: Columns that a block of threads multiplies at once; parts of a tile that blocks of threads take.
+#: Columns that a block of threads multiplies at once; number of parts of a tile, one for each block of threads.
 _WIDE, _PARTS = 128, 16
 _KERNELS = (
     "read_codes",
