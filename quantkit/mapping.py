@@ -1,6 +1,6 @@
 """Mapped files that are truncated while being read: an error instead of a crash.
 
-Reading a page of a mapping whose file has become shorter raises SIGBUS, which no ``except`` catches: the process dies
+Reading a page of a mapping whose file has become shorter raises SIGBUS, which no ``except`` catches: the process ends
 silently. For quantkit's own mappings, a handler maps zeros in place of the missing pages, so that the reader continues;
 ``check_unchanged``, called before and after, then detects the truncation.
 """

@@ -67,10 +67,10 @@ class GGUFFile(gguf.GGUFFile):
         groups, places = np.unique(numbers // size, return_inverse=True)
         tail = b"" if t is info.type else data[-TAIL:].tobytes()
         blocks = data[: data.size - len(tail)].reshape(math.prod(info.shape[1:]), -1)
-        picked = blocks[(groups[:, None] * size + np.arange(size)).reshape(-1)]
+        selected_blocks = blocks[(groups[:, None] * size + np.arange(size)).reshape(-1)]
         if tail:
-            picked = with_row_scales(picked, float(np.frombuffer(tail, "<f4", 1)[0]))
-        values: F32 = dequantize(picked, t, n)[places.reshape(-1) * size + numbers % size]
+            selected_blocks = with_row_scales(selected_blocks, float(np.frombuffer(tail, "<f4", 1)[0]))
+        values: F32 = dequantize(selected_blocks, t, n)[places.reshape(-1) * size + numbers % size]
         return values
 
 

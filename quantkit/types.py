@@ -248,7 +248,7 @@ def _by_name(name: str) -> TensorType:
 
 
 def has_type(name: str) -> bool:
-    """Return whether ``type_by_name`` knows a name."""
+    """Return whether ``type_by_name`` accepts a name."""
     key = name.strip().upper()
     t = BY_NAME.get(ALIASES.get(key, key))
     return t is not None and t not in ROWS

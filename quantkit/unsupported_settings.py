@@ -70,7 +70,7 @@ _SCALED_BY_ALPHA = frozenset({"hunyuan-dense", "hunyuan-moe", "hunyuan_vl"})
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint under conversion: its config.json, and the metadata that a runtime sees."""
+    """A checkpoint under conversion: its config.json, and the metadata that a runtime reads."""
 
     config: Config
     opened: Checkpoint
@@ -122,14 +122,14 @@ class Setting:
         name = next((name for name in self.names.split() if name in model.config), None)
         if name is None or (model.config[name] is None and not self.null):
             return None
-        stated = f"{name} is {short(model.config[name])}"
+        setting = f"{name} is {short(model.config[name])}"
         try:
             value, assumed = self.interpret(model.config[name], model), self.assumed(model)
         except VALUE_ERRORS:
-            return f"{stated}: llama.cpp does not support this value"
+            return f"{setting}: llama.cpp does not support this value"
         if assumed is ANY or (value is None and not self.null) or _is_equal(value, assumed):
             return None
-        return f"{stated} is lost: llama.cpp uses {_format(assumed)}"
+        return f"{setting} is lost: llama.cpp uses {_format(assumed)}"
 
 
 def unsupported_settings(opened: Checkpoint) -> list[str]:
@@ -224,7 +224,7 @@ def _final_cap(model: Model) -> object:
 
 
 def _window(model: Model) -> object:
-    """Return the window of windowed layers as the runtime sees it."""
+    """Return the window of windowed layers that the runtime uses."""
     row = model.row
     if row is None:
         return ANY

@@ -93,7 +93,7 @@ class Overlap:
         """A warning for the user, or None."""
         if self.same_text:
             return (
-                "this text was used for calibration: results say nothing about other texts; evaluate on held-out text"
+                "this text was used for calibration: results are not valid for other texts; evaluate on held-out text"
             )
         if self.share < NOTABLE or self.shared < NOTABLE_HASHES:
             return None

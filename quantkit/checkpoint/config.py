@@ -1,4 +1,4 @@
-"""config.json as convert_hf_to_gguf.py (b11434) sees it: with the defaults of transformers' configuration classes.
+"""config.json as convert_hf_to_gguf.py (b11434) reads it: with the defaults of transformers' configuration classes.
 
 It loads the file through AutoConfig, so defaults of a class become metadata: see ``class_defaults``. For a model type
 unknown to AutoConfig, it reads the plain JSON, and so does quantkit.

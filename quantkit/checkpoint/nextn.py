@@ -1,6 +1,6 @@
 """Prediction layers (NextN, MTP) after the other layers of a model: with them, without them, only them.
 
-The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the architectures whose row says ``nextn``.
+The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the architectures with ``nextn`` in their row.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Architecture:
 class HfClass:
     """Tensor names and config.json keys of a class of transformers, for export.
 
-    The name map (``tensor_names``) knows many names of one kind of tensor: ``names`` has the unusual ones of this
+    The name map (``tensor_names``) has many names of one kind of tensor: ``names`` has the unusual ones of this
     class. Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py); of classes of remote code, what
     llama.cpp b11434 (src/models/*.cpp) computes of their files.
     """

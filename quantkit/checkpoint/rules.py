@@ -347,7 +347,7 @@ class StackExperts(Rule):
             raise context.fail(tensor, "an expert outside of any layer", "QK-E107")
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         if not n:
-            raise context.fail(tensor, "an expert, but config.json says that the model has none", "QK-E107")
+            raise context.fail(tensor, "an expert, but the model has none by config.json", "QK-E107")
         parts = context.gather(self, tensor.layer, tensor.name, tensor, n * len(self.weights))
         return () if parts is None else list(self._merge(parts, tensor, tensor.layer, n, context))
 
@@ -376,14 +376,14 @@ class StackExperts(Rule):
         """Return the reason why experts of a layer are incomplete: missing or extra tensors."""
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         count_key = next(key for key in EXPERT_COUNTS if key in context.config)
-        says = f"{context.config.path} says {count_key} {context.config[count_key]}"
+        expected = f"{context.config.path} has {count_key} {context.config[count_key]}"
         if (stray := next((name for name in waiting if not self._is_one(name, layer, n)), None)) is not None:
-            return f"{short(stray)} belongs to an extra expert: {says}"
+            return f"{short(stray)} belongs to an extra expert: {expected}"
         names = (self.name.format(layer=layer, expert=e, weight=w) for e in range(n) for w in self.weights)
         absent = next(name for name in names if name not in waiting)
         count = n * len(self.weights) - len(waiting)
         remainder = f" and {count - 1} more" if count > 1 else ""
-        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or this number is wrong: {says}"
+        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or this number is wrong: {expected}"
 
     def _is_one(self, name: str, layer: int | str, n: int) -> bool:
         """Return whether a tensor is of one of ``n`` experts of a layer."""

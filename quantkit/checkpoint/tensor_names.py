@@ -28,7 +28,7 @@ class TensorNames:
         """Raise TypeNotSupported for an architecture whose tensors are not known."""
         if arch not in KINDS:
             raise TypeNotSupported(
-                f"this version does not know the tensors of architecture {arch}: it is missing from tensor_kinds.json",
+                f"unsupported architecture {arch}: its tensors are missing from tensor_kinds.json",
                 "QK-E304",
             )
         self.arch, self.kinds = arch, KINDS[arch].split()

@@ -70,7 +70,7 @@ class Context:
         if name is not None:
             return name
         if tensor.layer is not None and tensor.layer >= layers:
-            raise self.fail(tensor, f"{self.config.path} says {layers} layers: one of them is wrong", "QK-E107")
+            raise self.fail(tensor, f"but {self.config.path} has {layers} layers: one of them is wrong", "QK-E107")
         raise self.fail(
             tensor, "this architecture has no such tensor, and quantkit does not drop tensors silently", "QK-E107"
         )

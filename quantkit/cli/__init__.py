@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 class LazyGroup(WholeNames, click.Group):
-    """A group that knows its commands by name and imports them on demand."""
+    """A group that imports its commands on demand."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _explain(message: str) -> str:
-    """Return a message on one line; it says so if the working directory no longer exists."""
+    """Return a message on one line, with a hint if the working directory no longer exists."""
     try:
         os.getcwd()
     except OSError:

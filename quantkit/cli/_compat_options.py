@@ -1,6 +1,6 @@
 """Options of the programs of llama.cpp and ik_llama.cpp that have no counterpart here.
 
-``Ignored`` options change no result: they are accepted, and one note says so, so that existing command lines run.
+``Ignored`` options change no result: they are accepted with one note, so that existing command lines run.
 ``Refused`` options would change the result, or do another job: each ends the command with what to type instead.
 Where a command has an option of the same name, that counts (``GroupedCommand``).
 """

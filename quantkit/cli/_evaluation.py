@@ -211,7 +211,7 @@ def placement_from(run: Mapping[str, Any]) -> Placement:
 
 
 def _note_no_gpu(run: Mapping[str, Any], layers: int | None, requested: Sequence[str] | None) -> None:
-    """Print a note if options ask for GPUs that are missing."""
+    """Print a note if options request GPUs that are missing."""
     if layers or requested or run["shares"]:
         from quantkit.kernels.cuda.core.device import why_none
 

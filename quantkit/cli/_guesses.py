@@ -1,4 +1,4 @@
-"""Names of commands that people guess, or know from other programs: another name of a command, or what to type."""
+"""Guessed names of commands, or those of other programs: aliases, or what to type instead."""
 
 from __future__ import annotations
 

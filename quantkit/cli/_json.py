@@ -60,7 +60,7 @@ def _places(values: Iterable[Any]) -> Iterator[Path]:
 
 
 class JsonOption(GroupedOption):
-    """``--json``; the command may ask which parameters it has besides."""
+    """``--json``; the command can declare further parameters."""
 
     def prepare(self, params: list[click.Parameter]) -> None:
         """Adapt to the command's parameters: with arguments, a value ends in .json; a file needs an --overwrite."""

@@ -189,7 +189,7 @@ class GroupedOption(click.Option):
 
     def __init__(self, *args: Any, group: str = "Options", values: str | None = None, **kwargs: Any) -> None:
         self.group = group
-        #: The value may be omitted; a regular expression then tells values from other arguments.
+        #: The value may be omitted; a regular expression then distinguishes values from other arguments.
         self.may_be_bare, self.values = kwargs.get("is_flag") is False, values
         super().__init__(*args, **kwargs)
         if self.metavar is None and isinstance(self.type, click.types.IntParamType):
@@ -210,7 +210,7 @@ class WholeNames(click.Command):
     context_class = HelpContext
 
     def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """Return both names: click keeps the option of the first context, which may know --help alone."""
+        """Return both names: click keeps the option of the first context, which may have only --help."""
         return ["-h", "--help"]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

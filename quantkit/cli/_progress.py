@@ -35,7 +35,7 @@ def _terminal_size() -> tuple[int, int]:
 
 
 def seconds_left(seconds: float, share: float) -> float:
-    """Return the seconds left after ``seconds`` for a share of the work; 0 while that says little."""
+    """Return the seconds left after ``seconds`` for a share of the work; 0 while an estimate is unreliable."""
     return seconds * (1 - share) / share if _MIN_SHARE < share <= 1 else 0.0
 
 

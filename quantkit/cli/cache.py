@@ -91,7 +91,7 @@ def _contents_text(contents: CacheReport) -> str:
     if contents.unfinished:
         lines.append(f"unfinished, of running or killed commands: {format_size(contents.unfinished)}")
     if contents.unreadable:
-        lines.append(f"{contents.unreadable} entries cannot be read: `quantkit cache verify` says why")
+        lines.append(f"{contents.unreadable} entries cannot be read: run `quantkit cache verify` for the reasons")
     return "\n".join(lines)
 
 

@@ -217,7 +217,7 @@ def command(
     rules. Recipes, options and --pure work the same with both.
 
     A rule that gives ffn_gate_exps and ffn_up_exps the same type also applies to
-    merged experts (ffn_gate_up_exps), which llama-quantize skips; a note says so. A
+    merged experts (ffn_gate_up_exps), which llama-quantize skips (with a note). A
     rule for ffn_gate_up_exps takes precedence.
 
     --repack interleaves tensors (Q4_K becomes Q4_K_R4), as in ik_llama.cpp;

@@ -247,7 +247,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
     lines += [
         f"read per token: {format_size(best.footprint.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
-        f"searched by: quantkit {shlex.join(sys.argv[1:])}",
+        f"drawn_allocations by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
     ]
     return text_of([(rule.pattern, rule.type) for rule in best.rules], [*map(printable, lines)], "ours")
@@ -322,10 +322,10 @@ def _allocation_dict(allocation: Allocation) -> dict[str, Any]:
 _COLUMNS = ("kind", "name", "bytes", "bpw", "predicted_kld", "read_bytes")
 
 
-def _rows(swept: Front) -> list[dict[str, Any]]:
+def _rows(front: Front) -> list[dict[str, Any]]:
     """Return the points of a front, then the presets."""
-    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in swept.allocations]
-    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in swept.presets]
+    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in front.allocations]
+    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in front.presets]
     return [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
 
 
@@ -339,28 +339,28 @@ def _front_text(path: Path, rows: list[dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _front_summary(swept: Front) -> str:
-    first, last = swept.allocations[0], swept.allocations[-1]
+def _front_summary(front: Front) -> str:
+    first, last = front.allocations[0], front.allocations[-1]
     head = (
-        f"front: {len(swept.allocations)} allocations, {format_size(first.nbytes)} to {format_size(last.nbytes)}, "
-        f"predicted divergence {first.kld:.4g} to {last.kld:.4g}, found in {format_seconds(swept.seconds)}"
+        f"front: {len(front.allocations)} allocations, {format_size(first.nbytes)} to {format_size(last.nbytes)}, "
+        f"predicted divergence {first.kld:.4g} to {last.kld:.4g}, found in {format_seconds(front.seconds)}"
     )
     rows = []
-    for p in swept.presets:
-        best = min((a.kld for a in swept.allocations if a.nbytes <= p.nbytes), default=None)
+    for p in front.presets:
+        best = min((a.kld for a in front.allocations if a.nbytes <= p.nbytes), default=None)
         rows.append((p.name, p.nbytes, f"{p.kld:.5f}", "-" if best is None else f"{best:.5f}"))
-    return head + ("\n\n" + table(["preset", "bytes", "predicted", "searched"], rows) if rows else "")
+    return head + ("\n\n" + table(["preset", "bytes", "predicted", "drawn_allocations"], rows) if rows else "")
 
 
-def _scatter(swept: Front, source: Path) -> Scatter:
-    largest = max(a.nbytes for a in swept.allocations)
+def _scatter(front: Front, source: Path) -> Scatter:
+    largest = max(a.nbytes for a in front.allocations)
     name, unit = size_unit(largest)
-    searched = [a for a in swept.allocations if a.kld > 0]
-    if not searched:
+    drawn_allocations = [a for a in front.allocations if a.kld > 0]
+    if not drawn_allocations:
         raise ResourceError("nothing to plot: every allocation has a predicted divergence of 0", "QK-E214")
-    x, y = [a.nbytes / unit for a in searched], [a.kld for a in searched]
+    x, y = [a.nbytes / unit for a in drawn_allocations], [a.kld for a in drawn_allocations]
     kinds = [Points("best recipe of each size (quantkit search)", x, y, is_line=True, is_subject=True)]
-    if presets := [p for p in swept.presets if p.kld > 0]:
+    if presets := [p for p in front.presets if p.kld > 0]:
         x = [p.nbytes / unit for p in presets]
         y = [p.kld for p in presets]
         names = [p.name for p in presets]

@@ -117,7 +117,7 @@ def _find_file(folders: list[Path], names: tuple[str, ...]) -> Path | None:
 
 
 def _toml_path(path: Path, folder: Path) -> str:
-    """Return a path relative to ``folder`` if it lies in it, else absolute."""
+    """Return a path relative to ``folder`` if it is inside, otherwise absolute."""
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
     return os.path.abspath(path) if relative.startswith("..") else relative
 

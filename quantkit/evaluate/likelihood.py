@@ -231,7 +231,7 @@ class _Nll:
             self.sink.write(window, row, logits, parts, following)
 
     def take(self, window: int) -> tuple[F64, CompactRows | None]:
-        """Return and forget the likelihoods of a window, float64 [rows], and its rows that are not written yet."""
+        """Return and remove the likelihoods of a window, float64 [rows], and its rows that are not written yet."""
         return self.nll.pop(window), None if self.sink is None else self.sink.take(window)
 
 
@@ -322,7 +322,7 @@ class _CompactSink:
         self.parts.setdefault(window, {})[row] = rows
 
     def take(self, window: int) -> CompactRows:
-        """Return and forget the rows of a window."""
+        """Return and remove the rows of a window."""
         parts = self.parts.pop(window)
         return join_rows([parts[row] for row in sorted(parts)])
 

@@ -14,7 +14,7 @@ GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3
     n_entries, then per entry: name_len, name, ncall, nval, float[nval]     value = sum / count * ncall
     last_chunk, dataset_len, dataset                                        optional trailer
 
-An encoder sees sums / counts in float32, each operation rounded once: the bytes of a quantized file depend on it.
+An encoder gets sums / counts in float32, each operation rounded once: the bytes of a quantized file depend on it.
 An expert without tokens gets ones. llama.cpp and ik_llama.cpp divide a .dat the same way.
 """
 

@@ -1,7 +1,7 @@
 """Coverage of a model by an importance matrix: the entries, matrices and columns without statistics.
 
 Checked for every weight that can be quantized: an entry exists, under its own name or that of a weight with the same
-input; every expert has seen enough tokens; every value is finite. An estimate of E[x^2] from n tokens has a relative
+input; every expert has enough tokens; every value is finite. An estimate of E[x^2] from n tokens has a relative
 standard error of about sqrt(2 / n), 14 % at 100: below ``hardly`` tokens an expert counts as hardly hit.
 
 The table by tensor class shows what a calibration run never recorded (ik_llama.cpp's fused operations lose ffn_gate),

@@ -1,6 +1,6 @@
 """The prediction layer in a collection: it runs after the model, on the model's hidden rows for the same chunks.
 
-The layer sees n - 1 of a chunk's n tokens: the rows of tokens 0 ... n - 2 with the tokens that follow them, as in
+The layer processes n - 1 of a chunk's n tokens: the rows of tokens 0 ... n - 2 with the tokens that follow them, as in
 llama-imatrix --nextn. Positions are 0 ... n - 2 here and 1 ... n - 1 there, which makes no difference with rotary
 embeddings.
 """

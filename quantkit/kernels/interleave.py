@@ -1,4 +1,4 @@
-"""Row-interleaved types: where each bit of 4, 8 or 16 rows lies when they are interleaved.
+"""Row-interleaved types: the position of each bit of 4, 8 or 16 rows when they are interleaved.
 
 An interleaved type (_R4, _R8, _R16 of ik_llama.cpp; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 of ARM builds) holds the blocks of
 a *base* type, rearranged so that a CPU multiplies several rows at once: dwords of the rows alternate, nibbles and bits
@@ -121,8 +121,8 @@ def _bytes_of_levels(levels: Bits, *starts: tuple[int, ...], span: int = 32) -> 
     which byte i holds the values start + i, the first of the tuple in the low bits.
     """
     r, n, width = levels.shape
-    picked = np.array(starts)[:, :, None] + np.arange(4)  # [pieces, parts, 4]
-    values = levels.reshape(r, n // span, span, width)[:, :, picked]  # [R, n / span, pieces, parts, 4, width]
+    indices = np.array(starts)[:, :, None] + np.arange(4)  # [pieces, parts, 4]
+    values = levels.reshape(r, n // span, span, width)[:, :, indices]  # [R, n / span, pieces, parts, 4, width]
     return values.transpose(1, 2, 0, 4, 3, 5).reshape(n // span, len(starts), r, 4, -1)
 
 

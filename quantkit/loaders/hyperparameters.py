@@ -68,7 +68,7 @@ _n_head, _n_head_kv = _item("n_head_arr"), _item("n_head_kv_arr")
 
 
 def _widths(layers: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of heads' widths; ``layers``: the field that says which layers have a sliding window."""
+    """Return the functions of heads' widths; ``layers``: the field that lists the layers with a sliding window."""
     head_k = _by_window("n_embd_head_k_full", "n_embd_head_k_swa", layers)
     head_v = _by_window("n_embd_head_v_full", "n_embd_head_v_swa", layers)
     return {

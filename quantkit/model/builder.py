@@ -30,8 +30,8 @@ from quantkit.model.ops import (
 from quantkit.types import BY_NAME
 
 F32 = BY_NAME["F32"]
-#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; Arch.tensor_scales says whether
-#: ``.scale`` multiplies the product.
+#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; Arch.tensor_scales has those by
+#: which the product is multiplied.
 # fmt: off
 SCALED = {
     "attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_gate", "output",

@@ -188,9 +188,9 @@ class Model:
         segments, decisions = list[Segment](), list[Decision]()
         for segment in placed:
             row = backend_of(segment.device)
-            ops, decided = row.fuse(segment.ops, segment.leaves, options, kv_type)
+            ops, segment_decisions = row.fuse(segment.ops, segment.leaves, options, kv_type)
             segments.append(replace(segment, ops=list(ops)))
-            decisions += decided
+            decisions += segment_decisions
         check_ops(op for segment in segments for op in segment.ops)
         return segments, decisions
 

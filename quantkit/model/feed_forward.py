@@ -74,8 +74,8 @@ def has_experts(b: Builder) -> bool:
 
 def _has_shared_expert(b: Builder) -> bool:
     """Return whether there is a shared expert; if the metadata mentions one, the architecture may require it."""
-    mentioned = b.h.int("expert_shared_count", 0) or b.h.int("expert_shared_feed_forward_length", 0)
-    return b.has(*_SHARED) if mentioned else b.has(*_SHARED[1:])
+    has_keys = b.h.int("expert_shared_count", 0) or b.h.int("expert_shared_feed_forward_length", 0)
+    return b.has(*_SHARED) if has_keys else b.has(*_SHARED[1:])
 
 
 def arctic_feed_forward(b: Builder, x: Value, of_layer: Value) -> Value:

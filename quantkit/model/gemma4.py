@@ -97,8 +97,8 @@ def layer_inputs(b: Builder, x: Value) -> list[Value]:
     table, tokens = b.matrix("per_layer_token_embd.weight"), b.matrix("token_embd.weight")
     if (table.n_in, table.n_out) != (width * n_layer, tokens.n_out):
         raise FormatError(
-            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, but the "
-            f"metadata says {tokens.n_out} of {width} for each of {n_layer} layers",
+            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, but by the "
+            f"metadata {tokens.n_out} of {width} for each of {n_layer} layers",
             "QK-E106",
         )
     embedded = b.value("layer_embeddings", table.n_in)

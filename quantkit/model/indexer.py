@@ -44,7 +44,7 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
         b.ignore(*(f"indexer.{name}" for name in _TENSORS))
         if b.selection is None and b.layer < b.h.n_layer:
             raise FormatError(
-                f"{b.source.paths[0]}: {b.h.arch}.attention.indexer.types says that layer {b.layer} attends to keys "
+                f"{b.source.paths[0]}: {b.h.arch}.attention.indexer.types requires layer {b.layer} to attend to keys "
                 "selected by an earlier layer, but no earlier layer has an indexer",
                 "QK-E123",
             )

@@ -405,7 +405,7 @@ class Feedback:
         return lines
 
     def fields(self) -> list[Field]:
-        """Return the provenance fields that the plan knows."""
+        """Return the provenance fields known from the plan."""
         from quantkit.kernels.cpu.feedback import Rounding
 
         rounding = Rounding(extra_rounds=_MAX_EXTRA_ROUNDS) if self.provider.corrects else Rounding()

@@ -1,6 +1,6 @@
 """Nodes of a Ray cluster as an executor: each pulls batches of jobs on shared files.
 
-A worker process opens source and output once, and refuses if they are not the files that the driver sees. It reports a
+A worker process opens source and output once, and fails if they are not the driver's files. It reports a
 batch when the bytes are on the disk, because no other process can flush its memory. Jobs always write the same bytes at
 the same place, so a batch may run twice. Batches take about ``BATCH_SECONDS``, estimated from earlier jobs of their
 kind; towards the end they are smaller, so that all nodes finish together.

@@ -113,7 +113,7 @@ def is_known(architecture: str) -> bool:
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
     """Raise FormatError if a header lacks something that every runtime of the architecture needs.
 
-    ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors that no runtime knows.
+    ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors unknown to all runtimes.
     """
     arch = _text(fields, "general.architecture")
     checked = [r for r in runtimes(fields, tensors) if not r.not_checked and arch in architectures(r.name)]

@@ -114,8 +114,8 @@ class Worker:
         target, sums = self.convert(job, tensor, rows.source)
         return self.finish(job, tensor, rows, target, sums)
 
-    def read(self, job: Job, tensor: PlannedTensor, room: U8 | None = None) -> JobResult | SourceRows:
-        """Read a job's rows, into ``room`` if given, or copy the cached output, which completes the job."""
+    def read(self, job: Job, tensor: PlannedTensor, buffer: U8 | None = None) -> JobResult | SourceRows:
+        """Read a job's rows, into ``buffer`` if given, or copy the cached output, which completes the job."""
         part = tensor.parts[job.part]
         origin = "" if job.cached is None else FROM_ENCODER
         if job.cached is not None and job.cached.verified:
@@ -123,7 +123,7 @@ class Worker:
             if result is not None:
                 return result
         nbytes = job.rows * job.source_row
-        source = self._buffers.get("source", nbytes) if room is None else room
+        source = self._buffers.get("source", nbytes) if buffer is None else buffer
         # While this job computes, the operating system reads ahead for the next ones.
         self.source.read(part.source, source, job.source_offset, self.readahead * nbytes)
         check = None if tensor.is_copy else digest_of(source)

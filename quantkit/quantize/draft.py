@@ -47,7 +47,7 @@ class Draft:
     renamed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def noted(self, lines: Iterable[str]) -> Draft:
+    def with_notes(self, lines: Iterable[str]) -> Draft:
         """Return the draft with more notes, without repetitions."""
         notes = [line for line in lines if line not in self.notes]
         return replace(self, notes=(*self.notes, *notes)) if notes else self
@@ -126,7 +126,7 @@ def _check_source(draft: Draft) -> None:
 def with_groups(draft: Draft, leave: Mapping[str, str] | None = None) -> Draft:
     """Return the draft with the source's tensors as they are encoded; ``leave``: layers not to be merged, and why."""
     regrouped, note = _add_extra_output(draft, _regroup(draft, leave))
-    return replace(draft, regrouped=regrouped).noted(note)
+    return replace(draft, regrouped=regrouped).with_notes(note)
 
 
 def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:

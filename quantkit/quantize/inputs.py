@@ -48,7 +48,7 @@ def with_imatrix(draft: Draft) -> Draft:
         exclude=options.exclude_weights,
         original_names=draft.original_names(),
     )
-    return replace(draft, imatrix=imatrix, importance=importance).noted([] if warning is None else [warning])
+    return replace(draft, imatrix=imatrix, importance=importance).with_notes([] if warning is None else [warning])
 
 
 def with_importance(
@@ -172,7 +172,7 @@ def _with_choice(
 
 
 def _encoder(t: TensorType, options: QuantizeOptions) -> str:
-    """Return the encoder of a type that the options ask for."""
+    """Return the encoder of a type that the options select."""
     if options.symmetric_q40 and t.name == "Q4_0":  # ik_llama.cpp's interleaved types ignore it
         return SYMMETRIC
     return encoder_for(t, options.encoder)

@@ -96,9 +96,9 @@ def plan_from(
     draft, tensors, choices = choose(draft, request)
     while names := equalized_plain_names(draft, tensors, choices):
         draft, tensors, choices = choose(without_equalization(draft, source, names), request)
-    draft = draft.noted(lint(draft, request, tensors, choices))
+    draft = draft.with_notes(lint(draft, request, tensors, choices))
     if draft.like is not None:
-        draft = draft.noted(draft.like.notes([tensor.name for tensor in tensors]))
+        draft = draft.with_notes(draft.like.notes([tensor.name for tensor in tensors]))
     typed_tensors, coverage = with_importance(draft, request, tensors, choices)
     outputs, feedback_notes = with_covariances(draft, typed_tensors)
     metadata, metadata_notes = metadata_of(draft, request, outputs)

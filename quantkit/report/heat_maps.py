@@ -34,7 +34,7 @@ def type_colours(report: Report) -> dict[str, str]:
 def type_keys(names: Iterable[str]) -> dict[str, str]:
     """Return a character for each type, all different: its bits where they are free, else a letter of its name.
 
-    Cells of deep models have room for no more.
+    Cells of deep models have no space for more.
     """
     keys: dict[str, str] = {}
     spare = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"

@@ -194,15 +194,15 @@ class Finder:
         The header contains the rules, so its size is known only afterwards; if the file is too large, the problem is
         solved again with fewer bytes for tensors.
         """
-        room = target - self.header_bytes - self.space.fixed.padded
+        budget = target - self.header_bytes - self.space.fixed.padded
         for _ in range(_MAX_ROUNDS):
-            answer = self._solve_least([Limit(self._amounts("padded"), room)], exclusions, costs)
+            answer = self._solve_least([Limit(self._amounts("padded"), budget)], exclusions, costs)
             if answer is None:
                 return None
             allocation = self.allocation(answer)
             if allocation.nbytes <= target:
                 return allocation
-            room = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
+            budget = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
         return None
 
     def _smallest_for_kld(self, target: float, exclusions: Sequence[Exclusion]) -> Allocation | None:

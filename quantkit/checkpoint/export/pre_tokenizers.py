@@ -1,6 +1,6 @@
 r"""tokenizer.ggml.pre as the normalizer and the pre_tokenizer of a tokenizer.json.
 
-The patterns are those of the original tokenizers where llama.cpp's differ (``formats.tokenizer.pre`` says how), else
+The patterns are those of the original tokenizers where llama.cpp's differ (see ``formats.tokenizer.pre``), else
 those that llama.cpp runs. Facts of llama.cpp b11434 (src/llama-vocab.cpp quotes tokenizer.json's patterns of Tekken
 and GPT-4o), of Moonshot's tokenization_kimi.py, and of the tokenizer.json files that
 convert_hf_to_gguf_update.py names.

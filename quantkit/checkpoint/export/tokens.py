@@ -108,7 +108,7 @@ def template(
     """Return the post-processor that adds BOS and EOS, if the metadata, or else ``defaults``, enable them.
 
     They may be plain tokens, without special meaning within a text. ``words``: for WordPiece, whose texts end with a
-    separator and always have both. ``separates``: another one separates two texts, if the file does not say.
+    separator and always have both. ``separates``: another one separates two texts, unless the file sets it.
     """
     affixes = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):

@@ -164,9 +164,9 @@ class _Patterns:
         self.where = where
         self.rank = self._rank("r", config.get("r", 8))
         self.alpha = self._alpha("lora_alpha", config.get("lora_alpha", 8))
-        self.rooted = config.get("use_rslora", False)
-        if not isinstance(self.rooted, bool):
-            raise FormatError(f"{where}: use_rslora is {short(self.rooted)}, not true or false", "QK-E117")
+        self.rank_stabilized = config.get("use_rslora", False)
+        if not isinstance(self.rank_stabilized, bool):
+            raise FormatError(f"{where}: use_rslora is {short(self.rank_stabilized)}, not true or false", "QK-E117")
         self._ranks = {k: self._rank("rank_pattern", v) for k, v in self._pattern_table(config, "rank_pattern").items()}
         self._alphas = {
             k: self._alpha("alpha_pattern", v) for k, v in self._pattern_table(config, "alpha_pattern").items()
@@ -183,7 +183,7 @@ class _Patterns:
         return rank, self._effective(self._match_pattern(self._alphas, module, self.alpha), rank)
 
     def _effective(self, alpha: float, rank: int) -> float:
-        return alpha * math.sqrt(rank) if self.rooted else alpha
+        return alpha * math.sqrt(rank) if self.rank_stabilized else alpha
 
     def _match_pattern(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         for text, value in patterns.items():
@@ -274,7 +274,7 @@ def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, stren
         )
     if a.shape[0] != rank:
         raise FormatError(
-            f"{a.path}: tensor {short(a.name)} has rank {a.shape[0]}, but {CONFIG} says {rank}", "QK-E117"
+            f"{a.path}: tensor {short(a.name)} has rank {a.shape[0]}, but the rank in {CONFIG} is {rank}", "QK-E117"
         )
     if flipped:
         return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)

@@ -184,8 +184,8 @@ class ConvertMixing6(Rule):
             x = squeeze(tensor, context)
         period = context.config.get("rescale_every", 0)
         if period > 0 and name.endswith(("time_mix_output.weight", "channel_mix_value.weight")):
-            halved = (tensor.layer or 0) // period
-            x = Multiplied(x, 0.5**halved) if halved else x
+            n_halvings = (tensor.layer or 0) // period
+            x = Multiplied(x, 0.5**n_halvings) if n_halvings else x
         if self.reordered and kind in ("w1.weight", "w2.weight"):
             shape = (5, size_of(x) // 5 // x.shape[-1], x.shape[-1])
             parts = take(Shaped(x, shape), 0, *(range(i, i + 1) for i in QWEN_ORDER))
@@ -208,8 +208,8 @@ class ConvertMixing6(Rule):
             x = _as_vector(x)
         period = context.config.get("rescale_every", 0)
         if period > 0 and tensor.name.endswith(("attention.output.weight", "feed_forward.value.weight")):
-            doubled = (tensor.layer or 0) // period
-            x = Multiplied(x, 2.0**doubled) if doubled else x
+            n_doublings = (tensor.layer or 0) // period
+            x = Multiplied(x, 2.0**n_doublings) if n_doublings else x
         name = stem if dot and last.startswith("time_") else tensor.name
         return (replace(tensor, name=name, x=x),)
 

@@ -46,14 +46,14 @@ _SPECIAL = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-#: Templates that llama.cpp knows by name, by the version of the tokenizer.
+#: Templates that llama.cpp has by name, by the version of the tokenizer.
 _TEMPLATES = {"v3": "mistral-v3-tekken", "v7": "mistral-v7-tekken"}
 
 
 def write_tekken(v: Vocabulary) -> None:
     """Set the keys of such a vocabulary.
 
-    The chat template is one that llama.cpp knows by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
+    The chat template is one that llama.cpp has by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
     one of its own files from version 11 on.
     """
     path = v.folder / FILE

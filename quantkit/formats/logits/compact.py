@@ -164,9 +164,9 @@ def _zstd() -> tuple[Callable[[bytes, int], bytes], Callable[[bytes, int], bytes
 
     def unpack(data: bytes, size: int) -> bytes:
         # A frame's claimed size decides the allocation, so it is checked first.
-        claimed = zstandard.get_frame_parameters(data).content_size
-        if claimed != size:
-            raise ValueError(f"the frame claims {claimed} bytes")
+        content_size = zstandard.get_frame_parameters(data).content_size
+        if content_size != size:
+            raise ValueError(f"the frame claims {content_size} bytes")
         return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=size))
 
     return zstandard.compress, unpack

@@ -72,7 +72,8 @@ class BrokenAnswer(Exception):
 
 
 class Verdict(NamedTuple):
-    """The meaning of a failure, a reason without secrets, the seconds that the server asks to wait, its HTTP status."""
+    """The meaning of a failure, a reason without secrets, the seconds to wait that the server requests, its HTTP "
+    "status."""
 
     meaning: Meaning
     reason: str

@@ -55,7 +55,7 @@ def _connect(url: Object) -> Store:
         raise _missing_package(url, package) from None
     except ValueError:
         raise ResourceError(
-            f"{url}: fsspec does not know the scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
+            f"{url}: unsupported scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
         ) from None
     if scheme == "s3":
         return S3(kind, fsspec.config.conf.get("s3", {}))

@@ -74,7 +74,7 @@ class URL(PosixPath):
 
     ``identity`` is one for all addresses of an object.
 
-    ``spool``: the folder where an output for it grows, with its journal. ``facts`` stay as they were first seen, also
+    ``spool``: the folder of the local copy of an output, with its journal. ``facts`` stay as they were first seen, also
     in another process that gets the URL.
     """
 

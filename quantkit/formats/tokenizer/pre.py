@@ -1,4 +1,4 @@
-r"""tokenizer.ggml.pre: the split of text into words, one row per name that llama.cpp b11434 knows.
+r"""tokenizer.ggml.pre: the split of text into words, one row per name in llama.cpp b11434.
 
 A row has patterns that are applied in order, each to every word of the previous one: a match becomes a word, and so
 does the text between matches. There are two kinds, as in llama.cpp (unicode.cpp, unicode_regex_split):

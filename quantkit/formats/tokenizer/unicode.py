@@ -1,4 +1,4 @@
-"""Code points as llama.cpp sees them: lenient UTF-8, general categories, and a text collapsed to them.
+"""Code points as in llama.cpp: lenient UTF-8, general categories, and a text collapsed to them.
 
 To split a text into words, only the category of a character matters: letter, number, mark, punctuation, symbol or white
 space. So a text is *collapsed*: ASCII is kept, any other character becomes one byte that represents its category, and

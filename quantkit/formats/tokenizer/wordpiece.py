@@ -1,7 +1,7 @@
 """WordPiece (tokenizer.ggml.model bert): words, then the longest token at each place; a word begins with U+2581.
 
 White space separates words; punctuation and Chinese characters are separate words; control characters are removed. With
-normalizer.lowercase (the default) letters lose case and, unless normalizer.strip_accents says no, accents. A word that
+normalizer.lowercase (the default) letters lose case and, unless normalizer.strip_accents is false, accents. A word that
 tokens do not cover becomes the unknown token. llama.cpp b11434 llm_tokenizer_wpm_session.
 """
 

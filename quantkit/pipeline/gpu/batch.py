@@ -39,7 +39,7 @@ class Gpu:
     name: str
     device: Any
     rows: Callable[[Conversion], int] = lambda form: 1
-    room: SlotMemory = SlotMemory(0, 0, 0, 0, 0)
+    slot_memory: SlotMemory = SlotMemory(0, 0, 0, 0, 0)
     slots: int = 0
     disabled: bool = False
     #: Whether it hangs, so that nothing may wait for it.
@@ -226,15 +226,15 @@ class BatchRunner:
         pending, offset = [], 0
         for job in jobs:
             tensor, nbytes = self._tensor(job), job.rows * form.source.row_bytes(form.n)
-            room, undecoded = self._slot.source[offset : offset + nbytes], self._is_undecoded(form, job)
-            rows = self._worker.read(job, tensor, room if undecoded else None)
+            buffer, undecoded = self._slot.source[offset : offset + nbytes], self._is_undecoded(form, job)
+            rows = self._worker.read(job, tensor, buffer if undecoded else None)
             if isinstance(rows, JobResult):
                 self._ledger.finish(job, rows)
                 self._queues.finish(1)
                 continue
             if not undecoded:
                 for span, x in self._worker.decode(job, tensor, rows.source):
-                    room.view(np.float32).reshape(job.rows, form.n)[span] = x
+                    buffer.view(np.float32).reshape(job.rows, form.n)[span] = x
             pending.append((job, rows))
             offset += nbytes
         return pending

@@ -163,14 +163,14 @@ class GpuExecutor(Threads):
                 limit = min(batch, max(FEEDBACK_BATCH, values)) if isinstance(form, FeedbackConversion) else batch
                 return max(1, limit // form.n)
 
-            gpu.rows, gpu.room = rows, largest(forms, rows)
-            if batch <= values or gpu.room.host <= ram and self.slots * gpu.room.device <= vram:
+            gpu.rows, gpu.slot_memory = rows, largest(forms, rows)
+            if batch <= values or gpu.slot_memory.host <= ram and self.slots * gpu.slot_memory.device <= vram:
                 break
             batch = max(values, batch // 2)
-        gpu.slots = min(self.slots, vram // gpu.room.device)
+        gpu.slots = min(self.slots, vram // gpu.slot_memory.device)
         if not gpu.slots:
             raise ResourceError(
-                f"{gpu.name} has too little memory: a job needs {format_size(gpu.room.device)}, but only "
+                f"{gpu.name} has too little memory: a job needs {format_size(gpu.slot_memory.device)}, but only "
                 f"{format_size(vram)} may be used",
                 "QK-E407",
             )
@@ -261,7 +261,7 @@ class _GpuRun:
     def _serve_slot(self, gpu: Gpu) -> None:
         """Run batches in a slot of a GPU until there are none left, or the GPU fails."""
         try:
-            slot = FeedbackSlot(gpu.device.new_stream(), gpu.room)
+            slot = FeedbackSlot(gpu.device.new_stream(), gpu.slot_memory)
         except Exception as e:  # fewer slots suffice, but not zero
             gpu.slots -= 1
             if not gpu.slots:

@@ -22,7 +22,7 @@ take units from a counter, and no result depends on which thread takes which.
     sinks       float32 [n_head], or 0
     mask        CAUSAL; SLIDING, CHUNKED, with window; NON_CAUSAL: those after it in the batch, too
     softcap     0: none;  alibi: largest bias, 0: none
-    selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
+    selected    int32 [n_tokens, n_selected]: the positions visible to a token (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
                 side by side. The keys of a tile, one token then, are counted as they come in this row.
     ratio       0; or the selected cells are those of a window and of blocks of so many positions (cache.py)
@@ -151,7 +151,7 @@ def _tile_begin(sequences, end, tokens):
 
 @inline
 def _last_key(args, position):
-    """Return the number of the last key that a token sees: its position, or how many are selected."""
+    """Return the number of the last key visible to a token: its position, or the number of selected ones."""
     if arg(args, _SELECTED) == 0:
         return position
     ratio = arg(args, _RATIO)
@@ -212,7 +212,7 @@ def _slope(largest, head, n_head):
 
 @helper
 def _set_rows(args, begin, end, head, heads, rows, me):
-    """Fill the rows of a tile, token by token, head by head; the padding, up to ``rows``, sees no key."""
+    """Fill the rows of a tile, token by token, head by head; no key is visible to the padding, up to ``rows``."""
     positions = batch_word(args, POSITIONS)
     mask = arg(args, _MASK)
     window = arg(args, _WINDOW)

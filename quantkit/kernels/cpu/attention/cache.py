@@ -7,7 +7,7 @@ rounded as quantize_row_q8_0_ref does). The cell of a token is sequence * n_ctx 
 Products are float32. llama.cpp also rounds q to the cache's type (f16 x f16, q8_0 x q8_0 products); results here
 differ from its by that rounding and are closer to the model.
 
-Rows that stand for blocks of positions, and the cells that a token sees if they follow a window:
+Rows that stand for blocks of positions, and the cells visible to a token if they follow a window:
 
     block_write        batch k k_cache k_type k_width ratio first      k [n_tokens, k_width], of the tokens that end a
                        block of ``ratio`` positions, to row first + sequence * (n_ctx // ratio) + block
@@ -237,7 +237,7 @@ def block_write(args, tid, nth):
 
 @operation("batch out blocks n_out window ratio first")
 def window_and_blocks(args, tid, nth):
-    """List the cells that every token sees."""
+    """List the cells visible to each token."""
     n_out = arg(args, _N_OUT)
     window = arg(args, _WINDOW)
     ratio = arg(args, _W_RATIO)

@@ -171,7 +171,7 @@ def _key(x, i):
 
 @helper
 def _threshold(keys, n, remaining, counts):
-    """Return the wanted-th largest of n keys, and how many equal to it are among the wanted."""
+    """Return the k-th largest of n keys, k being ``wanted``, and how many of the k largest are equal to it."""
     prefix, shift = types.int64(0), 32
     for bits in BITS:
         before, shift = shift, shift - bits

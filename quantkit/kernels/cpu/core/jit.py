@@ -73,7 +73,8 @@ def _njit(function: F, compiler: type[EntryCompiler], **options: Any) -> F:
 
 
 def _any_number(template: Callable[..., Any], args: Any, kws: Any) -> Any:
-    """Type a call without constant values: numba would compile a version per value; LLVM sees them anyway."""
+    """Type a call without constant values: numba would compile a version per value, and LLVM propagates constants "
+    "anyway."""
     return template([unliteral(a) for a in args], {name: unliteral(a) for name, a in kws.items()})
 
 

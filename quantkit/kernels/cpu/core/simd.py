@@ -585,10 +585,10 @@ def round_even(b, sig, x):
 def round_away(b, sig, x):
     """Round as C's roundf (halves away from zero) a vector of f32 to int32; |x| < 2^31."""
     # The largest f32 below one half: adding one half would round 0.49999997 up to 1.
-    it = _like(x.type, ir.IntType(32))
-    sign = b.and_(b.bitcast(x, it), _const(it, 0x80000000))
-    half = b.bitcast(b.or_(sign, _const(it, 0x3EFFFFFF)), x.type)
-    return b.fptosi(b.fadd(x, half), it)
+    int_type = _like(x.type, ir.IntType(32))
+    sign = b.and_(b.bitcast(x, int_type), _const(int_type, 0x80000000))
+    half = b.bitcast(b.or_(sign, _const(int_type, 0x3EFFFFFF)), x.type)
+    return b.fptosi(b.fadd(x, half), int_type)
 
 
 # ---------------------------------------------------------------- integer products: ops with target code

@@ -223,8 +223,8 @@ needed_by: Any = None
 def _threshold(s, sumx2, amax):
     """Return the number that a bound must exceed: +inf where x is almost 0, -1 where sums are too small or large."""
     rating, sumw = reached(s), load(f32x16, s, _SUMW + 64 * span)
-    sound = (rating * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
-    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(sound, rating - _SLACK * sumx2, F(-1)))
+    is_exact = (rating * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
+    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(is_exact, rating - _SLACK * sumx2, F(-1)))
 
 
 def _search(xt, wt, scales, shifts):

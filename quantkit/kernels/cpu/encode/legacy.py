@@ -119,7 +119,7 @@ def _extremes(x: Any, s: Any, first: Any, end: Any) -> Any:
 
 @inline
 def _bits(x: Any, block: Any) -> Any:
-    """Return 32 bits that say which values of a block are negative (-0 too), and the block's two vectors."""
+    """Return the sign bits of the 32 values of a block (set for -0), and the block's two vectors."""
     x0, x1 = load(f32x16, x, 128 * block), load(f32x16, x, 128 * block + 64)
     low, high = mask_bits(cast(i32x16, x0) < I32(0)), mask_bits(cast(i32x16, x1) < I32(0))
     return low | (high << U64(16)), x0, x1

@@ -119,9 +119,9 @@ def _clustered(count: int, size: int, magnitudes: bool) -> npt.NDArray[np.int64]
 
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a copy that begins with a cache line, as lines of points should."""
-    room = np.empty(array.nbytes + 64, np.uint8)
-    begin = -room.ctypes.data % 64
-    copy: npt.NDArray[Any] = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    buffer = np.empty(array.nbytes + 64, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    copy: npt.NDArray[Any] = buffer[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 

@@ -53,7 +53,7 @@ class _Algorithm:
 class AttentionLayer:
     """Heads of a layer and its cache, of n_ctx cells a sequence; kind: f32, f16 or q8_0.
 
-    mla: the cache has no values. selected: a token sees so many keys (0: all).
+    mla: the cache has no values. selected: number of keys visible to a token (0: all).
     """
 
     kind: str

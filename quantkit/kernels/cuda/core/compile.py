@@ -1,6 +1,6 @@
 """Compiles sources to machine code by NVRTC, kept on disk by a hash of all sources, options and the compiler's version.
 
-For a GPU newer than the compiler, that is machine code of its generation's newest GPU that the compiler knows, or
+For a GPU newer than the compiler, that is machine code for the newest supported GPU of its generation, or
 PTX, which the driver compiles.
 
 CuPy's own RawModule is no way here: it flushes denormals (-ftz=true), repeats options, and does not see that an
@@ -38,7 +38,7 @@ def target_of(capability: int, targets: Sequence[int]) -> str:
     Machine code runs on GPUs of the same major version and the same or a later minor one.
 
     Raises:
-        ResourceError: the compiler knows no target as old as the GPU.
+        ResourceError: the compiler has no target as old as the GPU.
     """
     if capability in targets:
         return f"sm_{capability}"

@@ -58,7 +58,7 @@ class DeviceHangs(ResourceError):
 def wait_for(is_done: Callable[[], bool], seconds: float, given_up: Callable[[], bool]) -> float | None:
     """Poll until ``done``; return None, or the seconds waited if it never is.
 
-    Time in which this process did not run is no time: the device's work may not have been seen to end.
+    Time in which this process did not run is not counted: the device may have finished meanwhile.
     """
     waited, last = 0.0, monotonic()
     while not is_done():
@@ -322,7 +322,7 @@ class CUDADevice:
     def _allow_shared(self, launch: Launch) -> None:
         """Request more than 48 KiB of shared memory, the source's included, as the driver requires.
 
-        How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
+        How a multiprocessor's memory is divided into shared memory and cache is left to the driver, which ensures that
         shared memory does not keep blocks out, and that launches with other preferences need not wait.
         """
         driver = self._cupy.cuda.driver
@@ -445,7 +445,7 @@ class CUDADevice:
 
 
 class _Arguments:
-    """The array of pointers to arguments that a launch wants: one, to the struct. Keeps both alive."""
+    """The array of pointers to arguments that a launch takes: one, to the struct. Keeps both alive."""
 
     def __init__(self, block: bytes) -> None:
         self._block = ctypes.create_string_buffer(block, len(block))

@@ -5,7 +5,7 @@ the same order, but each lies by itself: its levels, signed, then their squares 
 never ranked in 8 bits have magnitudes instead of squares, or nothing where levels are magnitudes, to save global
 memory traffic. Behind centers of magnitudes are their squares. Lists of lines near queries are the CPU's.
 
-Tables of types with a grid (lane.cuh): the CPU's lists (cpu/encode/neighbours.py says what a slot is), padded to a
+Tables of types with a grid (lane.cuh): the CPU's lists (cpu/encode/neighbours.py describes slots), padded to a
 multiple of four with copies of the first neighbour: a copy is never nearer than the original.
 """
 

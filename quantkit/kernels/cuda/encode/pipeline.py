@@ -147,12 +147,12 @@ class SlotMemory(NamedTuple):
         return self.source + self.importance + self.out + 4 * self.values + self.work
 
     def __or__(self, other: SlotMemory) -> SlotMemory:
-        """Return room for either."""
+        """Return the memory that suffices for either."""
         return SlotMemory(*map(max, self, other))
 
 
 def memory_for(form: RowConversion, rows: int) -> SlotMemory:
-    """Return the room that rows of a form need."""
+    """Return the memory that rows of a form need."""
     segments = min(SEGMENTS, rows)
     return SlotMemory(
         round_up(rows * form.source.row_bytes(form.n), 256),
@@ -185,27 +185,28 @@ _ALLOCATION = Lock()
 class Slot:
     """Buffers of a batch of rows, on the host and the GPU, and its stream."""
 
-    def __init__(self, device: Stream, room: SlotMemory) -> None:
+    def __init__(self, device: Stream, memory: SlotMemory) -> None:
         """Allocate; raise ResourceError where the GPU, or CuPy's error where the host, has not enough memory."""
-        self.device, self.memory = device, room
+        self.device, self.memory = device, memory
         self._addresses: list[int] = []
         #: The results: their offsets in ``_made``, and their bytes.
         self._parts: list[tuple[int, int]] = []
         with _ALLOCATION:
             try:
-                self._allocate(room)
+                self._allocate(memory)
             except BaseException:
                 self.close()
                 raise
 
-    def _allocate(self, room: SlotMemory) -> None:
+    def _allocate(self, memory: SlotMemory) -> None:
         self._source, self._importance, self._x, self._work, self._out = (
-            self._allocated(nbytes) for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
+            self._allocated(nbytes)
+            for nbytes in (memory.source, memory.importance, 4 * memory.values, memory.work, memory.out)
         )
         #: Rows as stored in the file, contiguous.
-        self.source: U8 = self.device.host_array(room.source, np.uint8)
-        self._weights: F32 = self.device.host_array(room.importance // 4, np.float32)
-        self._download: U8 = self.device.host_array(room.out, np.uint8)
+        self.source: U8 = self.device.host_array(memory.source, np.uint8)
+        self._weights: F32 = self.device.host_array(memory.importance // 4, np.float32)
+        self._download: U8 = self.device.host_array(memory.out, np.uint8)
 
     def _allocated(self, nbytes: int) -> int:
         if not nbytes:
@@ -295,10 +296,10 @@ class Slot:
 
 def largest(forms: Sequence[Conversion], rows: Callable[[Conversion], int]) -> SlotMemory:
     """Return the memory for so many rows of each form."""
-    room = SlotMemory(0, 0, 0, 0, 0)
+    memory = SlotMemory(0, 0, 0, 0, 0)
     for form in forms:
-        room = room | form.memory(rows(form))
-    return room
+        memory = memory | form.memory(rows(form))
+    return memory
 
 
 def kernels() -> Iterator[Kernel]:

@@ -67,10 +67,10 @@ def _shared_bytes(t: TensorType, HELD: int, KEEPS_SQUARE: int) -> int:  # noqa: 
     codebook_tree = tree_of(t.name)
     grid, tree = codebook_tree.grid, codebook_tree.tree
     lines = grid.points_per_group * tree.root_lines if tree.heights else min(tree.root_lines, _TABLE_LINES)
-    room = 0 if tree.heights == 0 else 2 * _MOST + (HELD * _LANES if tree.heights > 1 else 0)
+    list_length = 0 if tree.heights == 0 else 2 * _MOST + (HELD * _LANES if tree.heights > 1 else 0)
     words = lines * _LANES * grid.size + (_BLOCK**2 if KEEPS_SQUARE else 4)
     words += (2 * _BLOCK + grid.columns) * ROWS + 4 * grid.columns**2
-    words += (2 * (4 + grid.points_per_group) + grid.points_per_group) * ROWS + 2 * _WARPS * (room + 1)
+    words += (2 * (4 + grid.points_per_group) + grid.points_per_group) * ROWS + 2 * _WARPS * (list_length + 1)
     return max(_CHUNKS, 4 * words)
 
 

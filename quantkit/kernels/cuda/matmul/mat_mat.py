@@ -52,8 +52,8 @@ def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capabili
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
     if blocks < (_FEW_BLOCKS if tokens > SMALL.tokens else _FEW_BLOCKS * _FEW_OF_32):
         return SMALL
-    room = shared_of_multiprocessor(capability)
-    fits = {tile: room // (shared_bytes(t, tile) + BLOCK_TAKES) for tile in (LARGE, MIDDLE)}
+    capacity = shared_of_multiprocessor(capability)
+    fits = {tile: capacity // (shared_bytes(t, tile) + BLOCK_TAKES) for tile in (LARGE, MIDDLE)}
     return next((tile for least in (2, 1) for tile in fits if fits[tile] >= least), SMALL)
 
 
