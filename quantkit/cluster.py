@@ -51,7 +51,7 @@ _ANSWER_SECONDS = 10.0
 
 
 class NodeRefusal(Exception):
-    """A node cannot take part; the message is the reason."""
+    """A node cannot be used; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Work(Protocol):
     """Work for a cluster: every worker process gets ``begin`` and ``shared`` once, then single batches.
 
     ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` if the node
-    cannot take part, and QuantkitError if no node can do the work.
+    cannot be used, and QuantkitError if no node can do the work.
     """
 
     @property

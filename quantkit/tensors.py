@@ -29,7 +29,7 @@ class GGUFFile(gguf.GGUFFile):
     def values(self, name: str, rows: Any = ...) -> F32:
         """Return the values of a tensor, decoded: float32 in numpy's shape, the reverse of ggml's ``ne``.
 
-        A matrix is [rows, columns], merged experts are [experts, rows, columns]; a row is what a block is cut from.
+        A matrix is [rows, columns], merged experts are [experts, rows, columns]; blocks are parts of a row.
 
         Args:
             name: a tensor's name.

@@ -46,7 +46,7 @@ def format_count(n: float) -> str:
 
 
 def format_shape(shape: Iterable[int]) -> str:
-    """Return the dimensions of a tensor for people: 256 x 64; "scalar" if there is none."""
+    """Return the dimensions of a tensor as text: 256 x 64; "scalar" if there is none."""
     return " x ".join(map(str, shape)) or "scalar"
 
 

@@ -149,7 +149,7 @@ def converted_tensors(
 ) -> list[ConvertedTensor]:
     """Return the tensors of the file in order; ``q8``: store those of float8 as Q8_0."""
     converted: list[ConvertedTensor] = []
-    offset = 0  # as if it were a file of its own: only the order of offsets matters
+    offset = 0  # as in a separate file: only the order of offsets matters
     for name, tensor in tensors:
         converted.append(_convert(name, tensor, names, outtype, exact, offset, q8))
         offset += round_up(converted[-1].info.nbytes, 32)

@@ -223,7 +223,7 @@ def raw_config(folder: Path) -> Config:
 
 
 def unify_text_config(values: Json) -> Json:
-    """Return a configuration with the text model's part as text_config, whatever its name."""
+    """Return a configuration with the text model's part as text_config, under any name."""
     for key, inner in (("llm_config", None), ("lm_config", None), ("thinker_config", "text_config")):
         if isinstance(values.get(key), dict):
             values["text_config"] = values[key] if inner is None else values[key].get(inner, {})

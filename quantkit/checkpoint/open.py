@@ -88,11 +88,11 @@ class OpenOptions:
     nextn: str = WITH
     #: Options of ``fusions.FUSIONS``.
     fuse: Collection[str] = ()
-    #: Matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
+    #: Matrices that are stored as float8 become Q8_0, regardless of ``outtype``.
     fp8_as_q8: bool = False
     #: Metadata and vocabulary, no tensors.
     vocab_only: bool = False
-    #: Keep quantized weights as blocks wherever that changes no value.
+    #: Keep quantized weights as blocks if that changes no value.
     lossless: bool = False
     #: Directories of LoRA adapters to merge into the weights, and the factors of their scales.
     adapters: Sequence[AdapterSpec] = ()

@@ -1,6 +1,6 @@
 """Conversion rules for the tensors of ``models``, each with its inverse.
 
-See ``tensors`` for what a rule is. A rule that only one family needs is a class in that family's module; values and
+Rules are described in ``tensors``. A rule that only one family needs is a class in that family's module; values and
 shapes change by a ``Transform``, which names the function and its inverse.
 """
 
@@ -86,7 +86,7 @@ class AssignKind(OneWayRule):
 
 @dataclass(frozen=True)
 class KeepF32(OneWayRule):
-    """Keeps tensors whose names match ``pattern`` in F32, whatever the type of the file."""
+    """Keeps tensors whose names match ``pattern`` in F32, regardless of the type of the file."""
 
     pattern: str
     when: Callable[[Config], bool] = lambda config: True

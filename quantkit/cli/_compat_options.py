@@ -54,7 +54,7 @@ _IGNORED: tuple[tuple[str, str], ...] = (
         "--check-tensors -mqkv|--merge-qkv",
     ),
     (
-        "weights are never locked in memory; --no-mmap copies them there, --max-ram limits how much stays",
+        "weights are never locked in memory; --no-mmap copies them there, --max-ram limits their memory",
         "--mlock -lm|--load-mode= -lzm|--lazy-mode= -dio|--direct-io -ndio|--no-direct-io --no-host "
         "--lora-init-without-apply",
     ),

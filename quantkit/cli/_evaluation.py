@@ -400,7 +400,7 @@ def ids_file(tokens: str | None) -> str | None:
 def claim_json(
     json_to: str | None, outputs: Iterable[Path | None], inputs: Iterable[str | Path | None], *, overwrite: bool
 ) -> Path | None:
-    """Return the file of --json, held until the command ends; None if there is none.
+    """Return the file of --json, held until the command ends; None without it.
 
     Raises ResourceError, before any work, if it or another of the command's ``outputs`` is an input or another output.
     """

@@ -254,7 +254,7 @@ class NoEffect:
         self.reasons.setdefault(reason, []).append(self.name(option))
 
     def note(self) -> list[str]:
-        """Return one note on all of them; none if there are none."""
+        """Return one note on all of them, if there are any."""
         if not self.reasons:
             return []
         parts = [
@@ -547,7 +547,7 @@ def on_command_line(name: str) -> bool:
 
 
 def claim(path: Path, *inputs: Path | None, overwrite: bool) -> Path:
-    """Return the path of an output that is none of the ``inputs``; it is held until the command ends."""
+    """Return the path of an output, which must not be one of the ``inputs``; it is held until the command ends."""
     from quantkit.formats.outputs import Output, check_apart
 
     check_apart([path], inputs)

@@ -122,7 +122,7 @@ def check_plot(path: Path, *extras: Extra) -> str:
 
 
 def draw(figure: Figure | Scatter, kind: str) -> bytes:
-    """Return ``figure`` as the bytes of a file; equal data give equal bytes, whatever the user's matplotlibrc."""
+    """Return ``figure`` as the bytes of a file; equal data give equal bytes, regardless of the user's matplotlibrc."""
     import matplotlib.style
 
     file = io.BytesIO()

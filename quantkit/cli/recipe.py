@@ -110,7 +110,7 @@ def lint_command(
     imatrix: Path | None,
     json_to: JsonOutput,
 ) -> None:
-    """Check a recipe by itself, and with -m against a model.
+    """Check a recipe alone, and with -m against a model.
 
     Exit code 1 if there is an error; warnings alone give 0.
     """

@@ -7,7 +7,7 @@ behind them     a record (``RECORD``, 104 bytes) for each piece of rows: the SHA
                 SHA-256 of rows and error sums here, and those sums
 ==============  ==========================================================================================
 
-A *piece* is the rows encoded at a time. Jobs consist of whole pieces, so each can check what it reads, however the rows
+A *piece* is the rows encoded at a time. Jobs consist of whole pieces, so each can check its bytes, however the rows
 were divided when encoded; the digest of all encoded rows is computed from the digests of the pieces.
 
 Entries may come from anyone and may be truncated, damaged or forged: data is compared with the digests, never

@@ -56,7 +56,7 @@ def _find(name: str, file: str | None) -> tuple[str, list[URL]]:
 
 
 def _of_type(names: Sequence[str], type_name: str) -> str | None:
-    """Return the first name with the type as a word of its own: not Q4_K_M's file for Q4_K."""
+    """Return the first name with the type as a separate word: not Q4_K_M's file for Q4_K."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(type_name)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return next((n for n in names if word.search(n)), None)
 

@@ -1,6 +1,6 @@
 """Inputs and outputs of commands: checked for overlap, locked, and written completely or not at all.
 
-Before any work, ``check_apart`` refuses an output that is an input or another output, whatever its name. An ``Output``
+Before any work, ``check_apart`` refuses an output that is an input or another output, under any name. An ``Output``
 is then held for the duration of its run by a lock on OUT.lock; a killed run leaves the file behind, but not the lock. A
 file of ``atomic_write`` appears completely or not at all: it is written as OUT.part and renamed.
 """

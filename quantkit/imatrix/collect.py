@@ -5,7 +5,7 @@ uses one, several chunks per pass, all tokens in every layer, perplexity over th
 llama-imatrix, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides
 a weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
 
-To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that nothing of the chunk
+To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that no trace of the chunk
 remains in any sum.
 
 Memory: 32 bytes per column of every distinct input, times the number of experts for routed ones. Inputs shared by

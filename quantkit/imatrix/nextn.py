@@ -31,7 +31,7 @@ I32 = npt.NDArray[np.int32]
 def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
     """Return the file with the prediction layer: ``draft``, or the model's own; None if the model has none.
 
-    Raises QuantkitError for a draft that is none, of another model, or given although the model has a layer of its own.
+    Raises QuantkitError for a file that is not a draft or of another model, or if the model has its own layer.
     """
     with open_model(model) as source:
         layers = nextn_layers(source)

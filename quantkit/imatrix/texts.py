@@ -1,6 +1,6 @@
 """The input of a calibration: texts, conversations and token ids, divided into chunks of one context.
 
-Each text is divided by itself and its remainder dropped, so one run over several texts equals the merge of a run over
+Each text is divided separately and its remainder dropped, so one run over several texts equals the merge of a run over
 each. A conversation is a line of JSON, in one of three forms::
 
     {"messages": [{"role": "user", "content": "..."}, ...]}         or only the list

@@ -10,7 +10,7 @@ A *unit* is 256 values, which an unpacker unpacks at once. *Row headers*: rows o
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a row
 reads the scale once and applies it, so types without one pay nothing. Products multiply it by a *gain* in two trellis
 types, as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to weighted
-squares, such coarse levels come out too small.
+squares, such coarse levels are too small on average.
 
 *Interleaved types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their
 base type, whose bytes they contain interleaved. Files never contain the base types of IQ1_S_R4 and IQ1_M_R4

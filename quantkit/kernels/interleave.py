@@ -14,7 +14,7 @@ What permutations do not cover::
     Q8_KV_R8    drops the sum of a row's levels, which is counted again
     Q8_K_R8     and Q8_K_R16 interleave activations, Q8_K, which no file holds: deinterleaved they become Q8_0,
                 whose scales then repeat, with the same values; there is no inverse
-    IQ1_S_R4    and IQ1_M_R4 are formats of their own, with a scale per row: their base types are ``types.ROWS``, which
+    IQ1_S_R4    and IQ1_M_R4 are distinct formats, with a scale per row: their base types are ``types.ROWS``, which
                 no file holds. For files IQ1_S_R4 becomes IQ1_S, whose scales then repeat, with the same values; scales
                 of IQ1_M_R4, which may be even, are not among those of IQ1_M
 

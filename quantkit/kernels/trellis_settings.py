@@ -1,6 +1,6 @@
 """Search settings of the trellis types, one record per type, shared by CPU and CUDA, whose bytes are the same.
 
-cpu/encode/trellis.py describes the steps. *Values* are 32 with a scale of their own, their *energy* sum(w x x).
+cpu/encode/trellis.py describes the steps. *Values* are the 32 that share a scale, their *energy* sum(w x x).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 class TreeSearch:
     """A search down the tree of a codebook (cpu/encode/trellis_codebook.py).
 
-    families, cells: how many remain; without families all cells are ranked. coarse_centers, coarse_points: they are
+    families, cells: numbers that remain; without families all cells are ranked. coarse_centers, coarse_points: they are
     ranked in 8 bits, else in 16. Where centers are, weights of magnitudes have 8 bits for points, too.
     """
 

@@ -67,7 +67,7 @@ class Decisions(list[Decision]):
     """A list of decisions."""
 
     def decide(self, kind: str, layer: int, reason: str = "") -> bool:
-        """Append a decision, ``reason`` being the obstacle; return whether there is none."""
+        """Append a decision; ``reason``: why not to fuse. Return whether there is no reason."""
         self.append(Decision(kind, layer, not reason, reason))
         return not reason
 

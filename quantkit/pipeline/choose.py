@@ -464,7 +464,7 @@ def _lint_idle_options(request: Request, choices: Sequence[Choice]) -> list[Lint
 
 
 def _idle_reason(request: Request, option: str, attribute: str, choices: Sequence[Choice]) -> str:
-    """Return why an option decides about no tensor: another one does, or there is none of its class."""
+    """Return the reason why an option has no effect: another one takes precedence, or no tensor is of its class."""
     if "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices):
         return "the model has no output.weight, its token embeddings are the output"
     losses = [

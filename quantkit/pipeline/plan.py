@@ -1,7 +1,7 @@
 """The plan: all decisions about an output, made before its first byte is written.
 
 The type of each tensor and its reason, the header, every offset, the exact size of every shard. A dry run only prints
-the plan; a run carries it out without further decisions.
+the plan; a run executes it without further decisions.
 """
 
 from __future__ import annotations

@@ -414,7 +414,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 class _ThreadBatches:
-    """Runs batches on threads, each with a worker of its own."""
+    """Runs batches on threads, each with its own worker."""
 
     def __init__(self, shared: RunSpec, target: OpenFiles, threads: int, *notes: str) -> None:
         load_kernels(shared)

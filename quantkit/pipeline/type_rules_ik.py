@@ -128,7 +128,7 @@ ATTN_V_STEP: Mapping[str, str] = {
     **dict.fromkeys(("IQ5_K", "IQ5_KS"), "IQ6_K"),
 }
 
-#: In presets of GENERIC branches, attn_v and attn_k are Q8_0 with 4 experts or more, whatever the preset.
+#: In presets of GENERIC branches, attn_v and attn_k are Q8_0 with 4 experts or more, regardless of the preset.
 EXPERTS_Q8_0 = ("attn_v", "attn_k")
 
 _Q5_K_WITH_EXPERTS = (

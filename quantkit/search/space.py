@@ -58,7 +58,7 @@ class Choice:
     """A type for a choice group.
 
     ``kld``: divergence, in nats; ``error``: its additive part (``Combination``); ``types``: the type of each tensor, by
-    name. ``flips``: the part of the divergence that goes with the size of the error; ``squares``: the sum of its
+    name. ``flips``: the part of the divergence that is proportional to the error; ``squares``: the sum of its
     squares over the groups.
     """
 

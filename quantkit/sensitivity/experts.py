@@ -1,7 +1,7 @@
 """Token shares of experts, and the share of the error that falls on rarely chosen ones.
 
 A file stores all experts of a tensor in one type, so no search can give a rare expert fewer bits than the others of its
-tensor. Groups are tensors, and a measured cost weighs each expert by how often the text chooses it. The importance
+tensor. Groups are tensors, and a measured cost weights each expert by its frequency in the text. The importance
 matrix adds the routing of tokens, which shows whether experts with few tokens, whose importance is uncertain, matter.
 """
 

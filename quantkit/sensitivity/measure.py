@@ -574,7 +574,7 @@ def full_runs_of(count: int | None, types: int, *, proxies_only: bool = False) -
 
 
 def _completeness(count: int | None, proxies_only: bool) -> float:
-    """Return a rank of how many types of a group run to the end of the model."""
+    """Return a rank by the number of types of a group that run to the end of the model."""
     if proxies_only:
         return 0.5
     return math.inf if count is None else count

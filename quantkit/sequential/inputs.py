@@ -92,7 +92,7 @@ class StageInputs:
         return self.damping_by(self._count(matrix))
 
     def damping_by(self, tokens: int) -> float | None:
-        """Return the damping for so many tokens; None if they are too few for feedback."""
+        """Return the damping for a number of tokens; None if they are too few for feedback."""
         return None if damping_of(tokens, self.n) is None else DAMPING
 
     def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:

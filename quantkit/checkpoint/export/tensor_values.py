@@ -1,4 +1,4 @@
-"""A tensor of a GGUF file as values, whatever its type."""
+"""A tensor of a GGUF file of any type as values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _I32 = type_by_name("I32")
 _UNDECODED = (*_FLOATS, _I32)
 
 
-#: Kinds of tensors whose last dimensions are 1 in a checkpoint, and how many they have; of single architectures.
+#: Kinds of tensors whose last dimensions are 1 in a checkpoint, with their number of dimensions; for single
+#: architectures.
 _RANKS = {"*ffn_gate_inp_shexp": 2}
 _RANKS_OF = {"kimi-linear": {"*ssm_a": 4}}
 

@@ -15,7 +15,7 @@ from quantkit.checkpoint.rules import StackExperts
 def _slides(config: Config) -> list[bool] | None:
     """Return which layers of OLMo 3 have a window: by default all but every fourth.
 
-    A null window is none, as in OLMo 2; convert_hf_to_gguf.py fails on it.
+    null means no window, as in OLMo 2; convert_hf_to_gguf.py fails on it.
     """
     kinds = config.get("layer_types")
     if config.get("sliding_window") is None:

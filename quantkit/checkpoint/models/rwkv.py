@@ -326,7 +326,7 @@ def write_rwkv(v: Vocabulary) -> None:
     types = [CONTROL] + [NORMAL] * (len(tokens) - 1) + [UNUSED] * (size - len(tokens))
     v.keys.array("tokenizer.ggml.token_type", types)
     special = special_tokens(v.folder)
-    special.template = special.template or "rwkv-world"  # llama.cpp's name of a template of its own
+    special.template = special.template or "rwkv-world"  # llama.cpp's name of a built-in template
     special.set("eot", 261)
     special.ids |= {"bos": 0, "eos": 0}
     special.write(v.keys)

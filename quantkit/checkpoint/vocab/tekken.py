@@ -54,7 +54,7 @@ def write_tekken(v: Vocabulary) -> None:
     """Set the keys of such a vocabulary.
 
     The chat template is one that llama.cpp has by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
-    one of its own files from version 11 on.
+    its own templates from version 11 on.
     """
     path = v.folder / FILE
     data = read_json(path)

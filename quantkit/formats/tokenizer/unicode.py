@@ -87,7 +87,7 @@ def lower() -> dict[int, int]:
 
 @cache
 def _collapsed(han: bool) -> U8:
-    """Return the byte that represents each code point; with ``han``, Han characters are two classes of their own."""
+    """Return the byte that represents each code point; with ``han``, Han characters are two separate classes."""
     kinds = {"N": NUMBER, "L": LETTER, "P": PUNCTUATION, "M": MARK, "S": SYMBOL}
     by_category = np.full(256, _OTHER_BYTE, np.uint8)
     for letter, byte in kinds.items():

@@ -75,7 +75,7 @@ _TURN_ENDS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<end_of_utterance>",
 )
-#: Texts of control tokens, whatever their type.
+#: Texts of control tokens, regardless of their type.
 _CONTROL = (
     *_TURN_ENDS,
     "<|return|>",

@@ -3,7 +3,7 @@
 A layout is a table of the source of each bit; ``_moves`` turns it into straight-line code for a unit. Source bytes are
 loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same rotation are
 shuffled together, rotated, masked and joined. A layout of nibbles thus takes two shuffles, two shifts and two masks for
-64 bytes, whatever its order.
+64 bytes, regardless of its order.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.worker import F32, F64, SourceRows, Worker
 from quantkit.types import TensorType
 
-#: Seconds until a GPU counts as hanging, and weights that any GPU encodes in one second, whatever the type.
+#: Seconds until a GPU counts as hanging, and weights that any GPU encodes in one second, in any type.
 PATIENCE, SLOWEST = 60.0, 1e6
 #: Double-precision multiply-adds that any GPU does in one second, for metrics.
 _SLOWEST_SUMS = 1e10
@@ -59,7 +59,7 @@ class Gpu:
         )
 
     def limit(self, weights: int) -> float:
-        """Return the time limit of so many weights, in seconds, with the work of the other slots before them."""
+        """Return the time limit for a number of weights, in seconds, with the work of the other slots before them."""
         return PATIENCE + max(self.slots, 1) * weights / SLOWEST
 
 
@@ -82,7 +82,7 @@ class ReadBudget:
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
-        """Wait until so many bytes are free."""
+        """Wait until a number of bytes are free."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
             self._used += nbytes

@@ -25,7 +25,7 @@ take units from a counter, and no result depends on which thread takes which.
     selected    int32 [n_tokens, n_selected]: the positions visible to a token (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
                 side by side. The keys of a tile, one token then, are counted as they come in this row.
-    ratio       0; or the selected cells are those of a window and of blocks of so many positions (cache.py)
+    ratio       0; or the selected cells are those of a window and of blocks of this number of positions (cache.py)
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 
 Everything is float32. Tiles of one sequence in a batch are independent: cache_write has already stored all its keys.

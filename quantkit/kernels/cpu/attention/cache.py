@@ -159,7 +159,7 @@ def read_rows(source, row_bytes, kind, rows, width, group, out):
     """Read ``rows`` <= BLOCK rows of ``width`` values, as float32 in columns of ``group`` vectors of 16.
 
     Vector j of row r, in the group of g vectors that begins with vector j0, goes to byte
-    64 * (BLOCK * j0 + g * r + j - j0); vectors beyond the last whole group form groups of their own (g = 1). A group
+    64 * (BLOCK * j0 + g * r + j - j0); vectors beyond the last whole group form single groups (g = 1). A group
     of all vectors gives plain rows. The same rows of the next block are prefetched.
     """
     vectors, full = (width + 15) // 16, width // 16

@@ -12,7 +12,7 @@ n_selected keys select all of them, without computation.
     out         int32 [n_tokens, n_selected]: positions, ascending, then -1
     q, weights  [n_tokens, n_head * head], [n_tokens, n_head]
     k_cache     rows of ``head`` values of k_type (cache.py)
-    ratio       1; or keys are those of blocks of so many positions, n_ctx // ratio a sequence, and their numbers count
+    ratio       1; or positions per block, if keys are those of blocks, n_ctx // ratio a sequence, and numbers of blocks
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 """
 

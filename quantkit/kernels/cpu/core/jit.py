@@ -1,8 +1,8 @@
 """Compilation of kernels: lazy, without the GIL, into a cache named after their sources.
 
 numba's own cache misses changes of a helper in another file and runs stale code. So the name of the cache directory
-carries a hash of all kernel sources and compiler versions: any change means a new directory. fastmath is off and LLVM
-does not contract a*b+c by itself, so f32 arithmetic is exactly that of the source.
+contains a hash of all kernel sources and compiler versions: any change means a new directory. fastmath is off and LLVM
+does not contract a*b+c, so f32 arithmetic is exactly that of the source.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def source_hash() -> str:
 
 
 def _cpu() -> str:
-    """Return a name for the target CPU: machines of different kinds may share a home, but not an index file."""
+    """Return a name for the target CPU: machines of different kinds may share a home directory, but not an index "
+    "file."""
     name, features = cpu_target.target_context.codegen().magic_tuple()[1:]
     return f"{name}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 

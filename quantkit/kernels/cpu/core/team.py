@@ -184,7 +184,7 @@ class Team:
     """``threads`` threads (at most 62), including the caller; the others are daemons, started at the first launch.
 
     ``pin`` gives each thread a CPU. By default none is pinned: next to other programs a pinned team waits for the one
-    thread whose CPU is taken. Concurrent launches are serialized; a forked process starts threads of its own.
+    thread whose CPU is taken. Concurrent launches are serialized; a forked process starts its own threads.
     """
 
     def __init__(self, threads: int, pin: Sequence[int] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Batches of blocks: the loop shared by encoders, and loading values into lanes.
 
 Rows are contiguous, so the blocks of a range of rows form one sequence, and a batch is a slice of it that may span
-rows. The importance row restarts with every row: it is repeated beforehand, so that the weights of any batch are also
+rows. The importance row restarts with every row: it is repeated in advance, so that the weights of any batch are also
 contiguous. The last batch is padded with arbitrary values, whose lanes are computed and dropped.
 """
 

@@ -3,7 +3,7 @@
 IQ2_XS: the candidates lie about the scale of the best partition of the sorted magnitudes into levels 1, 3 and 5; then
 all groups are rounded again for as long as that helps, and d is fitted to the values of the whole super-block.
 
-IQ1_M: weights go by the mean square of 32 values, and where groups are off the grid, the shifts are chosen again.
+IQ1_M: weights depend on the mean square of 32 values, and if groups are off the grid, the shifts are chosen again.
 Sub-blocks of zeros in a super-block with other values shift up; ik repeats what an earlier super-block of the same call
 had there, so its bytes depend on the rows before.
 

@@ -2,7 +2,7 @@
 
 Bytes of a block of 32 values: quantkit/kernels/cpu/unpack/i_quants.py. Sub-blocks are 32 values, in IQ1_M_R4 16.
 Weights are importance * sqrt(a + x^2), where a is 1.5 times the mean square of 32 values; where an importance leaves
-nothing to weigh, there is none. d follows from the largest scale of the row; the others become multiples of it.
+zero weight, there is none. d follows from the largest scale of the row; the others become multiples of it.
 
 Sub-blocks of zeros become the point of zeros and shift up; ik's shifts of halves of a block are in interleaved.py.
 

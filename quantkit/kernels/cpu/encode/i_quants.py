@@ -399,7 +399,8 @@ iq1_lists = partial(neighbour_lists, "iq1s_grid", 3)
 
 
 def _grid_encoder(name: str, encode_batch: Any, distances: int, grid: str = "") -> Encoder:
-    """Return the encoder of a type with a grid; lists of neighbours at so many distances are made at the first call."""
+    """Return the encoder of a type with a grid; lists of neighbours at this number of distances are built at the "
+    "first call."""
     lists = partial(neighbour_lists, grid or f"{name.lower().replace('_', '')}_grid", distances)
     return blocks_encoder(name, encode_batch, LANES, SCRATCH, tables=lists)
 

@@ -5,7 +5,7 @@ All partitions are tried with plain and shifted values: 816 of 16 values; of 32 
 23 and the last one at most 24, 5744. Sums over runs are differences of sums from the start. A partition is rated by
 sum(w q x)^2 / sum(w q q); the best has the scale sum(w q x) / sum(w q q). A lane is a sub-block.
 
-Most need not be tried. With a scale of their own for the first two runs and another for the last two, both only get
+Most need not be tried. With one scale for the first two runs and another for the last two, both only get
 better: a partition is rated at most as high as its halves together (Cauchy and Schwarz). Two first runs are passed
 over if they and the best two last ones that can follow are below what is reached already, in all lanes. The result is
 that of trying all.

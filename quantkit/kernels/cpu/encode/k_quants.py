@@ -701,7 +701,7 @@ def _write_q6(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
 
 @inline
 def _forget_levels(s: Any, dead: Any) -> Any:
-    """Make all levels of super-blocks of zeros 0, whatever the search found."""
+    """Set all levels of superblocks of zeros to 0, regardless of the search."""
     store(s, _DMIN_T, choose(dead, F(0), splat(WIDE, F(1))))
     for b in range(LANES):
         if load(types.float32, s, _DMIN_T + 4 * b) == F(0):

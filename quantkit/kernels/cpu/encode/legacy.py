@@ -148,7 +148,8 @@ def _invert(s: Any, d: Any, middle: Any) -> Any:
 def _symmetric_scales(x: Any, s: Any, first: Any, end: Any, half: Any) -> Any:
     """Scale 16 blocks by their values of largest magnitude: d in SCALE as f16, then INVERSE and BASE."""
     low, high = _extremes(x, s, first, end)
-    largest = select(high > -low, high, low) + F(0)  # + 0: a block of zeros has d = 0 / -half, whatever their signs
+    # + 0: a block of zeros has d = 0 / -half, regardless of their signs
+    largest = select(high > -low, high, low) + F(0)
     tie = (high == -low) & (high > F(0))
     if any_lane(tie):
         store(s, BASE, largest)

@@ -69,7 +69,7 @@ def neighbour_lists(grid: str, distances: int) -> Lists:
 
 
 def _nearest(points: npt.NDArray[Any], grid: npt.NDArray[Any], distances: int) -> tuple[Any, Any]:
-    """Return pairs (point, index in the grid) up to so many distances, by point, distance and index."""
+    """Return pairs (point, index in the grid) up to this number of distances, by point, distance and index."""
     square = np.float32((points**2).sum(1)[:, None] + (grid**2).sum(1))
     squares = (square - 2 * points.astype(np.float32) @ grid.T.astype(np.float32)).astype(np.int16)
     limit = np.zeros((len(points), 1), np.int16)

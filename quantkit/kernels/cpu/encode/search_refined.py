@@ -217,7 +217,7 @@ def _furthest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, scale: 
 
 @inline
 def _gain(sums: Any, scale: Any, low: Any, sum_l: Any, sum_l2: Any, sum_xl: Any) -> Any:
-    """Return by how much a fit reduces sum(w*x*x)."""
+    """Return the reduction of sum(w*x*x) by a fit."""
     sum_w, sum_x, _ = sums
     gain = D(2) * scale * sum_xl + D(2) * low * sum_x - D(2) * scale * low * sum_l
     return gain - scale * scale * sum_l2 - low * low * sum_w

@@ -537,7 +537,7 @@ def _retry(t, row, b, patience, count):
 
 @helper
 def search_blocks(t, row, total, weighed, uneven, patience, step):
-    """Search for all values of a row; write how many slots are filled, and curves of errors.
+    """Search for all values of a row; write the number of filled slots, and curves of errors.
 
     total: the row's sum(w x x). weighed: whether there are importances; uneven: whether few values make most of
     ``total``. Values that weigh little count ``step`` times, one in ``step``.
@@ -887,7 +887,8 @@ def encode(x, weights, out, row0, row1, tables):
 
 @cache
 def point_format(size: int, bias: int, short: bool = False) -> points.PointFormat:
-    """Return the storage of points of ``size`` values; ``short``: weights of queries have 8 bits, all else 16."""
+    """Return the storage of points of ``size`` values; ``short``: weights of queries have 8 bits, everything else "
+    "16."""
     units = points.SHORT if short else {}
     largest = F(64 if bias else 126)
     if size == 8:
@@ -963,7 +964,7 @@ def _list_steps(settings: TrellisSettings, search: ListSearch) -> points.ListSte
 
 
 def scan_steps(count: int, form: points.PointFormat, ranges: int) -> points.ScanSteps:
-    """Return the steps of ``points.scan`` in codebooks of ``count`` points, for so many ranges of scales."""
+    """Return the steps of ``points.scan`` in codebooks of ``count`` points, for this number of ranges of scales."""
     return points.ScanSteps(points=form, rank_all=points.rank_all, lines=count // 16, ends=ENDS[ranges])
 
 

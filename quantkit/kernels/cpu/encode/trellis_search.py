@@ -15,8 +15,8 @@ look the list up instead of 1 and 2, and rank its first lines.
 
 A scan ranks all points, each by its error with the scale of a range that suits it best, for three ranges: where
 the weights of 8 values differ a lot, as beside outliers, a tree loses the best point. It skips points that cannot be
-the best of their lanes: by how far their cells reach, 16 cells at once, then by the error with the scale that suits
-them best of all. The bounds allow for all rounding: what a scan finds is the same as if it skipped none.
+the best of their lanes: by the extent of their cells, 16 cells at once, then by the error with their best scale. The
+bounds allow for all rounding: the result is that of a scan that skips no line.
 
 Rounding disturbs the order of points by some percent of the error; few points are that near to the best one, and the
 best one is among those that remain. Integers and the fixed order of f32 operations give the same points on every CPU.
@@ -151,7 +151,7 @@ class TreeSteps:
     """The steps of ``search``.
 
     prepare: stores a query. families, cells: lines of them in a codebook, no families if all cells are ranked;
-    families_kept, cells_kept: how many remain.
+    families_kept, cells_kept: numbers that remain.
     """
 
     points: PointFormat

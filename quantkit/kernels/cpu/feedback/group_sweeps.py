@@ -287,7 +287,8 @@ def descend_groups(h: F32, groups: Groups, sub_blocks: SubBlocks, choice: Choice
 
 @cache
 def sweeps_of(columns: int, of_group: int) -> tuple[Any, Any]:
-    """Return ``error_feedback_groups`` and ``descend_groups`` for points of so many columns, so many per group."""
+    """Return ``error_feedback_groups`` and ``descend_groups`` for points of this number of columns, and groups of "
+    "this number of points."""
     bindings: dict[str, Any] = {"size": columns, "parts": of_group}
     suffix = f"{columns}_{of_group}"
 

@@ -116,7 +116,7 @@ def group_factors(descent: F64, diagonal: F64, upper: F64, grouping: Grouping) -
 def group_metric_of(covariance: F64, diagonal: F64, upper: F64, grouping: Grouping) -> GroupMetric:
     """Return the group metric of a covariance with another diagonal: upper upper^T, columns in error feedback's order.
 
-    What is below the diagonal of ``upper`` is not looked at.
+    Values below the diagonal of ``upper`` are ignored.
     """
     size, n = grouping.size, len(covariance)
     descent = _blocks(covariance, grouping.order(n).reshape(-1, size)).astype(np.float64)

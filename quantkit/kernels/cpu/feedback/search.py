@@ -199,7 +199,7 @@ def rank_children(tree, height, t, place, z, s, nodes, n_kept):
 
 @inline
 def _pick(best, place, now):
-    """Return the place of the best lane, and its loss; ``now`` if there is none."""
+    """Return the index of the best lane, and its loss; ``now`` if there is none."""
     least = hmin(best)
     if not least < INFINITE:
         return now, INFINITE

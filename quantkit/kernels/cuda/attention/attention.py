@@ -41,7 +41,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """A block of threads: a kernel, its rows of q, how many blocks run at once, bytes of shared memory."""
+    """A block of threads: a kernel, its rows of q, number of blocks at once, bytes of shared memory."""
 
     kernel: Kernel
     rows: int
@@ -102,7 +102,7 @@ def most_scratch(layer: AttentionLayer, rows: int, capability: int = 90) -> int:
 
 
 def combine_to(launches: Attention, head_v: int) -> Shape | None:
-    """Return the launch that combines the parts and brings a token's heads to a format (activations.py).
+    """Return the launch that combines the parts and converts a token's heads to a format (activations.py).
 
     None: there is one part, or heads do not make up 256 columns.
     """

@@ -124,7 +124,7 @@ class Device(Protocol):
         """Carry out launches, in order."""
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        """Carry out launches, and return a function that carries them out again, at once: a CUDA graph."""
+        """Run launches, and return a function that repeats them at once: a CUDA graph."""
 
     def synchronize(self) -> None:
         """Wait until everything is done; ResourceError if a kernel failed."""
@@ -251,7 +251,7 @@ class CUDADevice:
     # ------------------------------------------------------------ lanes beside other work
 
     def new_stream(self) -> CUDADevice:
-        """Return the same device for another thread: its memory and modules, on a stream of its own."""
+        """Return the same device for another thread: its memory and modules, on a separate stream."""
         stream = copy(self)
         stream._use()
         stream.stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -274,7 +274,7 @@ class CUDADevice:
         """Wait until everything is done; a CPU does other work meanwhile. Of a lane.
 
         Raises:
-            DeviceHangs: it is not done after so many seconds, or ``given_up``, and may never be.
+            DeviceHangs: it is not done after ``seconds``, or ``given_up``, and may never be.
             ResourceError: it failed.
         """
         runtime = self._cupy.cuda.runtime

@@ -2,7 +2,7 @@
 
 A kernel's arguments and the number of threads of a block are parsed from the source (device.cuh shows the form).
 Arguments are one struct, passed by value, of 8-byte members: pointers, int64_t, double, or arrays of them, whose
-elements are arguments of their own: x[2] is x_0 and x_1. A struct may extend another one, its base.
+elements are separate arguments: x[2] is x_0 and x_1. A struct may extend another one, its base.
 """
 
 from __future__ import annotations

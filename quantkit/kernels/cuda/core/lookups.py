@@ -1,7 +1,7 @@
 """Arrays that kernels look up, uploaded to a device on first use and kept there.
 
 Codebooks of trellis types (trellis_search.cuh): points and centers are the CPU's (cpu/encode/trellis_codebook.py), in
-the same order, but each lies by itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are
+the same order, stored separately: its levels, signed, then their squares / 64, rounded, less 128. Points that are
 never ranked in 8 bits have magnitudes instead of squares, or nothing where levels are magnitudes, to save global
 memory traffic. Behind centers of magnitudes are their squares. Lists of lines near queries are the CPU's.
 

@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 class Uploads:
     """The slots of a device.
 
-    pinned: returns so many bytes of pinned memory. copy: lets the device copy (to, from, bytes), in order. event:
+    pinned: allocates bytes of pinned memory. copy: lets the device copy (to, from, bytes), in order. event:
     returns a new event; record: lets the device record one, in order.
     """
 

@@ -1,7 +1,7 @@
-"""Conversion of rows of a file by a GPU: upload, decode, encode and download, on a stream of their own.
+"""Conversion of rows of a file by a GPU: upload, decode, encode and download, on a separate stream.
 
 A ``Slot`` has pinned memory for uploads and downloads, device memory, and a stream. All that happens to its rows
-happens in order on that stream, so nothing of one slot waits for another: while one computes, others copy in both
+happens in order on that stream, so slots do not wait for each other: while one computes, others copy in both
 directions. After filling ``source`` and calling ``start``, do not touch the pinned arrays until ``wait`` returns.
 
     not_finite    x flag n    flag: int32, becomes 1 if a value is NaN or infinite
@@ -60,7 +60,7 @@ class Stream(Device, Protocol):
     def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until everything is done, without keeping a CPU busy; ResourceError if something failed.
 
-        DeviceHangs after so many seconds, or if it is given up.
+        DeviceHangs after ``seconds``, or if it is given up.
         """
 
 
@@ -94,7 +94,7 @@ class RowConversion(NamedTuple):
         return SEGMENTS
 
     def memory(self, rows: int) -> SlotMemory:
-        """Return the memory for so many rows."""
+        """Return the memory for a number of rows."""
         return memory_for(self, rows)
 
 
@@ -265,7 +265,7 @@ class Slot:
         """Return the bytes of each segment, valid until the next ``start``; None if a value is not finite.
 
         Raises:
-            DeviceHangs: they are not there after so many seconds, or ``given_up``.
+            DeviceHangs: they are not complete after ``seconds``, or ``given_up``.
             ResourceError: the GPU failed.
         """
         self.device.wait(seconds, given_up)
@@ -295,7 +295,7 @@ class Slot:
 
 
 def largest(forms: Sequence[Conversion], rows: Callable[[Conversion], int]) -> SlotMemory:
-    """Return the memory for so many rows of each form."""
+    """Return the memory for ``rows`` of each form."""
     memory = SlotMemory(0, 0, 0, 0, 0)
     for form in forms:
         memory = memory | form.memory(rows(form))

@@ -1,4 +1,4 @@
-"""Tiles of types with a grid, but for sweeps over groups: group_rows.cu.
+"""Tiles of types with a grid, except in sweeps over groups: group_rows.cu.
 
     read_codes         bytes fields ... codes classes
     q_of_codes         codes q

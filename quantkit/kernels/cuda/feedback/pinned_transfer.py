@@ -18,7 +18,7 @@ PIECE = 4 << 20
 
 
 class PinnedTransfer:
-    """A lane of a device with pinned memory of its own.
+    """A lane of a device with its own pinned memory.
 
     limit: the time limit in seconds for a number of multiply-adds of doubles; given_up: whether the device is given up.
     If the device hangs, DeviceHangs is raised, so that no thread waits for ever.
@@ -55,7 +55,7 @@ class PinnedTransfer:
         return out
 
     def run(self, launches: Sequence[Launch], work: float = 0) -> None:
-        """Run launches of so many multiply-adds, and wait for them."""
+        """Run launches, wait for them, at most as long as their multiply-adds may take."""
         self.stream.run(launches)
         self.wait(work)
 

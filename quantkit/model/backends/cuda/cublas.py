@@ -125,7 +125,7 @@ def _counts(b: CUDALowering, ids: Value, n_expert: int) -> ExpertCounts:
 
 
 class ExpertProducts:
-    """The products of all experts with pairs; their matrices are unpacked into one buffer in turns."""
+    """The products of all experts with pairs; their matrices are unpacked into one buffer, one after the other."""
 
     def __init__(self, device: Device, weight: Matrix, counts: ExpertCounts) -> None:
         self.device, self.counts = device, counts

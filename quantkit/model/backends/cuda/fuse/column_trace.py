@@ -1,4 +1,4 @@
-"""Tracing of a value's columns back through operations that move columns or work on each column or head by itself.
+"""Tracing of a value's columns back through operations that move columns or work on single columns or heads.
 
 A ColumnChain has the source of some columns, their steps and their destination; per_head.cu runs it.
 """
