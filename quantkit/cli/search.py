@@ -247,7 +247,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
     lines += [
         f"read per token: {format_size(best.footprint.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
-        f"drawn_allocations by: quantkit {shlex.join(sys.argv[1:])}",
+        f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
     ]
     return text_of([(rule.pattern, rule.type) for rule in best.rules], [*map(printable, lines)], "ours")
@@ -349,7 +349,7 @@ def _front_summary(front: Front) -> str:
     for p in front.presets:
         best = min((a.kld for a in front.allocations if a.nbytes <= p.nbytes), default=None)
         rows.append((p.name, p.nbytes, f"{p.kld:.5f}", "-" if best is None else f"{best:.5f}"))
-    return head + ("\n\n" + table(["preset", "bytes", "predicted", "drawn_allocations"], rows) if rows else "")
+    return head + ("\n\n" + table(["preset", "bytes", "predicted", "searched"], rows) if rows else "")
 
 
 def _scatter(front: Front, source: Path) -> Scatter:

@@ -75,8 +75,7 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ2_XXS",      19,  "IQ2_XXS",  "both",     "2.1 bpw grid quant; needs an imatrix"),
     _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; imatrix recommended"),
     _p("IQ1_S",        24,  "IQ1_S",    "both",     "1.56 bpw; needs an imatrix"),
-    _p("COPY",         0,   None,       "both",     "every tensor unchanged, except those that an option or rule "
-        "matches"),
+    _p("COPY",         0,   None,       "both",     "every tensor unchanged, except those an option or rule matches"),
     _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, everything else in Q8_0"),
     _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained with ternary weights"),
     _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained with ternary weights"),
