@@ -761,7 +761,7 @@ def test_init_writes_a_file_that_runs(work_folder: Path) -> None:
     assert "wrote cook.toml" in run("init", "-m", str(MODEL))
     check_refused(run("init", code=1), "QK-E402 cook.toml --overwrite")
     assert "wrote other.toml" in run("init", "other.toml")
-    assert "ends with .toml" in run("init", str(MODEL), code=2)
+    assert "must end in .toml" in run("init", str(MODEL), code=2)
     assert "--threads is not an option of init" in run("init", "x.toml", "-t", "2", code=2)
     assert "--output is not an option of init" in run("init", "x.toml", "-o", "x", code=2)
     assert '"path/to/texts"' in (work_folder / "cook.toml").read_text()
