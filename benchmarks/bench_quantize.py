@@ -351,7 +351,7 @@ def type_list(text: str) -> list[TensorType]:
     try:
         return [BY_NAME[name.strip().upper()] for name in text.split(",")]
     except KeyError as e:
-        raise argparse.ArgumentTypeError(f"there is no tensor type {e}") from None
+        raise argparse.ArgumentTypeError(f"unknown tensor type {e}") from None
 
 
 def all_types(encoder_name: str | None) -> list[TensorType]:

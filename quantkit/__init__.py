@@ -198,7 +198,7 @@ class _Package(ModuleType):
         return member
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # An import of the module quantkit.quantize would put it where the function quantkit.quantize belongs.
+        # An import of the module quantkit.quantize would replace the function quantkit.quantize.
         if not (_HOME.get(name) and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -186,7 +186,7 @@ def _path(value: Any, where: str) -> Path:
 
 
 def _truth(value: Any, where: str) -> bool:
-    if type(value).__name__ in ("bool", "bool_"):  # numpy's, too
+    if type(value).__name__ in ("bool", "bool_"):  # also numpy's
         return bool(value)
     return bool(_refuse(value, "True or False", where))
 
@@ -260,7 +260,7 @@ def _record_fields(function: Any) -> dict[str, tuple[str, str]]:
 
 
 def _evaluate(annotation: Any, module: str) -> Any:
-    """Return an annotation as a type; Any if it has a name that only type checkers know."""
+    """Return an annotation as a type; Any if it has a name that exists only for type checkers."""
     if isinstance(annotation, ForwardRef):
         annotation, module = annotation.__forward_arg__, annotation.__forward_module__ or module
     if not isinstance(annotation, str):

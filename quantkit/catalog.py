@@ -1,4 +1,4 @@
-"""The tensor types and presets that quantkit knows: ``quantkit types``."""
+"""The tensor types and presets of quantkit: ``quantkit types``."""
 
 from __future__ import annotations
 

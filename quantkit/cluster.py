@@ -40,7 +40,7 @@ BATCHES_PER_WORKER = 2
 RETRIES, ATTEMPTS = 2, 3
 #: Seconds to wait for a node when none is left.
 PATIENCE = 60.0
-#: Threads of a worker process that encodes: few for the interpreter's lock, many for memory
+#: Threads of a worker process that encodes: few because of the interpreter's lock, many because of memory
 #: (docs/explanation/cluster.md).
 WIDTH = 8
 _LOOK_SECONDS = 1.0
@@ -51,7 +51,7 @@ _ANSWER_SECONDS = 10.0
 
 
 class NodeRefusal(Exception):
-    """A node cannot take part; the message is the reason."""
+    """A node cannot be used; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Work(Protocol):
     """Work for a cluster: every worker process gets ``begin`` and ``shared`` once, then single batches.
 
     ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` if the node
-    cannot take part, and QuantkitError if no node can do the work.
+    cannot be used, and QuantkitError if no node can do the work.
     """
 
     @property
@@ -202,7 +202,7 @@ def _check_answers(address: str) -> bool:
 
 
 def _print_to_stderr(data: dict[str, Any], **_: Any) -> None:
-    # Of each message the first sentence; the rest is advice about Ray's logs.
+    # Only the first sentence of each message; the rest is about Ray's logs.
     sys.stderr.write("".join(f"ray: {line.partition('. ')[0]}\n" for line in data.get("lines", ())))
 
 
@@ -238,7 +238,7 @@ def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
 
     Raises ResourceError at once if nothing answers; the next ``Cluster`` raises other failures.
     """
-    if address == "local":  # Ray ends its processes with this one only if it is started in the main thread
+    if address == "local":  # Ray ends its processes together with this one only if it is started in the main thread
         callback(Cluster(address))
         return
     _check(address)

@@ -96,7 +96,7 @@ class TensorComparison:
     b: TensorInfo
     identical: bool
     error: ErrorOfB | None = None
-    #: Why the error is missing although the bytes differ.
+    #: The reason why the error is missing although the bytes differ.
     note: str = ""
 
     @property
@@ -392,7 +392,7 @@ class _Run:
 
         for part_sums, part_largest in self._in_order(measure, with_sizes()):
             sums += part_sums
-            # NaN sticks.
+            # NaN propagates.
             largest = part_largest if part_largest > largest or math.isnan(part_largest) else largest
             self._step(sizes.popleft())
         return ErrorOfB(sums, largest, weights is not None)

@@ -36,7 +36,7 @@ from quantkit.types import TensorType
 from quantkit.unsupported_settings import unsupported_settings
 from quantkit.version import __version__
 
-#: Options that have no meaning where the output is quantized.
+#: Options without meaning if the output is quantized.
 _WITHOUT_TYPE = (
     "outtype",
     "fp8_as_q8",

@@ -15,7 +15,7 @@ def l2_bytes() -> int:
     """Return the size of a CPU's L2 cache; 1 MiB if unknown."""
     try:
         size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (ValueError, OSError):  # glibc's alone
+    except (ValueError, OSError):  # only in glibc
         size = 0
     return size if size > 0 else 1 << 20
 
@@ -23,7 +23,7 @@ def l2_bytes() -> int:
 def available_memory() -> int:
     """Return the memory that this machine can spare, in bytes."""
     try:
-        # Free memory alone would leave out the reclaimable page cache.
+        # Free memory alone would not include the reclaimable page cache.
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):

@@ -23,7 +23,7 @@ State = Literal["ok", "warning", "error"]
 #: Packages that quantkit needs, by module.
 _REQUIRED = {"numpy": "numpy", "numba": "numba", "llvmlite": "llvmlite", "click": "click", "tqdm": "tqdm"}
 _PYTHON = (3, 11)
-#: CPU features that kernels gain most from, and the least of them that is fast.
+#: CPU features that speed up kernels most, and the minimum for fast kernels.
 _FEATURES = (
     "avx2",
     "fma",
@@ -41,7 +41,7 @@ _FAST = ("avx2", "neon")
 _MIN_MEMORY, _MIN_DISK = 2 << 30, 5 << 30
 #: Programs that quantkit is compared with, or works with.
 _PEERS = ("llama-quantize", "llama-imatrix", "llama-perplexity", "llama-bench", "llama-cli", "hf")
-#: The file that NVIDIA's driver makes.
+#: The file that NVIDIA's driver creates.
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

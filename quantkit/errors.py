@@ -75,7 +75,7 @@ CODES = {
     "QK-E120": ErrorCode("A path is not a regular file, or the file is too large for its kind.", "Check the path."),
     "QK-E121": ErrorCode("A text file is not UTF-8, or contains no text.", "Convert the file to UTF-8."),
     "QK-E122": ErrorCode(
-        "A file written by quantkit (journal, snapshot, sensitivities, report) is damaged.", "Produce it again."),
+        "A file written by quantkit (journal, snapshot, sensitivities, report) is damaged.", "Create it again."),
     "QK-E123": ErrorCode("A value of GGUF metadata is missing or of the wrong type.", "Correct it with --override-kv."),
     # An option, a rule or an argument cannot be followed.
     "QK-E200": ErrorCode("An option or a rule cannot be applied.", "See the message."),
@@ -123,7 +123,7 @@ CODES = {
     # The result misses a quality.
     "QK-E500": ErrorCode("The result exists but does not meet the required quality.", "See the message."),
 }
-#: All codes of warnings: of rules and options whose effect is not what it seems. As stable as those of errors.
+#: All codes of warnings, on rules and options with an unexpected effect. As stable as those of errors.
 WARNINGS = {
     "QK-W001": ErrorCode("A rule matches no tensor.", "Compare it with the names in `quantkit inspect`."),
     "QK-W002": ErrorCode("A rule has no effect: other rules take precedence for all its tensors.", "Put the exception first, or remove the rule."),
@@ -133,13 +133,13 @@ WARNINGS = {
     "QK-W006": ErrorCode("A rule has no effect: an option takes precedence, or the tensors are never quantized.", "Remove the rule or the option."),
     "QK-W007": ErrorCode("An option for a tensor type has no effect.", "Remove it; the message says why."),
     "QK-W008": ErrorCode("NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints.", "Convert such a checkpoint with `quantkit convert`, or choose MXFP4 or Q4_K."),
-    "QK-W010": ErrorCode("llama-quantize would ignore the rules with this TYPE, or with --pure; quantkit applies them.", "Nothing, unless both programs must give the same file."),
+    "QK-W010": ErrorCode("llama-quantize would ignore the rules with this TYPE, or with --pure; quantkit applies them.", "Nothing, unless both programs must write the same file."),
     "QK-W011": ErrorCode("No runtime supports all types of the file.", "Choose types of llama.cpp or of ik_llama.cpp only."),
     "QK-W012": ErrorCode("--ffn-gate-type and --ffn-up-type differ, but the experts are merged.", "Give both the same type."),
     "QK-W013": ErrorCode("Rules give the up and gate halves of merged experts different types, and are ignored.", "Give both halves one type, or write a rule for ffn_gate_up_exps."),
-    "QK-W014": ErrorCode("Rules for up and gate experts apply to merged experts; llama-quantize would skip these.", "Nothing, unless both programs must give the same file."),
+    "QK-W014": ErrorCode("Rules for up and gate experts apply to merged experts; llama-quantize would skip these.", "Nothing, unless both programs must write the same file."),
     "QK-W015": ErrorCode("--ffn-up-type or --ffn-gate-type alone applies to both halves of merged experts.", "Nothing, or give both options."),
-    "QK-W016": ErrorCode("ik_llama.cpp would ignore a class option with this TYPE; quantkit applies it.", "Nothing, unless both programs must give the same file."),
+    "QK-W016": ErrorCode("ik_llama.cpp would ignore a class option with this TYPE; quantkit applies it.", "Nothing, unless both programs must write the same file."),
     "QK-W020": ErrorCode("The runtime, or every runtime, lacks a type.", "Choose a type that `quantkit types` lists for the runtime."),
     "QK-W021": ErrorCode("The row length is not a multiple of the type's block size: another type replaces it.", "Choose a type with smaller blocks, such as IQ4_NL or Q8_0."),
     "QK-W022": ErrorCode("A type needs an importance matrix.", "Give --imatrix FILE."),

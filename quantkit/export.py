@@ -43,7 +43,7 @@ from quantkit.quantize import size_of
 from quantkit.units import format_size
 from quantkit.version import __version__
 
-#: Where transformers begins a new shard.
+#: The size at which transformers begins a new shard.
 INDEX = "model.safetensors.index.json"
 
 
@@ -97,7 +97,7 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
     options = options or ExportOptions()
     max_bytes = size_of(options.max_shard_size)
     if max_bytes < 1:
-        raise RecipeError("--max-shard-size 0: a file holds at least one tensor; omit it for 5GB", "QK-E203")
+        raise RecipeError("--max-shard-size 0: a shard contains at least one tensor; omit it for 5GB", "QK-E203")
     path = located(folder)
     with open_model(source) as model:
         opened = open_export(
@@ -244,7 +244,7 @@ def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool)
         return
     has_journal = os.path.exists(journal_path(export_plan.plan.shards[0].path))
     for name in export_plan.files:
-        if os.path.isdir((export_plan.folder / name).parent):  # else it will be made
+        if os.path.isdir((export_plan.folder / name).parent):  # otherwise the run creates it
             check_free(export_plan.folder / name, overwrite=overwrite or resume and has_journal)
     own_names = {path.name for path in export_plan.paths}
     names = os.listdir(export_plan.folder)

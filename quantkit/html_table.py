@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Rows that a notebook shows.
+#: Maximum number of rows in a notebook.
 MAX_ROWS = 100
 
 
@@ -27,7 +27,7 @@ class Table(NamedTuple):
         head = "".join(f"<th>{escape(heading)}</th>" for heading in self.header)
         body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows[:MAX_ROWS])
         if (omitted := len(self.rows) - MAX_ROWS) > 0:
-            body += f'<tr><td colspan="{len(self.header)}">{omitted:,} more rows: as_table() has them all</td></tr>'
+            body += f'<tr><td colspan="{len(self.header)}">{omitted:,} more rows: as_table() returns all</td></tr>'
         caption = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

@@ -58,7 +58,7 @@ PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.
 
 #: Arrays up to this length are per-layer values, shown as distinct values with counts.
 _MAX_PER_LAYER = 4096
-#: The bit llama.cpp sets in a guessed file type; on its own it is FTYPE_UNKNOWN.
+#: The bit that llama.cpp sets in a guessed file type; alone it is FTYPE_UNKNOWN.
 _GUESSED = 1024
 
 
@@ -279,7 +279,7 @@ def _up_gate_layers(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 
 def _active_values(file: GGUFFile, architecture: str, tensors: Sequence[TensorInfo]) -> int | None:
-    """Return the weights active per token; None without experts, or if the metadata does not say."""
+    """Return the weights active per token; None without experts, or without the metadata."""
     n, used = file.get(f"{architecture}.expert_count"), file.get(f"{architecture}.expert_used_count")
     if not isinstance(n, int) or not isinstance(used, int) or not 0 < used <= n:
         return None

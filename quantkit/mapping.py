@@ -1,6 +1,6 @@
 """Mapped files that are truncated while being read: an error instead of a crash.
 
-Reading a page of a mapping whose file has become shorter raises SIGBUS, which no ``except`` catches: the process dies
+Reading a page of a mapping whose file has become shorter raises SIGBUS, which no ``except`` catches: the process ends
 silently. For quantkit's own mappings, a handler maps zeros in place of the missing pages, so that the reader continues;
 ``check_unchanged``, called before and after, then detects the truncation.
 """
@@ -19,11 +19,11 @@ from functools import cache
 
 import numpy as np
 
-#: Begin and end of each mapping, by number: an address may be mapped again before its last owner has finished.
+#: Begin and end of each mapping, by number: an address may be mapped again before its previous owner is finished.
 _mappings: dict[int, tuple[int, int]] = {}
 _numbers = itertools.count()
 _SIGINFO, _FIXED = 4, 0x10
-#: Where a handler finds the address in siginfo_t, on Linux of 64 bits.
+#: Offset of the address in siginfo_t, on 64-bit Linux.
 _ADDRESS_AT = 16
 #: struct sigaction of glibc and musl: handler, a mask of 128 bytes, flags, restorer.
 _ACTION = struct.Struct("P128xi4xP")
@@ -83,7 +83,7 @@ class _Guard:
         end = next((end for begin, end in list(_mappings.values()) if begin <= address < end), None)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
         if end is None or self._libc.mmap(page, end - page, mmap.PROT_READ, flags, -1, 0) != page:
-            # The access is repeated under the handler before this one, which may put this one back in turn: each is
-            # tried once, the system's default last.
+            # The access is repeated under the previous handler, which may restore this one in turn: each is tried once,
+            # the system's default last.
             previous = self._previous.pop() if self._previous else bytes(_ACTION.size)
             self._libc.sigaction(int(signal.SIGBUS), previous, None)

@@ -36,7 +36,7 @@ def grouped(notes: Iterable[tuple[str, str]], noun: str = "tensors") -> list[str
     ]
 
 
-#: Not one that int() would be long at.
+#: Not longer than int() converts quickly.
 _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 

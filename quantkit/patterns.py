@@ -19,22 +19,23 @@ from quantkit.foreign.child import Child, Limits
 from quantkit.names import printable, shorten
 from quantkit.process import no_collection
 
-#: Seconds of CPU time for all that is slow. A real pattern takes microseconds a name, and a millisecond to compile.
+#: Seconds of CPU time for all slow patterns together. A real pattern takes microseconds per name, and a millisecond to
+#: compile.
 TIME_LIMIT = 2.0
-#: The longest pattern.
+#: Maximum length of a pattern.
 MAX_CHARACTERS = 1 << 16
 
-#: Seconds of a search, and of compiling, that do not count.
+#: Seconds of a search, and of compiling, that are not counted.
 _SEARCH, _COMPILE = 2e-4, 2e-2
 #: Share of the elapsed time that is credited back, so that a long-lived process regains its limit.
 _RECOVERY = 0.01
-#: Length times counts up to which a pattern is compiled without a trial in a child.
+#: Length times repeat counts up to which a pattern is compiled without a trial in a child process.
 _CHILD_CHARACTERS = 1 << 20
 
-#: Classes of std::regex that ``regex`` does not know, or takes for something else.
+#: Classes of std::regex that ``regex`` lacks, or interprets differently.
 _CLASSES = {"w": "word", "d": "digit", "s": "space"}
 _CLASS = re.compile(r"\[:([wds]):\]", re.IGNORECASE)
-#: Recursion, which neither std::regex nor re has, and which fills the memory within the time limit.
+#: Recursion, which std::regex and re lack, and which can fill the memory within the time limit.
 _RECURSION = re.compile(r"\(\?(?:R|&|P>|[+-]?\d)")
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
@@ -87,7 +88,8 @@ class Pattern:
             )
             if len(text) * _copies(text) > _CHILD_CHARACTERS:
                 self._try(translated, flags)
-            with warnings.catch_warnings(), no_collection():  # else garbage collection counts as the pattern's time
+            # otherwise garbage collection would count as the pattern's time
+            with warnings.catch_warnings(), no_collection():
                 warnings.simplefilter("ignore", FutureWarning)
                 self._regex = regex.compile(translated, flags)
         except (regex.error, RecursionError, OverflowError) as e:

@@ -59,7 +59,7 @@ def open_descriptors() -> None:
         with suppress(OSError):
             os.fstat(number)
             continue
-        os.open(os.devnull, os.O_RDWR)  # the least number that is free
+        os.open(os.devnull, os.O_RDWR)  # the lowest free number
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:

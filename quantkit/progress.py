@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Progress(NamedTuple):
     """The progress of a verb: ``current`` of ``total`` units (0: unknown) of about equal time, and the current step.
 
-    Records of verbs that know more (``KldProgress``) have these fields, too, so one function serves all verbs::
+    Records of verbs with more fields (``KldProgress``) also have these, so one function serves all verbs::
 
         def show(now):
             print(f"{now.current / max(now.total, 1):4.0%} {now.text}", end="\\r")

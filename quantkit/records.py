@@ -73,7 +73,7 @@ def _tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...
 def _fields(kind: Any, value: Any, where: str) -> dict[str, Any]:
     hints = _hints(kind)
     if not isinstance(value, dict) or value.keys() - hints.keys():
-        raise TypeError(f"{where or 'it'} is not as expected")
+        raise TypeError(f"{where or 'it'} has an unexpected form")
     for f in fields(kind):
         if f.name not in value and f.default is MISSING and f.default_factory is MISSING:
             raise TypeError(f"{where or 'it'} has no {f.name}")

@@ -29,7 +29,7 @@ class GGUFFile(gguf.GGUFFile):
     def values(self, name: str, rows: Any = ...) -> F32:
         """Return the values of a tensor, decoded: float32 in numpy's shape, the reverse of ggml's ``ne``.
 
-        A matrix is [rows, columns], merged experts are [experts, rows, columns]; a row is what a block is cut from.
+        A matrix is [rows, columns], merged experts are [experts, rows, columns]; blocks are parts of a row.
 
         Args:
             name: a tensor's name.
@@ -53,7 +53,7 @@ class GGUFFile(gguf.GGUFFile):
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise FormatError(f"{self.paths[0]}: there is no tensor {name!r}", "QK-E206")
+            raise FormatError(f"{self.paths[0]}: has no tensor {name!r}", "QK-E206")
         return self.tensors[name]
 
     def _decode(self, info: TensorInfo, numbers: I64, n: int) -> F32:
@@ -67,10 +67,10 @@ class GGUFFile(gguf.GGUFFile):
         groups, places = np.unique(numbers // size, return_inverse=True)
         tail = b"" if t is info.type else data[-TAIL:].tobytes()
         blocks = data[: data.size - len(tail)].reshape(math.prod(info.shape[1:]), -1)
-        picked = blocks[(groups[:, None] * size + np.arange(size)).reshape(-1)]
+        selected_blocks = blocks[(groups[:, None] * size + np.arange(size)).reshape(-1)]
         if tail:
-            picked = with_row_scales(picked, float(np.frombuffer(tail, "<f4", 1)[0]))
-        values: F32 = dequantize(picked, t, n)[places.reshape(-1) * size + numbers % size]
+            selected_blocks = with_row_scales(selected_blocks, float(np.frombuffer(tail, "<f4", 1)[0]))
+        values: F32 = dequantize(selected_blocks, t, n)[places.reshape(-1) * size + numbers % size]
         return values
 
 

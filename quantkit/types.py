@@ -30,14 +30,14 @@ class TensorType:
 
     id: int
     name: str
-    #: The exact spelling the runtimes print and, in ik's --custom-q, demand; none of ``ROWS``.
+    #: The exact spelling that the runtimes print and that ik's --custom-q requires; none of ``ROWS``.
     ggml_name: str
     #: Values per block, and bytes per block.
     block: int
     block_bytes: int
-    #: Bytes at the head of each row (ik: a scale for the whole row).
+    #: Bytes at the start of each row (ik: a scale for the whole row).
     row_header: int
-    #: Rows whose bytes are interleaved.
+    #: Number of rows whose bytes are interleaved.
     interleave: int
     family: str
     trees: str
@@ -97,7 +97,7 @@ class TensorType:
         if excess or blocks < 1:
             head = f"{self.row_header} bytes and " if self.row_header else ""
             raise TypeNotSupported(
-                f"a row of {self.name} is {head}blocks of {self.block_bytes} bytes; {nbytes} bytes do not divide",
+                f"a row of {self.name} is {head}blocks of {self.block_bytes} bytes; {nbytes} bytes are not a multiple",
                 "QK-E303",
             )
         return blocks * self.block
@@ -118,10 +118,11 @@ class TensorType:
 
 T = TensorType
 
-#: Every type of both trees, by id.
+#: Every type of both projects, by id.
 # fmt: off
 TYPES: tuple[TensorType, ...] = (
-    # id  name           ggml name      block bytes header interleave family       trees        imatrix     refused without, finite fields
+    # id  name           ggml name      block bytes header interleave family       trees        imatrix     refused
+    # without, finite fields
     T(0,   "F32",        "f32",        1,   4,   0,  1,  "float",       "both",     "ignored",  "", "f32@0"),
     T(1,   "F16",        "f16",        1,   2,   0,  1,  "float",       "both",     "ignored",  "", "f16@0"),
     T(2,   "Q4_0",       "q4_0",       32,  18,  0,  1,  "legacy",      "both",     "used",     "", "f16@0"),
@@ -220,25 +221,25 @@ TYPES: tuple[TensorType, ...] = (
     T(399, "Q8_K_R8",    "q8_k_r8",    256, 258, 0,  8,  "interleaved", "ik",       "ignored",  "", ""),
 )
 
-#: Single rows of types that are interleaved by definition. No file holds them, and no user names them: kernels work on
-#: them, and kernels/interleave.py interleaves four. Their ids are in no tree.
+#: Single rows of types that are interleaved by definition. Files and users never have them: kernels work on them, and
+#: kernels/interleave.py interleaves four. Neither project has their ids.
 ROWS: tuple[TensorType, ...] = (
     T(1219,"IQ1_S_ROW", "",           32,  6,   2,  1,  "i_quant",     "ik",       "used",     "ik", "row:f16@0"),
     T(1229,"IQ1_M_ROW", "",           32,  7,   2,  1,  "i_quant",     "ik",       "used",     "ik", "row:f16@0"),
 )
 # fmt: on
 
-#: Ids that neither tree gives to a type: for those of a researcher, whose ``trees`` are "none".
+#: Ids that neither project uses, for a researcher's own types, whose ``trees`` are "none".
 OWN_IDS = range(10_000, 11_000)
 
-#: Ids that once had a meaning; readers must refuse them.
+#: Ids of removed types, which readers must reject.
 REMOVED_IDS = {4: "Q4_2", 5: "Q4_3", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 142: "IQ2_TN", 143: "IQ1_TN"}
 
 #: Other spellings of a name.
 ALIASES = {"Q1_0_G128": "Q1_0", "Q4_0_4_4": "Q4_0_4X4", "Q4_0_4_8": "Q4_0_4X8", "Q4_0_8_8": "Q4_0_8X8"}
 
 BY_ID: dict[int, TensorType] = {t.id: t for t in TYPES}
-#: By name, ``ROWS`` too; users may name those that ``type_by_name`` returns.
+#: By name, including ``ROWS``; users may give only those that ``type_by_name`` returns.
 BY_NAME: dict[str, TensorType] = {t.name: t for t in (*TYPES, *ROWS)}
 
 
@@ -247,7 +248,7 @@ def _by_name(name: str) -> TensorType:
 
 
 def has_type(name: str) -> bool:
-    """Return whether ``type_by_name`` knows a name."""
+    """Return whether ``type_by_name`` accepts a name."""
     key = name.strip().upper()
     t = BY_NAME.get(ALIASES.get(key, key))
     return t is not None and t not in ROWS
@@ -261,7 +262,7 @@ def type_by_name(name: str) -> TensorType:
 
         close = difflib.get_close_matches(key, [t.name for t in TYPES], 3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists all types"
-        raise TypeNotSupported(f"there is no tensor type {name[:100]!r}{hint}", "QK-E301")
+        raise TypeNotSupported(f"unknown tensor type {name[:100]!r}{hint}", "QK-E301")
     return BY_NAME[ALIASES.get(key, key)]
 
 

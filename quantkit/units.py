@@ -8,8 +8,8 @@ from collections.abc import Iterable
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
-#: The meaning of ± after any estimate, and of +/- in llama-perplexity's lines. That of a speed, like llama-bench's, has
-#: another name.
+#: The meaning of ± after any estimate, and of +/- in llama-perplexity's lines. That of a speed, like that of
+#: llama-bench, is named where it is printed.
 PLUS_MINUS = "± is one standard error"
 _BINARY = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
@@ -46,7 +46,7 @@ def format_count(n: float) -> str:
 
 
 def format_shape(shape: Iterable[int]) -> str:
-    """Return the dimensions of a tensor for people: 256 x 64; "scalar" if there is none."""
+    """Return the dimensions of a tensor as text: 256 x 64; "scalar" if there is none."""
     return " x ".join(map(str, shape)) or "scalar"
 
 

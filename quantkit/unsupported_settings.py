@@ -22,7 +22,7 @@ from quantkit.checkpoint.open import VALUE_ERRORS
 from quantkit.formats.gguf.rules import short
 from quantkit.model.arch import ARCHS, Arch, Window
 
-#: Any value: the runtime follows the setting.
+#: Any value: the runtime applies the setting.
 ANY = object()
 #: Activations of config.json by ggml's function; ggml's tanh GELU serves for all forms of GELU.
 _ACTIVATIONS = {
@@ -36,7 +36,7 @@ _FIXED_ACTIVATIONS = {
     **dict.fromkeys(("bert", "nomic-bert-moe", "modern-bert", "gemma-embedding"), "gelu"),
     **dict.fromkeys(("nomic-bert", "neo-bert", "eurobert"), "silu"),
 }
-#: Names of the activation that are not hidden_act -> architectures of classes that read them.
+#: Names of the activation other than hidden_act -> architectures of classes that read them.
 _ACTIVATION_NAMES = {
     "hidden_activation": (
         "gemma2",
@@ -55,7 +55,7 @@ _ACTIVATION_NAMES = {
 _SINGLE_ACTIVATION = frozenset(
     {"refact", "gpt-oss", "minimax-m3", "kimi-k3", "grok", "mpt", "bloom", "plm", "smallthinker"}
 )
-#: Architectures whose models may have windows that llama.cpp does not; others have the key for no reason.
+#: Architectures whose models may have windows that llama.cpp lacks; in others the key has no effect.
 # fmt: off
 _WINDOWS_UNSUPPORTED = frozenset({
     "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "qwen3next", "qwen35", "qwen35moe",
@@ -64,13 +64,13 @@ _WINDOWS_UNSUPPORTED = frozenset({
 # fmt: on
 #: Architectures with tied embeddings, regardless of their configurations.
 _TIED = frozenset({"gemma4-assistant", "mpt", "openelm", "plamo2"})
-#: Architectures with rope of many kinds, whose converters make it of alpha.
+#: Architectures with rope of many kinds, whose converters derive it from alpha.
 _SCALED_BY_ALPHA = frozenset({"hunyuan-dense", "hunyuan-moe", "hunyuan_vl"})
 
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint under conversion: its config.json, and the metadata that a runtime sees."""
+    """A checkpoint under conversion: its config.json, and the metadata that a runtime reads."""
 
     config: Config
     opened: Checkpoint
@@ -122,14 +122,14 @@ class Setting:
         name = next((name for name in self.names.split() if name in model.config), None)
         if name is None or (model.config[name] is None and not self.null):
             return None
-        stated = f"{name} is {short(model.config[name])}"
+        setting = f"{name} is {short(model.config[name])}"
         try:
             value, assumed = self.interpret(model.config[name], model), self.assumed(model)
         except VALUE_ERRORS:
-            return f"{stated}: llama.cpp does not support this value"
+            return f"{setting}: llama.cpp does not support this value"
         if assumed is ANY or (value is None and not self.null) or _is_equal(value, assumed):
             return None
-        return f"{stated} is lost: llama.cpp uses {_format(assumed)}"
+        return f"{setting} is lost: llama.cpp uses {_format(assumed)}"
 
 
 def unsupported_settings(opened: Checkpoint) -> list[str]:
@@ -224,7 +224,7 @@ def _final_cap(model: Model) -> object:
 
 
 def _window(model: Model) -> object:
-    """Return the window of windowed layers as the runtime sees it."""
+    """Return the window of windowed layers that the runtime uses."""
     row = model.row
     if row is None:
         return ANY
@@ -282,7 +282,7 @@ def _layer_kinds_of(value: Any, model: Model) -> object:
     assumed = _layer_kinds(model)
     n = len(assumed) if isinstance(assumed, list) else 0
     types = [kinds[kind] for kind in value]
-    # Prediction layers (MTP) may be listed or not.
+    # Prediction layers (MTP) may be listed or omitted.
     return [*types, *(assumed[len(types) :] if isinstance(assumed, list) else ())][:n]
 
 
@@ -376,7 +376,7 @@ def _scaling_loss(kind: str, rope: dict[str, Any], model: Model) -> str | None:
         return None if _has(model.opened.tensors, "rope_factors_long") else "has no factors"
     if kind in ("llama3", "proportional"):
         return None if _has(model.opened.tensors, "rope_freqs") else "is not written for this class"
-    return "is not known"
+    return "is unknown"
 
 
 def _has(names: Collection[str], stem: str) -> bool:

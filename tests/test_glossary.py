@@ -153,6 +153,13 @@ FORBIDDEN = {
     "dish",
     "dishes",
     "stands",
+    "promised",
+    "grown",
+    "announced",
+    "mentioned",
+    "positioned",
+    "rooted",
+    "swept",
     # fmt: on
 }
 #: Names that users type (options, keys of cook.toml, parameters and fields of documented functions), keys of files,
@@ -174,7 +181,6 @@ EXCEPTIONS = {
     "quantkit/kernels/cuda/encode/pipeline.py": {"other"},  # of __or__
     "quantkit/kernels/cuda/feedback/groups.py": {"held"},
     "quantkit/recipes/convert.py": {"to"},
-    "quantkit/recipes/write.py": {"others"},
     "quantkit/report/data.py": {"made", "never"},
     "quantkit/report/measure.py": {"known"},
     "quantkit/options/search.py": {"same"},

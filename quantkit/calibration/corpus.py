@@ -34,7 +34,7 @@ EVALUATION = "evaluation.txt"
 MANIFEST = "manifest.json"
 #: Separates passages.
 GAP = "\n\n"
-#: A section is at most one in this many of the held-out part, so that no document fills it alone.
+#: A section is at most 1/this of the held-out part, so that no single document fills it.
 _SECTIONS = 4
 
 
@@ -145,7 +145,7 @@ def calibration(
     corpus_files = read_inputs([located(path) for path in inputs], include=include)
     check_apart(outputs, [file.path for file in corpus_files.files])
     dedup, key = Deduplicator(), _order(seed)
-    # The share refers to the text at hand, even if that is less than --size.
+    # The share refers to the available text, even if that is less than --size.
     evaluation_size = int(min(size, sum(file.nbytes for file in corpus_files.files)) * heldout)
     sections = _sections(corpus_files, passage, max(passage, evaluation_size // _SECTIONS))
     if not sections:
@@ -165,7 +165,7 @@ def calibration(
     corpus = replace(corpus, notes=tuple(_notes(corpus)))
     if not corpus.calibration.passages:
         raise FormatError(
-            f"nothing is left for calibration: no passage fits into {size} bytes; raise --size", "QK-E214"
+            f"no text remains for calibration: no passage fits into {size} bytes; raise --size", "QK-E214"
         )
     if heldout and not corpus.evaluation.passages:
         raise FormatError(

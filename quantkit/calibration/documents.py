@@ -32,7 +32,7 @@ _PART_KEYS = (
 )  # fmt: skip
 
 
-#: A text may have stray zero bytes, up to one in this many.
+#: A text may contain stray NUL bytes, up to one in this number.
 _ZERO_SHARE = 1000
 
 
@@ -41,7 +41,7 @@ class Input:
     """The documents of one file."""
 
     path: Path
-    #: Zero bytes dropped.
+    #: Number of NUL bytes dropped.
     zeros: int = 0
     documents: list[str] = field(default_factory=list, repr=False)
     #: JSON Lines records without a text, and the line of the first.
@@ -59,7 +59,7 @@ class Inputs:
     """All documents read."""
 
     files: list[Input]
-    #: Files in folders that are not text, and files that --include leaves out.
+    #: Files in folders that are not text, and files that --include excludes.
     not_text: int = 0
     left_out: int = 0
 

@@ -75,7 +75,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(raw) if raw is not None else None
     except (ValueError, RecursionError):
-        return {}  # some other manifest.json
+        return {}  # an unrelated manifest.json
     return manifest if isinstance(manifest, dict) and manifest.get("made_by") == "quantkit calibration" else {}
 
 

@@ -28,11 +28,11 @@ from quantkit.formats.imatrix import Imatrix
 
 U64Array = npt.NDArray[np.uint64]
 
-#: Words of a shingle.
+#: Number of words of a shingle.
 WORDS = 8
-#: A sketch has one shingle in this many.
+#: A sketch contains one of this number of shingles.
 SCALE = 16
-#: Most hashes of a sketch; larger ones are thinned by a larger scale.
+#: Maximum number of hashes of a sketch; larger ones are thinned by a larger scale.
 MAX_HASHES = 1 << 16
 #: Below this share, or with fewer common hashes than this, an overlap is chance or common phrases.
 NOTABLE, NOTABLE_HASHES = 0.02, 4
@@ -62,7 +62,7 @@ class Sketch:
     scale: int
     #: uint64, sorted, unique.
     hashes: U64Array
-    #: SHA-256 of each text, hex; of a whole file, as sha256sum prints it and a manifest has it.
+    #: SHA-256 of each text, hex; of a whole file, as printed by sha256sum and recorded in a manifest.
     sha256: tuple[str, ...]
 
     def fields(self, prefix: str = CALIBRATION) -> dict[str, Field]:
@@ -84,7 +84,7 @@ class Overlap:
     share: float
     #: The same file, byte for byte.
     same_text: bool
-    #: Hashes the estimate rests on, and how many of them both sketches have.
+    #: Number of hashes that the estimate is based on, and of those that both sketches have.
     sampled: int
     shared: int
 
@@ -93,7 +93,7 @@ class Overlap:
         """A warning for the user, or None."""
         if self.same_text:
             return (
-                "this text was used for calibration: results say nothing about other texts; evaluate on held-out text"
+                "this text was used for calibration: results are not valid for other texts; evaluate on held-out text"
             )
         if self.share < NOTABLE or self.shared < NOTABLE_HASHES:
             return None

@@ -45,7 +45,7 @@ def _end(text: str, size: int) -> int:
         limit = max(1, len(text[:limit].encode()[:size].decode(errors="ignore")))
     if limit == len(text):
         return limit
-    # Passages must not become tiny.
+    # Passages must not become too short.
     least = limit // 2
     for mark in ("\n\n", "\n", " "):
         position = text.rfind(mark, least, limit)

@@ -56,7 +56,7 @@ class ConvertedTensor:
     expr: Expression
     #: Its name in the checkpoint.
     source_name: str
-    #: The type that a file of the chosen type gives it.
+    #: Its type in a file of the chosen type.
     target_type: TensorType
 
 
@@ -149,7 +149,7 @@ def converted_tensors(
 ) -> list[ConvertedTensor]:
     """Return the tensors of the file in order; ``q8``: store those of float8 as Q8_0."""
     converted: list[ConvertedTensor] = []
-    offset = 0  # where it would lie in a file of its own: offsets only give the order
+    offset = 0  # as in a separate file: only the order of offsets matters
     for name, tensor in tensors:
         converted.append(_convert(name, tensor, names, outtype, exact, offset, q8))
         offset += round_up(converted[-1].info.nbytes, 32)
@@ -166,7 +166,7 @@ def _convert(
     if q8 and tensor.file_type is None and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
         target_type = type_of_float8(name, x)
     if x.type.name in ("Q4_0", "Q8_0") and type_of(name, as_floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
-        x, target_type = as_floats(x), TYPE_F32  # a router, say
+        x, target_type = as_floats(x), TYPE_F32  # such as a router
     stored_type = x.type
     if stored_type.block == 1:
         stored_type = target_type if (not exact and target_type in FLOATS) or target_type is TYPE_F32 else x.type

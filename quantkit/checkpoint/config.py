@@ -1,4 +1,4 @@
-"""config.json as convert_hf_to_gguf.py (b11434) sees it: with the defaults of transformers' configuration classes.
+"""config.json as convert_hf_to_gguf.py (b11434) reads it: with the defaults of transformers' configuration classes.
 
 It loads the file through AutoConfig, so defaults of a class become metadata: see ``class_defaults``. For a model type
 unknown to AutoConfig, it reads the plain JSON, and so does quantkit.
@@ -22,7 +22,7 @@ from quantkit.formats.outputs import read_whole
 
 Json = dict[str, Any]
 
-#: The most bytes of a file of a tokenizer that are read, and of other JSON: objects take thirty times as much memory.
+#: Maximum size in bytes of a tokenizer's file, and of other JSON files: objects take thirty times as much memory.
 MAX_JSON, _MAX_SMALL = 1 << 28, 1 << 26
 #: Architectures that are kept although their text_config names another (get_model_architecture).
 _OUTER = {
@@ -223,7 +223,7 @@ def raw_config(folder: Path) -> Config:
 
 
 def unify_text_config(values: Json) -> Json:
-    """Return a configuration with the text model's part as text_config, whatever its name."""
+    """Return a configuration with the text model's part as text_config, under any name."""
     for key, inner in (("llm_config", None), ("lm_config", None), ("thinker_config", "text_config")):
         if isinstance(values.get(key), dict):
             values["text_config"] = values[key] if inner is None else values[key].get(inner, {})

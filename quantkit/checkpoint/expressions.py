@@ -29,13 +29,13 @@ from quantkit.types import TensorType, type_by_name
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 
-#: Values that are computed at a time, which bounds temporary memory.
+#: Number of values computed at a time, which bounds temporary memory.
 PIECE = 1 << 17
 
 TYPE_F32, TYPE_F16, TYPE_BF16 = (type_by_name(name) for name in ("F32", "F16", "BF16"))
 #: Dtypes of safetensors whose bytes are those of a GGUF type.
 _SAME_BYTES = {"F32": TYPE_F32, "F16": TYPE_F16, "BF16": TYPE_BF16}
-#: Those that become float32, by numpy's dtype.
+#: Dtypes that become float32, with numpy's dtype.
 _NUMBERS = {"F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
 
 
@@ -290,7 +290,7 @@ def stack(xs: Sequence[Expression]) -> Concatenated:
 def concatenate(xs: Sequence[Expression], axis: int = 0) -> Concatenated:
     """Concatenate tensors along ``axis``, counted from the outermost dimension."""
     first = xs[0].shape
-    one_scale = len({getattr(x, "scale", None) for x in xs}) == 1  # NVFP4 has one for a whole tensor
+    one_scale = len({getattr(x, "scale", None) for x in xs}) == 1  # NVFP4 has one scale for a whole tensor
     xs = _with_one_type(xs) if one_scale else tuple(map(as_floats, xs))
     return Concatenated(xs, (*first[:axis], sum(x.shape[axis] for x in xs), *first[axis + 1 :]), axis)
 

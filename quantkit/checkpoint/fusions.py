@@ -29,7 +29,7 @@ class Fusion:
     parts: tuple[str, ...]
     fused: str
     axis: int
-    #: Only in layers that have all parts; others are an error.
+    #: Only in layers that have all parts; otherwise it is an error.
     where_complete: bool = False
 
 
@@ -44,7 +44,7 @@ class _Layers:
     """The parts of one fusion so far, by layer and suffix."""
 
     fusion: Fusion
-    #: The names of parts that may be fused; None: all.
+    #: The names of the parts that may be fused; None: all.
     allowed: Collection[str] | None
     waiting: dict[tuple[int, str], dict[str, Tensor]] = field(default_factory=dict)
 

@@ -363,7 +363,7 @@ def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
         parts[i], kind = _kind_of(part, i, total)
         kinds.append(kind)
     sizes = [part for part, kind in zip(parts, kinds, strict=True) if "size_label" in kind]
-    if any(c.isdecimal() for size in sizes for c in size):  # words do not count beside numbers
+    if any(c.isdecimal() for size in sizes for c in size):  # words are ignored if there are numbers
         for part, kind in zip(parts, kinds, strict=True):
             if part.isalpha():
                 kind.discard("size_label")
@@ -379,7 +379,7 @@ def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
         "version": "-".join(versions) or None,
         "size_label": "-".join(dict.fromkeys(of_kind("size_label"))) or None,
     }
-    if not any(parts_of_kind[key] for key in ("finetune", "version", "size_label")):  # too little to tell
+    if not any(parts_of_kind[key] for key in ("finetune", "version", "size_label")):  # too short to decide
         parts_of_kind["basename"] = None
     owner = organization if slash and not organization.startswith(".") else None
     return {"full": full, "organization": owner, **parts_of_kind}
@@ -421,7 +421,7 @@ def _find_basename(parts: list[str], kinds: list[set[str]]) -> None:
             at_start = False
             if not kind:
                 kind.add("finetune")
-    for kind in reversed(kinds):  # but not a version at its end
+    for kind in reversed(kinds):  # except a version at its end
         if "basename" not in kind or len(kind) == 1:
             break
         kind.remove("basename")

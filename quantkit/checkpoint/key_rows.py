@@ -54,7 +54,7 @@ class KeyRow(ABC):
 
     #: The key that the row writes, "" for several.
     key: str
-    #: Its names in config.json, "" if the value of none is the key's.
+    #: Its names in config.json, "" if no value there is that of the key.
     names: str
 
     @property

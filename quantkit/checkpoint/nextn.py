@@ -1,6 +1,6 @@
 """Prediction layers (NextN, MTP) after the other layers of a model: with them, without them, only them.
 
-The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the architectures whose row says ``nextn``.
+The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the architectures with ``nextn`` in their row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantkit.errors import FormatError, RecipeError
 WITH = "with"
 WITHOUT = "without"
 ONLY = "only"
-#: Tensors of the rest of the model in a file of prediction layers.
+#: Tensors of the main model that a file of prediction layers contains.
 _SHARED = {
     "model.embed_tokens.weight",
     "model.norm.weight",
@@ -31,7 +31,7 @@ _SHARED = {
     "backbone.norm_f.weight",
 }
 _LAYER, _MTP = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
-#: Layers in all that llama.cpp loads.
+#: The maximum number of layers that llama.cpp loads.
 _MAX_NEXTN = 512
 #: Tensors stored beside the prediction layers -> their names in each of them (Qwen3-Next and EXAONE).
 MTP_NAMES = {
@@ -68,7 +68,7 @@ def is_selected(name: str, choice: str, config: Config) -> bool:
 def nextn_layers(config: Config) -> int:
     """Return the number of MTP layers, which follow the others."""
     n = config.number("num_nextn_predict_layers") if config.get("num_nextn_predict_layers") is not None else 0
-    if n > _MAX_NEXTN:  # one that is stored may stand for all
+    if n > _MAX_NEXTN:  # one stored layer may serve as all of them
         raise FormatError(f"{config.path}: num_nextn_predict_layers is {n}", "QK-E112")
     return n
 
@@ -110,6 +110,6 @@ class MtpRule(Rule):
         stems = {stem: name for name, stem in MTP_NAMES.items()}
         stem, _, suffix = match[2].rpartition(".")
         if stem in stems and number > 0:
-            return ()  # of all such layers the same
+            return ()  # all prediction layers share it
         name = f"mtp.{stems[stem]}.{suffix}" if stem in stems else f"mtp.layers.{number}.{match[2]}"
         return (replace(tensor, name=name),)

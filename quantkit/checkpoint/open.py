@@ -36,7 +36,7 @@ from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.process import no_collection
 
-#: Files beside the weights that decide metadata.
+#: Files beside the weights that metadata is read from.
 _OTHER_FILES = (
     "config.json",
     "generation_config.json",
@@ -78,7 +78,7 @@ class OpenOptions:
     exact: bool = False
     #: Name of the pre-tokenizer, where its hash is not known.
     pre: str | None = None
-    #: ``pre`` may make the file tokenize a text otherwise than the checkpoint does.
+    #: ``pre`` may give other token ids than the checkpoint's tokenizer.
     allow_other_ids: bool = False
     #: general.name.
     model_name: str | None = None
@@ -88,11 +88,11 @@ class OpenOptions:
     nextn: str = WITH
     #: Options of ``fusions.FUSIONS``.
     fuse: Collection[str] = ()
-    #: Matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
+    #: Matrices that are stored as float8 become Q8_0, regardless of ``outtype``.
     fp8_as_q8: bool = False
     #: Metadata and vocabulary, no tensors.
     vocab_only: bool = False
-    #: Keep quantized weights as blocks wherever that changes no value.
+    #: Keep quantized weights as blocks if that changes no value.
     lossless: bool = False
     #: Directories of LoRA adapters to merge into the weights, and the factors of their scales.
     adapters: Sequence[AdapterSpec] = ()

@@ -26,7 +26,7 @@ class Architecture:
     stored: tuple[Rule, ...] = ()
     #: Applied to tensors, in order.
     rules: tuple[Rule, ...] = ()
-    #: The keys that most have, and those that follow them; ``base`` is the whole order of those that differ.
+    #: The keys common to most classes, and those after them; classes with another order set ``base``.
     base: tuple[SetKeys, ...] = BASE
     keys: tuple[SetKeys, ...] = ()
     #: Sets the keys of the vocabulary.
@@ -35,13 +35,13 @@ class Architecture:
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
     patch_config: Callable[[Config], None] = field(default=lambda config: None)
-    #: The same by the names of the stored tensors, for settings that config.json lacks.
+    #: Changes to the configuration by the names of stored tensors, for settings that config.json lacks.
     inspect_tensors: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
     #: Another row for some configurations of the class.
     dispatch: Callable[[Config], Architecture | None] = field(default=lambda config: None)
-    #: Tensors that are not stored; they come first.
+    #: Tensors that are computed, not stored; they come first.
     synthetic: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
-    #: Puts tensors in another order before the rules.
+    #: Reorders tensors before the rules.
     reorder: Callable[[DecodedTensors, Config], DecodedTensors] = field(default=lambda weights, config: weights)
     #: It may have prediction layers (MTP) after the others, which --no-nextn and --mtp select (nextn.py).
     nextn: bool = False
@@ -53,7 +53,7 @@ class Architecture:
 class HfClass:
     """Tensor names and config.json keys of a class of transformers, for export.
 
-    The name map (``tensor_names``) knows many names of one kind of tensor: ``names`` has the unusual ones of this
+    The name map (``tensor_names``) has many names of one kind of tensor: ``names`` has the unusual ones of this
     class. Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py); of classes of remote code, what
     llama.cpp b11434 (src/models/*.cpp) computes of their files.
     """
@@ -64,23 +64,23 @@ class HfClass:
     kinds: dict[str, str] = field(default_factory=dict)
     #: Values of config.json where the file has no key.
     defaults: Json = field(default_factory=dict)
-    #: Key of the file -> its name in config.json, where it is none of the usual ones.
+    #: Key of the file -> its name in config.json, if it is unusual.
     keys: dict[str, str] = field(default_factory=dict)
-    #: Keys of config.json that the class does not take as null.
+    #: Keys of config.json that must not be null.
     not_null: tuple[str, ...] = ()
     #: Set values of config.json that are more than copies of keys.
     config_setters: tuple[SetConfig, ...] = ()
-    #: Experts, or projections, are one tensor where others have several.
+    #: Experts, or projections, that are one tensor where other classes have several.
     fused: bool = False
-    #: The last changes to names: regular expression, replacement.
+    #: Final changes to names: regular expression, replacement.
     renames: tuple[tuple[str, str], ...] = ()
-    #: The same to names that depend on the configuration, such as the kind of a layer.
+    #: Final changes to names that depend on the configuration, such as the kind of a layer.
     rename_last: Callable[[Config, str], str] = field(default=lambda config, name: name)
-    #: Tensors of the checkpoint that are metadata in files.
+    #: Tensors of the checkpoint that GGUF files store as metadata.
     synthetic: Callable[[ModelMetadata], Iterable[Tensor]] = field(default=lambda meta: ())
     #: A note on every export as this class.
     note: str = ""
-    #: The model type of a whole that has this as its text model, and the key of config.json that holds it there.
+    #: The model type of a multimodal model with this text model, and the key of config.json under which it is there.
     outer_type: str = ""
     text_key: str = "text_config"
     #: Whether a file of the architecture is of this class. Classes with a condition are checked first.

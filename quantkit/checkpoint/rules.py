@@ -1,6 +1,6 @@
 """Conversion rules for the tensors of ``models``, each with its inverse.
 
-See ``tensors`` for what a rule is. A rule that only one family needs is a class in that family's module; values and
+Rules are described in ``tensors``. A rule that only one family needs is a class in that family's module; values and
 shapes change by a ``Transform``, which names the function and its inverse.
 """
 
@@ -86,7 +86,7 @@ class AssignKind(OneWayRule):
 
 @dataclass(frozen=True)
 class KeepF32(OneWayRule):
-    """Keeps tensors whose names match ``pattern`` in F32, whatever the type of the file."""
+    """Keeps tensors whose names match ``pattern`` in F32, regardless of the type of the file."""
 
     pattern: str
     when: Callable[[Config], bool] = lambda config: True
@@ -134,8 +134,8 @@ class Transform(Rule):
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         if self.inverse is None and re.search(self.pattern, tensor.name):
             raise TypeNotSupported(
-                f"{context.config.architecture} cannot be exported by this version: what "
-                f"{getattr(self.change, '__name__', self.change)} does to {tensor.name} has no inverse yet",
+                f"{context.config.architecture} cannot be exported by this version: the change "
+                f"{getattr(self.change, '__name__', self.change)} of {tensor.name} has no inverse",
                 "QK-E304",
             )
         return None if self.inverse is None else self._apply(self.inverse, tensor, context)
@@ -241,14 +241,14 @@ def permute_rows(tensor: Tensor, heads: int) -> Expression:
     """Invert the permutation of rows for rope, for a number of heads."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows do not divide into {heads} heads")
+        raise ValueError(f"its rows are not a multiple of {heads} heads")
     return permute_heads(x, heads)
 
 
 def restore_rows(tensor: Tensor, heads: int) -> Expression:
     """Permute the rows for rope: the inverse of ``permute_rows``."""
     if heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
-        raise ValueError(f"its rows do not divide into {heads} heads")
+        raise ValueError(f"its rows are not a multiple of {heads} heads")
     return restore_heads(tensor.x, heads)
 
 
@@ -347,7 +347,7 @@ class StackExperts(Rule):
             raise context.fail(tensor, "an expert outside of any layer", "QK-E107")
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         if not n:
-            raise context.fail(tensor, "an expert, but config.json says that the model has none", "QK-E107")
+            raise context.fail(tensor, "an expert, but the model has none by config.json", "QK-E107")
         parts = context.gather(self, tensor.layer, tensor.name, tensor, n * len(self.weights))
         return () if parts is None else list(self._merge(parts, tensor, tensor.layer, n, context))
 
@@ -376,14 +376,14 @@ class StackExperts(Rule):
         """Return the reason why experts of a layer are incomplete: missing or extra tensors."""
         n = context.config.number(*EXPERT_COUNTS) // self.shared
         count_key = next(key for key in EXPERT_COUNTS if key in context.config)
-        says = f"{context.config.path} says {count_key} {context.config[count_key]}"
+        expected = f"{context.config.path} has {count_key} {context.config[count_key]}"
         if (stray := next((name for name in waiting if not self._is_one(name, layer, n)), None)) is not None:
-            return f"{short(stray)} belongs to an extra expert: {says}"
+            return f"{short(stray)} belongs to an extra expert: {expected}"
         names = (self.name.format(layer=layer, expert=e, weight=w) for e in range(n) for w in self.weights)
         absent = next(name for name in names if name not in waiting)
         count = n * len(self.weights) - len(waiting)
         remainder = f" and {count - 1} more" if count > 1 else ""
-        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or this number is wrong: {says}"
+        return f"{short(absent)}{remainder}; a file of the checkpoint is missing, or this number is wrong: {expected}"
 
     def _is_one(self, name: str, layer: int | str, n: int) -> bool:
         """Return whether a tensor is of one of ``n`` experts of a layer."""
@@ -421,7 +421,7 @@ def literal(pattern: str) -> str:
 
 #: Experts in the order in which LlamaModel's children have them.
 STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
-#: A bias of the router that is stored without an ending.
+#: A bias of the router that is stored without a suffix.
 ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from quantkit.errors import TypeNotSupported
 
 _DATA = Path(__file__).parent
-#: Architecture -> the kinds of its tensors; kind -> its names in checkpoints, without .weight and .bias. Of two kinds
-#: of an architecture with one name, the later has it. scripts/make_tensor_names.py makes both.
+#: Architecture -> the kinds of its tensors; kind -> its names in checkpoints, without .weight and .bias. If two kinds
+#: of an architecture share a name, the later one applies. scripts/make_tensor_names.py generates both tables.
 KINDS: dict[str, str] = json.loads((_DATA / "tensor_kinds.json").read_bytes())
 PATTERNS: dict[str, str] = json.loads((_DATA / "tensor_names.json").read_bytes())
 
@@ -28,7 +28,7 @@ class TensorNames:
         """Raise TypeNotSupported for an architecture whose tensors are not known."""
         if arch not in KINDS:
             raise TypeNotSupported(
-                f"this version does not know the tensors of architecture {arch}: it is missing from tensor_kinds.json",
+                f"unsupported architecture {arch}: its tensors are missing from tensor_kinds.json",
                 "QK-E304",
             )
         self.arch, self.kinds = arch, KINDS[arch].split()

@@ -70,7 +70,7 @@ class Context:
         if name is not None:
             return name
         if tensor.layer is not None and tensor.layer >= layers:
-            raise self.fail(tensor, f"{self.config.path} says {layers} layers: one of them is wrong", "QK-E107")
+            raise self.fail(tensor, f"but {self.config.path} has {layers} layers: one of them is wrong", "QK-E107")
         raise self.fail(
             tensor, "this architecture has no such tensor, and quantkit does not drop tensors silently", "QK-E107"
         )
@@ -86,7 +86,7 @@ class InverseContext(Context):
     fused: bool = False
 
 
-#: Why tensors that a rule holds back never come out, unless the rule knows more.
+#: The default reason why tensors that a rule holds back are never written.
 _MISSING = "they are missing"
 
 
@@ -104,8 +104,8 @@ class Rule(ABC):
             TypeNotSupported: the rule has no inverse, so its architecture cannot be exported.
         """
         raise TypeNotSupported(
-            f"{context.config.architecture} cannot be exported by this version: "
-            f"what {type(self).__name__} does to its tensors has no inverse yet",
+            f"{context.config.architecture} cannot be exported by this version: its rule {type(self).__name__} has "
+            f"no inverse",
             "QK-E304",
         )
 
@@ -121,9 +121,9 @@ class OneWayRule(Rule):
         return None
 
 
-#: Names with these endings are buffers of old checkpoints, not weights.
+#: Names with these suffixes are buffers of old checkpoints, not weights.
 _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
-#: Parts of models that also see and hear: not of the text model.
+#: Vision and audio parts of multimodal models, which are not part of the text model.
 _OTHER_STARTS = (
     "mlp",
     "vit.",

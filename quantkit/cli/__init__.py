@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 class LazyGroup(WholeNames, click.Group):
-    """A group that knows its commands by name and imports them on demand."""
+    """A group that imports its commands on demand."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -107,7 +107,7 @@ def main() -> None:
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)
-    except OSError as e:  # a device that fails, a full disk behind stdout
+    except OSError as e:  # for example a full disk behind stdout
         _drop_output()
         about = f"{e.filename}: " if e.filename else ""
         click.echo(f"Error: {_explain(f'{about}{e.strerror or e}')}", err=True)
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _explain(message: str) -> str:
-    """Return a message on one line; it says so if the working directory no longer exists."""
+    """Return a message on one line, with a hint if the working directory no longer exists."""
     try:
         os.getcwd()
     except OSError:

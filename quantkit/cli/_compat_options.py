@@ -1,6 +1,6 @@
 """Options of the programs of llama.cpp and ik_llama.cpp that have no counterpart here.
 
-``Ignored`` options change no result: they are accepted, and one note says so, so that existing command lines run.
+``Ignored`` options change no result: they are accepted with one note, so that existing command lines run.
 ``Refused`` options would change the result, or do another job: each ends the command with what to type instead.
 Where a command has an option of the same name, that counts (``GroupedCommand``).
 """
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: The value of a switch, which may be omitted.
 _SWITCH = r"on|off|auto|0|1|0,1"
 
-#: Why options change nothing, and which; synonyms are joined by |, and = marks options with a value. From
+#: Options without effect, by reason; | joins synonyms, and = marks options with a value. From
 #: common/arg.cpp and tools/llama-bench of llama.cpp b11434, common/common.cpp and examples/llama-bench of ik_llama.cpp.
 _IGNORED: tuple[tuple[str, str], ...] = (
     (
@@ -47,14 +47,14 @@ _IGNORED: tuple[tuple[str, str], ...] = (
         "-fa|--flash-attn -no-fa|--no-flash-attn",
     ),
     ("the model's metadata decide which form of latent attention runs", "-mla|--mla-use|--mla-attn="),
-    ("attention never holds a whole matrix of scores", "-amb|--attention-max-batch|--attn-max-batch="),
+    ("attention never stores a whole matrix of scores", "-amb|--attention-max-batch|--attn-max-batch="),
     (
         "weights are used as stored in the file",
         "-rtr|--run-time-repack --repack -nr|--no-repack -thp|--transparent-huge-pages -vq|--validate-quants "
         "--check-tensors -mqkv|--merge-qkv",
     ),
     (
-        "weights are never locked in memory; --no-mmap copies them there, --max-ram limits how much stays",
+        "weights are never locked in memory; --no-mmap copies them there, --max-ram limits their memory",
         "--mlock -lm|--load-mode= -lzm|--lazy-mode= -dio|--direct-io -ndio|--no-direct-io --no-host "
         "--lora-init-without-apply",
     ),
@@ -124,14 +124,14 @@ _TASKS = "tasks (HellaSwag, WinoGrande, multiple choice) are not available; comp
 _ROPE = "set the model's key instead: --override-kv ARCH.rope.{key}=float:{value}"
 _LORA = "adapters are not applied; merge one first: quantkit convert CHECKPOINT OUT.gguf --merge-lora ADAPTER"
 
-#: What to type instead of options that would change the result, and which; written like ``_IGNORED``.
+#: Options that would change the result, by what to type instead; written like ``_IGNORED``.
 _REFUSED: tuple[tuple[str, str], ...] = (
     (
         _TASKS,
         "--hellaswag --hellaswag-tasks= --winogrande --winogrande-tasks= --multiple-choice --multiple-choice-tasks=",
     ),
     (f"{_TASKS}. Texts are given with -f, token ids with --tokens @FILE.i32", "-bf|--binary-file="),
-    ("texts are used as they are: write a line break as a line break", "-e|--escape"),
+    ("escape sequences are not processed: put the line break itself into the text", "-e|--escape"),
     (_ROPE.format(key="freq_base", value="N"), "--rope-freq-base="),
     (_ROPE.format(key="scaling.factor", value="N (1 / N of --rope-freq-scale)"), "--rope-scale= --rope-freq-scale="),
     (
@@ -158,7 +158,10 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("set HF_TOKEN in the environment", "-hft|--hf-token="),
     ("quantkit doctor lists the devices of this machine", "--list-devices"),
     ("vision and audio encoders are not run: omit it", "-mm|--mmproj= -mmu|--mmproj-url= --image= --audio="),
-    ("-npp, -ntg and -npl are of llama-batched-bench: give -p, -n and -d to quantkit bench", "-npp= -ntg= -npl="),
+    (
+        "-npp, -ntg and -npl are options of llama-batched-bench: use -p, -n and -d of quantkit bench",
+        "-npp= -ntg= -npl=",
+    ),
     ("a layer of an embedding model is not evaluated: omit it", "--pooling= --attention="),
     (
         "a mixture of mean and context is not available; measure one context size at a time: -c N",
@@ -206,7 +209,7 @@ def _identifier(names: tuple[str, ...]) -> str:
 
 
 def ignored_options(function: F) -> F:
-    """Declare the options of llama.cpp's and ik_llama.cpp's programs that change nothing when a model runs."""
+    """Declare the options of llama.cpp's and ik_llama.cpp's programs that have no effect when a model runs."""
     for names, has_value, note in _parsed(_IGNORED):
         value: dict[str, Any] = {} if has_value else {"is_flag": False, "flag_value": "1", "values": _SWITCH}
         function = click.option(*names, _identifier(names), cls=Ignored, note=note, **value)(function)
@@ -243,7 +246,7 @@ CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
         "--mistral-format",
     ),
     (
-        "it belongs to --mistral-format; the chat template is always that of the checkpoint",
+        "it applies only to --mistral-format; the chat template is always that of the checkpoint",
         "--disable-mistral-community-chat-template",
     ),
     ("the dense modules of modules.json are not converted; omit it", "--sentence-transformers-dense-modules"),

@@ -37,7 +37,7 @@ def _to_float(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return float(value)
 
 
-#: Settings of click for kinds of options; a callable makes them of the declaration.
+#: Settings of click by kind of option; a callable derives them from the declaration.
 _KINDS: dict[str, dict[str, Any]] = {
     "type": {"metavar": "TYPE", "shell_complete": complete_types},
     "model": {"type": MODEL_FILE},

@@ -211,7 +211,7 @@ def placement_from(run: Mapping[str, Any]) -> Placement:
 
 
 def _note_no_gpu(run: Mapping[str, Any], layers: int | None, requested: Sequence[str] | None) -> None:
-    """Print a note if options ask for GPUs that are missing."""
+    """Print a note if options request GPUs that are missing."""
     if layers or requested or run["shares"]:
         from quantkit.kernels.cuda.core.device import why_none
 
@@ -225,7 +225,10 @@ def _selected(devices: Sequence[str], run: Mapping[str, Any], requested: Sequenc
     if run["split_mode"] == "none":
         index = run["main_gpu"] or 0
         if index >= len(selected):
-            raise click.BadParameter(f"{index}: there are {', '.join(selected) or 'no GPUs'}", param_hint="-mg")
+            raise click.BadParameter(
+                f"{index}: not the number of one of the selected GPUs ({', '.join(selected) or 'none'})",
+                param_hint="-mg",
+            )
         return selected[index : index + 1]
     if run["split_mode"] not in (None, "layer") and len(selected) > 1:
         echo_notes([f"-sm {run['split_mode']}: the model is split by layer"])
@@ -397,7 +400,7 @@ def ids_file(tokens: str | None) -> str | None:
 def claim_json(
     json_to: str | None, outputs: Iterable[Path | None], inputs: Iterable[str | Path | None], *, overwrite: bool
 ) -> Path | None:
-    """Return the file of --json, held until the command ends; None if there is none.
+    """Return the file of --json, held until the command ends; None without it.
 
     Raises ResourceError, before any work, if it or another of the command's ``outputs`` is an input or another output.
     """

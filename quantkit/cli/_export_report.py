@@ -17,7 +17,7 @@ from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.run import RunResult
 from quantkit.units import format_count, format_seconds, format_size
 
-#: Most files that are listed one by one.
+#: Maximum number of files that are listed one by one.
 _MAX_FILES = 4
 
 

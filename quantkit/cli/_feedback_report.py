@@ -24,14 +24,15 @@ def feedback_lines(report: FeedbackReport | None) -> list[str]:
     n_unchanged = sum(m.rows - m.better for m in matrices if m.damping is not None)
     lines = [
         table(header, rows, left=(0, 1)),
-        "better: rows; loss: in the metric of the covariance, relative to the reference's; by layer: least and most",
-        f"{n_unchanged} of {sum(m.rows for m in matrices if m.damping is not None)} rows keep the reference's bytes: "
-        "feedback improved none of them",
+        "better: share of rows improved; loss: weighted error relative to the reference encoder's; by layer: "
+        "minimum and maximum",
+        f"{n_unchanged} of {sum(m.rows for m in matrices if m.damping is not None)} rows keep the reference's "
+        f"bytes: feedback does not improve them",
     ]
     if none:
         lines.append(f"{none} of {len(matrices)} matrices without feedback: fewer tokens than columns")
     if any(t.uniform for t in report.tensors):
-        lines.append("embeddings: all columns weigh the same, for lack of a covariance; a row is one block")
+        lines.append("embeddings: all columns are weighted equally, because there is no covariance; a row is one block")
     if report.without:
         count = f"{len(report.without)} tensor{'s' if len(report.without) > 1 else ''}"
         lines.append(f"{count} without feedback: {', '.join(dict.fromkeys(reason for *_, reason in report.without))}")
@@ -84,7 +85,9 @@ def check_feedback_plot(path: Path | None, feedback: object) -> None:
     if path is not None:
         check_plot(path)
         if not feedback:
-            raise RecipeError("--plot draws what --feedback or --calibrate did: give one of them, too", "QK-E202")
+            raise RecipeError(
+                "--plot shows the effect of error feedback: also give --feedback or --calibrate", "QK-E202"
+            )
 
 
 def write_feedback_plot(report: FeedbackReport | None, name: str, path: Path) -> None:
@@ -96,7 +99,7 @@ def write_feedback_plot(report: FeedbackReport | None, name: str, path: Path) ->
         path.write_bytes(data)
     except OSError as e:
         raise QuantkitError(
-            f"{path}: {e.strerror or e}; the model is complete, only its plot is not", os_error_code(e)
+            f"{path}: {e.strerror or e}; the model is complete, but its plot was not written", os_error_code(e)
         ) from e
 
 

@@ -1,4 +1,4 @@
-"""Names of commands that people guess, or know from other programs: another name of a command, or what to type."""
+"""Guessed names of commands, or those of other programs: aliases, or what to type instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from quantkit.cli._options import near_names
 
-#: Other names of commands; ``llama-`` before a name is omitted first.
+#: Other names of commands; a leading ``llama-`` is removed first.
 ALIASES = {
     "info": "inspect",
     "dump": "inspect",

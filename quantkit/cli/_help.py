@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import click
 
-#: Columns of all help.
+#: Width of all help in columns.
 WIDTH = 80
-#: Stands for a hyphen, at which no line is broken.
+#: Placeholder for a hyphen at which no line may be broken.
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 

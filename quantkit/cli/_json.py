@@ -13,7 +13,7 @@ from quantkit.cli._options import GroupedOption, claim
 from quantkit.formats.outputs import atomic_write, check_apart
 from quantkit.formats.remote import located
 
-#: Values of --json where a command has arguments, of which it must not take one; and where it has none.
+#: Values of --json: in commands with arguments, which must not be taken as its value, and in commands without.
 _BESIDE_ARGUMENTS, _ANY = r"-|[^-].*\.jsonl?", r"-|[^-].*"
 _OVERWRITE = f"{__name__}.overwrite"
 
@@ -60,7 +60,7 @@ def _places(values: Iterable[Any]) -> Iterator[Path]:
 
 
 class JsonOption(GroupedOption):
-    """``--json``; the command may ask which parameters it has besides."""
+    """``--json``; the command can declare further parameters."""
 
     def prepare(self, params: list[click.Parameter]) -> None:
         """Adapt to the command's parameters: with arguments, a value ends in .json; a file needs an --overwrite."""

@@ -50,7 +50,7 @@ class Size(_Int):
 
 SIZE = Size()
 
-#: The smallest maximum of a shard that is given without a unit.
+#: The smallest shard size that is accepted without a unit.
 _MIN_BARE = 100_000
 
 
@@ -189,7 +189,7 @@ class GroupedOption(click.Option):
 
     def __init__(self, *args: Any, group: str = "Options", values: str | None = None, **kwargs: Any) -> None:
         self.group = group
-        #: The value may be omitted; a regular expression then tells values from other arguments.
+        #: The value may be omitted; a regular expression then distinguishes values from other arguments.
         self.may_be_bare, self.values = kwargs.get("is_flag") is False, values
         super().__init__(*args, **kwargs)
         if self.metavar is None and isinstance(self.type, click.types.IntParamType):
@@ -210,7 +210,7 @@ class WholeNames(click.Command):
     context_class = HelpContext
 
     def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """Return both names: click keeps the option of the first context, which may know --help alone."""
+        """Return both names: click keeps the option of the first context, which may have only --help."""
         return ["-h", "--help"]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -223,7 +223,7 @@ class WholeNames(click.Command):
             arg = remaining.pop()
             match = known_options.get(arg.partition("=")[0])
             if match is None and not arg.startswith("-") and not ctx.allow_interspersed_args:
-                break  # a command of this group, and its arguments
+                break  # the command and its arguments
             if match is not None:
                 NoEffect.from_context(ctx).typed[match] = arg.partition("=")[0]
                 if "=" not in arg and not match.is_flag and not getattr(match, "may_be_bare", False):
@@ -234,7 +234,7 @@ class WholeNames(click.Command):
 
 
 class NoEffect:
-    """Names of options as they are typed on a command line, and why some of them change nothing."""
+    """Names of options as they are typed on a command line, and why some of them have no effect."""
 
     def __init__(self) -> None:
         self.typed: dict[click.Parameter, str] = {}
@@ -250,23 +250,23 @@ class NoEffect:
         return self.typed.get(option, option.opts[0])
 
     def add(self, option: click.Parameter, reason: str) -> None:
-        """Add an option that changes nothing."""
+        """Add an option without effect."""
         self.reasons.setdefault(reason, []).append(self.name(option))
 
     def note(self) -> list[str]:
-        """Return one note on all of them; none if there are none."""
+        """Return one note on all of them, if there are any."""
         if not self.reasons:
             return []
         parts = [
-            f"{', '.join(names)} {'changes' if len(names) == 1 else 'change'} nothing: {reason}"
+            f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {reason}"
             for reason, names in self.reasons.items()
         ]
         return ["; ".join(parts)]
 
 
-#: How alike a name must be to be suggested, without its dashes.
+#: The similarity from which a name is suggested, compared without dashes.
 _SIMILARITY = 0.8
-#: Options that destroy, which are never suggested.
+#: Destructive options, which are never suggested.
 _DESTRUCTIVE = frozenset({"--overwrite", "--delete-splits"})
 
 
@@ -323,7 +323,7 @@ def _is_unknown(arg: str, known_options: Mapping[str, click.Option]) -> bool:
     return first is None or first.is_flag or not arg[2].isdecimal()
 
 
-#: The order of headings in every help; a heading may go on in parentheses.
+#: The order of headings in every help; a heading may end in parentheses.
 HEADINGS = (
     *(
         "Model",
@@ -496,7 +496,7 @@ def cache_arguments(cache: Path | None, cache_size: int | None) -> RunOptions:
     """Return the run options of --cache and --cache-size."""
     if cache is None:
         if cache_size is not None:
-            raise click.UsageError("--cache-size is the size of a --cache, but none was given")
+            raise click.UsageError("--cache-size needs --cache")
         return {}
     return {"cache": cache, "cache_size": cache_size}
 
@@ -547,7 +547,7 @@ def on_command_line(name: str) -> bool:
 
 
 def claim(path: Path, *inputs: Path | None, overwrite: bool) -> Path:
-    """Return the path of an output that is none of the ``inputs``; it is held until the command ends."""
+    """Return the path of an output, which must not be one of the ``inputs``; it is held until the command ends."""
     from quantkit.formats.outputs import Output, check_apart
 
     check_apart([path], inputs)

@@ -29,7 +29,7 @@ class Place(click.Path):
         if not isinstance(place, URL):
             return super().convert(os.fspath(place), param, ctx)
         if self.local:
-            self.fail(f"{place}: this command needs a file of this machine", param, ctx)
+            self.fail(f"{place}: this command needs a local file", param, ctx)
         return place
 
 

@@ -17,7 +17,7 @@ from quantkit.errors import RecipeError
 from quantkit.extras import PLOT, Extra, check_extras
 from quantkit.names import printable, shorten
 
-#: Metadata to leave out of each format, so that equal data give equal bytes.
+#: Metadata that is omitted from each format, so that equal data give equal bytes.
 FORMATS: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}, "pdf": {"CreationDate": None}}
 #: Okabe and Ito's colours, safe for colour-blind readers; markers and dashes work without colour.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
@@ -122,7 +122,7 @@ def check_plot(path: Path, *extras: Extra) -> str:
 
 
 def draw(figure: Figure | Scatter, kind: str) -> bytes:
-    """Return ``figure`` as the bytes of a file; equal data give equal bytes, whatever the user's matplotlibrc."""
+    """Return ``figure`` as the bytes of a file; equal data give equal bytes, regardless of the user's matplotlibrc."""
     import matplotlib.style
 
     file = io.BytesIO()
@@ -177,7 +177,7 @@ def _styles(figure: Figure) -> dict[str, dict[str, Any]]:
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKS[i % len(MARKS)],
             "linestyle": DASHES[i % len(DASHES)],
-            "markersize": size * (1 - i % len(MARKS) / 10),  # of lines that coincide, the lower ones show
+            "markersize": size * (1 - i % len(MARKS) / 10),  # where lines coincide, the earlier ones stay visible
         }
         for i, name in enumerate(names)
     }

@@ -21,12 +21,12 @@ Box = tuple[float, float, float, float]
 #: Half the size of a point, and the space around labels, in points (1/72 in).
 _MARK = 3.2
 _PADDING = 1.0
-#: How often all labels are placed.
+#: Number of passes over all labels.
 _ROUNDS = 6
-#: Places for labels: distances from the point, of which the first needs no leader, and directions.
+#: Positions of labels: distances from the point (the first needs no leader) and directions.
 _DISTANCES = (5.5, 10.0, 16.0, 23.0, 31.0, 41.0, 53.0)
 _ANGLES = np.arange(24) * math.pi / 12
-# Costs of a place.
+# Costs of a position.
 _COVERS_LABEL = 40.0  #: of each square point of another label
 _ON_POINT = 400.0
 _ON_LINE = 3.0  #: of each sample of a line

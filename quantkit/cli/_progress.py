@@ -14,7 +14,7 @@ from quantkit.units import format_seconds
 LINE_SECONDS = 15.0
 #: Share of the work after which the remaining time is estimated.
 _MIN_SHARE = 0.02
-#: A bar with room for text; the time left is ours.
+#: A bar with space for text; the remaining time is computed here, not by tqdm.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
@@ -35,7 +35,7 @@ def _terminal_size() -> tuple[int, int]:
 
 
 def seconds_left(seconds: float, share: float) -> float:
-    """Return the seconds left after ``seconds`` for a share of the work; 0 while that says little."""
+    """Return the seconds left after ``seconds`` for a share of the work; 0 while an estimate is unreliable."""
     return seconds * (1 - share) / share if _MIN_SHARE < share <= 1 else 0.0
 
 

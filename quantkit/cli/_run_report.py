@@ -140,7 +140,7 @@ def cache_lines(cache: CacheUse | None, *, dry: bool = False) -> list[str]:
         return []
     where = printable(str(cache.folder))
     if dry:
-        unread = f"; of {cache.unread} it can only be told by reading them" if cache.unread else ""
+        unread = f"; {cache.unread} more can only be looked up by reading their data" if cache.unread else ""
         return [f"from the cache {where}: {cache} that would be encoded{unread}"]
     stored = f"; kept {cache.stored} for other runs, {format_size(cache.stored_bytes)}" if cache.stored else ""
     return [f"{cache} from the cache {where}, {format_size(cache.hit_bytes)}{stored}"]
@@ -200,10 +200,10 @@ class DryRunReport:
 
 
 def complete_text(plan: Plan) -> str:
-    """Return the lines of a run with --resume whose output is there already."""
+    """Return the lines of a run with --resume whose output is already complete."""
     lines = [f"{printable(shard.path)}: already complete, {shard.layout.nbytes} bytes" for shard in plan.shards]
     if not identifies_source(plan):
-        lines.append("the header is the same; without provenance in it, the source may be another")
+        lines.append("the headers match, but they contain no provenance, so the output may be from another source")
     return "\n".join(lines)
 
 
@@ -281,7 +281,8 @@ class RunReport:
         text = f"stage {stage + 1} of {stages}: {tokens} tokens"
         text += f", about {format_seconds(left)} left" if left else ""
         if self._bar is not None:
-            self._bar.bar_format = BAR_FORMAT  # without the time left that tqdm sees in the bytes
+            # without tqdm's remaining time, which assumes the same time for every byte
+            self._bar.bar_format = BAR_FORMAT
             self._bar.set_postfix_str(text, refresh=True)
         elif not self.quiet and tokens == total:
             click.echo(text, err=True)

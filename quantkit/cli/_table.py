@@ -11,9 +11,9 @@ from textwrap import wrap
 
 from quantkit.names import printable
 
-#: Lines of a list that is not shown in full.
+#: Maximum number of lines of an abridged list.
 _LINES = 12
-#: Least width of text columns, and the last resort.
+#: Minimum width of text columns, and the one used if the table still does not fit.
 _FOLD, _NARROW = 20, 8
 
 
@@ -72,7 +72,7 @@ class _Grid:
         self.cells = cells
         self.texts = texts
         self.visible = visible
-        self.room = columns() or sys.maxsize
+        self.width_limit = columns() or sys.maxsize
         self.body = [max((len(row[i]) for row in cells[1:]), default=0) for i in range(len(cells[0]))]
         self.most = [max(len(name), body) for name, body in zip(cells[0], self.body, strict=True)]
         # The columns that identify a row: all up to the first run of text.
@@ -85,10 +85,10 @@ class _Grid:
         word = max(map(len, self.cells[0][i].split()), default=0)
         if i not in self.texts:
             return max(word, self.body[i])
-        return max(word, min(self.body[i], self.room * 3 // 5 if i in self.keys[:2] else _FOLD))
+        return max(word, min(self.body[i], self.width_limit * 3 // 5 if i in self.keys[:2] else _FOLD))
 
     def _fits(self, part: Sequence[int], widths: Sequence[int]) -> bool:
-        return sum(widths[i] for i in part) + 2 * (len(part) - 1) <= self.room
+        return sum(widths[i] for i in part) + 2 * (len(part) - 1) <= self.width_limit
 
     def parts(self, droppable: Collection[int]) -> Iterator[list[int]]:
         """Yield the columns of each part; one part if they fit."""
@@ -117,7 +117,7 @@ class _Grid:
 
     def _widths(self, part: Sequence[int]) -> list[int]:
         """Return widths that fit: headings shrink first, then the widest text."""
-        widths = [min(width, self.room) for width in self.most]
+        widths = [min(width, self.width_limit) for width in self.most]
         while not self._fits(part, widths):
             shrinkable = [i for i in part if widths[i] > self.least[i]]
             if not (shrinkable := shrinkable or [i for i in part if i in self.texts and widths[i] > _NARROW]):

@@ -88,7 +88,7 @@ def _lines(merge: MergePlan, imatrix_out: Path | None) -> list[str]:
     changed = sum(t.nbytes for t in merge.plan.tensors if not all(part.is_whole for part in t.parts))
     lines = [
         f"{merge.plan.title}: {len(merge.changed)} layers ({layers}), {format_size(changed)};"
-        f" {len(merge.refused)} left alone",
+        f" {len(merge.refused)} unchanged",
         f"merged experts of this architecture load in: {_loads(merge)}",
         *(f"{printable(shard.path)}: {shard.layout.nbytes} bytes" for shard in merge.plan.shards),
     ]

@@ -89,9 +89,9 @@ def _contents_text(contents: CacheReport) -> str:
         reused = f"{contents.hits} of {contents.tensors} tensors ({contents.hits / max(1, contents.tensors):.0%})"
         lines.append(f"{contents.runs} runs took {reused} from it, {format_size(contents.hit_bytes)}")
     if contents.unfinished:
-        lines.append(f"unfinished, of runs that write or were killed: {format_size(contents.unfinished)}")
+        lines.append(f"unfinished, of running or killed commands: {format_size(contents.unfinished)}")
     if contents.unreadable:
-        lines.append(f"{contents.unreadable} entries cannot be read: `quantkit cache verify` says why")
+        lines.append(f"{contents.unreadable} entries cannot be read: run `quantkit cache verify` for the reasons")
     return "\n".join(lines)
 
 

@@ -80,7 +80,9 @@ def command(
     Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
     """
     if metadata_only and (tensors_only or tensors is not None):
-        raise click.UsageError("--metadata-only excludes --tensors-only and --tensors")
+        raise click.UsageError(
+            "--metadata-only and --tensors-only or --tensors are mutually exclusive: omit one of them"
+        )
     try:
         with closing(_Bar(quiet=json_to.only)) as bar:
             comparison = compare(

@@ -45,7 +45,7 @@ def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-#: Options of convert_hf_to_gguf.py that change nothing.
+#: Options of convert_hf_to_gguf.py without effect.
 _IGNORED = (
     ("--use-temp-file", "tensors are written to their final place at once; --max-ram limits memory"),
     ("--no-lazy", "tensors are never held back until the end"),
@@ -135,7 +135,7 @@ def command(
     check_feedback_plot(plot, values["feedback"])
     cache_run, gpu_run = cache_arguments(cache, cache_size), gpu_arguments(values, ray)
     if not dry_run:
-        start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which take their time, too
+        start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which are slow
     from quantkit.convert import plan_convert
     from quantkit.formats.remote import located
 

@@ -118,7 +118,7 @@ def command(arguments: tuple[str, ...], dry_run: bool, json_to: JsonOutput, **va
     """
     if arguments[0] == "init":
         if named_options := [name for name in values if name not in _INIT and on_command_line(name)]:
-            raise click.UsageError(f"{_option_name(named_options[0])} is no option of init: write it into the file")
+            raise click.UsageError(f"{_option_name(named_options[0])} is not an option of init: set it in the file")
         _init(arguments[1:], **values)
         return
     from quantkit.cook import cook, plan_cook
@@ -165,7 +165,7 @@ def _init(
         raise click.UsageError(f"unexpected argument {arguments[1]!r}: expected init [CONFIG.toml] [-m MODEL]")
     path = Path(arguments[0]) if arguments else _CONFIG
     if path.suffix != ".toml":
-        raise click.UsageError(f"{path}: the file's name ends with .toml; the model is given with -m")
+        raise click.UsageError(f"{path}: the file name must end in .toml; give the model with -m")
     settings, notes = starter(model, path.parent, pre, texts=text, evaluation=evaluation)
     path = claim(path, model, overwrite=overwrite)
     with atomic_write(path) as part:
@@ -183,13 +183,15 @@ def _config(arguments: Sequence[str], values: dict[str, Any]) -> Config:
     named_options = [name for name in values if on_command_line(name)]
     if first.endswith(".toml"):
         if named_options:
-            raise click.UsageError(f"--{named_options[0].replace('_', '-')}: {first} says it all; change it there")
+            raise click.UsageError(
+                f"--{named_options[0].replace('_', '-')}: all settings are in {first}: change it there"
+            )
         return read_config(first, targets)
     for name, hint in (("model", "the model is the first argument"), ("overwrite", "it is an option of init")):
         if values[name]:
             raise click.UsageError(f"--{name}: {hint}")
     if not targets:
-        raise RecipeError("no targets: name them after the model, such as Q4_K_M 4.2bpw 12G", "QK-E214")
+        raise RecipeError("no targets: give them after the model, such as Q4_K_M 4.2bpw 12G", "QK-E214")
     for text in targets:
         parse_target(text)
     tables: dict[str, dict[str, Any]] = {
@@ -318,7 +320,7 @@ def _plan_text(plan: CookPlan) -> str:
     lines.append("")
     if left:
         about = f", about {format_seconds(total)}" if total else ""
-        lines.append(f"{left} of {len(rows)} steps would run{about} (a rough figure); the files go to")
+        lines.append(f"{left} of {len(rows)} steps would run{about} (a rough estimate); the files go to")
     else:
         lines.append(f"all {len(rows)} steps are up to date; the files are in")
     lines[-1] += f" {printable(plan.config.output)}"

@@ -39,7 +39,7 @@ def _text(diagnosis: Diagnosis) -> str:
     return "\n".join([*lines, "", _SUMMARIES[diagnosis.exit_code]])
 
 
-_SUMMARIES = ("all is well", "quantkit works; see the warnings", "quantkit cannot work; see the errors")
+_SUMMARIES = ("no problems found", "quantkit works; see the warnings", "quantkit cannot work; see the errors")
 
 
 def _lines(finding: Finding, width: int) -> list[str]:

@@ -77,7 +77,7 @@ def command(
         return
     run["threads"] = run["threads"] or (available_cpus() if run["ray"] is None else None)
     progress = ExportProgress(export.plan, quiet=json_to.only)
-    with progress.show_progress("what is done is kept, continue with --resume"):
+    with progress.show_progress("the completed part is kept; continue with --resume"):
         result = run_export(export, observer=progress, **run)
     threads = run["threads"] or sum(node.cpus for node in result.nodes)
     facts = {"seconds": result.seconds, "threads": threads, "resumed_tensors": result.resumed}

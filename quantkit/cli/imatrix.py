@@ -61,8 +61,8 @@ def command(ctx: click.Context, /, **values: Any) -> None:
         return
     if named_options := [name for name in values if on_command_line(name)]:
         raise click.UsageError(
-            f"--{named_options[0].replace('_', '-')} is an option of collecting, not of {ctx.invoked_subcommand},"
-            " whose own options come after it"
+            f"--{named_options[0].replace('_', '-')} is an option of quantkit imatrix without a subcommand; options "
+            f"of {ctx.invoked_subcommand} follow its name"
         )
 
 

@@ -160,11 +160,11 @@ def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
     if ignored := [
         option for name, option in _FUSIONS.items() if values[f"fused_{name}"] and on_command_line(f"fused_{name}")
     ]:
-        echo_notes([f"{', '.join(ignored)}: nothing is fused here"])
+        echo_notes([f"{', '.join(ignored)}: ignored, because imatrix fuses nothing"])
     if values["plot"] is not None:
         if not values["layer_similarity"]:
             raise click.UsageError(
-                "--plot draws the similarity of layers: add --layer-similarity, or use imatrix show --plot"
+                "--plot shows the similarity of layers: add --layer-similarity, or use imatrix show --plot"
             )
         check_plot(values["plot"], *([CHAT] if values["chat"] else ()))
     _check_apart(output, in_files, values)
@@ -310,7 +310,7 @@ def _print(result: ImatrixResult, values: Mapping[str, Any], report: _Report, pi
         if n_hardly:
             click.echo(f"\nexperts with fewer than {HARDLY} tokens: {n_hardly}")
     if result.imatrix is not None and result.path is not None:
-        dropped = f", {len(result.dropped)} left out" if result.dropped else ""
+        dropped = f", {len(result.dropped)} skipped" if result.dropped else ""
         content = f"{len(result.imatrix.entries)} entries, {result.imatrix.chunk_count} chunks{dropped}"
         size = format_size(result.path.stat().st_size)
         click.echo(f"\n{printable(str(result.path))}: {content}, {size}, {format_seconds(result.seconds)}")
@@ -350,7 +350,7 @@ def _merge_only(output: Path, in_files: Sequence[Path], values: Mapping[str, Any
     output = claim(output, *in_files, values["model"], overwrite=values["overwrite"])
     matrices = [read_imatrix(path) for path in in_files]
     experts = experts_of(values["model"], {n for i in matrices for n in i.entries})
-    # Without -c, the files' own chunk size counts.
+    # Without -c, the chunk size of the files applies.
     merged = merge(matrices, chunk_size=values["n_ctx"] if on_command_line("n_ctx") else None, experts=experts)
     echo_notes(merged.notes)
     matrix = merged.imatrix if values["names"] is None else with_names(merged.imatrix, values["names"])

@@ -120,7 +120,7 @@ def _figure(value: float) -> str:
 def _remarks(t: TensorDifference) -> str:
     remarks = [t.note] if t.note else []
     if t.n_skipped and not t.note:
-        remarks.append(f"{t.n_skipped} experts left out")
+        remarks.append(f"{t.n_skipped} experts skipped")
     if t.one_sided:
         remarks.append(f"{t.one_sided} empty in one file only")
     return "; ".join(remarks)

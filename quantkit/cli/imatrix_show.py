@@ -133,7 +133,7 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
     )
     yield f"coverage  {100 * covered.share:.2f} % {scope}"
     if covered.of_model and not covered.share:
-        yield "          no entry fits a tensor of the model: this importance matrix is of another model"
+        yield "          no entry matches a tensor of the model: this importance matrix belongs to another model"
 
 
 def _texts(imatrix: Imatrix) -> Iterator[str]:
@@ -169,10 +169,10 @@ def findings(covered: Coverage, *, full: bool = False) -> list[str]:
     """Return one paragraph for each kind of problem."""
     paragraphs = {
         "weights without an entry": [t.name for t in covered.missing],
-        "weights served by another entry": [f"{t.name}: {t.notes[0]}" for t in covered.aliased],
-        "entries that serve no weight of the model": [t.name for t in covered.strangers],
+        "weights that use the entry of another": [f"{t.name}: {t.notes[0]}" for t in covered.aliased],
+        "entries that match no weight of the model": [t.name for t in covered.strangers],
         "experts without tokens": [f"{t.name}: {_experts(t.counts == 0)}" for t in covered.tensors if t.never],
-        "entries of zeros only, which ruin a quantization": [
+        "entries of zeros only, which make a quantization unusable": [
             f"{t.name}: {t.zeros} of {t.experts} experts" if t.experts else t.name for t in covered.tensors if t.zeros
         ],
         "values that cannot be means of squares (NaN, Inf, negative)": [

@@ -163,8 +163,8 @@ def _text(result: Kld) -> str:
         lines.append(f"{result.sums.n} tokens were scored, too few for statistics: {MIN_TOKENS} are needed")
     if result.bound:
         lines.append(
-            f"\nThe base keeps a part of the vocabulary, the rest is estimated:\n"
-            f"at worst the mean KLD is off by {result.bound:.6f}."
+            f"\nThe base contains a part of the vocabulary; the rest is estimated:\n"
+            f"the mean KLD is off by at most {result.bound:.6f}."
         )
     chunks = f"{result.n_chunks} of {result.chunks_in_base} chunks of {result.n_ctx} tokens"
     lines.append(f"\n{result.sums.n} tokens scored in {chunks}, {format_seconds(result.seconds)}\n{result.base_kind}")

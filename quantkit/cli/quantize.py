@@ -102,9 +102,7 @@ class QuantizeCommand(GroupedCommand):
 
 #: The options of a run, by name; `convert` has most of them, too.
 _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "slow_iq2ks": click.option(
-        "--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always has the bytes of that search"
-    ),
+    "slow_iq2ks": click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always uses its encoder"),
     "threads": threads_option,
     "ray": ray_option,
     "backend": setting(
@@ -219,7 +217,7 @@ def command(
     rules. Recipes, options and --pure work the same with both.
 
     A rule that gives ffn_gate_exps and ffn_up_exps the same type also applies to
-    merged experts (ffn_gate_up_exps), which llama-quantize skips; a note says so. A
+    merged experts (ffn_gate_up_exps), which llama-quantize skips (with a note). A
     rule for ffn_gate_up_exps takes precedence.
 
     --repack interleaves tensors (Q4_K becomes Q4_K_R4), as in ik_llama.cpp;
@@ -259,7 +257,7 @@ def command(
     check_feedback_plot(plot, values["feedback"] or values["calibrate"])
     cache_run, gpu_run = cache_arguments(cache, cache_size), gpu_arguments(values, ray)
     if not dry_run:
-        start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which take their time, too
+        start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which are slow
     from quantkit.cli._run_report import DryRunReport
     from quantkit.formats.remote import located
     from quantkit.pipeline.plan import without_existing
@@ -274,9 +272,7 @@ def command(
     echo_notes(plan.notes)
     if partial_requant:
         n_files, plan = len(plan.shards), without_existing(plan)
-        echo_notes(
-            [f"--partial-requant: {n_files - len(plan.shards)} of {n_files} files of the output are there already"]
-        )
+        echo_notes([f"--partial-requant: {n_files - len(plan.shards)} of {n_files} files of the output already exist"])
         if not plan.shards:
             json_to.print(lambda: "nothing to do", DryRunReport(plan).as_dict)
             return
@@ -299,7 +295,7 @@ def run_plan(
     from quantkit.quantize import run_quantize
 
     run = RunReport(plan, quiet=json_to.only)
-    with run.show_progress("what is done is kept, continue with --resume"):
+    with run.show_progress("the completed part is kept; continue with --resume"):
         observed: RunOptions = {**run_options, "observer": run}
         result = run_quantize(plan, max_ram=max_ram, **observed)
     echo_notes(result.run.cache.notes if result.run.cache is not None else ())
@@ -328,14 +324,14 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     if not is_type(remainder[0]) or (len(remainder) > 1 and is_type(remainder[1]) and not is_count(remainder[1])):
         output = remainder.pop(0)
     if not remainder:
-        # The only argument besides IN is meant as TYPE, so the error names it as a type.
+        # The only argument besides IN is probably TYPE, so the error treats it as a type.
         remainder, output = [output or ""], None
     type_name, remainder = remainder[0], remainder[1:]
     if len(remainder) > 1:
         raise click.UsageError(f"unexpected argument {remainder[1]!r}: expected IN.gguf [OUT.gguf] TYPE [THREADS]")
     if remainder and not is_count(remainder[0]):
         read = f"IN {source}, OUT {output}, TYPE {type_name}" if output else f"IN {source}, TYPE {type_name}"
-        raise click.UsageError(f"THREADS must be a number, not {remainder[0]!r}, where {read} stand before it")
+        raise click.UsageError(f"THREADS must be a number, not {remainder[0]!r}; the arguments before it are {read}")
     return source, output, type_name, int(remainder[0]) if remainder and int(remainder[0]) > 0 else None
 
 

@@ -110,7 +110,7 @@ def lint_command(
     imatrix: Path | None,
     json_to: JsonOutput,
 ) -> None:
-    """Check a recipe by itself, and with -m against a model.
+    """Check a recipe alone, and with -m against a model.
 
     Exit code 1 if there is an error; warnings alone give 0.
     """
@@ -206,14 +206,14 @@ def _contents_text(contents: RecipeSummary, *, layers: bool) -> str:
     parts = [_sums("class", contents.by_class, contents.total)]
     parts += [_sums("layer", contents.by_layer, contents.total)] if layers else []
     parts += [_sums("type", contents.by_type, None), _sums("device", contents.by_device, None)]
-    about = "" if contents.contents.exact else ", about: without --imatrix the header is not known to the byte"
+    about = "" if contents.contents.exact else ", approximate: the exact size needs --imatrix"
     lines = [f"file: {contents.contents.file_bytes} bytes ({format_size(contents.contents.file_bytes)}){about}"]
     lines += [f"{format_count(contents.total.values)} weights, {contents.total.bpw:.3f} bits per weight"]
     lines += [f"{format_size(contents.total.token_bytes)} read per token"]
     if contents.unnamed:
         first = ", ".join(map(printable, contents.unnamed[:3]))
         omitted = f" and {len(contents.unnamed) - 3} more" if len(contents.unnamed) > 3 else ""
-        lines += [f"no rule names {first}{omitted}: they get what --type says"]
+        lines += [f"no rule matches {first}{omitted}: they get the type of --type"]
     lines += [f"{runtime.name}: {runtime}" for runtime in contents.runtimes]
     return "\n\n".join([*parts, "\n".join(fold(line, 2) for line in lines)])
 

@@ -193,9 +193,9 @@ def _check_usage(
     if len(targets) > 1 or (not targets and front is None and plot is None):
         raise click.UsageError("give one of --target-size, --target-bpw and --target-kld, or --front FILE")
     if not targets and (output is not None or check is not None):
-        raise click.UsageError("--output and --check are about one allocation: give its target")
+        raise click.UsageError("--output and --check apply to one allocation: give its target")
     if (check is None) != (base is None):
-        raise click.UsageError("--check measures against --base: give both")
+        raise click.UsageError("--check needs --base")
     if front is not None and front.suffix.lower() not in (".csv", ".json"):
         raise click.UsageError(f"--front {front}: the name must end in .csv or .json")
 
@@ -245,7 +245,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
         lines.append(f"measured divergence: {mean.value:.5g} ± {mean.error:.2g} on {best.check.sums.n} tokens")
         lines.append(PLUS_MINUS)
     lines += [
-        f"read for a token: {format_size(best.footprint.read)}",
+        f"read per token: {format_size(best.footprint.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
@@ -254,7 +254,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
 
 
 def _shortfall(best: Allocation) -> str:
-    return f" (the time was up: {best.gap:.3g} above the bound)" if best.gap else ""
+    return f" (time limit reached: {best.gap:.3g} above the bound)" if best.gap else ""
 
 
 def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
@@ -275,7 +275,7 @@ def _text(outcome: SearchResult, recipe: str = "") -> str:
     best = outcome.best
     lines = [
         f"{best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight, "
-        f"{format_size(best.footprint.read)} read for a token",
+        f"{format_size(best.footprint.read)} read per token",
         f"predicted divergence {best.kld:.5g} nats per token, {len(best.rules)} rules, "
         f"found in {format_seconds(outcome.seconds)}",
     ]
@@ -322,10 +322,10 @@ def _allocation_dict(allocation: Allocation) -> dict[str, Any]:
 _COLUMNS = ("kind", "name", "bytes", "bpw", "predicted_kld", "read_bytes")
 
 
-def _rows(swept: Front) -> list[dict[str, Any]]:
+def _rows(front: Front) -> list[dict[str, Any]]:
     """Return the points of a front, then the presets."""
-    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in swept.allocations]
-    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in swept.presets]
+    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in front.allocations]
+    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in front.presets]
     return [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
 
 
@@ -339,28 +339,28 @@ def _front_text(path: Path, rows: list[dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _front_summary(swept: Front) -> str:
-    first, last = swept.allocations[0], swept.allocations[-1]
+def _front_summary(front: Front) -> str:
+    first, last = front.allocations[0], front.allocations[-1]
     head = (
-        f"front: {len(swept.allocations)} allocations, {format_size(first.nbytes)} to {format_size(last.nbytes)}, "
-        f"predicted divergence {first.kld:.4g} to {last.kld:.4g}, found in {format_seconds(swept.seconds)}"
+        f"front: {len(front.allocations)} allocations, {format_size(first.nbytes)} to {format_size(last.nbytes)}, "
+        f"predicted divergence {first.kld:.4g} to {last.kld:.4g}, found in {format_seconds(front.seconds)}"
     )
     rows = []
-    for p in swept.presets:
-        best = min((a.kld for a in swept.allocations if a.nbytes <= p.nbytes), default=None)
+    for p in front.presets:
+        best = min((a.kld for a in front.allocations if a.nbytes <= p.nbytes), default=None)
         rows.append((p.name, p.nbytes, f"{p.kld:.5f}", "-" if best is None else f"{best:.5f}"))
     return head + ("\n\n" + table(["preset", "bytes", "predicted", "searched"], rows) if rows else "")
 
 
-def _scatter(swept: Front, source: Path) -> Scatter:
-    largest = max(a.nbytes for a in swept.allocations)
+def _scatter(front: Front, source: Path) -> Scatter:
+    largest = max(a.nbytes for a in front.allocations)
     name, unit = size_unit(largest)
-    searched = [a for a in swept.allocations if a.kld > 0]
-    if not searched:
-        raise ResourceError("there is nothing to draw: every allocation is predicted to lose nothing", "QK-E214")
-    x, y = [a.nbytes / unit for a in searched], [a.kld for a in searched]
+    drawn_allocations = [a for a in front.allocations if a.kld > 0]
+    if not drawn_allocations:
+        raise ResourceError("nothing to plot: every allocation has a predicted divergence of 0", "QK-E214")
+    x, y = [a.nbytes / unit for a in drawn_allocations], [a.kld for a in drawn_allocations]
     kinds = [Points("best recipe of each size (quantkit search)", x, y, is_line=True, is_subject=True)]
-    if presets := [p for p in swept.presets if p.kld > 0]:
+    if presets := [p for p in front.presets if p.kld > 0]:
         x = [p.nbytes / unit for p in presets]
         y = [p.kld for p in presets]
         names = [p.name for p in presets]

@@ -28,20 +28,20 @@ _SCOPE, _OUT = "Selection", "Output"
 _TYPES_LEGEND = """\
 bpw       bits per weight without row headers
 block     weights per block, and its bytes
-header    bytes at the head of each row
+header    bytes at the start of each row
 rows      number of rows that are interleaved
 runtimes  mainline is llama.cpp, ik is ik_llama.cpp
 error     of the weights, weighted by importance, in percent, on a fixed sample:
-          what encoding with an importance matrix costs; less is better
+          the error with an importance matrix; lower is better
           (interleaved types: by ik_llama.cpp's search, as they are encoded)
-speed     of encoding: fast, medium (below 200 Mweights/s of a core), slow
+speed     of encoding: fast, medium (below 200 Mweights/s per core), slow
           (below 20)
 imatrix   what the encoder does with an importance matrix
 refused   llama-quantize programs that refuse the type without one (so does
           quantkit, except with --ignore-imatrix-rules)
 codec     what this version of quantkit does: "full" encodes and decodes
 
-Below 120 columns some are omitted; --json has everything."""
+Terminals with fewer than 120 columns show fewer of them; --json has all."""
 
 _PRESETS_LEGEND = """\
 number  general.file_type; TYPE may be this number, too

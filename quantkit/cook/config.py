@@ -108,7 +108,7 @@ class SensitivitySettings:
     types: tuple[str, ...] = key(
         words, "default: those that fit the goals", (), '["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]'
     )
-    groups: str = key(choice(*GROUPS), f"quantized together: {', '.join(GROUPS)}", "class-layer")
+    groups: str = key(choice(*GROUPS), f"quantized together, for example: {', '.join(GROUPS)}", "class-layer")
     ctx: int | None = key(integer(4), "tokens per chunk", None, "512")
     chunks: int | None = key(count_or_all, 'number of chunks, or "all"', 16)
     full_runs: int | None = key(

@@ -25,14 +25,15 @@ from quantkit.types import TensorType, type_by_name
 _CLASSES_PER_LAYER = 7
 #: Values of the search's --runtime.
 _RUNTIMES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
-#: Types for a search by runtime, by bits, each better than others of its size: few, as each costs time.
+#: Default types of a search by runtime, in order of bits, each the best of its size; few, because each takes time to
+#: measure.
 _LADDERS = {
     "llama.cpp": ("IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q5_K", "Q6_K", "Q8_0"),
     "ik_llama.cpp": ("IQ1_M", "IQ2_KS", "IQ2_KL", "IQ3_KS", "IQ3_K", "IQ4_KS", "IQ5_KS", "IQ6_K", "Q8_0"),
 }
 #: Range of useful types, as factors of a goal's bits per weight.
 _BELOW, _ABOVE = 0.6, 1.9
-#: Bits per weight to expect for goals that are no sizes.
+#: Bits per weight to expect for goals that are not sizes.
 _ANY = (3.3, 4.5)
 
 

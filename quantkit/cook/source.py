@@ -14,7 +14,7 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.source import Source
 from quantkit.quantize import QuantizeOptions, plan_quantize
 
-#: Tokens of a chunk, if the model's context is no shorter.
+#: Tokens per chunk, unless the model's context is shorter.
 _CTX = 512
 
 

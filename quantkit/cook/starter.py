@@ -107,7 +107,7 @@ def _key_lines(
 
 def _describe(model: Model) -> str:
     experts = f", {model.n_experts} experts" if model.n_experts else ""
-    active = f" ({format_count(model.active)} a token)" if experts else ""
+    active = f" ({format_count(model.active)} per token)" if experts else ""
     weights = f"{format_count(model.weights)} weights{active}"
     return printable(f"{model.architecture}, {model.n_layers} layers{experts}, {weights}, {format_size(model.nbytes)}")
 
@@ -117,7 +117,7 @@ def _find_file(folders: list[Path], names: tuple[str, ...]) -> Path | None:
 
 
 def _toml_path(path: Path, folder: Path) -> str:
-    """Return a path relative to ``folder`` if it lies in it, else absolute."""
+    """Return a path relative to ``folder`` if it is inside, otherwise absolute."""
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
     return os.path.abspath(path) if relative.startswith("..") else relative
 
@@ -136,7 +136,7 @@ _HEAD = (
     '# ("12.3G"), bits per weight ("4.2bpw"), or a divergence from the model ("kld=0.01"). "+feedback" after a goal is',
     "# slower and gives a lower divergence at the same size (docs/explanation/error-feedback.md).",
 )
-#: Heads of tables whose options are not cook's own.
+#: Comments at the start of tables whose options are those of other commands.
 _HEADS = {
     "convert": "A checkpoint is first converted to a GGUF file.",
     "quantize": (

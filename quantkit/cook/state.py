@@ -69,7 +69,9 @@ class State:
     def _read(self) -> None:
         if not os.path.lexists(self.path):
             return
-        content = read_own_json(self.path, "a state file of quantkit cook; move it away to start over", _parse_state)
+        content = read_own_json(
+            self.path, "a state file of quantkit cook; move or delete it to start over", _parse_state
+        )
         self.steps = dict(content.steps)
         self.unfinished = dict(content.unfinished)
         self._saved_digests = dict(content.digests)
@@ -148,8 +150,8 @@ class State:
         for path in outputs:
             if os.path.lexists(path) and not self.may_replace(path):
                 raise ResourceError(
-                    f"{path} exists, but quantkit cook did not write it, or it has changed since: move it away, or "
-                    "choose another folder",
+                    f"{path} exists, but was not written by quantkit cook, or has changed since: move it, or choose "
+                    f"another folder",
                     "QK-E402",
                 )
         if not self.can_resume(name, parts):

@@ -21,7 +21,7 @@ from quantkit.units import parse_size
 
 T = TypeVar("T")
 
-#: Returns the checked value of a TOML value; the folder is that of the file. Raises ValueError.
+#: Checks a TOML value and returns the setting, or raises ValueError; the folder is that of the file.
 Reader = Callable[[Any, Path], Any]
 
 

@@ -27,7 +27,7 @@ from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 from quantkit.records import record
 from quantkit.report import SHARES, Quality, quality_of
 
-#: Options of quantize that are files, which are inputs of the step: their content counts, not their names.
+#: Options of quantize that name files, which are inputs of the step: compared by content, not by name.
 _FILES = {"imatrix", "feedback", "calibrate", "recipe"}
 #: TYPE of a recipe that has not been searched yet, for estimates.
 _PLACEHOLDER_TYPE = "Q4_K"

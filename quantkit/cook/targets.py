@@ -20,9 +20,9 @@ from quantkit.pipeline.presets import PRESETS, preset_by_name
 from quantkit.units import parse_size
 
 _SYNTAX = "write a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a divergence (kld=0.01)"
-#: Words after a +.
+#: Modifiers, which follow a +.
 _MODIFIERS = ("feedback", "calibrate")
-#: Characters, more than any target has.
+#: Maximum length of a target in characters.
 _MAX_LENGTH = 100
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e-?\d+)?"
 #: Bounds of goals, against typing errors.

@@ -205,7 +205,7 @@ class _Comparison:
         self.parts.setdefault(window, {})[row] = scores
 
     def take(self, window: int) -> Scores:
-        """Return and forget the scores of a window."""
+        """Return and remove the scores of a window."""
         parts = self.parts.pop(window)
         columns = zip(*(parts[row] for row in sorted(parts)), strict=True)
         return Scores(*map(np.concatenate, columns))

@@ -62,8 +62,8 @@ class SaveLogits(Options):
     path: str | Path
     format: str = option(
         "llama.cpp",
-        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and the "
-        "mass of the rest.",
+        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and "
+        "the total probability of all others.",
         BASE_LOGITS,
         choices=("llama.cpp", "compact"),
         flags=("--logits-format",),
@@ -77,7 +77,7 @@ class SaveLogits(Options):
     )
     top_k: int = option(1024, "Maximum number of tokens per position, in format compact.", BASE_LOGITS, least=1)
     residual: float = option(
-        1e-5, "Probability mass that may be left out, in format compact.", BASE_LOGITS, kind="share below 1"
+        1e-5, "Probability that may be omitted, in format compact.", BASE_LOGITS, kind="share below 1"
     )
     codec: str = option(
         "zlib",
@@ -231,7 +231,7 @@ class _Nll:
             self.sink.write(window, row, logits, parts, following)
 
     def take(self, window: int) -> tuple[F64, CompactRows | None]:
-        """Return and forget the likelihoods of a window, float64 [rows], and its rows that are not written yet."""
+        """Return and remove the likelihoods of a window, float64 [rows], and its rows that are not written yet."""
         return self.nll.pop(window), None if self.sink is None else self.sink.take(window)
 
 
@@ -322,7 +322,7 @@ class _CompactSink:
         self.parts.setdefault(window, {})[row] = rows
 
     def take(self, window: int) -> CompactRows:
-        """Return and forget the rows of a window."""
+        """Return and remove the rows of a window."""
         parts = self.parts.pop(window)
         return join_rows([parts[row] for row in sorted(parts)])
 

@@ -123,7 +123,7 @@ class _Passes:
         self._say = say
         self._seconds = seconds
         self._nodes: list[Node] = []
-        #: Passes assigned, and taken; results that wait for earlier ones; seconds of a pass, by node id.
+        #: Passes assigned, and passes taken; results waiting for earlier ones; seconds of a pass, by node id.
         self._n_assigned, self._n_taken = 0, 0
         self._pending: dict[int, tuple[int, Any]] = {}
         self._seconds_per_pass: dict[str, float] = {}

@@ -56,7 +56,8 @@ def logits(
             return out
         with atomic_write(path) as part:
             memmap = np.lib.format.open_memmap(part, "w+", np.float32, shape)
-            reserve(part, part.stat().st_size)  # a full disk is an error here, but a signal when writing to the mapping
+            # a full disk is an error here, but a fatal signal when writing to the mapping
+            reserve(part, part.stat().st_size)
             _compute(loaded, ids, memmap, n_batch)
             memmap.flush()
         mapped: F32 = np.load(path, mmap_mode="r")

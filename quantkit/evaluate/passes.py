@@ -218,7 +218,7 @@ def run_windows(
     """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
 
     max(1, n_batch // n_ctx) windows make a pass. ``finish(begin, end)`` is called after each, from this thread.
-    session: with room for a pass; None: a new one.
+    session: large enough for a pass; None: a new one.
     """
     n, n_ctx = windows.shape
     n_seq = min(n, max(1, n_batch // n_ctx))

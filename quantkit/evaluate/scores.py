@@ -24,10 +24,10 @@ F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-#: Values of a tile, or one row: with its temporaries it stays within a core's cache.
+#: Values of a tile, or one row: with its temporaries it fits into a core's cache.
 TILE = 1 << 17
 
-#: llama.cpp leaves tokens less probable than this, by the base, out of the divergence.
+#: llama.cpp excludes tokens from the divergence that are less probable than this in the base.
 _LEAST_LOG_P = np.float32(-16)
 
 
@@ -118,7 +118,8 @@ def compare_with_compact(logits: F32, base: CompactRows, following: I32) -> Scor
     log_q = logits.ravel()[flat] - shift[row_of]
     p, least_p = np.exp(log_p), np.minimum.reduceat(log_p, begin)
     terms = p * (log_p - log_q)
-    # The model's mass of the other tokens: both sums have the same exponentials, so the difference is exact to 1e-16.
+    # The model's probability of the other tokens: both sums have the same exponentials, so the difference is exact to
+    # 1e-16.
     q = parts.exps.ravel()[flat] / parts.total[row_of]
     least_q = logits.min(axis=1) - shift
     model_residual = np.maximum(1 - np.add.reduceat(q, begin), (n_vocab - counts) * np.exp(least_q))

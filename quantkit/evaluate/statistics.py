@@ -27,7 +27,7 @@ import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-#: The fewest tokens that statistics are printed for.
+#: The minimum number of tokens for which statistics are printed.
 MIN_TOKENS = 100
 
 _KLD_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)

@@ -24,14 +24,14 @@ from quantkit.names import printable, shorten
 from quantkit.units import format_size
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quantkit.foreign.serve import serve; serve()"
-#: Packages with threads and arenas of their own count towards the address space.
+#: Packages have their own threads and arenas, which count towards the address space.
 _SINGLE_THREADED = {
     "MALLOC_ARENA_MAX": "1",
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RUST_BACKTRACE": "0",
 }
-#: The most characters of an error that are repeated.
+#: Maximum number of characters of an error that are shown.
 _WORDS = 300
 _PIECE = 1 << 20
 
@@ -143,7 +143,7 @@ class Child:
     def _send(self, request: dict[str, Any], data: bytes = b"") -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # there is no answer, then
+        with suppress(BrokenPipeError):  # then there is no answer
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.write(data)
             self._process.stdin.flush()
@@ -157,7 +157,7 @@ class Child:
             raise self._fail(self._exit_reason(process.wait())) from None
         except TimeoutError:
             raise self._fail(f"takes longer than {self.limits.wall:.0f} s") from None
-        except BaseException:  # Ctrl-C within an answer: the next line would be of this request
+        except BaseException:  # Ctrl-C within an answer: the next line would belong to this request
             self.close()
             raise
         if "refused" in answer:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 def serve() -> None:
     """Answer requests until the input ends; see ``child``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asked; it ends this process, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which also ends this process
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):

@@ -7,7 +7,7 @@ behind them     a record (``RECORD``, 104 bytes) for each piece of rows: the SHA
                 SHA-256 of rows and error sums here, and those sums
 ==============  ==========================================================================================
 
-A *piece* is the rows encoded at a time. Jobs consist of whole pieces, so each can check what it reads, however the rows
+A *piece* is the rows encoded at a time. Jobs consist of whole pieces, so each can check its bytes, however the rows
 were divided when encoded; the digest of all encoded rows is computed from the digests of the pieces.
 
 Entries may come from anyone and may be truncated, damaged or forged: data is compared with the digests, never
@@ -30,10 +30,10 @@ import numpy.typing as npt
 
 from quantkit.formats.ranges import U8
 
-#: Where rows begin: at a page, as everything that file systems share.
+#: Where rows begin: at a page, so that file systems can share extents.
 DATA = 4096
 RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 7)])
-#: The most pieces that are believed, those of a tensor of 4 T values, and the most bytes of one.
+#: Maximum number of pieces that is accepted, that of a tensor of 4 T values, and maximum bytes of a piece.
 _MOST_PIECES, _MOST_BYTES = 1 << 25, 1 << 29
 _KIND = "quantkit cached tensor, 2"
 
@@ -115,7 +115,7 @@ class Header:
     settings: str
     source: str
     pieces: Pieces
-    #: Whether there are error sums besides losses, and the digest of the importance that they are weighted with.
+    #: Whether there are error sums besides losses, and the digest of the importance that weights them.
     has_errors: bool = False
     weighted: str | None = None
     origin: dict[str, str] = field(default_factory=dict)

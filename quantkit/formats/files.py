@@ -20,7 +20,8 @@ from typing import IO, Any, NamedTuple
 from quantkit.errors import FormatError
 from quantkit.formats.remote import URL
 
-#: Descriptors kept open at once, the last ones: there may be thousands of shards. Who is opened again is compared.
+#: Descriptors kept open at once, the last ones used: there may be thousands of shards. A file that is opened again is
+#: compared with before.
 _OPEN = 128
 _REPLACED = "the file was replaced or changed while it was being read; start over"
 

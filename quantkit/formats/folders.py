@@ -1,6 +1,6 @@
 """Folders that other users may write to: links in them are not followed.
 
-Every name is looked up in an open folder, one part at a time, so that nobody can replace it by a link in the meantime.
+Every name is looked up in an open folder, one part at a time, so that it cannot be replaced by a link in the meantime.
 """
 
 from __future__ import annotations

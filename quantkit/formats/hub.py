@@ -52,13 +52,11 @@ def _find(name: str, file: str | None) -> tuple[str, list[URL]]:
         if files:
             return repository, _shards(root / folder_name, files[0], files)
     names = ", ".join(models) or "no GGUF file (of a checkpoint: quantkit convert hf://" + repository + " OUT.gguf)"
-    raise ResourceError(
-        f"-hf {name}: there is no file of type {type_name or _DEFAULT_TYPE}; there is {names}", "QK-E210"
-    )
+    raise ResourceError(f"-hf {name}: no file of type {type_name or _DEFAULT_TYPE}; choose one of {names}", "QK-E210")
 
 
 def _of_type(names: Sequence[str], type_name: str) -> str | None:
-    """Return the first name with the type as a word of its own: not Q4_K_M's file for Q4_K."""
+    """Return the first name with the type as a separate word: not Q4_K_M's file for Q4_K."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(type_name)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return next((n for n in names if word.search(n)), None)
 

@@ -14,7 +14,7 @@ GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3
     n_entries, then per entry: name_len, name, ncall, nval, float[nval]     value = sum / count * ncall
     last_chunk, dataset_len, dataset                                        optional trailer
 
-An encoder sees sums / counts in float32, each operation rounded once: the bytes of a quantized file depend on it.
+An encoder gets sums / counts in float32, each operation rounded once: the bytes of a quantized file depend on it.
 An expert without tokens gets ones. llama.cpp and ik_llama.cpp divide a .dat the same way.
 """
 
@@ -70,7 +70,7 @@ class ImatrixEntry:
     sums: F32Array
     counts: npt.NDArray[np.int64]
     in_sum: F32Array | None = None
-    #: llama.cpp's statistics of the entry, carried along untouched; drop them when the sums change.
+    #: llama.cpp's statistics of the entry, copied unchanged; remove them when the sums change.
     stats: F32Array | None = None
 
 
@@ -126,7 +126,7 @@ def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix
     path = located(path)
     if path.exists() and not path.is_file():
         raise FormatError(f"{path}: the importance matrix must be a regular file", "QK-E120")
-    with suppress(OSError):  # opening it says why
+    with suppress(OSError):  # opening it reports the reason
         path = hold(path)
     with _open_file(path) as file:
         imatrix = _read_dat(path, file) if file.read(4) != b"GGUF" else _read_gguf(path)
@@ -277,7 +277,7 @@ def _read_gguf(path: Path) -> Imatrix:
         if kind in ("in_sum2", "counts", "in_sum", "stats"):
             parts.setdefault(name, {})[kind] = tensor
     for name in sorted(parts):
-        # Statistics alone carry no importance; llama.cpp writes them for weights that are never driven.
+        # Statistics alone contain no importance; llama.cpp writes them for weights without activations.
         if parts[name].keys() != {"stats"}:
             imatrix.entries[name] = _gguf_entry(file, path, name, parts[name])
     if not imatrix.entries:

@@ -1,6 +1,6 @@
 """Inputs and outputs of commands: checked for overlap, locked, and written completely or not at all.
 
-Before any work, ``check_apart`` refuses an output that is an input or another output, whatever its name. An ``Output``
+Before any work, ``check_apart`` refuses an output that is an input or another output, under any name. An ``Output``
 is then held for the duration of its run by a lock on OUT.lock; a killed run leaves the file behind, but not the lock. A
 file of ``atomic_write`` appears completely or not at all: it is written as OUT.part and renamed.
 """
@@ -24,7 +24,7 @@ from quantkit.formats.ranges import sync
 from quantkit.formats.remote import URL, located
 from quantkit.units import format_size
 
-#: The most that is read of a text, and of any pipe; a split model has at most 65535 shards.
+#: Maximum bytes read of a text, and of any pipe; a split model has at most 65535 shards.
 MAX_TEXT, _MOST_SHARDS = 1 << 30, (1 << 16) - 1
 
 
@@ -189,7 +189,7 @@ def check_free(path: str | Path, *, overwrite: bool) -> None:
 def _check_url(url: URL, overwrite: bool) -> None:
     url.store.check_writable(url)
     try:
-        if not overwrite and URL(url.address).is_file():  # as it is now, not as it was seen before
+        if not overwrite and URL(url.address).is_file():  # its present state, not the one read before
             raise ResourceError(f"{url} exists; choose another name, or use --overwrite to replace it", "QK-E402")
     except OSError as e:
         raise ResourceError(f"{url}: {e.strerror or e}", "QK-E412") from None
@@ -253,12 +253,12 @@ def take_lock(path: Path) -> int:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 return lock
-        os.close(lock)  # its run has ended since, and removed it
+        os.close(lock)  # its run has ended meanwhile and removed it
 
 
 def drop_lock(path: Path, lock: int) -> None:
     """Remove a file that is locked, and end the lock."""
-    if os.fstat(lock).st_size == 0:  # otherwise a user's file has this name
+    if os.fstat(lock).st_size == 0:  # otherwise it is a user's file of this name
         path.unlink(missing_ok=True)
     os.close(lock)
 

@@ -16,13 +16,13 @@ _OVERRIDE_TYPES = {
     "bool": ValueType.BOOL,
     "str": ValueType.STRING,
 }
-#: Other value types by their GGUF names, for keys that need a certain one.
+#: GGUF's value types by name, for keys that need a particular type.
 _OVERRIDE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
 _OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
 _OVERRIDE = re.compile(r"([^=]+)=([a-z0-9]+):(.*)", re.DOTALL)
 #: The largest text file of a value; chat templates have some kilobytes.
 _MAX_BYTES = 16 << 20
-#: Where a list of overrides, as llama.cpp has it, is divided.
+#: Separator in a list of overrides, as in llama.cpp.
 _NEXT = re.compile(r",(?=[^=,:]+=[a-z0-9]+:)")
 
 

@@ -14,7 +14,7 @@ from quantkit.records import DAMAGE
 
 T = TypeVar("T")
 
-#: The largest file that is read: sensitivities of a thousand groups and forty types have 10 MiB.
+#: Maximum size of a file that is read: sensitivities of a thousand groups and forty types have 10 MiB.
 _MAX_BYTES = 256 << 20
 
 

@@ -112,7 +112,7 @@ def reserve(path: Path, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system without it
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system that does not support it
                 raise
         os.ftruncate(fd, nbytes)
     except OSError as e:

@@ -56,10 +56,10 @@ DTYPES = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-#: The longest header that the safetensors library reads, and the longest index that is read here.
+#: Maximum length of a header in the safetensors library, and of an index here.
 MAX_HEADER, MAX_INDEX = 100_000_000, 1 << 26
 _MAX_DIMS, _MAX_DIM = 16, 1 << 48
-#: The name of a file that is one of many, and the maximum number that is searched.
+#: The name of one file of several, and the maximum number of files.
 _SHARD, _MAX_SHARDS = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"), 10000
 #: Headers that are requested in parallel.
 _MAX_REQUESTS = 16
@@ -249,7 +249,7 @@ def read_checkpoint(
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_name(file):
             raise FormatError(
-                f"{index}: tensor {short(name)} is in {short(file)}, which is not in the index's folder", "QK-E110"
+                f"{index}: tensor {short(name)} is in {short(file)}, which is not in the folder of the index", "QK-E110"
             )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]
@@ -307,7 +307,7 @@ def _is_name(file: str) -> bool:
 def _files(folder: Path, prefix: str) -> list[Path]:
     try:
         if isinstance(folder, URL):
-            # A store that cannot list has the usual name, if any.
+            # In a store that cannot list files, only the usual name is tried.
             file_names = [f"{prefix}.safetensors"] if folder.listing is None else list(folder.listing)
         else:
             file_names = os.listdir(folder)

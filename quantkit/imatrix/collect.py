@@ -5,7 +5,7 @@ uses one, several chunks per pass, all tokens in every layer, perplexity over th
 llama-imatrix, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides
 a weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
 
-To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that nothing of the chunk
+To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that no trace of the chunk
 remains in any sum.
 
 Memory: 32 bytes per column of every distinct input, times the number of experts for routed ones. Inputs shared by
@@ -376,7 +376,7 @@ class _Collector:
             self.notes.append(f"--all-experts: {model.path} has no experts")
         #: The chunk up to which a snapshot is saved.
         self.saved_chunk = 0
-        #: The work of a cluster's nodes; None: this machine does it.
+        #: Work for the nodes of a cluster; None: this machine does it.
         self.recording: Recording | None = None
 
     def _note_nextn(self) -> None:
@@ -388,7 +388,7 @@ class _Collector:
             self.notes.append(f"--nextn: {self.model.path} has no prediction layer")
         elif layers:
             self.notes.append(
-                f"blk.{layers[0]} is a prediction (MTP) layer and is not run; use --nextn to record it too"
+                f"blk.{layers[0]} is a prediction layer (MTP) and is not run; use --nextn to record it as well"
             )
 
     @property
@@ -519,7 +519,7 @@ class _Collector:
         before = self.progress.done
         for chunk in chunks:
             self._count(chunk)
-        # Dropped chunks count with the next good one.
+        # Dropped chunks are counted with the next valid one.
         self.progress.done = chunks[-1] + 1
         self._save(before)
 
@@ -660,7 +660,7 @@ class _Collector:
         matrix = self._run_matrix()
         for name, entry in self._sums(ALL_EXPERTS).items():
             n_mat = matrix.entries[name].counts.size
-            if entry.counts.size != n_mat:  # up and gate: all experts see the same
+            if entry.counts.size != n_mat:  # up and gate: all experts have the same input
                 in_sum = None if entry.in_sum is None else np.repeat(entry.in_sum, n_mat, axis=0)
                 entry = ImatrixEntry(np.repeat(entry.sums, n_mat, axis=0), np.repeat(entry.counts, n_mat), in_sum)
             matrix.entries[name] = entry

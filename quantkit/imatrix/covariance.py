@@ -49,10 +49,10 @@ from quantkit.options.imatrix import ImatrixOptions
 from quantkit.pipeline.content import FileRecord
 from quantkit.units import format_size
 
-#: Weight of a token for an expert: 1, its squared router weight, or both are recorded.
+#: Weight of a token for an expert: 1, its squared router weight, or both, recorded separately.
 Weighting = Literal["tokens", "router", "both"]
 
-#: Largest share of the time that saving sums may take.
+#: Maximum share of the time that saving sums may take.
 _SAVE_SHARE = 0.05
 
 
@@ -260,7 +260,7 @@ class _Recorder:
         self.recording = CovarianceRecording(
             text.windows, options.n_batch, options.process_output, weighting, layers, target
         )
-        #: Units in the file; units of the pass with saved sums; chunks left out.
+        #: Units in the file; units of the pass with saved sums; skipped chunks.
         self.stored_units: list[Unit] = []
         self.current_units: list[Unit] = []
         self.without: list[int] = []
@@ -307,9 +307,9 @@ class _Recorder:
             self.target.finish()
             self.snapshot.remove()
         except ClusterError:
-            raise  # finished passes stay
+            raise  # finished passes are kept
         except QuantkitError:
-            self.target.discard()  # another attempt would end the same way
+            self.target.discard()  # another attempt would fail in the same way
             self.snapshot.remove()
             raise
         n = len(self.text.windows) - len(self.without)
@@ -318,7 +318,7 @@ class _Recorder:
 
     def _on_nodes(self, remote: NodeModel, progress: Callable[[CovarianceProgress], None] | None) -> int:
         """Run the remaining passes on the nodes of a cluster; return the number of all passes."""
-        self.current_units = []  # half a pass is of no use to them
+        self.current_units = []  # half a pass is useless to the nodes
         sizes = {unit.name: size for unit, size in self.sizes.items()}
         chunks = self._chunks()
         earlier = self.n_written

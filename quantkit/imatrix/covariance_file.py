@@ -8,7 +8,7 @@ quantkit.covariance.model is a digest of the model's files. All tensors are F32,
     W.cov_router  [n, n, n_mat]   of experts: sum of w^2 x x^T, w the         W.weight  [n_mat]  sum of w^2
                                   token's router weight for the expert
 
-It grows as OUT.part and is renamed when complete.
+It is written as OUT.part and renamed when complete.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class CovarianceRecording:
         return rewrite
 
     def session(self, model: Model, chunks: int) -> Session:
-        """Return a session for passes over so many chunks."""
+        """Return a session for passes over a number of chunks."""
         return model.session(self.n_ctx, min(chunks, max(1, self.n_batch // self.n_ctx)))
 
     def run(

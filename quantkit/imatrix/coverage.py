@@ -1,7 +1,7 @@
 """Coverage of a model by an importance matrix: the entries, matrices and columns without statistics.
 
 Checked for every weight that can be quantized: an entry exists, under its own name or that of a weight with the same
-input; every expert has seen enough tokens; every value is finite. An estimate of E[x^2] from n tokens has a relative
+input; every expert has enough tokens; every value is finite. An estimate of E[x^2] from n tokens has a relative
 standard error of about sqrt(2 / n), 14 % at 100: below ``hardly`` tokens an expert counts as hardly hit.
 
 The table by tensor class shows what a calibration run never recorded (ik_llama.cpp's fused operations lose ffn_gate),
@@ -27,9 +27,9 @@ from quantkit.names import tensor_class
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, unquantized_reason
 from quantkit.pipeline.importance import TINY, Importance
 
-#: With fewer tokens, E[x^2] is known to 14 % at best.
+#: With fewer tokens, the standard error of E[x^2] is at least 14 %.
 HARDLY = 100
-#: Embeddings are looked up, not multiplied; the second is that of a prediction layer.
+#: Embeddings are looked up, not multiplied; the second tensor is that of a prediction layer.
 _EMBEDDINGS = (*TOKEN_EMBD_NAMES, "nextn.embed_tokens.weight", "compressor_ape.weight")
 
 
@@ -38,9 +38,9 @@ class TensorCoverage:
     """The coverage of one weight."""
 
     name: str
-    #: Whether the model needs it: None without a model, False for an entry that is none of its weights.
+    #: Whether the model needs it: None without a model, False for an entry that matches none of its weights.
     expected: bool | None
-    #: The entry that serves it, under any name, or None.
+    #: Its entry, under any name, or None.
     entry: str | None
     #: Tokens per matrix, that is per expert; empty without an entry.
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
@@ -52,7 +52,7 @@ class TensorCoverage:
     #: NaN, Inf and negative sums of squares, and the first expert that has one.
     bad_values: int = 0
     bad_expert: int | None = None
-    #: Matrices with tokens, but nothing but zeros (or subnormal numbers).
+    #: Matrices with tokens, but only zeros (or subnormal numbers).
     zeros: int = 0
     notes: tuple[str, ...] = ()
 
@@ -79,7 +79,7 @@ class CoverageGroup:
     experts: int
     never: int
     hardly: int
-    #: Least and median tokens per expert, or per weight without experts; None if a .dat has no counts.
+    #: Minimum and median tokens per expert, or per weight without experts; None if a .dat has no counts.
     tokens_min: int | None
     tokens_median: float | None
     bad_values: int
@@ -213,8 +213,8 @@ def coverage(
 def _model_coverage(
     imatrix: Imatrix, model: Sequence[TensorLike], expected_weights: Sequence[TensorLike], estimated: bool, hardly: int
 ) -> list[TensorCoverage]:
-    # Importance refuses NaN and Inf; here they are a finding, and only names matter. 0.5 is neither the 1 of an expert
-    # without tokens nor the 0 of a ruined entry.
+    # Importance rejects NaN and Inf, which are findings here, and only names matter. 0.5 differs from the 1 of an
+    # expert without tokens and the 0 of an unusable entry.
     names = {n: ImatrixEntry(np.full_like(e.sums, 0.5), e.counts) for n, e in imatrix.entries.items()}
     importance = Importance(replace(imatrix, entries=names))
     rows, used = [], set()
@@ -232,7 +232,7 @@ def _model_coverage(
         used.add(lookup.entry)
         row = _entry(t.name, imatrix.entries[lookup.entry], True, n_mat, estimated, hardly)
         rows.append(replace(row, entry=lookup.entry, notes=(*lookup.notes, *row.notes)))
-    # An entry of a weight that needs none (the output, an unused alias) is no stranger.
+    # An entry of a weight that needs none (the output, an unused alias) still belongs to the model.
     strangers = set(importance.coverage((t.name for t in model), ()).unused)
     for name in imatrix.entries.keys() - used:
         expected = False if name in strangers else None
@@ -245,7 +245,7 @@ def _entry(
 ) -> TensorCoverage:
     notes: tuple[str, ...] = ()
     if n_mat > 1 and entry.counts.size == 1:
-        # One count for all experts: a GGUF made from a .dat.
+        # One count for all experts: a GGUF file converted from a .dat.
         entry, estimated = split_experts(entry, n_mat), True
     counts = entry.counts
     bad = ~((entry.sums >= 0) & (entry.sums < np.inf))

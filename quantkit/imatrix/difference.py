@@ -30,7 +30,7 @@ class TensorDifference:
     name: str
     relative: float
     cosine: float
-    #: The expert that differs most, and by how much; None for weights without experts.
+    #: The expert that differs most, and its difference; None for weights without experts.
     worst: int | None
     worst_relative: float
     #: Tokens of all experts, and the largest relative difference of a count; None for a .dat.
@@ -40,7 +40,7 @@ class TensorDifference:
     #: Experts with too few tokens in either file, and experts empty in just one of them.
     n_skipped: int = 0
     one_sided: int = 0
-    #: Why nothing can be compared.
+    #: The reason why nothing can be compared.
     note: str = ""
 
     @property

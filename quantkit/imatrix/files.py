@@ -73,7 +73,7 @@ def merge(
         imatrices[0].path,
         entries,
         [dataset for part in imatrices for dataset in part.datasets],
-        # In chunks of the result's size; the plain sum where all sizes are equal.
+        # In chunks of the result's size; the plain sum if all sizes are equal.
         round(sum(part.chunk_count * (part.chunk_size or size) for part in parts) / size),
         size,
         "gguf",
@@ -94,12 +94,12 @@ def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) 
         if fills := filled_experts(imatrix):
             n = sum(map(len, fills.values()))
             yield f"{imatrix.path}: {n} experts filled by {imatrix.extra[FILL_KEY].value!r} are empty again"
-    # A matrix that was never a file equals only itself.
+    # A matrix that does not come from a file equals only itself.
     digests = [imatrix.sha256 if imatrix.path.is_file() else str(id(imatrix)) for imatrix in imatrices]
     for i, imatrix in enumerate(imatrices):
         if digests[i] in digests[:i]:
             first = imatrices[digests.index(digests[i])]
-            yield f"{imatrix.path}: identical to {first.path}: its tokens count twice"
+            yield f"{imatrix.path}: identical to {first.path}: its tokens are counted twice"
     if len({imatrix.n_layer_nextn for imatrix in imatrices}) > 1:
         yield "the files differ in their number of prediction layers; the largest is used"
     lacking = {
@@ -176,7 +176,7 @@ def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
     known_sketches = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
     extra = {key: value for key, value in extra.items() if key not in _TEXT_KEYS}
     if known_sketches:
-        # Of the known texts only: a warning about one is right whatever the others are.
+        # Only of the known texts: a warning about one is valid regardless of the others.
         extra |= merge_sketches(known_sketches).fields()
         if len(known_sketches) < len(parts):
             notes.append(
@@ -257,7 +257,8 @@ def _rename_experts(entries: Mapping[str, ImatrixEntry], names: str) -> dict[str
         stem = next((half for half in (MERGED, GATE, UP) if f".{half}." in f".{name}"), None)
         for name_part in _other_names(stem, names):
             target = name if stem is None else name.replace(stem, name_part)
-            # An existing name beats a derived one; of two derived ones the gate's, which sorts first, wins.
+            # An existing name takes precedence over a derived one; of two derived ones, that of the gate, which sorts
+            # first.
             if target == name or target not in entries and target not in result:
                 result[target] = replace(entry, stats=entry.stats if target == name else None)
     return result

@@ -1,4 +1,4 @@
-"""Values for experts without tokens, and the record that tells them from data.
+"""Values for experts without tokens, and the record that distinguishes them from data.
 
 An encoder uses ones for an expert without tokens: all columns have the same weight. A fill is another guess:
 

@@ -1,6 +1,6 @@
 """The prediction layer in a collection: it runs after the model, on the model's hidden rows for the same chunks.
 
-The layer sees n - 1 of a chunk's n tokens: the rows of tokens 0 ... n - 2 with the tokens that follow them, as in
+The layer processes n - 1 of a chunk's n tokens: the rows of tokens 0 ... n - 2 with the tokens that follow them, as in
 llama-imatrix --nextn. Positions are 0 ... n - 2 here and 1 ... n - 1 there, which makes no difference with rotary
 embeddings.
 """
@@ -31,7 +31,7 @@ I32 = npt.NDArray[np.int32]
 def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
     """Return the file with the prediction layer: ``draft``, or the model's own; None if the model has none.
 
-    Raises QuantkitError for a draft that is none, of another model, or given although the model has a layer of its own.
+    Raises QuantkitError for a file that is not a draft or of another model, or if the model has its own layer.
     """
     with open_model(model) as source:
         layers = nextn_layers(source)

@@ -19,10 +19,10 @@ from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, load
 from quantkit.model.ops import Graph
 
-#: Bytes of sums sent and added per second, and how many times longer than that a batch should take.
+#: Bytes of sums sent and added per second, and the factor by which a batch should take longer than that.
 _BYTES_A_SECOND, _TIMES = 1e8, 20
 
-#: Adds observing operations to a model's graph; to that of a prediction layer, given whether its output is its own.
+#: Adds observing operations to a model's graph; for that of a prediction layer, given whether it has its own output.
 Rewrite = Callable[[Graph], Graph]
 Observe = Callable[[Graph, bool], Graph]
 

@@ -109,8 +109,8 @@ class _Rewriting:
             kind = self.format or imatrix.format
             result, lines = self.apply(imatrix, kind)
             return ImatrixFile(result, kind, None, tuple(dict.fromkeys((*notes, *lines))))
-        with Output(output, overwrite=overwrite) as claimed:
-            path = claimed.path
+        with Output(output, overwrite=overwrite) as target:
+            path = target.path
             kind = self.format or format_of(path)
             result, lines = self.apply(imatrix, kind)
             write_imatrix(path, result, kind, chunk_size=self.chunk_size)

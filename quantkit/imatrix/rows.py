@@ -24,7 +24,7 @@ from quantkit.pipeline.facts import TensorLike
 
 F64Array = npt.NDArray[np.float64]
 
-#: A tensor with this in its name holds experts; other 3-D weights (MLA's heads) have one count for all.
+#: A tensor with this in its name contains experts; other 3-D weights (heads of MLA) have one count for all.
 EXPERTS = "_exps."
 DOWN = "ffn_down_exps"
 #: Weights whose input is n_embd wide, in order of preference.

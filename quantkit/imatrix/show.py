@@ -37,7 +37,7 @@ def show_imatrix(
     """Return contents, gaps and statistics of an importance matrix.
 
     Args:
-        path: a GGUF or .dat file; its sums are not checked, so that broken ones can be looked at.
+        path: a GGUF or .dat file; its sums are not checked, so that damaged ones can be shown.
         model: a GGUF file, to list its weights without an entry.
         process_output: also expect an entry for the output; with ``model``.
         hardly: experts with fewer tokens count as hardly hit.

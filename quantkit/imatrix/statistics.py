@@ -30,7 +30,7 @@ from quantkit.names import grouped
 
 F64Array = npt.NDArray[np.float64]
 
-#: imatrix.stats_schema: the order of the twelve figures in a file's .stats tensors.
+#: imatrix.stats_schema: the order of the twelve numbers in a file's .stats tensors.
 SCHEMA = (
     "sum_sq", "mean", "elements", "std_deviation", "skewness", "kurtosis", "gain", "h_norm", "l2_dist", "cossim",
     "pearson", "covariance",
@@ -206,7 +206,7 @@ def _vector_statistics(name: str, entry: ImatrixEntry) -> TensorStatistics | Non
     mean = float(values.mean())
     centred = values - mean
     m2 = float(np.square(centred).sum()) / n if n > 1 else 0.0
-    with np.errstate(over="ignore"):  # infinite in llama.cpp, too
+    with np.errstate(over="ignore"):  # infinite in llama.cpp as well
         deviation = float(np.sqrt(np.float32(max(m2, 0.0))))
     skewness = kurtosis = 0.0
     if deviation > np.float32(1e-10):

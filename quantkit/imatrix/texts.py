@@ -1,6 +1,6 @@
 """The input of a calibration: texts, conversations and token ids, divided into chunks of one context.
 
-Each text is divided by itself and its remainder dropped, so one run over several texts equals the merge of a run over
+Each text is divided separately and its remainder dropped, so one run over several texts equals the merge of a run over
 each. A conversation is a line of JSON, in one of three forms::
 
     {"messages": [{"role": "user", "content": "..."}, ...]}         or only the list
@@ -119,7 +119,7 @@ def cut_chunks(parts: Iterable[TokenizedText], n_ctx: int, from_chunk: int = 0, 
         names.append(part.name)
         total += len(part.tokens)
         if n == 0:
-            notes.append(f"{part.name}: {len(part.tokens)} tokens are less than one chunk of {n_ctx}: not used")
+            notes.append(f"{part.name}: {len(part.tokens)} tokens are less than one chunk of {n_ctx}: skipped")
             continue
         windows.append(part.tokens[: n * n_ctx].reshape(n, n_ctx))
         if part.text is not None:

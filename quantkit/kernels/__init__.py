@@ -52,7 +52,7 @@ def quantize(
 
     t = type_by_name(type) if isinstance(type, str) else type
     encode = encoder_of(t, encoder)
-    # To numba a read-only array is another type: a copy is cheaper than a second compilation.
+    # A read-only array is another type for numba: a copy is cheaper than a second compilation.
     rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
     _check_groups(t, rows)
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)

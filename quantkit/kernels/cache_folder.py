@@ -25,7 +25,7 @@ def cache_folder(kind: str, sources: str, *machine: str) -> Path:
     """
     configured = os.environ.get("QUANTKIT_CACHE")
     home = os.environ.get("XDG_CACHE_HOME", "")
-    home = home if os.path.isabs(home) else os.path.expanduser("~/.cache")  # XDG: a relative path does not count
+    home = home if os.path.isabs(home) else os.path.expanduser("~/.cache")  # XDG: relative paths are ignored
     base = Path(configured) if configured else Path(home, "quantkit")
     return _safe_folder(base, bool(configured), (kind, sources, *machine))
 
@@ -48,7 +48,7 @@ def _private(base: Path, configured: bool, names: tuple[str, ...]) -> Path | Non
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in folders[1:]:
             folder.mkdir(mode=0o700, exist_ok=True)
-        for folder in folders[configured:-1]:  # ours by name, perhaps created under umask 002
+        for folder in folders[configured:-1]:  # quantkit's by its name, perhaps created under umask 002
             _close(folder)
         doubt = _doubt(base.stat()) or next(filter(None, (_doubt(f.lstat()) for f in folders[1:])), "")
         if doubt:

@@ -1,4 +1,4 @@
-"""The first run: compile kernels that are not cached on all CPUs, tell the user, and keep the time out of measurements.
+"""The first run: compile missing kernels on all CPUs, inform the user, and exclude the time from measurements.
 
 ``working_seconds`` is a clock that stops during compilation, so that no figure depends on the state of the cache.
 """
@@ -19,7 +19,7 @@ from quantkit.process import no_collection
 
 Job = Callable[[], object]
 
-#: More processes gain little, and each takes some 200 MB.
+#: More processes are hardly faster, and each takes some 200 MB.
 _PROCESSES = 8
 
 
@@ -35,7 +35,7 @@ class _Compiling:
         self.depth = 0
         self.since = 0.0
         self.seconds = 0.0
-        self.forbidden = self.announced = False
+        self.is_disabled = self.is_reported = False
         self.listener: Callable[[str], None] | None = None
 
     def enter(self) -> None:
@@ -57,11 +57,11 @@ class _Compiling:
         if self.listener is not None:
             if text:
                 self.listener(text)
-        elif text and not self.announced:
+        elif text and not self.is_reported:
             erase = "\r\033[K" if sys.stderr.isatty() else ""  # a bar that is being drawn
             sys.stderr.write(f"{erase}{text}\n")
             sys.stderr.flush()
-        self.announced = True
+        self.is_reported = True
 
 
 _STATE = _Compiling()
@@ -69,7 +69,7 @@ _STATE = _Compiling()
 
 def mute() -> None:
     """Compile silently where stderr is not a terminal."""
-    _STATE.announced = True
+    _STATE.is_reported = True
 
 
 def tell(listener: Callable[[str], None]) -> None:
@@ -87,7 +87,7 @@ def working_seconds() -> float:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Mark compilation: report it once and stop the clock. Raises NotCached while only the cache may be used."""
-    if _STATE.forbidden:
+    if _STATE.is_disabled:
         raise NotCached
     with no_collection():
         _STATE.enter()
@@ -112,13 +112,13 @@ def compile_in_order(jobs: Sequence[Job]) -> None:
 
 
 def _in_cache(job: Job) -> bool:
-    _STATE.forbidden = True
+    _STATE.is_disabled = True
     try:
         job()
     except NotCached:
         return False
     finally:
-        _STATE.forbidden = False
+        _STATE.is_disabled = False
     return True
 
 

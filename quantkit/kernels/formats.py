@@ -10,7 +10,7 @@ A *unit* is 256 values, which an unpacker unpacks at once. *Row headers*: rows o
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a row
 reads the scale once and applies it, so types without one pay nothing. Products multiply it by a *gain* in two trellis
 types, as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to weighted
-squares, such coarse levels come out too small.
+squares, such coarse levels are too small on average.
 
 *Interleaved types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their
 base type, whose bytes they contain interleaved. Files never contain the base types of IQ1_S_R4 and IQ1_M_R4
@@ -43,8 +43,8 @@ class Format:
     type: TensorType
     #: The file that implements it in cpu/encode, cpu/unpack and cuda/unpack.
     family: str
-    #: The format of its activations (cpu/matmul/activations.py), as in llama.cpp, or in ik_llama.cpp if only that has
-    #: it.
+    #: The format of its activations (cpu/matmul/activations.py): llama.cpp's, or ik_llama.cpp's if only that has the
+    #: type.
     activations: str
     #: Values that share a scale, and a minimum: 16, 32 or more; 1 for floats.
     span: int = 32
@@ -64,7 +64,8 @@ class Format:
     grid: int = 0
     #: CUDA, few rows: parts of 32 values per lane and step (dot_forms.cuh).
     blocks_per_lane: int = 1
-    #: CUDA, one row: how many rows of weights fit the registers beside it, if fewer than its bits allow (mat_vec.py).
+    #: CUDA, one row: the number of rows of weights that the registers hold besides it, if fewer than its bits allow
+    #: (mat_vec.py).
     max_rows_in_registers: int = 0
     #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
     launch_group: str = ""
@@ -91,7 +92,7 @@ class Format:
         return _is_defined("encode", self, "_ik")
 
 
-#: The project whose search an encoder follows; they differ in some common types (``Format.ik_encoder``), and in their
+#: The project whose encoder is reproduced; the two differ in some common types (``Format.ik_encoder``), and in their
 #: interleaved types.
 ENCODERS = ("mainline", "ik")
 #: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
@@ -103,7 +104,7 @@ FOLDED_TO_F16 = 16
 
 def _format(name: str, family: str, activations: str, **fields: Any) -> Format:
     if name not in BY_NAME:
-        raise LookupError(f"{name} has a record here but no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
+        raise LookupError(f"{name} has a record here, but no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
     return Format(BY_NAME[name], family, activations, **fields)
 
 

@@ -116,6 +116,6 @@ def trellis_levels(first: int, count: int, size: int) -> npt.NDArray[np.int64]:
 
 
 def trellis(size: int, bits: int = 16, signs: int = 0, codebooks: int = 1) -> Grid:
-    """Return the grid of a trellis type with so many bits for index and codebook: of magnitudes if it has signs."""
+    """Return the grid of a trellis type with these bits for index and codebook: of magnitudes if it has signs."""
     points = trellis_levels(0, 1 << bits, size).astype(np.float32)
     return Grid(np.abs(points) if signs else points, 1, signs, codebooks)

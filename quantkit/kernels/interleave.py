@@ -1,4 +1,4 @@
-"""Row-interleaved types: where each bit of 4, 8 or 16 rows lies when they are interleaved.
+"""Row-interleaved types: the position of each bit of 4, 8 or 16 rows when they are interleaved.
 
 An interleaved type (_R4, _R8, _R16 of ik_llama.cpp; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 of ARM builds) holds the blocks of
 a *base* type, rearranged so that a CPU multiplies several rows at once: dwords of the rows alternate, nibbles and bits
@@ -14,7 +14,7 @@ What permutations do not cover::
     Q8_KV_R8    drops the sum of a row's levels, which is counted again
     Q8_K_R8     and Q8_K_R16 interleave activations, Q8_K, which no file holds: deinterleaved they become Q8_0,
                 whose scales then repeat, with the same values; there is no inverse
-    IQ1_S_R4    and IQ1_M_R4 are formats of their own, with a scale per row: their base types are ``types.ROWS``, which
+    IQ1_S_R4    and IQ1_M_R4 are distinct formats, with a scale per row: their base types are ``types.ROWS``, which
                 no file holds. For files IQ1_S_R4 becomes IQ1_S, whose scales then repeat, with the same values; scales
                 of IQ1_M_R4, which may be even, are not among those of IQ1_M
 
@@ -54,7 +54,7 @@ class Layout:
     target_bits: Bits
     #: Bytes of an interleaved unit whose bits 1 .. 7 are running parities.
     signs: npt.NDArray[np.bool_]
-    #: The mask that is XORed to the bytes of an interleaved unit.
+    #: The mask that the bytes of an interleaved unit are XORed with.
     xor: npt.NDArray[np.uint8]
 
     @property
@@ -75,7 +75,7 @@ class Layout:
 
 # --- bits --------------------------------------------------------------------------------------------------------
 #
-# Bits are numbered 8 * byte + place. Arrays of them end in an axis of bits, low ones first; joined along it, fields
+# Bits are numbered 8 * byte + position. Arrays of them end in an axis of bits, low ones first; joined along it, fields
 # become wider. ``rows`` below is [R, bytes of a unit, 8].
 
 
@@ -121,8 +121,8 @@ def _bytes_of_levels(levels: Bits, *starts: tuple[int, ...], span: int = 32) -> 
     which byte i holds the values start + i, the first of the tuple in the low bits.
     """
     r, n, width = levels.shape
-    picked = np.array(starts)[:, :, None] + np.arange(4)  # [pieces, parts, 4]
-    values = levels.reshape(r, n // span, span, width)[:, :, picked]  # [R, n / span, pieces, parts, 4, width]
+    indices = np.array(starts)[:, :, None] + np.arange(4)  # [pieces, parts, 4]
+    values = levels.reshape(r, n // span, span, width)[:, :, indices]  # [R, n / span, pieces, parts, 4, width]
     return values.transpose(1, 2, 0, 4, 3, 5).reshape(n // span, len(starts), r, 4, -1)
 
 
@@ -369,7 +369,7 @@ _EXACT: dict[str, tuple[str, int, Callable[[Bits], Bits]]] = {
     "IQ1_M_R4": ("IQ1_M_ROW", 32, _iq1_m),
     "BF16_R16": ("BF16", 2, lambda rows: _flat(_by_row(rows, 4))),
 }
-#: Interleaved types that can be taken apart into another type with the same values, without a way back.
+#: Interleaved types that can only be deinterleaved, to another type with the same values.
 _ONE_WAY: dict[str, tuple[str, Callable[[], Bits]]] = {
     "Q8_K_R8": ("Q8_0", lambda: _q8_0_of_q8_k(8)),
     "Q8_K_R16": ("Q8_0", lambda: _q8_0_of_q8_k(16)),
@@ -377,10 +377,10 @@ _ONE_WAY: dict[str, tuple[str, Callable[[], Bits]]] = {
 }
 #: Bytes of an interleaved unit with signs: (first, end, step).
 _SIGNS = {"IQ2_XXS_R4": (8, 136, 1), "IQ3_XXS_R4": (8, 136, 1), "IQ2_XS_R4": (9, 264, 2)}
-#: A byte that is XORed from one byte of an interleaved unit on: (byte, first).
+#: A byte that all bytes of an interleaved unit from a position on are XORed with: (byte, first).
 _FLIPPED = {"Q4_0_4X4": (0x88, 8), "Q4_0_4X8": (0x88, 8), "Q4_0_8X8": (0x88, 16), "Q8_K_R16": (0x80, 32)}
 
-#: The base types of interleaved types, by name, and the other way round (of several, ik's).
+#: The base types of interleaved types, by name, and the inverse (of several types, ik's).
 BASES: dict[str, str] = {**{n: r[0] for n, r in _ONE_WAY.items()}, **{name: row[0] for name, row in _EXACT.items()}}
 INTERLEAVED: dict[str, str] = {row[0]: name for name, row in _EXACT.items() if BY_NAME[name].id > 100}
 

@@ -116,7 +116,7 @@ class Integers:
     dmin: F32 | None
 
 
-# ---------------------------------------------------------------- where bits lie
+# ---------------------------------------------------------------- positions of bits
 
 
 def field(offset: int, shift: int, bits: int, count: int) -> Bits:

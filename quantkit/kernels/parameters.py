@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 #: Maximum number of experts, and groups of experts: limited by a CPU kernel's stack and a CUDA kernel's shared memory.
 MAX_EXPERTS = 4096
-#: Most rows of a delta net's state that decay each by itself.
+#: Maximum rows of a delta net's state with their own decays.
 MAX_DECAYS = 256
 #: Kinds of gating by their numbers in a slot.
 GATINGS = ("softmax", "sigmoid", "softmax_weight", "sqrt_softplus")

@@ -23,7 +23,7 @@ TAIL = 32
 _BLOCK = 128
 
 
-#: The type of a tensor with one scale, and the type of rows with one each that it is decoded as.
+#: The type of a tensor with one scale, and the type of rows with a scale each from which it is decoded.
 TENSOR_SCALED, ROW_SCALED = BY_NAME["I2_S"], BY_NAME["IQ2_BN"]
 
 

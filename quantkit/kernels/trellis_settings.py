@@ -1,13 +1,13 @@
 """Search settings of the trellis types, one record per type, shared by CPU and CUDA, whose bytes are the same.
 
-cpu/encode/trellis.py describes the steps. *Values* are 32 with a scale of their own, their *energy* sum(w x x).
+cpu/encode/trellis.py describes the steps. *Values* are the 32 that share a scale, their *energy* sum(w x x).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Of how many lanes the best family, or cell, remains, the second best, and so on.
+#: Number of lanes of which the best family (or cell) survives, of which the second best survives, and so on.
 Shape = tuple[int, ...]
 
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 class TreeSearch:
     """A search down the tree of a codebook (cpu/encode/trellis_codebook.py).
 
-    families, cells: how many remain; without families all cells are ranked. coarse_centers, coarse_points: they are
+    families, cells: numbers that remain; without families all cells are ranked. coarse_centers, coarse_points: they are
     ranked in 8 bits, else in 16. Where centers are, weights of magnitudes have 8 bits for points, too.
     """
 
@@ -41,36 +41,37 @@ class ListSearch:
 class TrellisSettings:
     """The search of a type."""
 
-    #: Points of a codebook; values of a point; whether they are magnitudes, scales having no sign then; codebooks.
+    #: Points of a codebook; values of a point.
     points: int
     size: int
-    #: The levels that scales have: "codebook" (IQ4_NL's), "unsigned" (0 .. 15) or "wide" (-64 .. 63); the largest.
+    #: The levels of scales: "codebook" (IQ4_NL's), "unsigned" (0 .. 15) or "wide" (-64 .. 63); the largest.
     levels: str
     largest_level: int
-    #: Searches: of all values; of those of unequal weights, or of most of the error; of the better codebook, once more;
-    #: for the scale chosen.
+    #: Searches: for all values; for values with unequal weights or most of the error; a repetition with the better
+    #: codebook; for the final scale.
     first: TreeSearch | ListSearch
     deep: TreeSearch
     retry: ListSearch | None = None
     final: TreeSearch | ListSearch | None = None
+    #: Whether points are magnitudes, so that scales have no sign; the number of codebooks.
     magnitudes: bool = False
     codebooks: int = 1
-    #: For how many scales around the guess values of little energy are searched for.
+    #: Number of scales around the guess that are searched for values of little energy.
     light_searches: int = 1
-    #: Times the mean energy: from where on values are searched for deeply, in rows of few values that matter.
+    #: Multiple of the mean energy from which values get a deep search, in rows dominated by few values.
     patient_deep_energy: float = 1e30
-    #: Whether unequal weights make a search deep.
+    #: Whether values with unequal weights get a deep search.
     deep_if_unequal: bool = True
-    #: For how many scales around the guess a search is deepest.
+    #: Number of scales around the guess in a deep search.
     deep_searches: int = 3
-    #: Of an uneven row's error, from which values are searched for deeply, and from which all points are ranked for a
-    #: group; what both are multiplied by in rows of 256 values.
+    #: Shares of an uneven row's error from which values get a deep search, and from which all points are ranked for a
+    #: group; the factor of both in rows of 256 values.
     deep_error: float = 0.05
     scan_error: float = 0.05
     short_row_factor: float = 1.0
-    #: Scales of an uneven row that are tried.
+    #: Number of scales tried for an uneven row.
     row_scales: int = 4
-    #: By how much a row's scale exceeds that of least squares, with which values come out too small on average.
+    #: Factor of a row's scale over the least-squares scale, with which values are too small on average.
     row_scale_gain: float = 1.0
 
     @property

@@ -34,7 +34,7 @@ from quantkit.loaders.vocabulary import Vocabulary, read_vocabulary
 _GENERAL = {"general.name": "str", "general.file_type": "u32"}
 #: Limit of a table's loops: layers or experts, of which loaders accept at most 1024.
 _MAX_TURNS = 4096
-#: How many dimensions ggml's tensors have.
+#: Number of dimensions of ggml's tensors.
 _MAX_DIMS = 4
 
 

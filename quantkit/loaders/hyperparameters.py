@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: Layers an array of hyperparameters has room for.
+#: Maximum number of layers in an array of hyperparameters.
 MAX_LAYERS = 512
 
 _ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
@@ -28,7 +28,8 @@ class Hyperparameters(dict[str, Any]):
     def __init__(self, runtime: str, arch: str, values: Mapping[str, Any]) -> None:
         super().__init__({name: list(v) if isinstance(v, list) else v for name, v in values.items()})
         self.update(_FUNCTIONS)
-        self.update(arch=arch, is_recurrent=arch in RECURRENT)  # the function of a layer replaces the latter in ik's
+        # in ik_llama.cpp the function of a layer replaces the latter
+        self.update(arch=arch, is_recurrent=arch in RECURRENT)
         for name, function in _BY_LAYER[runtime].items():
             self[name] = _bound(function, self)
 
@@ -67,7 +68,7 @@ _n_head, _n_head_kv = _item("n_head_arr"), _item("n_head_kv_arr")
 
 
 def _widths(layers: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of heads' widths; ``layers``: the field that says which layers have a sliding window."""
+    """Return the functions of heads' widths; ``layers``: the field that lists the layers with a sliding window."""
     head_k = _by_window("n_embd_head_k_full", "n_embd_head_k_swa", layers)
     head_v = _by_window("n_embd_head_v_full", "n_embd_head_v_swa", layers)
     return {

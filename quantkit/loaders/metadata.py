@@ -23,7 +23,7 @@ _SCALARS = {
     "str": ValueType.STRING,
     "u64": ValueType.UINT64,
 }
-#: Types of items that each kind of array takes.
+#: Types of items that each kind of array accepts.
 _ITEMS = {
     "u32": {ValueType.UINT32, ValueType.INT32},
     "i32": {ValueType.UINT32, ValueType.INT32},

@@ -83,12 +83,12 @@ class PatternRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """A tensor that is asked for: shapes in ggml's order, each of which it may have."""
+    """A requested tensor: the shapes in ggml's order that it may have."""
 
     name: CodeType | str
     shapes: tuple[CodeType, ...]
     reshape: bool
-    #: True, False, or under which condition.
+    #: True, False, or the condition under which it is.
     optional: CodeType | bool
     when: CodeType | None
 
@@ -119,7 +119,7 @@ class Table:
     constants: dict[str, Any]
     defaults: dict[str, Any]
     pre_tokenizers: frozenset[str]
-    #: Architectures that the runtime knows and the table does not describe.
+    #: Architectures of the runtime that the table does not describe.
     unchecked: frozenset[str]
     lines: dict[str, tuple[str, ...]]
 

@@ -137,7 +137,7 @@ def _charsmap_problems(fields: Mapping[str, Field]) -> Iterator[Problem]:
 
 
 def _byte_token_problems(fields: Mapping[str, Field]) -> Iterator[Problem]:
-    """Yield the first byte without a token of its own."""
+    """Yield the first byte without its own token."""
     tokens, types = fields.get(_TOKENS), fields.get(_TYPES)
     if tokens is None or tokens.item_type is not ValueType.STRING:
         return

@@ -98,8 +98,8 @@ class RopeRules:
     half: bool = False
     #: No rope if ``rope.scaling.finetuned`` is false (Granite).
     if_finetuned: bool = False
-    #: The last of every n layers has no rope (SmolLM 3, Llama 4); 0: all have. skip_first: the first of n instead, if
-    #: there are windows and more than n layers (SmallThinker).
+    #: The last of every n layers has no rope (SmolLM 3, Llama 4); 0: all have. skip_first: the first of every n
+    #: instead, if there are windows and more than n layers (SmallThinker).
     skip_step: int = 0
     skip_first: bool = False
     #: Further yarn keys: ``log`` (beta_fast, beta_slow and the log multiplier), ``ext`` (betas and extrapolation
@@ -123,7 +123,7 @@ class AttentionRules:
     head_norm_eps: float = 0.0
     #: q and k are normalized after rope, without weights (Llama 4 except the largest, Talkie).
     plain_qk_norm: bool = False
-    #: ``attn_q_norm`` holds a factor for each query head, applied after its norm (Talkie).
+    #: ``attn_q_norm`` has a factor for each query head, applied after its norm (Talkie).
     head_gains: bool = False
     #: Scale of q by position: ``llama4`` (layers without rope), or ``mistral3`` (attention.temperature_scale).
     temperature: str = ""
@@ -132,9 +132,9 @@ class AttentionRules:
     scale: str = ""
     #: ``attention.value_scale`` multiplies the output of attention (MiMo 2).
     value_scale_key: bool = False
-    #: The function of attn_gate x, a value a head or a column, that multiplies the output of attention.
+    #: The function of attn_gate x, one value per head or per column, that multiplies the output of attention.
     gate: str = ""
-    #: The softcap of attention scores if the metadata have none (Gemma 2); 0: no softcap.
+    #: The softcap of attention scores if the metadata has none (Gemma 2); 0: no softcap.
     softcap: float = 0.0
     #: The largest ALiBi bias; 0: none. None: ``attention.max_alibi_bias``.
     alibi: float | None = 0.0
@@ -148,13 +148,13 @@ class Arch:
 
     name: str
     #: ``normal``, ``neox``, ``mrope`` and ``imrope`` (neox with sections, or interleaved sections), ``none``; ``glm``
-    #: and ``glm_moe`` are normal and neox unless the metadata have sections.
+    #: and ``glm_moe`` are normal and neox unless the metadata has sections.
     rope: str
     rope_rules: RopeRules = RopeRules()
     #: The attention block, a key of graph.ATTENTION.
     attention: str = "gqa"
     attention_rules: AttentionRules = AttentionRules()
-    #: ``rms``, ``layer``, or ``by_eps``: the kind whose epsilon the metadata have.
+    #: ``rms``, ``layer``, or ``by_eps``: the kind whose epsilon the metadata has.
     norm: str = "rms"
     activation: str = "silu"
     #: Norms of rows have no weights (OLMo, Talkie).
@@ -163,7 +163,7 @@ class Arch:
     position_embeddings: bool = False
     #: Embeddings of tokens are normalized, without weights (Muse Glimmer, Talkie).
     embed_norm: bool = False
-    #: Dense feed-forward without a gate tensor: ``ffn_up`` holds gate and up; otherwise there is no gate.
+    #: Dense feed-forward without a gate tensor: ``ffn_up`` contains gate and up; otherwise there is no gate.
     glu_in_up: bool = False
     window: Window | None = None
     #: Names of norms: before the feed-forward layer; after attention and after the feed-forward layer.
@@ -186,10 +186,10 @@ class Arch:
     fixed_scales: Scales | None = None
     #: Which keys are read: ``embedding`` (embedding_scale), ``residual`` (residual_scale).
     scales: frozenset[str] = frozenset()
-    #: The softcap of the logits if the metadata have none (Gemma 2); None: the key is not read.
+    #: The softcap of the logits if the metadata has none (Gemma 2); None: the key is not read.
     final_softcap: float | None = None
     #: ``swiglu_clamp_exp`` and ``_shexp`` clamp up and the gate: ``after`` its activation; ``before`` it, in routed
-    #: experts only; ``before_all``: also in the shared expert, by default with the limit of the others.
+    #: experts only; ``before_all``: also in the shared expert, by default with the limit of routed experts.
     swiglu_limits: str = ""
     #: Parts whose ``.scale`` tensors llama.cpp uses: ``ffn``, ``exps``, ``shexp``, ``ssm``.
     tensor_scales: frozenset[str] = frozenset()
@@ -226,7 +226,7 @@ class Arch:
     residual_attention: bool = False
     #: Residuals are residual_scale * the norm's output instead of its input (MiniMax Text 01).
     normed_residual: bool = False
-    #: Not 0: if the metadata have ``kda.gate_lower_bound`` b, the decay is b * sigmoid(this * A * x) instead of
+    #: Not 0: if the metadata has ``kda.gate_lower_bound`` b, the decay is b * sigmoid(this * A * x) instead of
     #: A * softplus(x).
     bounded_decay: int = 0
     #: The name of the last norm.

@@ -28,7 +28,7 @@ class Batch:
         return len(self.outputs) if outputs else len(self.tokens)
 
     def check(self, n_ctx: int, n_seq: int, n_vocab: int) -> None:
-        """Raise ValueError unless every number is below its bound (n_vocab 0: none): kernels trust them."""
+        """Raise ValueError unless every number is below its bound (n_vocab 0: none): kernels do not check."""
         n = len(self.tokens)
         if not (n == len(self.positions) == len(self.sequences)):
             raise ValueError(f"{n} tokens, {len(self.positions)} positions and {len(self.sequences)} sequences")
@@ -37,5 +37,5 @@ class Batch:
             ("position", self.positions, n_ctx),
             ("sequence", self.sequences, n_seq),
         ):
-            if n and numbers.view(np.uint32).max() >= end:  # negative numbers are the largest
+            if n and numbers.view(np.uint32).max() >= end:  # as unsigned, negative numbers are the largest
                 raise ValueError(f"a {name} of this program is 0 to {end - 1}; got {numbers.min()} to {numbers.max()}")

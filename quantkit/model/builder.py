@@ -30,8 +30,8 @@ from quantkit.model.ops import (
 from quantkit.types import BY_NAME
 
 F32 = BY_NAME["F32"]
-#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; Arch.tensor_scales says whether
-#: ``.scale`` multiplies the product.
+#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; Arch.tensor_scales has those by
+#: which the product is multiplied.
 # fmt: off
 SCALED = {
     "attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_gate", "output",
@@ -66,7 +66,7 @@ class Builder:
         #: v of the first layer, with which later layers interpolate (RWKV 7).
         self.first_values: Value | None = None
         self.layer = -1
-        #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
+        #: Layers below this are named "blk.N."; a prediction layer follows those of the model.
         self.n_blocks = self.h.n_layer
         self.used: set[str] = set()
         #: Names of required tensors that the file lacks.
@@ -160,8 +160,8 @@ class Builder:
             ) from None
         if left:
             raise TypeNotSupported(
-                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; quantkit knows another "
-                f"model as {self.h.arch}",
+                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; the model differs from "
+                f"quantkit's {self.h.arch}",
                 "QK-E107",
             )
 
@@ -193,7 +193,7 @@ class Builder:
         self, x: Value, name: str, *, group: int = 0, kind: str = "", out: str = "", eps: float | None = None
     ) -> Value:
         """Normalize the row, or every ``group`` columns, by the weight ``name``."""
-        # Falcon H1's ffn_norm has no ending.
+        # Falcon H1's ffn_norm has no suffix.
         weight = self.maybe(name) or (None if self.arch.plain_norms else self.matrix(f"{name}.weight"))
         bias = self.maybe(f"{name}.bias")
         y = self.value(out or name, x.width, x, x.per)

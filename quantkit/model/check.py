@@ -1,4 +1,4 @@
-"""Shape checks of graphs and of fused operations: kernels work on addresses and trust their arguments.
+"""Shape checks of graphs and of fused operations: kernels work on addresses and do not check their arguments.
 
 A model with inconsistent tensors, damaged or hostile, raises a FormatError that names the tensor.
 """

@@ -145,7 +145,7 @@ def _project_groups(b: Builder, x: Value) -> Value:
     fits = fits and prod(tensor.shape[1:]) == rank * groups
     if not fits:
         raise FormatError(
-            f"{b.source.paths[0]}: {tensor.name} is {tensor.shape}, but the metadata says {groups} groups of {rank} "
+            f"{b.source.paths[0]}: {tensor.name} is {tensor.shape}, but by the metadata {groups} groups of {rank} "
             f"rows for {x.width} columns: the shapes of this model are inconsistent",
             "QK-E106",
         )

@@ -33,7 +33,7 @@ def gated_attention(b: Builder, x: Value) -> Value:
     n_kv, head = b.h.layer_int("attention.head_count_kv", b.layer, n_head), b.h.head_k
     if b.h.head_v != head:
         raise FormatError(
-            f"{b.source.paths[0]}: keys have {head} columns, values {b.h.head_v}; they must be equal", "QK-E123"
+            f"{b.source.paths[0]}: keys have {head} columns, but values {b.h.head_v}; both must be equal", "QK-E123"
         )
     q_gate, k, v = qkv(b, x, 2 * n_head * head, n_kv * head, n_kv * head)
     q = b.norm(b.take(q_gate, "attn_q_alone", n_head * head, 0, 2 * head), "attn_q_norm", group=head)

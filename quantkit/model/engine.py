@@ -100,7 +100,7 @@ def load(
         raise RecipeError("a run with an observer cannot fuse operations: omit the fusion switches", "QK-E201")
     if not mmap and max_ram is not None:
         raise RecipeError(
-            "--no-mmap copies all weights to memory, --max-ram leaves some in the file: omit one of them", "QK-E201"
+            "--no-mmap copies all weights to memory, but --max-ram leaves some in the file: omit one of them", "QK-E201"
         )
     options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
     model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap, override_kv)
@@ -188,9 +188,9 @@ class Model:
         segments, decisions = list[Segment](), list[Decision]()
         for segment in placed:
             row = backend_of(segment.device)
-            ops, decided = row.fuse(segment.ops, segment.leaves, options, kv_type)
+            ops, segment_decisions = row.fuse(segment.ops, segment.leaves, options, kv_type)
             segments.append(replace(segment, ops=list(ops)))
-            decisions += decided
+            decisions += segment_decisions
         check_ops(op for segment in segments for op in segment.ops)
         return segments, decisions
 

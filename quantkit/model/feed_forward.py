@@ -35,7 +35,7 @@ _DENSE = ("ffn_up.weight", "ffn_down.weight")
 GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
 
 
-#: The clamp of gpt-oss' activation; no metadata holds it.
+#: The clamp of gpt-oss' activation, which is not in the metadata.
 _OAI_LIMIT = 7.0
 
 
@@ -74,8 +74,8 @@ def has_experts(b: Builder) -> bool:
 
 def _has_shared_expert(b: Builder) -> bool:
     """Return whether there is a shared expert; if the metadata mentions one, the architecture may require it."""
-    mentioned = b.h.int("expert_shared_count", 0) or b.h.int("expert_shared_feed_forward_length", 0)
-    return b.has(*_SHARED) if mentioned else b.has(*_SHARED[1:])
+    has_keys = b.h.int("expert_shared_count", 0) or b.h.int("expert_shared_feed_forward_length", 0)
+    return b.has(*_SHARED) if has_keys else b.has(*_SHARED[1:])
 
 
 def arctic_feed_forward(b: Builder, x: Value, of_layer: Value) -> Value:
@@ -174,7 +174,7 @@ def routing(b: Builder) -> Routing:
     if gating is None:
         raise FormatError(
             f"{b.source.paths[0]}: {h.arch}.expert_gating_func is {h.get('expert_gating_func', 'missing')}; it must be "
-            "1 (softmax), 2 (sigmoid), 3 (softmax of the chosen) or 4 (square root of softplus)",
+            "1 (softmax), 2 (sigmoid), 3 (softmax of the selected experts) or 4 (square root of softplus)",
             "QK-E123",
         )
     return Routing(

@@ -67,7 +67,7 @@ class Decisions(list[Decision]):
     """A list of decisions."""
 
     def decide(self, kind: str, layer: int, reason: str = "") -> bool:
-        """Append a decision, ``reason`` being the obstacle; return whether there is none."""
+        """Append a decision; ``reason``: why not to fuse. Return whether there is no reason."""
         self.append(Decision(kind, layer, not reason, reason))
         return not reason
 
@@ -128,7 +128,7 @@ def _fuse_gates(
 def _kind(parts: Sequence[Op | None]) -> str | None:
     if all(isinstance(part, MulMatId) for part in parts):
         return "moe"
-    # Dense tensors that hold gate and up in one are already one multiplication; products of two inputs cannot be fused.
+    # Dense tensors that contain gate and up are already one multiplication; products of two inputs cannot be fused.
     dense = [part for part in parts if isinstance(part, MulMat)]
     return "up_gate" if len(dense) == len(parts) == 2 and dense[0].x is dense[1].x else None
 
@@ -139,7 +139,7 @@ def _obstacle(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int]
     if len({(part.x, getattr(part, "ids", None)) for part in products}) > 1:
         return "gate and up read different inputs"
     if any(readers[part.out] > 1 for part in products):
-        return "gate or up has another reader"
+        return "another operation also reads gate or up"
     types = [part.weight.tensor.type.name for part in products]
     devices = {device_of(part) for part in products} | {device_of(glu)}
     # Only the CPU fuses dense matrices of two types.
@@ -148,7 +148,7 @@ def _obstacle(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int]
     if len(products) == 2 and products[0].weight.n_out != products[1].weight.n_out:
         return "gate and up differ in size"
     if len(devices) > 1:
-        return f"gate and up lie on {' and '.join(sorted(devices))}"
+        return f"gate and up are on {' and '.join(sorted(devices))}"
     return ""
 
 
@@ -194,7 +194,7 @@ def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisio
         devices = {device_of(op) for op in run}
         reason = "" if fusion.qkv else SWITCHED_OFF
         if not reason and len(devices) > 1:
-            reason = f"its matrices lie on {' and '.join(sorted(devices))}"
+            reason = f"its matrices are on {' and '.join(sorted(devices))}"
         out += [merge_products(run)] if decisions.decide("qkv", run[0].layer, reason) else run
         index += len(run)
     return out

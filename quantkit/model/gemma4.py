@@ -32,7 +32,7 @@ from quantkit.model.builder import Builder
 from quantkit.model.feed_forward import dense, experts
 from quantkit.model.ops import Activation, Cache, Embed, Glu, Value
 
-#: Columns of a layer input in Gemma 3n; its metadata are ignored.
+#: Columns of a layer input in Gemma 3n; its metadata is ignored.
 _WIDTH = 256
 
 
@@ -97,8 +97,8 @@ def layer_inputs(b: Builder, x: Value) -> list[Value]:
     table, tokens = b.matrix("per_layer_token_embd.weight"), b.matrix("token_embd.weight")
     if (table.n_in, table.n_out) != (width * n_layer, tokens.n_out):
         raise FormatError(
-            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, but the "
-            f"metadata says {tokens.n_out} of {width} for each of {n_layer} layers",
+            f"{b.source.paths[0]}: {table.tensor.name} has {table.n_out} rows of {table.n_in} values, but by the "
+            f"metadata {tokens.n_out} of {width} for each of {n_layer} layers",
             "QK-E106",
         )
     embedded = b.value("layer_embeddings", table.n_in)
@@ -106,7 +106,7 @@ def layer_inputs(b: Builder, x: Value) -> list[Value]:
     projected = b.mul_mat(x, "per_layer_model_proj", scale=False, bias=False)
     normed = b.norm(b.scale(projected, 1.0 / math.sqrt(b.h.n_embd)), "per_layer_proj_norm", group=width)
     inputs = b.scale(b.sum(normed, embedded, "layer_embeddings_projected"), 1.0 / math.sqrt(2.0))
-    # All at once, so that a layer on another device is sent only its own part, ahead of time.
+    # All layers at once, so that a layer on another device gets only its own part, in advance.
     return [b.take(inputs, f"layer_input_{layer}", width, layer * width) for layer in range(n_layer)]
 
 

@@ -34,7 +34,7 @@ from quantkit.model.residual_attention import add_residual_attention_layer, mix_
 from quantkit.model.rwkv import add_rwkv_layer, time_mix_6, time_mix_7
 from quantkit.model.short_convolution import short_convolution_hybrid
 
-#: Attention blocks by the name that a row of arch.py gives.
+#: Attention blocks by their name in arch.py.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "gqa": gqa,
     "gqa_or_one": gqa_or_one,
@@ -117,14 +117,14 @@ def _embeddings(b: Builder) -> Value:
     """Return the input of the first layer."""
     weighted = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
     normed = weighted or b.arch.embed_norm
-    positioned = b.arch.position_embeddings or b.has("position_embd.weight")
-    x = b.value("token_embeddings" if positioned or normed else "embeddings", b.h.n_embd)
+    has_positions = b.arch.position_embeddings or b.has("position_embd.weight")
+    x = b.value("token_embeddings" if has_positions or normed else "embeddings", b.h.n_embd)
     b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
     if weighted:
         return b.norm(x, "token_embd_norm", out="embeddings")
     if b.arch.embed_norm:
         return b.plain_norm(x, x.width, out="embeddings")
-    if not positioned:
+    if not has_positions:
         return x
     positions = b.value("position_embeddings", b.h.n_embd)
     b.add(Embed(out=positions, weight=b.matrix("position_embd.weight"), by_position=True))

@@ -16,7 +16,7 @@ _REQUIRED = object()
 #: LLAMA_MAX_LAYERS of llama.cpp.
 MAX_LAYERS = 512
 
-#: Aliases, as the methods below have the names of these types.
+#: Aliases, because methods below have the names of these types.
 Integer: TypeAlias = int
 Real: TypeAlias = float
 
@@ -116,7 +116,7 @@ class HParams:
         raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, not an integer", "QK-E123")
 
     def _real(self, key: str, value: Any) -> Real:
-        # Some keys may be infinite, none NaN.
+        # Some keys may be infinite, but none NaN.
         if isinstance(value, (Integer, Real)) and not math.isnan(value):
             return Real(value)
         raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, not a number", "QK-E123")

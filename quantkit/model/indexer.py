@@ -23,9 +23,9 @@ from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Cache, CacheWrite, LightningIndexer, RopeConfig, Value
 
-#: Epsilon of the keys' norm; no metadata holds it. HY V4 uses that of its other norms.
+#: Epsilon of the keys' norm, which is not in the metadata. HY V4 uses that of its other norms.
 EPS = 1e-6
-#: The context by which GLM 5.2 is recognized: its first files lack ``indexer.types``.
+#: The context length that identifies GLM 5.2, whose first files lack ``indexer.types``.
 _CTX_OF_GLM_5_2 = 1 << 20
 _TENSORS = ("k_norm.weight", "k_norm.bias", "proj.weight", "attn_k.weight", "attn_q_b.weight")
 
@@ -44,7 +44,7 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
         b.ignore(*(f"indexer.{name}" for name in _TENSORS))
         if b.selection is None and b.layer < b.h.n_layer:
             raise FormatError(
-                f"{b.source.paths[0]}: {b.h.arch}.attention.indexer.types says that layer {b.layer} attends to keys "
+                f"{b.source.paths[0]}: {b.h.arch}.attention.indexer.types requires layer {b.layer} to attend to keys "
                 "selected by an earlier layer, but no earlier layer has an indexer",
                 "QK-E123",
             )

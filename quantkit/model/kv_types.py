@@ -10,9 +10,9 @@ from quantkit.errors import RecipeError
 
 #: Types that caches are stored in, with the bytes of a value.
 STORED = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
-#: All types, as -ctk and -ctv of llama.cpp have them.
+#: All types of llama.cpp's -ctk and -ctv.
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-#: Those without blocks of 32 values.
+#: Types without blocks of 32 values.
 _FLOATS = ("f32", "f16", "bf16")
 
 
@@ -21,7 +21,7 @@ def split_kv_type(kv_type: str) -> tuple[str, str]:
     k, _, v = kv_type.partition("/")
     for name in (k, v or k):
         if name not in KV_TYPES:
-            raise RecipeError(f"there is no cache of type {name}: choose one of {', '.join(KV_TYPES)}", "QK-E203")
+            raise RecipeError(f"unsupported cache type {name}: choose one of {', '.join(KV_TYPES)}", "QK-E203")
     return k, v or k
 
 

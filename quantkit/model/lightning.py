@@ -22,7 +22,7 @@ from quantkit.model.recurrent import activate, apply_gate, check_width, new_stat
 
 
 def lightning_hybrid(b: Builder, x: Value) -> Value:
-    """Add lightning attention, or softmax attention in every eighth layer or as the metadata says.
+    """Add lightning attention, or softmax attention in every eighth layer or as set in the metadata.
 
     Raises FormatError if the metadata or shapes are inconsistent.
     """

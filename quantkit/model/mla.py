@@ -266,7 +266,7 @@ def require_width(b: Builder, x: Value, width: int) -> Value:
     """Return x. Raises FormatError if its width differs from the metadata."""
     if x.width != width:
         raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "
+            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but {width} by the metadata: the shapes of this "
             "model are inconsistent",
             "QK-E106",
         )

@@ -85,7 +85,7 @@ def every_token(graph: Graph) -> Graph:
         elif op is last:
             selected = Value(f"{last.x.name}_out", last.x.width, last.x.per, True)
             result += [ops.SelectOutputs(layer=op.layer, out=selected, x=of_all(last.x)), replace(last, x=selected)]
-            # All that follows reads logits, which have rows of outputs only.
+            # Everything after it reads logits, which have rows of outputs only.
             renamed[last.out] = last.out
         elif last.out in renamed:
             result.append(op)
@@ -407,7 +407,7 @@ def similarity(graph: Graph) -> Graph:
             active = out
         elif kind == "stream_out" and middle is not None:
             result.append(ops.Similarity(layer=op.layer, a=middle, b=out, label=f"feed-forward {op.layer}"))
-        elif kind == "ffn_residual":  # attention and feed-forward part side by side
+        elif kind == "ffn_residual":  # attention and feed-forward part are parallel
             result.append(ops.Similarity(layer=op.layer, a=x, b=out, label=f"feed-forward {op.layer}"))
         elif kind == "layer_out":
             if active is not None:
@@ -459,7 +459,7 @@ def covariances(
         graph, latent_inputs = with_latent(graph, latent_layers)
         observed += latent_inputs
     weights = {op.ids: op.weights for op in graph.ops if isinstance(op, ops.Route)}
-    # Weighted inputs (Llama 4) already include the weights.
+    # The inputs of Llama 4's experts already include the router weights.
     repeated = {op.weights for op in graph.ops if isinstance(op, ops.Repeat)}
     before: dict[int, list[Op]] = {}
     for item in observed:

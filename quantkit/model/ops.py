@@ -118,7 +118,7 @@ class _Frozen:
 class Op(_Frozen):
     """An operation. ``layer`` determines placement and streaming: -1 before the first, n_layer after the last."""
 
-    #: Fields whose values the operation writes; it reads all others.
+    #: Fields of values that the operation writes; all other fields are read.
     WRITES: ClassVar[tuple[str, ...]] = ("out",)
 
     layer: int = -1
@@ -360,7 +360,7 @@ class Take(Map):
 
 
 class Join(Op):
-    """out = period_a columns of a, then period_b of b, in turns; a narrower b repeats from its start."""
+    """out = period_a columns of a, then period_b of b, alternating; a narrower b repeats from its start."""
 
     out: Value
     a: Value
@@ -661,7 +661,7 @@ class SsmScan(Op):
 
 
 class ColumnScan(Op):
-    """Mamba's selective scan, token by token, of every column by itself, with dt = softplus(dt):
+    """Mamba's selective scan, token by token, each column independently, with dt = softplus(dt):
     S = exp(a dt) S; S += b (dt x); out = (S^T c + d x) silu(z).
 
     x, z, dt, out: [width]; b, c: [d_state], the same for all columns; a: [d_state, width], ggml's order; d: a value a

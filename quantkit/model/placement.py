@@ -19,7 +19,7 @@ from quantkit.model import ops
 from quantkit.model.ops import Cache, Graph, Op, Value
 from quantkit.patterns import Pattern
 
-#: Operations that own memory of a layer, and SelectOutputs.
+#: Operations with memory of their layer (caches, states), and SelectOutputs.
 # fmt: off
 _OF_LAYER = (
     ops.Attention, ops.BlockWrite, ops.CacheWrite, ops.LightningIndexer, ops.WindowAndBlocks,

@@ -54,7 +54,7 @@ def check_width(b: Builder, x: Value, width: int) -> None:
     """Raise FormatError unless x has the ``width`` columns of the metadata."""
     if x.width != width:
         raise FormatError(
-            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but the metadata says {width}: the shapes of this "
+            f"{b.source.paths[0]}: {x.name} has {x.width} columns, but {width} by the metadata: the shapes of this "
             "model are inconsistent",
             "QK-E106",
         )

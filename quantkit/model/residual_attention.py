@@ -45,9 +45,9 @@ def mix_block_sums(b: Builder, x: Value, score: str) -> Value:
         gap = _subtract(b, block_sum, mixed, f"{score}_{i}_gap")
         b.add(Glu(out=part, gate=difference, up=gap, activation=Activation("sigmoid")))
         mixed = b.sum(mixed, part, f"{score}_{i}_mixed")
-        grown = b.value(f"{score}_{i}_grown", 1, x)
-        b.add(Activate(out=grown, x=difference, activation=Activation("softplus")))
-        log_sum = b.sum(log_sum, grown, f"{score}_{i}_sum")
+        increment = b.value(f"{score}_{i}_grown", 1, x)
+        b.add(Activate(out=increment, x=difference, activation=Activation("softplus")))
+        log_sum = b.sum(log_sum, increment, f"{score}_{i}_sum")
     return mixed
 
 

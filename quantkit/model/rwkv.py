@@ -31,7 +31,7 @@ from quantkit.model.builder import Builder
 from quantkit.model.ops import Bonus, Lerp, Matrix, MulMatHeads, Previous, Value, Wkv
 from quantkit.model.recurrent import activate, apply_gate, check_width, new_state
 
-#: Epsilon of the head norm; no metadata holds it.
+#: Epsilon of the head norm, which is not in the metadata.
 _EPS = 64e-5
 #: Epsilon of RWKV 7's removal keys, squared: ggml_l2_norm divides by max(length, 1e-12).
 _LENGTH_EPS = 1e-24
@@ -91,7 +91,7 @@ def time_mix_6(b: Builder, x: Value) -> Value:
     low = b.softcap(_mul_mat(b, mixed["w"], "time_mix_decay_w1"), 1.0)
     decays = _mul_mat_with_bias(b, low, "time_mix_decay_w2", "time_mix_decay.weight")
     first = b.maybe("time_mix_first.weight")
-    # QRWKV has no bonus of the token itself and reads S after its update.
+    # QRWKV has no bonus for the current token and reads S after its update.
     fields: dict[str, Any] = {"earlier": True} if first else {"complement": True, "scale": head**-0.5}
     out = _wkv(b, x, r, decays, k, v, n_head, **fields)
     if first is not None:
@@ -157,7 +157,7 @@ def _with_first(b: Builder, v: Value, mixed: Value) -> Value:
     if b.first_values is None:
         b.first_values = v
         for i in range(3):
-            b.ignore(f"time_mix_v{i}.weight")  # unused, but files have them in the first layer, too
+            b.ignore(f"time_mix_v{i}.weight")  # unused, but files also have them in the first layer
         return v
     return _lerp(b, v, b.first_values, "v_drawn", weights=_rate(b, mixed, "v"))
 

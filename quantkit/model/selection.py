@@ -54,8 +54,8 @@ def _n_keys(op: LightningIndexer, n_ctx: int) -> int:
 
 def _shorten(op: WindowAndBlocks, full: set[Value], n_ctx: int) -> WindowAndBlocks:
     blocks = None if op.blocks in full else op.blocks
-    room = op.out.width - op.window if blocks is not None else op.cache.blocks(n_ctx)
-    return replace(op, out=replace(op.out, width=op.window + room), blocks=blocks)
+    n_cells = op.out.width - op.window if blocks is not None else op.cache.blocks(n_ctx)
+    return replace(op, out=replace(op.out, width=op.window + n_cells), blocks=blocks)
 
 
 def _with_selection(op: Op, full: set[Value], windows: dict[Value, WindowAndBlocks]) -> Op:

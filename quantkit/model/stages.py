@@ -110,14 +110,14 @@ def split_stages(graph: Graph, ends: Sequence[int], observed: Sequence[Collectio
     parts = [_complete(graph.ops[begin:end], source, writes) for begin, end in bounds]
     outputs = [{v for op in part for v in op.outputs()} for part in parts]
     takes = [
-        _distinct(v for op in part for v in op.inputs() if v not in produced)
-        for part, produced in zip(parts, outputs, strict=True)
+        _distinct(v for op in part for v in op.inputs() if v not in part_outputs)
+        for part, part_outputs in zip(parts, outputs, strict=True)
     ]
     result: list[Stage] = []
     for k, part in enumerate(parts):
         later = {v for values in (*takes[k + 1 :], *observed[k:]) for v in values}
         leaves = tuple(v for op in part for v in op.outputs() if v in later and v not in source)
-        live = frozenset(v for produced in outputs[: k + 1] for v in produced if v in later and v not in source)
+        live = frozenset(v for part_outputs in outputs[: k + 1] for v in part_outputs if v in later and v not in source)
         result.append(Stage(replace(graph, ops=tuple(part), inputs=tuple(takes[k]), leaves=leaves), live))
     return result
 

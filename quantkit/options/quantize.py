@@ -13,7 +13,7 @@ from quantkit.pipeline.custom_encoder import RowEncoder
 from quantkit.pipeline.presets import RULES
 from quantkit.pipeline.recipe import Rule
 
-#: More layers than any model has: a typing error must not become a list of billions.
+#: More layers than any model has, so that a typo does not become a list of billions.
 _MAX_LAYERS = 1 << 16
 #: Headings of --help.
 INPUT = "Input"

@@ -73,7 +73,7 @@ class SearchOptions(Options):
     def check(self) -> None:
         """Raise RecipeError for values out of range."""
         if self.runtime not in (None, *RUNTIMES):
-            raise RecipeError(f"--runtime {self.runtime}: there are {', '.join(RUNTIMES)}", "QK-E203")
+            raise RecipeError(f"--runtime {self.runtime}: choose one of {', '.join(RUNTIMES)}", "QK-E203")
         positive = ("target_size", "target_bpw", "target_kld", "max_read", "min_speed", "time_limit")
         for name in positive:
             value = getattr(self, name)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from quantkit.arguments import Options, option
 
-#: Default types; those that need an importance matrix are left out without one.
+#: Default types; without an importance matrix, those that need one are skipped.
 TYPES = ("IQ1_M", "IQ2_XXS", "IQ2_S", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
-#: Default number of types of each group that run to the end of the model, and up to how many types all of them do.
+#: Default number of types per group that run to the end of the model, and the number of types up to which all do.
 FULL_RUNS, ALL_FULL_TYPES = 2, 4
 #: Values of --groups.
 GROUPS = ("class-layer", "class", "tensor")
@@ -39,7 +39,8 @@ class SensitivityOptions(Options):
     )
     full_runs: int | None = option(
         None,
-        "Types per group to run to the end of the model; -1: all. The divergence of others is predicted from the error "
+        "Types per group to run to the end of the model; -1: all. The divergence of the other types is predicted "
+        "from the error "
         f"at the end of their layer.  [default: all of up to {ALL_FULL_TYPES} types, {FULL_RUNS} of more]",
         MEASUREMENT,
         least=-1,

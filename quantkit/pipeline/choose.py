@@ -215,7 +215,7 @@ def _class_type(request: Request, name: str) -> tuple[TensorType | None, Reason 
     """Return the type of the class options and the reason; without a type, why they do not apply, or None."""
     classes = option_classes(name, ik=request.ik)
     if request.ik and classes == ("attn_qkv_type",) and request.attn_qkv_type is None:
-        classes = ("attn_q_type",)  # ik finds attn_q in attn_qkv
+        classes = ("attn_q_type",)  # ik_llama.cpp's search for attn_q also finds attn_qkv
     options = {option_name(o): getattr(request, o) for o in classes if getattr(request, o) is not None}
     types = set(options.values())
     if len(types) > 1:
@@ -301,7 +301,8 @@ def _choose(
         options = (_LEAVE_OUTPUT,) if keep_reason == _LEAVE_OUTPUT else ()
         adjustments = (f"{rule} does not apply",) if rule is not None and rule.type != t.type else ()
         return choice(t.type, Reason("kept", f"kept: {keep_reason}", options, adjustments=adjustments))
-    suggested = type_rules.choose(t) if type_rules is not None and request.ik else None  # in ik, all tensors count
+    # ik_llama.cpp counts all tensors
+    suggested = type_rules.choose(t) if type_rules is not None and request.ik else None
     if (option := _tensor_option(request, t.name, rule is not None)) is not None:
         return choice(getattr(request, option), Reason("option", option_name(option), (option_name(option),)))
     if rule is not None:
@@ -463,7 +464,7 @@ def _lint_idle_options(request: Request, choices: Sequence[Choice]) -> list[Lint
 
 
 def _idle_reason(request: Request, option: str, attribute: str, choices: Sequence[Choice]) -> str:
-    """Return why an option decides about no tensor: another one does, or there is none of its class."""
+    """Return the reason why an option has no effect: another one takes precedence, or no tensor is of its class."""
     if "output" in option and option.startswith(("--output", "--leave")) and _is_tied(choices):
         return "the model has no output.weight, its token embeddings are the output"
     losses = [

@@ -59,7 +59,7 @@ class CustomEncoder:
         if data.dtype != np.uint8 or data.size != shape[0] * shape[1] or (data.ndim > 1 and data.shape != shape):
             raise FormatError(
                 f"tensor {tensor}: the encoder of {self.type}, {self}, returned {data.dtype} {list(data.shape)}; "
-                f"{shape[0]} rows are uint8 {list(shape)}",
+                f"expected for {shape[0]} rows: uint8 {list(shape)}",
                 "QK-E210",
             )
         return data.reshape(shape)
@@ -75,6 +75,6 @@ def custom_encoders(functions: Mapping[str, RowEncoder] | None) -> dict[str, Cus
     for name, function in (functions or {}).items():
         t = type_by_name(str(name))
         if not callable(function):
-            raise RecipeError(f"encoders: that of {t} is {function!r}, not a function", "QK-E210")
+            raise RecipeError(f"encoders: the encoder of {t} is {function!r}, not a function", "QK-E210")
         encoders[t.name] = CustomEncoder(t, function)
     return encoders

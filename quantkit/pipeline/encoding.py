@@ -39,24 +39,24 @@ class RowEncoding:
     source: TensorType
     target: TensorType
     action: Action
-    #: Types of the single rows that source and target hold: their base types if they are interleaved.
+    #: Types of single rows in source and target: the base types of interleaved types.
     source_rows: TensorType
     target_rows: TensorType
-    #: The type as which kernels decode the source, once its scale is in each row.
+    #: The type from which kernels decode the source, once each row contains its scale.
     decoder_type: TensorType
     #: The type that an encoder writes: single rows, which are then interleaved, or whole groups.
     encoder_type: TensorType
-    #: Whose search encodes, one of ``ENCODERS`` or SYMMETRIC; "" if nothing is encoded.
+    #: The encoder, one of ``ENCODERS`` or SYMMETRIC; "" if nothing is encoded.
     encoder: str
     #: Whether it differs from the type's default encoder.
     is_unusual: bool
-    #: Whose search encodes ``encoder_type``, if that type has several; "": that of its own tree.
+    #: The project whose encoder is used for ``encoder_type``, if the type has several; "": that of its own project.
     search: str
-    #: Rows that must stay together.
+    #: Number of rows that must stay together.
     group: int
     #: Rows that are encoded at a time: whole groups.
     piece: int
-    #: Whether levels are chosen with error feedback, or floats corrected.
+    #: Whether levels are chosen with error feedback, or floats are corrected.
     has_feedback: bool
     #: Columns that share a level, for the metric of error feedback.
     grouping: Grouping | None
@@ -66,7 +66,7 @@ class RowEncoding:
     is_checked: bool
     #: Whether a copied tensor consists of rows alone; otherwise its bytes are copied unchanged.
     has_plain_rows: bool
-    #: The function that this version lacks, and its type, as "encoder for Q4_0"; "": none.
+    #: The function that this version lacks, with its type, such as "encoder for Q4_0"; "": none.
     missing: str
     #: A user's encoder, which replaces quantkit's.
     custom: CustomEncoder | None = None

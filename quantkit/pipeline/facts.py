@@ -32,7 +32,7 @@ class TensorLike(Protocol):
 
 # --- names ---------------------------------------------------------------------------------------------------
 
-#: llama.cpp's categories, by the first of these texts in a name; output and token_embd go by the whole name.
+#: llama.cpp's categories, by the first of these texts in a name; output and token_embd must be the whole name.
 _CATEGORIES = {
     **{f"{field}.weight": field for field in ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output")},
     "ffn_up": "ffn_up",
@@ -103,7 +103,7 @@ _UNQUANTIZED_GLM5_NEXT = (
     "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
 
-#: Texts of ik_llama.cpp in place of those, besides _NEVER_EXACT.
+#: ik_llama.cpp's texts instead, besides _NEVER_EXACT.
 _UNQUANTIZED_IK = {
     "_norm.weight": "norm",
     **dict.fromkeys(("ssm_conv1d", "ssm_x.weight", "ssm_dt.weight"), "small, Mamba"),
@@ -144,13 +144,13 @@ class ModelFacts:
     n_expert: int = 0
     n_head: int = 0
     n_head_kv: int = 0
-    #: llama.cpp takes the model for a 70B.
+    #: Whether llama.cpp treats the model as a 70B.
     is_70b: bool = False
-    #: There is an output.weight; otherwise token_embd.weight is also the output (tied).
+    #: Whether there is an output.weight; otherwise token_embd.weight is also the output (tied).
     has_output: bool = True
-    #: How many tensors are attn_v or attn_qkv (or attn_kv_b, in llama.cpp).
+    #: The number of tensors that are attn_v or attn_qkv (or attn_kv_b, in llama.cpp).
     n_attention_wv: int = 0
-    #: ik_llama.cpp takes the model for an 8B or a 70B; tokens in its vocabulary. Only ik's rules ask.
+    #: Whether ik_llama.cpp treats the model as an 8B or a 70B; tokens in its vocabulary. Only ik's rules use them.
     is_8b_or_70b: bool = False
     n_vocab: int = 0
 
@@ -195,7 +195,7 @@ class ModelFacts:
             )
         n_vocab = number("vocab_size", len(get("tokenizer.ggml.tokens") or ()))
         if arch in _MLA_IK and n_head_kv == 1:
-            n_head_kv = n_head  # ik undoes llama.cpp's MLA, which has one kv head
+            n_head_kv = n_head  # ik_llama.cpp reverts llama.cpp's MLA conversion, which has one KV head
         size = _size_ik(arch, n_layer, n_expert, n_vocab, number("embedding_length"), multi_head)
         return cls(
             arch=arch,
@@ -244,8 +244,8 @@ def _is_70b(arch: str, n_body: int, n_expert: int, multi_head: bool) -> bool:
 _MLA_IK = ("deepseek2", "mistral4", "glm-dsa")
 
 
-#: Architectures in which ik_llama.cpp knows no output.weight: if there is one, it has the base type, and token_embd
-#: is taken for the output (src/llama-model.cpp, LLM_TENSOR_NAMES).
+#: Architectures for which ik_llama.cpp has no output.weight: if present, it gets the base type, and token_embd is
+#: treated as the output (src/llama-model.cpp, LLM_TENSOR_NAMES).
 _NO_OUTPUT_IK = frozenset({
     "gptj", "bert", "nomic-bert", "jina-bert-v2", "gemma", "gemma2", "gemma4-assistant", "gemma4_mtp", "command-r",
     "openelm", "bitnet", "cohere2", "clip",

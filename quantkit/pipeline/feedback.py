@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
-#: A metric, wherever it is.
+#: A metric, on the CPU or a GPU.
 M = TypeVar("M")
 
 #: Damping, in means of the diagonal: less from ``TOKENS_PER_COLUMN`` tokens per column. With fewer tokens than columns
@@ -51,12 +51,12 @@ M = TypeVar("M")
 DAMPING = 0.02
 FEW_TOKENS_DAMPING = 0.1
 TOKENS_PER_COLUMN = 4
-#: The version of the method, stored in files; raised when the bytes change.
+#: The version of the method, stored in files; incremented when the bytes change.
 METHOD = 4
 #: Extra rounds of a calibrated matrix: _EXTRA_ROUND_COLUMNS // columns, between 1 and ``_MAX_EXTRA_ROUNDS``.
 _EXTRA_ROUND_COLUMNS, _MAX_EXTRA_ROUNDS = 1024, 3
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
-#: Values of a row that are chosen together where all columns have equal weights.
+#: Values of a row that are chosen together if all columns have equal weights.
 _UNIFORM_COLUMNS = 256
 _NO_COVARIANCE = "no covariance"
 
@@ -226,7 +226,7 @@ def rounding_of(inputs: Inputs) -> Rounding:
     """Return the rounding options for a tensor with these inputs."""
     from quantkit.kernels.cpu.feedback import Rounding
 
-    # With equal weights no error moves to another column, and more rounds gain next to nothing.
+    # With equal weights no error moves to another column, so more rounds gain almost nothing.
     if inputs.is_uniform:
         return Rounding(extra_rounds=0, neighbour_scales=False)
     return (
@@ -405,7 +405,7 @@ class Feedback:
         return lines
 
     def fields(self) -> list[Field]:
-        """Return the provenance fields that the plan knows."""
+        """Return the provenance fields known from the plan."""
         from quantkit.kernels.cpu.feedback import Rounding
 
         rounding = Rounding(extra_rounds=_MAX_EXTRA_ROUNDS) if self.provider.corrects else Rounding()

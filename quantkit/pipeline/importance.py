@@ -96,7 +96,7 @@ class RowImportance:
     alias: Alias | None = None
     #: Notes for the user: the alias used, rejected candidates, or the reason why there is no entry.
     notes: tuple[str, ...] = ()
-    #: Rows of ones, whose experts saw no token; rows of zeros.
+    #: Number of rows of ones, for experts without tokens; number of rows of zeros.
     ones: int = 0
     zeros: int = 0
     imatrix: Imatrix | None = field(default=None, repr=False)
@@ -141,7 +141,7 @@ class Importance:
         self.original_names = original_names or {}
         #: Names of the entries that pass the filters; quantize.imatrix.entries_count is their number.
         self.names = tuple(name for name in imatrix.entries if self._keeps(name))
-        #: Sentences about the filters, for the report before any work.
+        #: Notes on the filters, for the report before any work.
         self.notes = tuple(self._filter_notes())
         self._odd = {name: _check_values(imatrix, name) for name in self.names}
 
@@ -162,7 +162,7 @@ class Importance:
             if not any(part in name for name in entries):
                 yield f"{option} {part!r} matches none of the {len(entries)} entries of {self.imatrix.path}"
         if not self.names:
-            yield "the filters exclude every entry: quantizing without an importance matrix"
+            yield "the filters exclude every entry: all tensors are quantized without importance"
 
     def lookup(self, name: str, shape: Sequence[int]) -> RowImportance:
         """Find the importance of tensor ``name`` of ggml shape ``shape`` (innermost first).
@@ -221,12 +221,13 @@ class Importance:
         if ones:
             notes = [
                 *notes,
-                f"{ones} of {n_mat} experts received no calibration token: all their columns have the same weight",
+                f"{ones} of {n_mat} experts received no calibration token: all their columns are weighted equally",
             ]
         if zeros:
             experts = f" for {zeros} of {n_mat} experts" if n_mat > 1 else ""
             note = (
-                f"entry {entry} is all zero{experts}, which ruins weights in types that use importance; calibrate "
+                f"entry {entry} is all zero{experts}, which makes tensors of types that use importance unusable; "
+                f"calibrate "
                 f"again, or exclude it with --exclude-weights {entry}"
             )
             notes = [*notes, note]

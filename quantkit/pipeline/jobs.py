@@ -30,7 +30,7 @@ class Cached:
     records: bytes = b""
     #: Whether the entry is known to be of this source; if not, its records are compared.
     verified: bool = False
-    #: A temporary file for the rows of a new entry, where the output cannot be read again.
+    #: A temporary file for the rows of a new entry, if the output cannot be read back.
     temporary: Path | None = None
 
 
@@ -50,7 +50,7 @@ class Job:
     source_row: int
     target_offset: int
     target_row: int
-    #: None where nothing is cached.
+    #: None if nothing is cached.
     cached: Cached | None = None
 
     @property
@@ -139,9 +139,9 @@ def _cut_part(
 ) -> Iterator[Job]:
     encoding = part.encoding
     step = max(1, values * 4 // source_row if part.is_copied else values // part.values)
-    if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
+    if source_row == part.source.type.row_bytes(part.values):  # rows, not arbitrary bytes
         step = whole_groups(step, encoding.group)
-    if not part.is_copied:  # a piece is encoded together regardless of memory: fewer rows would take as long
+    if not part.is_copied:  # a piece is encoded as a whole regardless of memory: fewer rows would take the same time
         step = whole_groups(step, min(step, encoding.piece) if part.inputs is None else encoding.piece)
     for matrix in range(part.matrices):
         for row in range(0, part.rows, step):

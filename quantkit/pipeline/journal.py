@@ -1,6 +1,6 @@
 """The journal of a run: the tensors that are safe on the disk, so that a killed run can resume.
 
-Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every tensor
+Beside ``OUT.gguf.part`` is ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every tensor
 whose bytes were flushed to the disk before the line was written, then one that marks the output as complete. A line
 truncated by a crash is ignored, and its work is repeated.
 """
@@ -102,7 +102,7 @@ class Journal:
                 if i == 0 and entry["run"] != self.fingerprint:
                     return False
                 self._apply(entry)
-            except DAMAGE:  # not JSON, or not a journal's
+            except DAMAGE:  # not JSON, or not of a journal
                 break
             keep += len(line) + 1
         self._file.truncate(keep)

@@ -214,7 +214,7 @@ class Ledger:
                         self.cache.add(tensor, tally.results.values(), self.target.file(tensor.shard))
                 if tensors:
                     self.journal.add({tensor.name: tally.entry(tensor, self.values) for tensor, tally in tensors})
-            except BaseException as e:  # raised when the run has ended
+            except BaseException as e:  # raised again at the end of the run
                 self.fail(e)
                 return
 

@@ -1,7 +1,7 @@
 """The plan: all decisions about an output, made before its first byte is written.
 
 The type of each tensor and its reason, the header, every offset, the exact size of every shard. A dry run only prints
-the plan; a run carries it out without further decisions.
+the plan; a run executes it without further decisions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Plan(HtmlTable):
     fingerprint: str
     #: Other files that the plan was made from: importance matrix, rules.
     reads: tuple[Path, ...] = ()
-    #: The tree whose rules chose the types, "mainline" or "ik"; "" if none did.
+    #: The project whose rules chose the types, "mainline" or "ik"; "" if none.
     rules: str = ""
     #: Executor factory for plans with dependent jobs (--calibrate); None: any executor.
     executor: Callable[[Any], Any] | None = None
@@ -208,7 +208,7 @@ def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
     own_paths = {os.path.realpath(path) for path in (*source.paths, *paths)}
     try:
         files = sorted(path for path in paths[0].parent.glob("*.gguf") if prefix(path) == prefix(paths[0]))
-    except OSError:  # no such folder, or no permission: the run will report it
+    except OSError:  # no such folder, or no permission, which the run reports
         return []
     leftovers = [path.name for path in files if os.path.realpath(path) not in own_paths]
     if not leftovers:
@@ -240,7 +240,7 @@ def _exists_as_planned(shard: PlannedShard, tensors: Sequence[PlannedTensor]) ->
         return False
     stored = [(t.name, t.shape[: n_dims(t.shape)], t.type, t.offset) for t in infos]
     expected = [(t.name, t.shape[: n_dims(t.shape)], t.type) for t in tensors]
-    shifts = {info[3] - t.offset for info, t in zip(stored, tensors, strict=False)}  # other metadata shift the data
+    shifts = {info[3] - t.offset for info, t in zip(stored, tensors, strict=False)}  # other metadata shifts the data
     matches = [info[:3] for info in stored] == expected and len(shifts) <= 1
     return matches and shard.path.stat().st_size == shard.layout.nbytes + sum(shifts)
 

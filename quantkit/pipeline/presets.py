@@ -75,8 +75,8 @@ PRESETS: tuple[Preset, ...] = (
     _p("IQ2_XXS",      19,  "IQ2_XXS",  "both",     "2.1 bpw grid quant; needs an imatrix"),
     _p("IQ1_M",        31,  "IQ1_M",    "both",     "1.75 bpw; imatrix recommended"),
     _p("IQ1_S",        24,  "IQ1_S",    "both",     "1.56 bpw; needs an imatrix"),
-    _p("COPY",         0,   None,       "both",     "every tensor unchanged, except those an option or rule names"),
-    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, all others in Q8_0"),
+    _p("COPY",         0,   None,       "both",     "every tensor unchanged, except those an option or rule matches"),
+    _p("MXFP4_MOE",    38,  "MXFP4",    "mainline", "experts in MXFP4, everything else in Q8_0"),
     _p("TQ1_0",        36,  "TQ1_0",    "mainline", "1.7 bpw, for models trained with ternary weights"),
     _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained with ternary weights"),
     _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit per weight"),
@@ -138,18 +138,18 @@ PRESETS: tuple[Preset, ...] = (
 )
 # fmt: on
 
-#: Names that both trees read as another preset; they hide the tensor types of that name: Q4_K is Q4_K_M.
+#: Names that both projects treat as another preset; they hide the tensor types of that name: Q4_K is Q4_K_M.
 PRESET_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 #: general.file_type of types that do not name a preset.
 _FTYPE_OF_TYPE = {"NVFP4": 39, "IQ2_S_R4": 229, "Q4_0_4X4": 33, "Q4_0_4X8": 34, "Q4_0_8X8": 35}
 
 _BY_PRESET_NAME: dict[str, Preset] = {p.name: p for p in PRESETS}
-#: The presets of each tree by number; 0 is F32, not COPY.
+#: The presets of each project by number; 0 is F32, not COPY.
 _BY_NUMBER: dict[str, dict[int, Preset]] = {
     tree: {p.ftype: p for p in PRESETS if p.trees in (tree, "both") and p.name != "COPY"} for tree in ("mainline", "ik")
 }
-#: Whose rules there are, and of which program.
+#: Names of type rules -> the program they come from.
 RULES = ("mainline", "ik")
 _RUNTIMES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 
@@ -184,7 +184,8 @@ def preset_by_name(text: str, tree: str | None = None) -> Preset:
     if tree is not None and preset.trees not in (tree, "both", "none"):
         runtime, other_runtime = (_RUNTIMES[t] for t in (tree, preset.trees))
         raise TypeNotSupported(
-            f"{preset} is a preset of {other_runtime}, {runtime} has no rules for it; omit --rules {tree}", "QK-E301"
+            f"{preset} is a preset of {other_runtime}, and {runtime} has no rules for it; omit --rules {tree}",
+            "QK-E301",
         )
     return preset
 
@@ -197,7 +198,7 @@ def rules_of(preset: Preset) -> str:
 def _plain_type(key: str, text: str) -> Preset:
     t = BY_NAME.get(TYPE_ALIASES.get(key, key))
     if t is None:
-        raise TypeNotSupported(f"no preset and no tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
+        raise TypeNotSupported(f"unknown preset or tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
     check_target(t)
     ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
     if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
@@ -213,7 +214,8 @@ def _did_you_mean(key: str) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists all types"
 
 
-# --- fallbacks of rows that do not divide ----------------------------------------------------------------------
+# --- fallbacks of rows that are not a multiple of the block
+# ----------------------------------------------------------------------
 
 #: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and fails on them; quantkit
 #: uses the closest types of 32. A fallback that does not fit either becomes F16.
@@ -246,7 +248,7 @@ def without_interleaving(t: TensorType) -> TensorType:
     return plain_of(t) or BY_NAME["IQ1_M"]
 
 
-#: ik's presets of interleaved types by the presets that --repack makes them of (repacked_ftype).
+#: ik's presets of interleaved types by the presets that --repack converts to them (repacked_ftype).
 _REPACKED = {
     **{
         name: f"{name}_R4"

@@ -1,6 +1,6 @@
 """Nodes of a Ray cluster as an executor: each pulls batches of jobs on shared files.
 
-A worker process opens source and output once, and refuses if they are not the files that the driver sees. It reports a
+A worker process opens source and output once, and fails if they are not the driver's files. It reports a
 batch when the bytes are on the disk, because no other process can flush its memory. Jobs always write the same bytes at
 the same place, so a batch may run twice. Batches take about ``BATCH_SECONDS``, estimated from earlier jobs of their
 kind; towards the end they are smaller, so that all nodes finish together.
@@ -40,15 +40,15 @@ from quantkit.pipeline.worker import Worker, metrics_for
 if TYPE_CHECKING:
     from quantkit.pipeline.ray_gpus import GpuBatches
 
-#: Target seconds of a batch, and the least towards the end.
+#: Target seconds of a batch, and the minimum towards the end.
 BATCH_SECONDS, _MIN_BATCH_SECONDS = 3.0, 0.1
-#: Seconds per value before any measurement: slow, so that the first batch of a kind is small.
+#: Seconds per value before any measurement: high, so that the first batch of a kind is small.
 _DEFAULT_PACE = 2e-7
 _FLUSH_SECONDS = 0.25
 #: Seconds in which a node must see a file that the driver has written.
 _VISIBILITY_SECONDS = 10.0
 
-#: Factors of a job's time: source and target type, encoder, and whether the node has GPUs.
+#: The kind of a job, which determines its speed: source and target type, encoder, and whether the node has GPUs.
 _Kind = tuple[str, str, str]
 _Pace = tuple[_Kind, bool]
 
@@ -192,7 +192,7 @@ class _Jobs:
         return self.ledger.stop.is_set()
 
     def fit(self, node: Node) -> None:
-        node.is_local = node.is_local and self.shared.backend != "cuda"  # which a worker may refuse
+        node.is_local = node.is_local and self.shared.backend != "cuda"  # a worker may refuse them
         node.divide(self.executor.cpus_of(node), WIDTH, gpus=self.executor.uses_gpus)
         self.nodes.append(node)
         if node.own_cpus:
@@ -212,7 +212,7 @@ class _Jobs:
             live_nodes = [n for n in self.nodes if n.cpus]
             cpus = sum(n.width * n.workers + n.own_cpus for n in live_nodes)
             is_only_worker = not any(n.own_cpus for n in live_nodes) and sum(n.workers for n in live_nodes) == 1
-            # A single worker does not keep others waiting.
+            # A single worker does not block the others.
             seconds = node.width * (
                 BATCH_SECONDS
                 if is_only_worker
@@ -380,7 +380,7 @@ def _check_source(shared: RunSpec) -> None:
     except (OSError, FormatError) as e:
         raise NodeRefusal(f"{where} cannot be read on this node: {getattr(e, 'strerror', None) or e}") from None
     if fingerprint != shared.fingerprint:
-        raise NodeRefusal(f"{where} is another file on this node, or an older version")
+        raise NodeRefusal(f"{where} differs on this node: it is another file, or an older version")
 
 
 def _open_output(shared: RunSpec) -> OpenFiles:
@@ -398,7 +398,7 @@ def _open_output(shared: RunSpec) -> OpenFiles:
             reason = f"cannot be written on this node: {e.strerror or e}"
         if time.monotonic() > ends:
             raise NodeRefusal(f"{shared.parts[0]} {reason}")
-        time.sleep(0.5)  # a network file system shows new files after some seconds
+        time.sleep(0.5)  # on a network file system new files appear after some seconds
 
 
 @contextmanager
@@ -414,7 +414,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 class _ThreadBatches:
-    """Runs batches on threads, each with a worker of its own."""
+    """Runs batches on threads, each with its own worker."""
 
     def __init__(self, shared: RunSpec, target: OpenFiles, threads: int, *notes: str) -> None:
         load_kernels(shared)
@@ -479,7 +479,7 @@ class _GpuBatches:
 def _flushing(shared: RunSpec, target: OpenFiles, batch: list[Job]) -> Iterator[None]:
     """Flush files continuously, so that little remains at the end."""
     shards, stop = {shared.tensors[job.tensor].shard for job in batch}, threading.Event()
-    failures: list[OSError] = []  # the kernel tells of one only once
+    failures: list[OSError] = []  # the kernel reports an error only once
 
     def flush() -> None:
         try:

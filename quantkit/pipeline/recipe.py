@@ -39,7 +39,7 @@ from quantkit.types import TensorType, has_type, type_by_name
 #: An equal sign that a regex may contain: that of (?=...) or (?<=...).
 _LOOKAROUND = re.compile(r"\(\?<?=")
 _COMMENT = re.compile(r"(^|\s)#.*$")
-#: The largest file of rules, and the most rules; a model has some thousand tensors.
+#: Maximum size of a file of rules, and maximum number of rules; a model has some thousand tensors.
 _MAX_BYTES, MAX_RULES = 4 << 20, 10_000
 
 

@@ -18,7 +18,7 @@ from quantkit.pipeline.presets import FTYPE_UNKNOWN, Preset, preset_by_name
 from quantkit.types import TensorType
 from quantkit.units import format_shape
 
-#: TYPE where --like takes its place.
+#: TYPE if --like replaces it.
 LIKE = "LIKE"
 _HALF = re.compile(rf"(?:{GATE}|{UP})(?=\.)")
 

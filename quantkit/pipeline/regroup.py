@@ -88,7 +88,7 @@ def regroup(
     keep_split: bool,
     leave: Mapping[str, str] | None = None,
 ) -> Regrouped:
-    """Merge or split the experts of a source, as ``decide`` says layer by layer.
+    """Merge or split the experts of a source as ``decide`` chooses for each layer.
 
     Args:
         source: the model.

@@ -16,7 +16,7 @@ from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
-#: Tensors of each pair of types that are measured, and rows of each, a multiple of all interleaves.
+#: Number of tensors measured per pair of types, and of rows per tensor, a multiple of all interleaves.
 _TENSORS, _ROWS = 3, 64
 
 

@@ -291,7 +291,7 @@ def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) 
             return
         raise ResourceError(
             f"{plan.shards[0].path} exists and is not the output of this command (another source, type, recipe or "
-            "imatrix, or cut off), so --resume cannot complete it; give another name, or --overwrite",
+            f"imatrix, or truncated), so --resume cannot complete it; give another name, or --overwrite",
             "QK-E409",
         )
     for shard in plan.shards:
@@ -336,7 +336,7 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
                 journal.start()
                 target.discard()
         if journal.sealed and not target.is_whole():
-            journal.start()  # the finished files were cut or removed
+            journal.start()  # the finished files were truncated or removed
         if not journal.sealed:
             target.reserve(headers)
             _verify(plan, target, journal)

@@ -19,7 +19,7 @@ from quantkit.names import printable, shorten
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType
 
-#: Trees of types by the name of their runtime.
+#: Names of runtimes in the table of types, by the runtime's name.
 TREES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
 
 #: ggml's tensor names have 64 bytes with the final zero.
@@ -113,7 +113,7 @@ def is_known(architecture: str) -> bool:
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
     """Raise FormatError if a header lacks something that every runtime of the architecture needs.
 
-    ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors that no runtime knows.
+    ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors unknown to all runtimes.
     """
     arch = _text(fields, "general.architecture")
     checked = [r for r in runtimes(fields, tensors) if not r.not_checked and arch in architectures(r.name)]
@@ -144,7 +144,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
         shapes = {tensor: shape for tensor, _, shape in entries}
         verdict = None if len(fields) <= 1 else load(name, fields, shapes)
         if verdict is None:
-            not_checked = f"quantkit knows only the architecture and types of {printable(arch)}"
+            not_checked = f"quantkit has only the architecture and types of {printable(arch)}"
         gaps = verdict or ()
         problems += _words(gaps)
     if deep := next((tensor for tensor, _, shape in entries if len(shape) > GGML_DIMS), ""):

@@ -32,7 +32,7 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.target import Files, RunTarget
 from quantkit.units import format_size
 
-#: Parallel uploads, and finished parts that may wait for one before jobs block.
+#: Number of parallel uploads, and of finished parts that may wait before jobs block.
 UPLOADERS, WAITING = 4, 4
 
 
@@ -221,7 +221,7 @@ class MultipartFiles:
         return all(part in file.uploaded for part, _ in file.split(offset, nbytes))
 
     def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
-        # Errors are measured of whole tensors, so none of their jobs may be left out.
+        # Errors are measured over whole tensors, so none of their jobs may be skipped.
         return not self._measure and self.has(shard, offset, nbytes)
 
     # ---------------------------------------------------------------- while jobs run

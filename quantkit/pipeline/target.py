@@ -123,7 +123,7 @@ class Files:
         self.sync(range(len(self._files)))
 
     def has(self, shard: int, offset: int, nbytes: int) -> bool:
-        return False  # the journal knows
+        return False  # the journal records it
 
     def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
         return False

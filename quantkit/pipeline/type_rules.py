@@ -23,10 +23,10 @@ from quantkit.pipeline.facts import ModelFacts, TensorLike, layer_of
 from quantkit.pipeline.presets import Preset
 from quantkit.types import BY_NAME, TensorType
 
-#: Which step decided: see ``choose``. "missing": the file of --like lacks the tensor.
+#: The step that decided: see ``choose``. "missing": the file of --like lacks the tensor.
 Kind = Literal["kept", "option", "rule", "class", "COPY", "repack", "like", "missing", "preset"]
-#: Cases reported to the user: class options that contradict each other on merged experts, one that applies to both
-#: halves of these, and F16 that interleaving would round.
+#: Cases reported to the user: class options that conflict on merged experts, one that applies to both halves of them,
+#: and F16 that interleaving would round.
 Case = Literal["", "conflict", "both halves", "lossy"]
 
 
@@ -56,7 +56,7 @@ class Reason:
         return replace(self, adjustments=(*self.adjustments, text))
 
 
-#: Why embeddings that are also the output get the type of --output-tensor-type.
+#: The reason why embeddings that are also the output get the type of --output-tensor-type.
 TIED_OUTPUT = Reason("preset", "--output-tensor-type, for the tied embeddings", ("--output-tensor-type",))
 
 
@@ -78,7 +78,7 @@ def use_more_bits(i: int, n: int) -> bool:
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
-#: The questions that the tables ask. A name is also the reason that users read.
+#: Conditions of the tables. A name is also the reason shown to users.
 CONDITIONS: Mapping[str, Callable[[Place], bool]] = {
     "always": lambda p: True,
     "tied": lambda p: not p.facts.has_output,
@@ -106,7 +106,7 @@ Row = tuple[str, str]
 Rows = tuple[Row, ...]
 Table = Mapping[str, Rows]
 
-#: Conditions that many rows have.
+#: Conditions of many rows.
 GQA = "4+ heads per KV head"
 GQA_2 = "2+ heads per KV head"
 GQA_E = "4+ heads per KV head or 4+ experts"

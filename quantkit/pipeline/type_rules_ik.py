@@ -46,7 +46,7 @@ GENERIC = (
 )  # fmt: skip
 _FIRST_FFN = Branch("ffn of layer 0", ("blk.0.ffn_down", "blk.0.ffn_gate", "blk.0.ffn_up"), "8+ experts")
 _SHARED = Branch("shared experts", ("_shexp.weight",))
-#: Those of one and two bits.
+#: Presets of one and two bits.
 LOW_BIT = (_ATTN_V, _MOE_K, _MOE_Q, _QKV, _FFN_DOWN, _ATTN_OUTPUT)
 LOW_BIT_SHARED = (_ATTN_V, _MOE_K, _FIRST_FFN, _MOE_Q, _QKV, _SHARED, _FFN_DOWN, _ATTN_OUTPUT)
 
@@ -59,12 +59,12 @@ BRANCHES: Mapping[str, tuple[Branch, ...]] = {
     **dict.fromkeys(f"{_TINY} {_SMALL}".split(), LOW_BIT),
     **dict.fromkeys(f"{_ONE_R4} IQ2_KT".split(), LOW_BIT_SHARED),
 }
-#: Presets whose ffn_down counts tensors, even if experts make that differ from layers.
+#: Presets that count ffn_down tensors, even if with experts that differs from the number of layers.
 COUNTED_DOWN = frozenset(f"{_TINY} {_SMALL}".split())
-#: The class options that ik heeds in the presets of BRANCHES.
+#: The class options that ik applies in the presets of BRANCHES.
 RESPECTED_OPTION = {LOW_BIT: "attn_output", LOW_BIT_SHARED: "ffn_down"}
 
-#: output.weight, or the embedding that serves as both: Q6_K unless a row here holds or the base is in OUTPUT_KEPT.
+#: output.weight, or the embedding that serves as both: Q6_K unless a row here applies or the base is in OUTPUT_KEPT.
 OUTPUT: Table = {
     **for_presets(
         "IQ1_S IQ1_S_R4 IQ1_M IQ1_M_R4 IQ1_KT IQ2_XXS IQ2_XS IQ2_S IQ2_M IQ2_M_R4 IQ2_K IQ2_K_R4 IQ2_KS IQ2_KL IQ2_KT "
@@ -113,7 +113,7 @@ ATTN_V: Table = {
     "IQ5_K": (("8B or 70B and 128k tokens", "IQ6_K"), ("always", "IQ5_K")),
     "IQ5_KS": (("8B or 70B and 128k tokens", "IQ6_K"), ("always", "IQ5_KS")),
 }
-#: attn_v by base type: of a 70B model; and with 4 heads per KV head, where no row of ATTN_V holds.
+#: attn_v by base type: of a 70B model; and with 4 heads per KV head, where no row of ATTN_V applies.
 ATTN_V_70B: Mapping[str, str] = {"Q3_K": "Q5_K", "Q4_K": "Q5_K", "IQ3_K": "IQ5_K"}
 ATTN_V_STEP: Mapping[str, str] = {
     **dict.fromkeys(("Q2_K", "IQ3_XXS"), "IQ3_S"),
@@ -128,7 +128,7 @@ ATTN_V_STEP: Mapping[str, str] = {
     **dict.fromkeys(("IQ5_K", "IQ5_KS"), "IQ6_K"),
 }
 
-#: In presets of GENERIC branches, attn_v and attn_k are Q8_0 with 4 experts or more, whatever the preset.
+#: In presets of GENERIC branches, attn_v and attn_k are Q8_0 with 4 experts or more, regardless of the preset.
 EXPERTS_Q8_0 = ("attn_v", "attn_k")
 
 _Q5_K_WITH_EXPERTS = (
@@ -211,7 +211,7 @@ TABLES: Mapping[str, Table] = {
         {"IQ3_XS": (("middle 6 8ths", "IQ3_XXS"),), "IQ3_KL": (("favoured layer", "IQ4_KS"),)},
     ),
 }
-#: Where falcon differs; its attn_output has no other rows in presets of GENERIC branches.
+#: Exceptions for falcon; its attn_output has no other rows in presets of GENERIC branches.
 FALCON: Mapping[str, Table] = {
     "ffn_down": {
         "Q3_K_M": (("first 16th", "Q5_K"), ("favoured layer", "Q4_K")),

@@ -55,7 +55,7 @@ ATTN_V: Table = {
     "Q4_K_M": (("favoured layer", "Q6_K"),),
     "Q5_K_M": (("favoured layer", "Q6_K"),),
 }
-#: In 70B models attn_v is an eighth of attn_q: these steps up cost next to nothing.
+#: In 70B models attn_v is an eighth of attn_q: these larger types cost almost nothing.
 ATTN_V_70B: Mapping[str, str] = {"Q3_K": "Q5_K", "Q4_K": "Q5_K"}
 
 #: attn_k and attn_q; in models of 8 experts attn_k and attn_v are Q8_0.
@@ -141,7 +141,7 @@ class LlamaTypeRules(TypeRules):
     def _low_bit(self, cat: str) -> tuple[TensorType, Reason]:
         cat = "attn_v" if cat in ATTN_V_LIKE else cat
         place = self.place(cat)
-        # ffn_down counts tensors here, even if experts make that differ from layers.
+        # ffn_down is counted by tensors here, even if with experts that differs from the number of layers.
         if cat in ("attn_v", "ffn_down"):
             self.count(cat)
         return self.from_rows(LOW_BIT.get(cat, {}).get(self.preset.name, ()), cat, place)

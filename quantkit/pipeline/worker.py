@@ -114,8 +114,8 @@ class Worker:
         target, sums = self.convert(job, tensor, rows.source)
         return self.finish(job, tensor, rows, target, sums)
 
-    def read(self, job: Job, tensor: PlannedTensor, room: U8 | None = None) -> JobResult | SourceRows:
-        """Read a job's rows, into ``room`` if given, or copy the cached output, which completes the job."""
+    def read(self, job: Job, tensor: PlannedTensor, buffer: U8 | None = None) -> JobResult | SourceRows:
+        """Read a job's rows, into ``buffer`` if given, or copy the cached output, which completes the job."""
         part = tensor.parts[job.part]
         origin = "" if job.cached is None else FROM_ENCODER
         if job.cached is not None and job.cached.verified:
@@ -123,8 +123,8 @@ class Worker:
             if result is not None:
                 return result
         nbytes = job.rows * job.source_row
-        source = self._buffers.get("source", nbytes) if room is None else room
-        # While this job computes, the kernel reads ahead for the next ones.
+        source = self._buffers.get("source", nbytes) if buffer is None else buffer
+        # While this job computes, the operating system reads ahead for the next ones.
         self.source.read(part.source, source, job.source_offset, self.readahead * nbytes)
         check = None if tensor.is_copy else digest_of(source)
         digests: list[bytes] = []
@@ -160,7 +160,7 @@ class Worker:
         if job.cached.temporary is not None:
             try:
                 write_range(job.cached.temporary, target, job.cached.offset)
-            except OSError:  # a full disk, say: such a tensor is not kept
+            except OSError:  # such as a full disk: the tensor is then not cached
                 records = b""
         return JobResult(crc, tuple(sums), records, rows.origin, rows.check)
 
@@ -224,7 +224,7 @@ class Worker:
                 raise DamagedEntry("its rows are damaged")
         except DamagedEntry:
             return None, REPAIRED
-        except OSError:  # evicted, or on a disk that fails
+        except OSError:  # evicted, or on a failing disk
             return None, FROM_ENCODER
         if self._cache_copies:
             with suppress(OSError, FormatError):  # it was evicted just now

@@ -76,7 +76,7 @@ def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], l
             if undecided.intersection(layer.tensors):
                 gate, up = (part.source.type for part in layer.outputs[0].parts)
                 unmerged[layer.prefix] = (
-                    f"{draft.preset} keeps gate as {gate} and up as {up}; add a rule for {MERGED} to change that"
+                    f"{draft.preset} leaves gate as {gate} and up as {up}; add a rule for {MERGED} to change that"
                 )
         draft = with_groups(draft, unmerged)
 

@@ -47,7 +47,7 @@ class Draft:
     renamed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def noted(self, lines: Iterable[str]) -> Draft:
+    def with_notes(self, lines: Iterable[str]) -> Draft:
         """Return the draft with more notes, without repetitions."""
         notes = [line for line in lines if line not in self.notes]
         return replace(self, notes=(*self.notes, *notes)) if notes else self
@@ -81,7 +81,7 @@ class Draft:
     def original_names(self) -> dict[str, str]:
         """Return the source names of output tensors, by whose inputs they are quantized."""
         original = {new: old for old, new in self.renamed.items()}
-        if self.adds_output:  # which has the inputs of the output
+        if self.adds_output:  # whose input is that of the output
             original[EXTRA_OUTPUT] = next(n for n in ("output.weight", "token_embd.weight") if n in self.renamed)
         return original
 
@@ -100,7 +100,7 @@ def start(source: Source, preset: Preset, options: QuantizeOptions, like: Refere
         item = parse_override(text)
         if (path := override_file(text)) is not None:
             notes.append(f"--override-kv {item.key}: the text of {path}, {len(item.value)} characters")
-        overrides.pop(item.key, None)  # as in a file, a key that is set again moves to the end
+        overrides.pop(item.key, None)  # a key that is set again moves to the end, as in a file
         overrides[item.key] = item
     draft = Draft(source, preset, options, overrides, like=like, notes=tuple(notes))
     _check_source(draft)
@@ -126,7 +126,7 @@ def _check_source(draft: Draft) -> None:
 def with_groups(draft: Draft, leave: Mapping[str, str] | None = None) -> Draft:
     """Return the draft with the source's tensors as they are encoded; ``leave``: layers not to be merged, and why."""
     regrouped, note = _add_extra_output(draft, _regroup(draft, leave))
-    return replace(draft, regrouped=regrouped).noted(note)
+    return replace(draft, regrouped=regrouped).with_notes(note)
 
 
 def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:
@@ -138,7 +138,7 @@ def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:
         result = regroup(source, decide, verb, keep_split=options.keep_split, leave=leave)
     except RecipeError as e:
         raise RecipeError(f"--{verb}-up-gate: {e.message}", e.code) from None
-    # Without --keep-split those of a merged file's record are not kept, either.
+    # Without --keep-split, the shards recorded in a merged file are also ignored.
     return result if options.keep_split else replace(result, shards=None)
 
 

@@ -25,7 +25,7 @@ from quantkit.types import TensorType
 
 def with_names(draft: Draft) -> Draft:
     """Return the draft with the names of the output's tensors."""
-    # Under both names, because layers may not be merged.
+    # Under both names, because some layers may not be merged.
     names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.groups.tensors)])
     return replace(draft, renamed=prune_names(names, draft.options.prune_layers))
 
@@ -48,7 +48,7 @@ def with_imatrix(draft: Draft) -> Draft:
         exclude=options.exclude_weights,
         original_names=draft.original_names(),
     )
-    return replace(draft, imatrix=imatrix, importance=importance).noted([] if warning is None else [warning])
+    return replace(draft, imatrix=imatrix, importance=importance).with_notes([] if warning is None else [warning])
 
 
 def with_importance(
@@ -70,7 +70,7 @@ def with_importance(
                 importance = replace(importance, factors=draft.feedback.provider.factors(source_name))
             lookups.append(importance)
         has_importance = draft.feedback is not None and draft.feedback.has_importance(source_name)
-        # A run refuses types without an encoder as such.
+        # The run itself rejects types without an encoder.
         if is_encoded and has_encoder(choice.type) and not has_importance:
             check_importance(
                 importance,
@@ -172,7 +172,7 @@ def _with_choice(
 
 
 def _encoder(t: TensorType, options: QuantizeOptions) -> str:
-    """Return the encoder of a type that the options ask for."""
+    """Return the encoder of a type that the options select."""
     if options.symmetric_q40 and t.name == "Q4_0":  # ik_llama.cpp's interleaved types ignore it
         return SYMMETRIC
     return encoder_for(t, options.encoder)

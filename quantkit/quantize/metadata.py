@@ -28,9 +28,9 @@ from quantkit.pipeline.regroup import prune_record
 from quantkit.quantize.draft import Draft
 from quantkit.version import __version__
 
-#: Most characters of a value in a recipe: the file has the whole one under its own key.
+#: Maximum length of a value in a recipe: the file contains the complete one under its own key.
 _WIDTH = 100
-#: Options that recipes do not list: those with keys of their own, and rules, which are listed last.
+#: Options that recipes do not list: those with their own keys, and rules, which are listed last.
 _SEPARATE_OPTIONS = (
     "imatrix",
     "feedback",
@@ -92,15 +92,15 @@ def _source_ftype(draft: Draft) -> int:
     source, tensors = draft.source, {tensor.name: tensor for tensor in draft.groups.tensors}
     if draft.adds_output:
         del tensors[EXTRA_OUTPUT]
-    stated = source.get("general.file_type")
-    if stated is not None:
-        if not isinstance(stated, int):
+    file_type = source.get("general.file_type")
+    if file_type is not None:
+        if not isinstance(file_type, int):
             raise FormatError(
-                f"{source.paths[0]}: general.file_type is {stated!r}, not a number; correct it, or use a type other "
+                f"{source.paths[0]}: general.file_type is {file_type!r}, not a number; correct it, or use a type other "
                 "than COPY",
                 "QK-E123",
             )
-        return stated
+        return file_type
     types = Counter(tensors[name].type.name for name in (tensors if draft.as_ik else iteration_order(tensors)))
     ftype = 0
     with suppress(TypeNotSupported):

@@ -53,7 +53,7 @@ def _check_encoders(options: QuantizeOptions) -> None:
     encoders = custom_encoders(options.encoders)
     for name in ("feedback", "calibrate"):
         if encoders and getattr(options, name):
-            raise RecipeError(f"--{name} chooses the levels that encoders would choose: omit one of them", "QK-E201")
+            raise RecipeError(f"--{name} and encoders both choose levels: omit one of them", "QK-E201")
     if options.symmetric_q40 and "Q4_0" in encoders:
         raise RecipeError("--symmetric-q40 and encoders both encode Q4_0: omit one of them", "QK-E201")
 

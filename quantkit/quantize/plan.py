@@ -41,7 +41,7 @@ from quantkit.types import TensorType
 from quantkit.units import format_seconds
 from quantkit.version import __version__
 
-#: TYPEs that change no weight, so that an incomplete model is accepted.
+#: TYPEs that change no weight, with which an incomplete model is accepted.
 _AS_IT_IS = frozenset({"COPY", "REPACK", "UNREPACK"})
 
 
@@ -83,7 +83,7 @@ def plan_from(
     """
     repack = options.repack or options.unrepack
     if repack and type not in ("REPACK", "UNREPACK"):
-        preset_of(type, options)  # a typing error, which would only be the name of the output
+        preset_of(type, options)  # a typo, which would otherwise be the name of the output
     like = None if options.like is None else read_reference_types(options.like)
     preset = like.preset if like else preset_of("COPY" if repack else type, options)
     draft = start(source, preset, options, like)
@@ -96,14 +96,14 @@ def plan_from(
     draft, tensors, choices = choose(draft, request)
     while names := equalized_plain_names(draft, tensors, choices):
         draft, tensors, choices = choose(without_equalization(draft, source, names), request)
-    draft = draft.noted(lint(draft, request, tensors, choices))
+    draft = draft.with_notes(lint(draft, request, tensors, choices))
     if draft.like is not None:
-        draft = draft.noted(draft.like.notes([tensor.name for tensor in tensors]))
+        draft = draft.with_notes(draft.like.notes([tensor.name for tensor in tensors]))
     typed_tensors, coverage = with_importance(draft, request, tensors, choices)
     outputs, feedback_notes = with_covariances(draft, typed_tensors)
     metadata, metadata_notes = metadata_of(draft, request, outputs)
     texts = [path for path in map(override_file, options.override_kv) if path is not None]
-    # Those that are read on while the run lasts as they were opened.
+    # Files that remain open during the run.
     imatrix = options.imatrix if draft.imatrix is None else draft.imatrix.path
     feedback = draft.feedback.provider.path if draft.feedback else None
     input_files = (imatrix, feedback, options.like, *options.calibrate, *texts)

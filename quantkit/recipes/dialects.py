@@ -23,7 +23,7 @@ DIALECTS = tuple(READERS)
 _BLOCK = re.compile(
     r"""^[ \t]*(?:export[ \t]+)?((?=\w*custom)\w++)=(["'])(.*?)(?<!\\)\2""", re.MULTILINE | re.DOTALL | re.I
 )
-#: Expansions of the shell within double quotes.
+#: Expansions that the shell does within double quotes.
 _EXPANDED = re.compile(r"`|\$[\w({@*#?$!-]")
 
 

@@ -18,7 +18,7 @@ from quantkit.recipes.dialects import Recipe, read_rules, tree_of
 from quantkit.recipes.portable import DialectPattern, NotPortable
 from quantkit.types import TensorType
 
-#: Findings that make a rule or a file useless; the others are warnings.
+#: Findings that make a rule or a file unusable; all others are warnings.
 _ERRORS = {"QK-W001", "QK-W002", "QK-W004", "QK-W013", "QK-W020", "QK-W026", "QK-W028"}
 _TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 #: A layer's number, or a group of numbers, after blk.; a dot that is neither escaped, repeated nor in a set.

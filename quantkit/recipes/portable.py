@@ -44,12 +44,12 @@ def _tokenize(text: str) -> list[tuple[str, str]]:
     while offset < len(text):
         token = _TOKEN.match(text, offset)
         if token is None:
-            raise NotPortable(f"{text[offset : offset + 4]!r} has a different meaning there, or none")
+            raise NotPortable(f"{text[offset : offset + 4]!r} has another meaning there, or none")
         kind = token.lastgroup or ""
         if kind == "repeat" and last == "repeat" and token[0] == "?":
             kind = "lazy"
         elif kind == "repeat" and (last in ("", "open", "repeat", "lazy") or tokens[-1][1] in ("|", "^", "\\b", "\\B")):
-            raise NotPortable(f"{token[0]!r} follows nothing that can repeat")
+            raise NotPortable(f"nothing precedes {token[0]!r} that could repeat")
         depth += (kind == "open") - (kind == "close")
         if depth < 0:
             raise NotPortable("unmatched )")
@@ -70,7 +70,7 @@ def rewrite(pattern: str, dialect: str) -> str:
     if dialect == "ours":
         return pattern
     output: list[str] = []
-    starts: list[int] = []  # of the atom that a repeat applies to
+    starts: list[int] = []  # of the atom that a quantifier applies to
     open_groups: list[tuple[int, str]] = []
     for kind, token in _tokenize(pattern):
         start = len(output)

@@ -18,15 +18,19 @@ _FIELD = re.compile(r"(\.)(\w+)((?:\.\w+)*)")
 
 @checked
 def write_recipe(
-    types: Mapping[str, TensorType], comments: Sequence[str] = (), dialect: str = "ours", *, others: Iterable[str] = ()
+    types: Mapping[str, TensorType],
+    comments: Sequence[str] = (),
+    dialect: str = "ours",
+    *,
+    other_names: Iterable[str] = (),
 ) -> str:
     """Return the text of a recipe that gives every tensor of ``types`` its type, with few anchored rules.
 
     ``dialect``: "ours", "llama.cpp", "ik" or "thireus". ``comments``: lines before the rules (not for llama.cpp).
-    ``others``: names of the model's other tensors, which no rule may match. The rules are verified by matching as the
-    program of the dialect does. Raises RecipeError if it lacks a type, or cannot distinguish two names.
+    ``other_names``: names of the model's other tensors, which no rule may match. The rules are verified by
+    matching as the program of the dialect does. Raises RecipeError if it lacks a type, or cannot distinguish two names.
     """
-    return text_of(rules_for(types, dialect, other_names=others), comments, dialect)
+    return text_of(rules_for(types, dialect, other_names=other_names), comments, dialect)
 
 
 def rules_for(

@@ -25,9 +25,9 @@ _YAML_WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
 _ADVICE = (
     (0.003, "practically the base model"),
     (0.02, "very close to the base: a good default"),
-    (0.08, "close to the base: if the larger files do not fit"),
-    (0.25, "clear losses: if memory is short"),
-    (float("inf"), "heavy losses: only if nothing else fits"),
+    (0.08, "close to the base, if the larger files do not fit"),
+    (0.25, "noticeable losses, if memory is short"),
+    (float("inf"), "severe losses, only if nothing else fits"),
 )
 
 

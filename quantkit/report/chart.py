@@ -1,4 +1,4 @@
-"""A chart of a page: a Vega-Lite specification, and what the page shows around it.
+"""A chart of a page: a Vega-Lite specification, and the texts around it.
 
 Colours are variables of the style sheet, which SVG resolves: a change of theme, and printing, need no new drawing.
 """

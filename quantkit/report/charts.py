@@ -21,7 +21,7 @@ DASHES = ((1, 0), (6, 3), (2, 2))
 _TYPE = re.compile(
     rf"(?:{'|'.join(sorted({t.name for t in TYPES} | {p.name for p in PRESETS}, reverse=True))})(?![A-Za-z0-9])", re.I
 )
-#: Up to so many files, their lines are in one chart, and their names fit beside the points of half a page.
+#: Up to this number of files, their lines are in one chart, and their names fit beside the points in half a page.
 FEW_LINES, FEW_POINTS = 4, 8
 
 
@@ -262,7 +262,11 @@ def _tokens_of_one(line: Sequence[Json], rows: Sequence[Json]) -> Json:
             "encoding": {"x": x, "y": y, "tooltip": _TOKENS_TIP},
         },
     ]
-    return chart_spec("The divergence that a share of the tokens exceeds, before that of all files", 120, layer=layers)
+    return chart_spec(
+        "The divergence that a share of the tokens exceeds, with those of all files in the background",
+        120,
+        layer=layers,
+    )
 
 
 # ---------------------------------------------------------------- speed

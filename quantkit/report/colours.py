@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 Rgb = tuple[int, int, int]
 
-#: Viridis from dark to light, sRGB: the colour-blind can tell its lightness.
+#: Viridis from dark to light, sRGB: readable for the colour-blind by lightness.
 VIRIDIS: tuple[Rgb, ...] = (
     (68, 1, 84),
     (72, 40, 120),
@@ -19,7 +19,7 @@ VIRIDIS: tuple[Rgb, ...] = (
     (181, 222, 43),
     (253, 231, 37),
 )
-#: From too few tokens, over the number that suffices in the middle, to plenty: orange, grey, blue.
+#: From too few tokens (orange) through just enough (grey) to plenty (blue).
 SUFFICIENCY: tuple[Rgb, ...] = ((166, 54, 3), (253, 174, 107), (240, 240, 240), (158, 202, 225), (107, 174, 214))
 
 

@@ -11,7 +11,7 @@ from quantkit.report.data import File, Quality
 
 
 def closest_file(files: Sequence[File]) -> list[str]:
-    """Return the sentence on the file closest to the base; empty if intervals do not tell it apart."""
+    """Return the sentence on the file closest to the base; empty if intervals overlap."""
     intervals = _divergence_intervals(files)
     if not intervals:
         return []
@@ -53,7 +53,7 @@ def perplexity_warning(files: Sequence[File]) -> str:
     """Return the warning that a perplexity below the base's is no gain; "" if none is below."""
     ratios = [f.quality.ppl_ratio for f in files if f.quality is not None and f.quality.ppl_ratio is not None]
     below = any(ratio.value < 1 for ratio in ratios)
-    return "A perplexity below the base's is no gain: compare by KL divergence." if below else ""
+    return "A perplexity below the base's is not a better result: compare by KL divergence." if below else ""
 
 
 def _divergence_interval(quality: Quality) -> tuple[float, float] | None:

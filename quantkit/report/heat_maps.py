@@ -14,10 +14,10 @@ from quantkit.types import type_by_name
 #: Value of "layer" for tensors outside of layers.
 NO_LAYER = "none"
 NOT_MEASURED = "not measured"
-#: Before a value that is an estimate; alone in a cell that is too narrow for the value.
+#: Marks an estimate: before its value, or alone in a cell that is too narrow for the value.
 GUESS = "≈"
 GUESS_NOTE = f"{GUESS}: estimated from the error at the end of the layer"
-#: Width of the names of classes, and of the narrowest cell whose key is readable, in pixels; print has narrower ones.
+#: Width in pixels of the names of classes, and of the narrowest cell with a readable key; print has narrower ones.
 _NAMES, _CELL = 126, 10
 #: Width of the narrowest cell with a key, and distance of two numbers of layers, in pixels.
 _KEY, _NUMBER = 7, 26
@@ -36,7 +36,7 @@ def type_colours(report: Report) -> dict[str, str]:
 def type_keys(names: Iterable[str]) -> dict[str, str]:
     """Return a character for each type, all different: its bits where they are free, else a letter of its name.
 
-    Cells of deep models have room for no more.
+    Cells of deep models have no space for more.
     """
     keys: dict[str, str] = {}
     spare = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
@@ -159,8 +159,8 @@ def coverage_map(report: Report) -> Chart | None:
         (-math.log(100), math.log(100)),
     )
     scale = _colour_values([cells], ramp)
-    tip = [{"field": "name", "title": "tensor"}, {"field": "value", "title": "least tokens", "format": ","}]
-    description = "The least tokens that any expert of a tensor saw in calibration, by class and layer"
+    tip = [{"field": "name", "title": "tensor"}, {"field": "value", "title": "fewest tokens", "format": ","}]
+    description = "The fewest tokens of any expert of a tensor in calibration, by class and layer"
     kinds = list(dict.fromkeys(c["kind"] for c in cells))
     if scale is None:
         return None

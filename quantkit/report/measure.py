@@ -55,7 +55,7 @@ from quantkit.sensitivity import read_sensitivity
 from quantkit.sensitivity.file import LAYER
 from quantkit.version import __version__
 
-#: Shares of the tokens for which the divergence that they exceed is reported.
+#: Shares of the tokens for each of which the divergence that it exceeds is reported.
 SHARES = (0.9, 0.75, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 #: Keys general.* for model cards.
 _CARD_KEYS = (
@@ -103,7 +103,7 @@ class ReportOptions(Options):
     chunks: int | None = option(None, "Number of chunks; -1 (default): all.", MEASUREMENTS, kind="chunks")
     n_batch: int = 2048
     errors: bool = option(
-        True, "Compare every matrix with the base's (default).", MEASUREMENTS, flags=("--errors/--no-errors",)
+        True, "Compare every matrix with that of the base (default).", MEASUREMENTS, flags=("--errors/--no-errors",)
     )
     bench: tuple[int, int, int] | tuple[()] = ()
     imatrix: Path | None = option(
@@ -138,7 +138,7 @@ def measure_report(
     names = [inspection.path.name for inspection in inspections]
     if duplicate := next((n for n in names if names.count(n) > 1), None):
         raise RecipeError(
-            f"two files are called {duplicate}: a report names files without their folders; rename one", "QK-E203"
+            f"two files are named {duplicate}, and a report shows names without folders: rename one", "QK-E203"
         )
     base = inspect(options.base) if options.base is not None else None
     for inspection in inspections:
@@ -185,10 +185,10 @@ def _inspect_models(paths: Iterable[Path]) -> list[Inspection]:
 def _check_options(options: ReportOptions) -> None:
     if options.logits is not None and not options.logits.exists() and None in (options.base, options.text):
         raise RecipeError(
-            f"{options.logits} does not exist: it is made of --base and a text (-f), so give both", "QK-E202"
+            f"{options.logits} does not exist: it is computed from --base and a text (-f): give both", "QK-E202"
         )
     if options.base is not None and options.text is None and options.logits is None and not options.errors:
-        raise RecipeError("nothing is compared with --base: give a text (-f), too", "QK-E202")
+        raise RecipeError("--base is only used with a text: also give -f", "QK-E202")
 
 
 def _check_architecture(a: Inspection, b: Inspection) -> None:

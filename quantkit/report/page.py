@@ -29,7 +29,7 @@ from quantkit.report.tables import (
 from quantkit.units import PLUS_MINUS, format_count, size_unit
 
 _FOLDER = Path(__file__).parent
-#: Globals that page.js takes from the bundle.
+#: Globals of the bundle that page.js uses.
 _SNIPPET = "window.vegaLite = vegaLite; window.vega = vega; window.vegaEmbed = vegaEmbed;"
 
 

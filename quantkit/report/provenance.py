@@ -10,12 +10,12 @@ from quantkit.formats.gguf import parse_split_path
 from quantkit.inspect import Inspection
 from quantkit.names import file_name, printable, shorten
 
-#: End of keys that are not shown: hashes of passages, thousands of numbers.
+#: Suffix of keys that are not shown: hashes of passages, thousands of numbers.
 _HIDDEN_SUFFIX = "shingles"
 _WIDTH = 200
 #: Options in recipes that name files.
 _FILES = {"--calibrate", "--like"}
-#: Name of a source that the metadata do not name.
+#: Name of a source that is not in the metadata.
 _SOURCE = "model-BF16.gguf"
 
 
@@ -38,7 +38,7 @@ def _format_value(key: str, value: Any) -> str:
 def rebuild_command(inspection: Inspection) -> str:
     """Return the command that makes a file again, several joined by &&; "" if its metadata do not suffice."""
     metadata = {key: value for key, value in inspection.provenance if isinstance(value, str)}
-    if "quantkit.quantize.encoders" in metadata:  # functions that no command has
+    if "quantkit.quantize.encoders" in metadata:  # functions without a command
         return ""
     if steps := _steps(inspection):
         outputs = [*(source for _, source in steps[1:]), _output_name(inspection)]

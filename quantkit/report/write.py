@@ -66,9 +66,7 @@ def report(
             check_free(output, overwrite=overwrite)
     previous = read_data(data_path) if data_path.exists() else None
     if not paths and previous is None:
-        raise RecipeError(
-            f"there are no files to report on, and no numbers of an earlier report: {data_path}", "QK-E214"
-        )
+        raise RecipeError(f"no files to report on, and no data of an earlier report: {data_path}", "QK-E214")
     with ExitStack() as stack:
         for output in (out, data_path, card):
             if output is not None:

@@ -2,7 +2,7 @@
 
 Small independent errors add up in the variance of the logits, and the divergence k is near that variance: it adds up.
 Where a small error can make a large difference (a router that chooses another expert, an argmax) there is a second part
-that goes with the size of the error, not its square, and does not add up: many groups that each change the routes of
+that is proportional to the error, not to its square, and does not add up: many groups that each change the routes of
 some tokens change those of the same tokens. Of this part the squares add up. Its share of a group's divergence,
 ``Cost.flips``, follows from the errors at the end of its layer; nothing else is fitted:
 
@@ -27,7 +27,7 @@ from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.sensitivity.file import Sensitivity
 from quantkit.types import TensorType, type_by_name
 
-#: Kinks to try, in nats^0.5, and the fewest allocations for a fit.
+#: Kinks to try, in nats^0.5, and the minimum number of allocations for a fit.
 _KINKS = (0.0, *(10 ** (i / 8 - 4) for i in range(25)))
 _MIN_ALLOCATIONS = 3
 

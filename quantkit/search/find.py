@@ -25,7 +25,7 @@ from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity
 from quantkit.units import format_size, round_up
 
-#: How often the room is reduced because the header, which contains the rules, is too long.
+#: How often the size limit for data is reduced because the header, which contains the rules, is too long.
 _MAX_ROUNDS = 16
 #: Share of the choice groups in which checked allocations must differ.
 _MIN_DIFFERENCE = 0.05
@@ -194,15 +194,15 @@ class Finder:
         The header contains the rules, so its size is known only afterwards; if the file is too large, the problem is
         solved again with fewer bytes for tensors.
         """
-        room = target - self.header_bytes - self.space.fixed.padded
+        budget = target - self.header_bytes - self.space.fixed.padded
         for _ in range(_MAX_ROUNDS):
-            answer = self._solve_least([Limit(self._amounts("padded"), room)], exclusions, costs)
+            answer = self._solve_least([Limit(self._amounts("padded"), budget)], exclusions, costs)
             if answer is None:
                 return None
             allocation = self.allocation(answer)
             if allocation.nbytes <= target:
                 return allocation
-            room = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
+            budget = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
         return None
 
     def _smallest_for_kld(self, target: float, exclusions: Sequence[Exclusion]) -> Allocation | None:
@@ -265,7 +265,7 @@ class Finder:
         types = {
             g.name: u.choices[pick].type for u, pick in zip(space.choice_groups, picks, strict=True) for g in u.groups
         }
-        if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug
+        if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug in quantkit
             raise ResourceError("the rules of this allocation do not give the types that the search assigned")
         kld, options = space.kld(picks), space.quantize_options(title, rules)
         return Allocation(types, kld, space.total(picks), rules, title, options, plan, answer.gap, picks)

@@ -61,7 +61,7 @@ class Predictor:
         return self._estimates.get((group, t))
 
     def flips(self, group: str, t: TensorType) -> float:
-        """Return the share of a divergence that goes with the size of the error, not its square; 0 if unknown."""
+        """Return the share of a divergence that is proportional to the error, not to its square; 0 if unknown."""
         return self._flips.get((group, t), 0.0)
 
     def extrapolated_kld(self, group: str, t: TensorType) -> float | None:

@@ -28,11 +28,11 @@ from quantkit.errors import ResourceError
 from quantkit.extras import SEARCH, check_extras
 
 F64 = npt.NDArray[np.float64]
-#: Weights of the choices of a row; int64 where they are exact.
+#: Weights of the choices of a row; int64 if they are exact.
 Weights = npt.NDArray[np.int64] | F64
 #: Scale of objective and limits: the tolerances and the gap of HiGHS are absolute, 1e-6.
 _SCALE = 1e6
-#: The most answers to cut off that exceed a limit by rounding.
+#: Maximum number of solutions excluded because rounding makes them exceed a limit.
 _CUTS = 64
 
 
@@ -145,10 +145,10 @@ class _Program:
             least = np.full(len(self.costs), np.inf)
             np.minimum.at(least, self.row[columns], weights[columns])
             above = weights[columns] - least[self.row[columns]]
-            room = limit.most - math.fsum(least)
-            scale = _SCALE / max(abs(room), float(above.max()), 1e-300)
+            remainder = limit.most - math.fsum(least)
+            scale = _SCALE / max(abs(remainder), float(above.max()), 1e-300)
             coefficients.append(above * scale)
-            bounds.append(room * scale)
+            bounds.append(remainder * scale)
         for exclusion in self.exclusions:
             indicator = np.zeros(len(self.row))
             indicator[self.first[:-1] + np.array(exclusion.picks)] = 1.0
@@ -198,10 +198,10 @@ class _Program:
         if picks is None:
             return None, np.arange(len(self.row))
         cost = self.cost(picks)
-        room = cost - bound + 1e-9 * max(abs(cost), float(self.cost_of.max()))
+        gap = cost - bound + 1e-9 * max(abs(cost), float(self.cost_of.max()))
         selected = np.zeros(len(self.row), bool)
         selected[self.first[:-1] + np.array(picks)] = True
-        return picks, np.flatnonzero((reduced_costs <= room) | selected)
+        return picks, np.flatnonzero((reduced_costs <= gap) | selected)
 
     def round_shares(self, shares: F64) -> tuple[int, ...] | None:
         """Return an answer near the relaxation: in each row the lightest choice with a share, greedily improved."""

@@ -58,7 +58,7 @@ class Choice:
     """A type for a choice group.
 
     ``kld``: divergence, in nats; ``error``: its additive part (``Combination``); ``types``: the type of each tensor, by
-    name. ``flips``: the part of the divergence that goes with the size of the error; ``squares``: the sum of its
+    name. ``flips``: the part of the divergence that is proportional to the error; ``squares``: the sum of its
     squares over the groups.
     """
 
@@ -268,7 +268,8 @@ class Space:
 
     @cached_property
     def _encodable(self) -> frozenset[str]:
-        plans = (self.plan(name, ()) for name in ("Q8_0", "Q4_0"))  # each copies tensors of its own type
+        # each allocation copies tensors that already have its type
+        plans = (self.plan(name, ()) for name in ("Q8_0", "Q4_0"))
         return frozenset(t.name for plan in plans for t in plan.tensors if t.encoder)
 
     def footprint(self, tensor: PlannedTensor) -> Footprint:

@@ -27,11 +27,11 @@ from quantkit.kernels.cpu.matmul.matmul import (
 from quantkit.records import record
 from quantkit.types import TensorType
 
-#: Values of a row, and bytes of the matrix, more than caches hold.
+#: Values of a row, and bytes of the matrix, which exceeds the caches.
 _WIDTH, _BYTES = 4096, 128 << 20
-#: Seconds of the measurement of a type; the fastest product counts.
+#: Seconds of the measurement of a type; the fastest product is the result.
 _SECONDS = 0.5
-#: Bytes of the largest table.
+#: Maximum size of a table in bytes.
 _MAX_BYTES = 1 << 20
 
 
@@ -58,7 +58,7 @@ def read_speeds(path: Path) -> Mapping[str, float]:
 
 def _speed(team: Team, t: TensorType) -> float:
     rows = _BYTES // t.row_bytes(_WIDTH) // 256 * 256
-    weights = np.full((rows, t.row_bytes(_WIDTH)), 0, np.uint8)  # written, so that pages are not shared
+    weights = np.full((rows, t.row_bytes(_WIDTH)), 0, np.uint8)  # written, so that the pages are not all the zero page
     tape, _keep = _product(team, t, weights)
     tape.run()  # compiled
     best, end = np.inf, time.perf_counter() + _SECONDS

@@ -37,7 +37,7 @@ from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Overrides
 from quantkit.types import TensorType, type_by_name
 
-#: A type that fits rows of any usual length: a plan with it shows which tensors are encoded.
+#: A type for rows of any usual length: a plan with it shows which tensors are encoded.
 _PROBE = "F16"
 
 
@@ -88,7 +88,7 @@ def measurable_types(names: Sequence[str]) -> tuple[TensorType, ...]:
             raise TypeNotSupported(f"{t} is not a type to quantize to; `quantkit types` lists those", "QK-E302")
         if is_interleaved(t):
             raise TypeNotSupported(
-                f"{t} has the same values as its type without interleaving: measure that one", "QK-E203"
+                f"{t} has the same values as its type without interleaving: measure that type", "QK-E203"
             )
     if not types:
         raise RecipeError("no types to measure: give some (--types Q4_K,Q6_K)", "QK-E202")
@@ -220,7 +220,7 @@ class Encoder:
                     sums, tensor_sums[job.matrix] = sums + piece, tensor_sums[job.matrix] + piece
             info = replace(tensor.source, name=tensor.name, type=tensor.type, nbytes=tensor.nbytes, offset=-1)
             data[tensor.name] = info, np.memmap(target.path, np.uint8, "r")
-            target.path.unlink()  # mapped it stays, until nothing holds it
+            target.path.unlink()  # the mapping keeps it until nothing refers to it
         return EncodedPair(data, sums, matrix_sums)
 
     def _run(

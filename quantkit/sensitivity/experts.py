@@ -1,7 +1,7 @@
 """Token shares of experts, and the share of the error that falls on rarely chosen ones.
 
 A file stores all experts of a tensor in one type, so no search can give a rare expert fewer bits than the others of its
-tensor. Groups are tensors, and a measured cost weighs each expert by how often the text chooses it. The importance
+tensor. Groups are tensors, and a measured cost weights each expert by its frequency in the text. The importance
 matrix adds the routing of tokens, which shows whether experts with few tokens, whose importance is uncertain, matter.
 """
 
@@ -91,11 +91,11 @@ def experts_summary(experts: Mapping[str, Mapping[str, Any]]) -> str:
     subject = f"{len(experts)} groups of experts"
     rare = [row for row in experts.values() if row["rare"]]
     if not rare:
-        return f"{subject}: no expert is chosen less than half as often as the mean"
+        return f"{subject}: no expert is selected less than half as often as the mean"
     tokens = max(row["rare_tokens"] for row in rare)
     errors = [share for row in rare for share in row["rare_errors"].values()]
     text = (
-        f"{subject}: in {len(rare)} of them, some experts are chosen less than half as often as the mean; these "
-        "receive up to"
+        f"{subject}: in {len(rare)} of them, some experts are selected less than half as often as the mean; they "
+        f"receive up to"
     )
     return f"{text} {tokens:.1%} of the tokens" + (f" and cause up to {max(errors):.1%} of the error" if errors else "")

@@ -237,8 +237,8 @@ class _Run:
         probes = probes_of([p for p in candidates if p in selected])
         if self.full_runs is not None and len(selected) < len(candidates):
             self.notes.append(
-                f"{self.full_runs} types of each group run to the end of the model, the others to the end of their "
-                "layer; use --full-runs -1 to run all to the end"
+                f"{self.full_runs} types of each group run to the end of the model, the other types to the end of "
+                f"their layer; use --full-runs -1 to run all to the end"
             )
         self._full_pairs = (
             probes if o.proxies_only else selected | self._pairs_without_layer_error(candidates, layer_of, layers)
@@ -347,7 +347,7 @@ class _Measurement:
         self.activations = self._open_store("itself")
         self.work_done = self.work_total = 0.0
         self.pairs: Mapping[int, list[Pair]] = {}
-        #: The groups of each type that is measured as a whole, and those types of which that is open.
+        #: The groups of each type that is measured for all groups at once, and the types still to be measured so.
         self.uniform_groups: Mapping[TensorType, list[str]] = {}
         self.uniform_models: list[UniformModel] = []
 
@@ -574,7 +574,7 @@ def full_runs_of(count: int | None, types: int, *, proxies_only: bool = False) -
 
 
 def _completeness(count: int | None, proxies_only: bool) -> float:
-    """Return a rank of how many types of a group run to the end of the model."""
+    """Return a rank by the number of types of a group that run to the end of the model."""
     if proxies_only:
         return 0.5
     return math.inf if count is None else count

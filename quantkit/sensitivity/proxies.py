@@ -56,7 +56,7 @@ def with_proxies(
         if kld is not None:
             slopes[probe.group.name] = {name: kld / error for name, error in errors.items() if error > 0}
     logs = [math.log(slope[RELATIVE]) for slope in slopes.values() if slope.get(RELATIVE, 0) > 0]
-    common = math.exp(math.fsum(logs) / len(logs)) if logs else 0.0  # the same in any order: probes are a set
+    common = math.exp(math.fsum(logs) / len(logs)) if logs else 0.0  # independent of the order: probes are a set
     result = {}
     for pair, cost in costs.items():
         group_slopes = {**slopes.get(pair.group.name, {}), RELATIVE: common}

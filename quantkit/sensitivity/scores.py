@@ -55,7 +55,7 @@ class Base:
     def _prepare(self, tile: slice) -> None:
         parts = softmax(self.logits[tile])
         np.divide(parts.exps, parts.total[:, None], out=self.weights[tile])
-        self.total[tile] = self.weights[tile].sum(axis=1, dtype=np.float64)  # 1, but for rounding
+        self.total[tile] = self.weights[tile].sum(axis=1, dtype=np.float64)  # 1, except for rounding
         self.log_sum[tile] = parts.top + parts.log_total
         self.nll[tile] = nll_of(self.logits[tile], parts, self.following[tile])
 

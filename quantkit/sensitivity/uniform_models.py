@@ -51,7 +51,8 @@ class ActivationStore:
         path = self._folder / f"value-{self._count}"
         self._count += 1
         try:
-            reserve(path, shape[0] * shape[1] * dtype.itemsize)  # writing to one without room ends the process
+            # without space on the disk, writing to a mapping would kill the process
+            reserve(path, shape[0] * shape[1] * dtype.itemsize)
         except OSError as e:
             raise ResourceError(f"{path}: {e.strerror or e}; the run can be resumed", "QK-E406") from e
         return np.memmap(path, dtype, "r+", shape=shape)

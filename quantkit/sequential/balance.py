@@ -33,7 +33,7 @@ F32 = npt.NDArray[np.float32]
 
 #: Share of the logarithmic differences that moves to the weights.
 SHARE = 0.25
-#: Tokens from which column sizes are estimated; the largest factor, and inverse of the smallest.
+#: Number of tokens from which column magnitudes are estimated; the maximum factor, and the inverse of the minimum.
 _TOKENS, _MAX_FACTOR = 4096, 64.0
 #: Types whose values can be multiplied by a factor.
 _SCALABLE_DTYPES: dict[str, np.dtype[Any]] = {

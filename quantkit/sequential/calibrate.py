@@ -81,7 +81,7 @@ class CalibrationInputs:
         self.tokens = Tokens(windows, max(1, _BATCH // calibration.n_ctx))
         self.name, self._files = " and ".join(str(f) for f in calibration.files), calibration.files
         self.entries: dict[str, str] = {}
-        for item in graph_inputs:  # embeddings come before any input does, also where they are the output matrix
+        for item in graph_inputs:  # embeddings precede all inputs, even where they are also the output matrix
             for name in item.names:
                 if name not in embeddings:
                     self.entries.setdefault(name, item.names[0])

@@ -30,8 +30,8 @@ _TOKENS = 4096
 #: Damping of the target correction, in means of the diagonal; the share of the residual stream's error that a product
 #: added to it corrects.
 TARGET_DAMPING, RESIDUAL = 0.05, 0.5
-#: Damping of sums, in means of the diagonal, for texts of other kinds: of columns as the model has them; and of the
-#: metric, of columns as they are rounded, perhaps equalized.
+#: Damping, in means of the diagonal, against overfitting to the text: of the sums, in the model's columns; and of the
+#: metric, in the columns that are rounded, which may be equalized.
 DAMPING, METRIC_DAMPING = 0.1, 0.02
 
 
@@ -57,7 +57,7 @@ class StageInputs:
     matrices: int
     factors: F32 | None = None
     is_uniform, corrects = False, True
-    #: Tokens of each matrix, when the stage has run.
+    #: Tokens of each matrix, once the stage has run.
     tokens: tuple[int, ...] | None = None
     _stage: _StageRows | None = field(default=None, repr=False)
     _importance: dict[int, F32] = field(default_factory=dict, repr=False)
@@ -92,7 +92,7 @@ class StageInputs:
         return self.damping_by(self._count(matrix))
 
     def damping_by(self, tokens: int) -> float | None:
-        """Return the damping for so many tokens; None if they are too few for feedback."""
+        """Return the damping for a number of tokens; None if they are too few for feedback."""
         return None if damping_of(tokens, self.n) is None else DAMPING
 
     def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
@@ -225,7 +225,7 @@ def rounded_inputs(x: F32) -> F32:
     block = 256 if x.shape[1] % 256 == 0 else 32
     blocks = x.reshape(len(x), -1, block)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
-    with np.errstate(invalid="ignore"):  # infinite values are refused with the sums
+    with np.errstate(invalid="ignore"):  # infinite values are an error when the sums are used
         rounded: F32 = np.rint(blocks / np.where(scale > 0, scale, np.float32(1))) * scale
     return rounded.reshape(x.shape)
 

@@ -88,8 +88,8 @@ class Spill:
             write_range(self.folder / place.file, data, token * place.token_bytes, make=True)
         except OSError as e:
             raise ResourceError(
-                f"{self.folder}: {e.strerror}; it must hold the activations of all tokens: calibrate on fewer, or "
-                "free some space",
+                f"{self.folder}: {e.strerror}; it needs space for the activations of all tokens: calibrate on "
+                f"fewer, or free some space",
                 "QK-E406",
             ) from e
         self._sums[place.file] = ((self._sums[place.file] if token else 0) + _sum(data)) % 2**64

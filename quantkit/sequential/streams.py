@@ -42,7 +42,7 @@ class SpilledInput:
     weights: Place | None
     matrices: int
     heads: int
-    #: Values of both streams that its product is added to, and the factor that scales the product.
+    #: Values of both streams to which its product is added, and the factor of the product.
     added_to: tuple[tuple[Place, Place, float], ...] = ()
 
     @property
@@ -117,7 +117,7 @@ class Streams:
             [routed.new_index[point.index] for point in self._cuts],
             [[v for o in point for v in (o.plain, *(value for value, _, _ in o.added_to))] for point in self._inputs],
         )
-        # Values that the original stream takes from the quantized one must exist when a stage runs.
+        # Values that the original stream reads from the quantized one must exist when a stage runs.
         sources = {new: counterparts[value] for value, new in routed.inputs.items()}
         extra = [[sources[v] for v in stage.graph.inputs if v in sources] for stage in plain]
         leaves = [
@@ -163,7 +163,7 @@ class _StreamInput:
         self.x = twins[item.x]
         self.ids = None if item.ids is None else twins[item.ids]
         routed = next((op.weights for op in graph.ops if isinstance(op, Route) and op.ids is self.ids), None)
-        # Inputs that are weighted (Llama 4) already include the weights.
+        # The inputs of Llama 4's experts already include the router weights.
         repeated = any(isinstance(op, Repeat) and op.weights is routed for op in graph.ops)
         self.weights = None if repeated else routed
 

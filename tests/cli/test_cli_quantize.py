@@ -135,7 +135,7 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         (["--max-ram", "lots", "IN", "OUT", "Q8_0"], 2, "is not a size"),
         (["--custom-q", "attn_[=q8_0", "IN", "OUT", "Q8_0"], 2, "regular expression"),
         (["--override-kv", "a", "IN", "OUT", "Q8_0"], 2, "KEY=TYPE:VALUE"),
-        (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "--output-tensor-type: there is no tensor type 'q9'"),
+        (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "'q9'"),
         (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
         (["--encoder", "best", "IN", "OUT", "Q8_0"], 2, "'best' is not one of 'llama.cpp', 'ik'"),
         (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
@@ -306,9 +306,7 @@ def test_partial_requant_makes_only_what_is_missing(llama: Path, tmp_path: Path)
     shards[1].unlink()
     shards[2].unlink()
     result = run(*command)
-    assert (
-        f"--partial-requant: {len(shards) - 2} of {len(shards)} files of the output are there already" in result.stderr
-    )
+    assert f"--partial-requant: {len(shards) - 2} of {len(shards)} files" in result.stderr
     assert [path.read_bytes() for path in shards] == before
     assert shards[0].stat().st_mtime_ns == mtime
     assert run(*command).exit_code == 0
@@ -375,7 +373,7 @@ def test_symmetric_q4_0(llama: Path, tmp_path: Path) -> None:
     assert {n for n in data if data[n] != usual[n]} == {n for n, (_, symmetric) in encoders.items() if symmetric}
     idle = run("--dry-run", "--symmetric-q40", llama, tmp_path / "p.gguf", "Q8_0")
     assert "note: --symmetric-q40 is ignored" in idle.stderr
-    assert "note: --slow-iq2ks changes nothing" in run("--dry-run", "--slow-iq2ks", llama, "Q8_0").stderr
+    assert "note: --slow-iq2ks has no effect" in run("--dry-run", "--slow-iq2ks", llama, "Q8_0").stderr
 
 
 def options_of(program: Path, env: dict[str, str] | None = None) -> set[str]:

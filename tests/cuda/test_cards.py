@@ -370,7 +370,7 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(choice, "can_encode", lambda t, search="": False)
     assert choice.gpus_for(plan, "auto") == (
         (),
-        "--backend auto: the CPU does all work: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
+        "--backend auto: the CPU encodes everything: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
         "no CUDA encoder for Q4_0 (1), no CUDA encoder for Q6_K (1), no CUDA encoder for Q4_0_R8 (1)",
     )
     monkeypatch.setattr(devices, "count_devices", lambda: 0)

@@ -265,7 +265,7 @@ def test_patience_ends_before_its_time_is_over() -> None:
         raise Answer(503, wait="30")
 
     began = time.monotonic()
-    with pytest.raises(OSError, match=r"HTTP 503; given up after 1 attempts"):
+    with pytest.raises(OSError, match=r"HTTP 503; .* 1 attempts"):
         with_retries("x", busy, Patience(total_seconds=5))
     assert time.monotonic() - began < 2
     with pytest.raises(OSError, match="after 3 attempts"):
@@ -742,7 +742,7 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
         ("moe", "https://host/q.gguf", "https:// is read-only"),
         ("moe", "hf://org/model/q.gguf", "hf:// is read-only"),
         ("moe", "s3://models", "a bucket; give an object in it"),
-        ("nothing://x/y", "s3://models/q.gguf", "fsspec does not know the scheme"),
+        ("nothing://x/y", "s3://models/q.gguf", "unsupported scheme"),
     ],
 )
 def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:
@@ -792,7 +792,7 @@ def test_nodes_of_a_cluster_need_files(proxy: Proxy, model: Path) -> None:
 def test_engines_need_files(proxy: Proxy) -> None:
     result = run("perplexity", "-m", "s3://models/m.gguf", "-p", "x")
     assert result.exit_code == 2
-    assert "needs a file of this machine" in result.output
+    assert "needs a local file" in result.output
 
 
 # ---------------------------------------------------------------- the web, and other stores

@@ -204,7 +204,7 @@ def test_up_and_gate_apart_are_not_fused_and_it_is_said(zoo: Callable[[str], Pat
         kinds = [type(op) for op in model.graph.ops if op.layer == 0]
         assert UpGateId not in kinds
         assert kinds.count(MulMatId) == 3
-        assert "1 not: gate and up lie on CPU and REFERENCE" in summary(model.decisions)[0]
+        assert "1 not: gate and up are on CPU and REFERENCE" in summary(model.decisions)[0]
 
 
 def test_layers_go_to_the_accelerator_from_the_last_on() -> None:
@@ -305,7 +305,7 @@ def test_a_model_tells_what_could_not_be_fused_or_merged(zoo: Callable[[str], Pa
         assert model.notes == ()
     placement = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
     with open_zoo(zoo, "qwen3moe-moe", placement=placement) as model:
-        assert model.notes == ("fused MoE up+gate: 1 of 2 (1 not: gate and up lie on CPU and REFERENCE)",)
+        assert model.notes == ("fused MoE up+gate: 1 of 2 (1 not: gate and up are on CPU and REFERENCE)",)
     with open_zoo(zoo, "olmoe-moe", merge_up_gate=True) as model:
         assert len(model.notes) == 2
         assert all("no runtime has a name for the scales of merged experts" in note for note in model.notes)

@@ -103,7 +103,7 @@ def test_every_weight_of_a_prediction_layer_gets_an_entry(arch: str, tmp_path: P
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, overwrite=True)
     without = imatrix(path, (), tmp_path / "out.gguf", options=options, **run)
     assert without.coverage is not None
-    assert any("use --nextn to record it too" in note for note in without.notes)
+    assert any("use --nextn to record it" in note for note in without.notes)
     assert without.coverage.missing
     assert all(".nextn." in t.name or int(t.name.split(".")[1]) for t in without.coverage.missing)
     nextn = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, overwrite=True, nextn=True)

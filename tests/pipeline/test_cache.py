@@ -1160,9 +1160,9 @@ def test_merge_up_gate_on_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantize", "--cache-size", "5G", "M", "o", "Q4_0"], "--cache-size is the size of a --cache"),
-        (["convert", "--cache-size", "5G", "M", "o", "Q4_0"], "--cache-size is the size of a --cache"),
-        (["merge-up-gate", "--cache-size", "5G", "M", "o"], "--cache-size is the size of a --cache"),
+        (["quantize", "--cache-size", "5G", "M", "o", "Q4_0"], "--cache-size needs --cache"),
+        (["convert", "--cache-size", "5G", "M", "o", "Q4_0"], "--cache-size needs --cache"),
+        (["merge-up-gate", "--cache-size", "5G", "M", "o"], "--cache-size needs --cache"),
         (["quantize", "--cache", "M", "M", "o", "Q4_0"], "is a file"),
         (["quantize", "--cache", "c", "--cache-size", "much", "M", "o", "Q4_0"], "is not a size"),
         (["split-up-gate", "--cache", "c", "M", "o"], "No such option"),

@@ -67,7 +67,7 @@ def test_experts_are_rows() -> None:
     assert result.weights is not None
     assert result.weights.tolist() == [[2, 3, 4, 5], [3, 3.5, 4, 4.5], [1, 1, 1, 1]]
     assert result.ones == 1
-    assert result.notes == ("1 of 3 experts received no calibration token: all their columns have the same weight",)
+    assert result.notes == ("1 of 3 experts received no calibration token: all their columns are weighted equally",)
 
 
 @pytest.mark.parametrize("value", [0, 1e-39])
@@ -238,7 +238,7 @@ def test_filters_that_match_nothing_are_reported() -> None:
     imatrix = matrix(ffn_up=entry(1, 4))
     assert Importance(imatrix, exclude=["ffn", "nope"]).notes == (
         "--exclude-weights 'nope' matches none of the 1 entries of calib.gguf",
-        "the filters exclude every entry: quantizing without an importance matrix",
+        "the filters exclude every entry: all tensors are quantized without importance",
     )
     importance = Importance(imatrix, include=["nope"])
     assert importance.notes[0] == "--include-weights 'nope' matches none of the 1 entries of calib.gguf"

@@ -227,7 +227,7 @@ def test_halves_that_stay_different_are_left_alone(tmp_path: Path) -> None:
         f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")
     }
     [note] = [note for note in plan.notes if "not changed" in note]
-    assert "blk.1, blk.2: not changed: COPY keeps gate as F16 and up as F32" in note
+    assert "blk.1, blk.2: not changed: COPY leaves gate as F16 and up as F32" in note
     ruled = plan_quantize(source, tmp_path / "o.gguf", "COPY", replace(options, tensor_type=("gate_up=bf16",)))
     assert [t.type.name for t in ruled.tensors if "gate_up" in t.name] == ["BF16"] * 3
     alone = model(tmp_path / "t.gguf", "F16", "F32")

@@ -424,7 +424,7 @@ def test_a_node_refuses_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         good = shared_of(tmp_path, journal, "mark")
         assert callable(ray_tasks.begin(good, 1))
         for bad, why in (
-            (replace(good, fingerprint="another"), "is another file on this node, or an older version"),
+            (replace(good, fingerprint="another"), "differs on this node"),
             (replace(good, mark="another run's"), "is not the file that the driver writes"),
             (replace(good, parts=(tmp_path / "gone.part",)), "cannot be written on this node: No such file"),
             (replace(good, journal=tmp_path / "gone"), "cannot be written on this node: No such file"),

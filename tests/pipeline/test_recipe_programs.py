@@ -53,7 +53,7 @@ def converted(types: dict[str, TensorType], model: Path, dialect: str) -> str:
     """Return a recipe of ours, converted to a dialect and proved on the model."""
     recipe = model.with_name("ours.recipe")
     remainder = [name for name in read_model(model).tensors if name not in types]
-    recipe.write_text(write_recipe(types, ["types of a test"], "ours", others=remainder))
+    recipe.write_text(write_recipe(types, ["types of a test"], "ours", other_names=remainder))
     result = convert_recipe(recipe, dialect, model=model)
     assert result.proved_tensors
     return result.text

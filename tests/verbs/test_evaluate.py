@@ -572,12 +572,12 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
 @pytest.mark.parametrize(
     ("peer_options", "options", "says"),
     [
-        (("-fa",), (), "note: -fa changes nothing: attention is always computed in blocks"),
-        (("-fa", "1", "--mlock"), (), "--mlock changes nothing: weights are never locked"),
+        (("-fa",), (), "note: -fa has no effect: attention is always computed in blocks"),
+        (("-fa", "1", "--mlock"), (), "--mlock has no effect: weights are never locked"),
         (
             ("--flash-attn=on", "-mla", 3, "-amb", 512, "-rtr", "-np", 4, "-tb", 8),
             (),
-            "-mla changes nothing",
+            "-mla has no effect",
         ),
         (("--seed", 0, "-fit", "off", "-nr", "-lm", "none", "-fmoe", "-fug"), (), "no result depends on a seed"),
         (("-ctk", "q8_0", "-ctv", "Q8_0"), ("--kv-type", "q8_0"), ""),
@@ -654,7 +654,7 @@ def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> 
     expected = kld(FakeModel(tmp_path / "b.gguf", V, noise=0.2), base)
     assert statistics_text(expected.sums) in result.stdout
     assert chunk_line(20, expected.sums) in result.stdout
-    assert ("The base keeps a part of the vocabulary" in result.stdout) == (form[0] != "--clip")
+    assert ("The base contains a part of the vocabulary" in result.stdout) == (form[0] != "--clip")
     command = ("perplexity", "-m", tmp_path / "b.gguf", "--kl-divergence", "--tokens", "1,2")
     peer_run = run(*command, "--kl-divergence-base", base)
     assert statistics_text(expected.sums) in peer_run.stdout

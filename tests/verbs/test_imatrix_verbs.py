@@ -300,7 +300,7 @@ def test_zeros_are_shown(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "x.gguf", matrix)
     out = run("show", tmp_path / "x.gguf").output
     assert (
-        "entries of zeros only, which ruin a quantization: 2\n"
+        "entries of zeros only, which make a quantization unusable: 2\n"
         "  blk.0.attn_q.weight\n  blk.1.ffn_up_exps.weight: 1 of 4 experts\n"
     ) in out
 
@@ -456,7 +456,7 @@ def test_chunks_of_other_sizes_count_by_tokens() -> None:
 
 def test_the_same_file_twice_is_noted(tmp_path: Path) -> None:
     one = saved(tmp_path / "a.gguf", Run(1).imatrix())
-    assert any("its tokens count twice" in note for note in merge([one, one]).notes)
+    assert any("tokens are counted twice" in note for note in merge([one, one]).notes)
 
 
 def test_what_is_known_of_the_texts_is_joined() -> None:
@@ -689,7 +689,7 @@ def test_show_tells_what_is_missing(data: Path, tmp_path: Path, tiny_moe: Path) 
     result = run("show", "-m", tiny_moe, "--require-coverage", "100%", tmp_path / "x.gguf", code=3)
     assert "weights without an entry: 1\n  blk.2.attn_v.weight" in result.output
     assert (
-        "weights served by another entry: 4\n  blk.0.ffn_gate_exps.weight: has no entry and uses that of"
+        "weights that use the entry of another: 4\n  blk.0.ffn_gate_exps.weight: has no entry and uses that of"
         in result.output
     )
     check_refused(result.output, "QK-E500 99.14 100 blk.2.attn_v.weight")

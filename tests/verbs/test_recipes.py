@@ -67,7 +67,7 @@ def test_written_rules_give_exactly_the_types(
     types: dict[str, TensorType], extra_names: set[str], dialect: str
 ) -> None:
     strangers = extra_names - types.keys()
-    text = write_recipe(types, ["a line"], dialect, others=strangers)
+    text = write_recipe(types, ["a line"], dialect, other_names=strangers)
     read = parse_recipe(text, "r", dialect)
     assert read.comments == (() if dialect == "llama.cpp" else ("a line",))
     assert read.types([*types, *strangers]) == {**types, **dict.fromkeys(strangers)}

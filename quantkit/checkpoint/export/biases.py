@@ -40,7 +40,7 @@ def set_biases(config: Json, architecture: str, tensors: Iterable[str], where: s
     for module, name in modules.items():
         if module not in modules_with_bias:
             raise TypeNotSupported(
-                f"{where}: {architecture} has no bias of {module}, and transformers would ignore {short(name)}: the "
+                f"{where}: {architecture} has no bias for {module}, so transformers would ignore {short(name)}: the "
                 "checkpoint would give other results",
                 "QK-E305",
             )

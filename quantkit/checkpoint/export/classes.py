@@ -1,6 +1,6 @@
 """The transformers class for the export of a GGUF file, and its tensor names.
 
-The name map (``tensor_names``) knows many names of one kind of tensor; of a class it is the first of those in its row,
+The name map (``tensor_names``) has many names of one kind of tensor; of a class it is the first of those in its row,
 else the first by ``_ORDER``.
 """
 

@@ -25,7 +25,7 @@ def compare_keys(model: GGUFFile, folder: Path, row: Architecture, config: Confi
     notes = _lost_keys("general.", model.fields, keys.fields)
     if not tokenizer:
         return notes
-    pre_name = model.get("tokenizer.ggml.model") in ("gpt2", "bert")  # others know no pre-tokenizers
+    pre_name = model.get("tokenizer.ggml.model") in ("gpt2", "bert")  # the other kinds have no pre-tokenizer
     try:
         row.vocab(Vocabulary(folder, config, keys, model.get("tokenizer.ggml.pre") if pre_name else None))
     except QuantkitError as e:

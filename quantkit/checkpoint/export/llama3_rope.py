@@ -26,11 +26,11 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 FREQUENCIES = "rope_freqs.weight"
-#: Largest factors where none of the file's need be it, values of high, and of L, the usual one first.
+#: Candidates, the usual one first: the largest factor if no factor of the file has it, high, and L.
 _FACTORS = (8.0, 32.0, 4.0, 16.0, 64.0)
 _HIGHS = (4.0, 2.0, 8.0, 16.0, 1.0)
 _LENGTHS = (8192, *(1 << n for n in range(3, 25) if n != 13))
-#: Values of low, until L is whole.
+#: Candidates for low, until L is an integer.
 _LOWS = (1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 8.0, 10.0)
 
 
@@ -43,11 +43,11 @@ def llama3_rope(meta: ModelMetadata, row: Architecture, config: Json) -> Json:
         tried = Config(Path("config.json"), {**base_config, "rope_scaling": rope})
         try:
             factors = [t.x for t in row.synthetic(tried) if t.name_in_file == FREQUENCIES]
-        except FormatError:  # high is low, and a wavelength between them
+        except FormatError:  # high equals low, with a wavelength between them
             return None
         return read_f32(factors[0], 0, values.size) if factors else None
 
-    # An F without end, and all in between: factors are the wavelengths, but where rope turns nothing.
+    # F is infinite and all are in between: factors are the wavelengths, except where rope rotates nothing.
     waves = make_factors(_rope(1e30, 1e-12, 1.0, 1))
     if waves is not None and waves.size == values.size:
         for factor, high, length in _solve(values[waves > 1].astype(np.float64), waves[waves > 1].astype(np.float64)):
@@ -74,7 +74,7 @@ def _solve(values: F64, waves: F64) -> Iterator[tuple[float, float, float]]:
     largest = float(values.max(initial=1.0))
     yield from _solve_with_factor(largest, values, waves)
     between = values != 1
-    if between.sum() > 1:  # all may be in between, and F beyond them
+    if between.sum() > 1:  # all may be in between, with F larger than all of them
         a, b = _line(1 / values[between], waves[between])
         for length in _LENGTHS:
             if (u := b / length) > 0 and a + u > 0 and (factor := 1 / (a + u)) > largest:

@@ -1,6 +1,6 @@
 r"""tokenizer.ggml.pre as the normalizer and the pre_tokenizer of a tokenizer.json.
 
-The patterns are those of the original tokenizers where llama.cpp's differ (``formats.tokenizer.pre`` says how), else
+The patterns are those of the original tokenizers where llama.cpp's differ (see ``formats.tokenizer.pre``), else
 those that llama.cpp runs. Facts of llama.cpp b11434 (src/llama-vocab.cpp quotes tokenizer.json's patterns of Tekken
 and GPT-4o), of Moonshot's tokenization_kimi.py, and of the tokenizer.json files that
 convert_hf_to_gguf_update.py names.
@@ -35,7 +35,7 @@ ORIGINAL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_GPT4O,)),
     "kimi-k2": (_KIMI,),
 }
-#: Vocabularies of tokenizers that bring text into normal form C first.
+#: Vocabularies of tokenizers that first normalize text to NFC.
 NFC = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "command-r", "stablelm2", "mpt"))
 
 

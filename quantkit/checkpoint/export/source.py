@@ -198,7 +198,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
         f32_names, as_stored = _check_round_trip(parts, row, tensors, Context(config, names), target_type)
         set_biases(values[hf_class.text_key] if hf_class.outer_type else values, name, tensors, meta.path)
         files["config.json"] = _json(values)
-        notes += check_keys(model, row, config)  # last, for rules find values that are keys
+        notes += check_keys(model, row, config)  # last, because rules also replace values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
     if options:
         notes.append(f"fused tensors are split; to fuse them again, convert with {' '.join(options)}")

@@ -1,4 +1,4 @@
-"""A tensor of a GGUF file as values, whatever its type."""
+"""A tensor of a GGUF file of any type as values."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from quantkit.types import TensorType, type_by_name
 
 _FLOATS = (TYPE_F32, TYPE_F16, TYPE_BF16)
 _I32 = type_by_name("I32")
-#: Types that are kept.
+#: Types that are written unchanged.
 _UNDECODED = (*_FLOATS, _I32)
 
 
-#: Kinds of tensors whose last dimensions are 1 in a checkpoint, and how many they have; of single architectures.
+#: Kinds of tensors whose last dimensions are 1 in a checkpoint, with their number of dimensions; for single
+#: architectures.
 _RANKS = {"*ffn_gate_inp_shexp": 2}
 _RANKS_OF = {"kimi-linear": {"*ssm_a": 4}}
 

@@ -28,7 +28,7 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.tokenizer.pre import PRE
 
-#: llama.cpp's name of a template of its own, which files of RWKV have for none.
+#: llama.cpp's name of a built-in template, which RWKV files have if the model has no template.
 _RWKV_WORLD = "rwkv-world"
 #: The score of tokens that were added to a tokenizer.model.
 _ADDED = -1000.0
@@ -127,7 +127,7 @@ def _write_bpe(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
         raise TypeNotSupported(f"{tokens.where}: {e.message}", "QK-E305") from None
     vocab = tokens.vocab(without=(CONTROL, USER_DEFINED, UNKNOWN))
     added_ids = range(len(vocab), len(vocab) + len(tokens.added()))
-    if [token["id"] for token in tokens.added()] != list(added_ids):  # others would get the ids of these
+    if [token["id"] for token in tokens.added()] != list(added_ids):  # otherwise other tokens would get their ids
         vocab = tokens.vocab()
     merges = tokens.merges()
     if not merges:
@@ -291,7 +291,7 @@ _WRITERS: dict[str, Callable[[Tokens], tuple[Json, dict[str, bytes]]]] = {
     "bert": _write_wordpiece,
     "t5": write_unigram,
 }
-#: Those that are lists of their own, and the classes that read them.
+#: Vocabularies that are plain lists, and the classes that read them.
 _LISTS: dict[str, tuple[Callable[[Tokens], dict[str, bytes]], str]] = {
     "plamo2": (write_plamo, "Plamo2Tokenizer"),
     "rwkv": (write_rwkv, "RwkvTokenizer"),

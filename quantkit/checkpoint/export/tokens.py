@@ -108,7 +108,7 @@ def template(
     """Return the post-processor that adds BOS and EOS, if the metadata, or else ``defaults``, enable them.
 
     They may be plain tokens, without special meaning within a text. ``words``: for WordPiece, whose texts end with a
-    separator and always have both. ``separates``: another one separates two texts, if the file does not say.
+    separator and always have both. ``separates``: another one separates two texts, unless the file sets it.
     """
     affixes = []
     for kind, default in zip(("bos", "eos"), defaults, strict=True):
@@ -132,7 +132,7 @@ def template(
     separates = separates if meta is None else meta
     if separates is None:
         second = [{"Sequence": {"id": "B", "type_id": 1}}]
-    elif affixes[1] is not None:  # BERT's [CLS] A [SEP] B [SEP]; RoBERTa's has two of them in between
+    elif affixes[1] is not None:  # BERT's [CLS] A [SEP] B [SEP]; RoBERTa's has two separators in between
         between = tokens.text_of("sep") or affixes[1]
         second = [*[token(between, 1)] * separates, *second[1 if affixes[0] else 0 :]]
         used.append(between)

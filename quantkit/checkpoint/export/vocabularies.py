@@ -25,7 +25,7 @@ from quantkit.formats.gguf.rules import short
 #: Architectures of XLM-RoBERTa, and the first tokens, which sentencepiece.bpe.model has in another order.
 _XLM = ("bert", "nomic-bert-moe")
 _FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
-#: Spaces but the last before a word.
+#: Spaces, except the last one before a word.
 _NOT_SINGLE = r"^ +| +(?= )| +$"
 
 
@@ -40,7 +40,7 @@ def write_unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
     if charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
     always = removes or prefix
-    if prefix and not removes and (of_file or not of_xlm):  # else a map that is not alone would not be seen
+    if prefix and not removes and (of_file or not of_xlm):  # otherwise a map beside other normalizers would be missed
         steps.append({"type": "Prepend", "prepend": META})
         always = False
     space: Json = {"type": "Metaspace", "replacement": META, "prepend_scheme": "always" if always else "never"}
@@ -61,7 +61,7 @@ def write_unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
         "type": "Unigram",
         "unk_id": next((i for i, piece in enumerate(pieces) if piece.type == UNKNOWN), None),
         "vocab": [[piece.text, piece.score] for piece in pieces],
-        "byte_fallback": False,  # as llama.cpp, and transformers
+        "byte_fallback": False,  # as llama.cpp and transformers do
     }
     if of_xlm:
         return tokenizer, of_file

@@ -26,7 +26,7 @@ from quantkit.patterns import Pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "F64")
-#: The most patterns of a table: each is tried on every module.
+#: Maximum number of patterns of a table: each is tried on every module.
 _MOST_PATTERNS = 4096
 #: Suffixes of factor names, and the factors; for embeddings they are reversed.
 _ENDS = {
@@ -49,11 +49,11 @@ _UNSUPPORTED = {
     "arrow_config": "experts selected at run time (Arrow)",
     "invocation_string": "an invocation as text: tokenize it into alora_invocation_tokens",
 }
-#: The remedy for an adapter with more than factors.
+#: The remedy for an adapter that consists of more than factors.
 _MERGE_IT = (
     "which GGUF adapters do not support: merge it into its base with PEFT (merge_and_unload) and convert the result"
 )
-#: Initializations that do not change the weights of the base; others modify the base.
+#: Initializations that do not change the weights of the base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -149,7 +149,8 @@ def _config(path: Path) -> Json:
     init = config.get("init_lora_weights")
     if not any(init is item or (isinstance(init, str) and init == item) for item in _PLAIN_INITS):
         raise FormatError(
-            f"{where}: init_lora_weights is {short(init)}: the adapter belongs to a base whose weights this changed; "
+            f"{where}: init_lora_weights is {short(init)}: the adapter belongs to a base whose weights this setting "
+            f"changed; "
             "save it with path_initial_model_for_weight_conversion to make it fit the original base",
             "QK-E117",
         )
@@ -163,9 +164,9 @@ class _Patterns:
         self.where = where
         self.rank = self._rank("r", config.get("r", 8))
         self.alpha = self._alpha("lora_alpha", config.get("lora_alpha", 8))
-        self.rooted = config.get("use_rslora", False)
-        if not isinstance(self.rooted, bool):
-            raise FormatError(f"{where}: use_rslora is {short(self.rooted)}, not true or false", "QK-E117")
+        self.rank_stabilized = config.get("use_rslora", False)
+        if not isinstance(self.rank_stabilized, bool):
+            raise FormatError(f"{where}: use_rslora is {short(self.rank_stabilized)}, not true or false", "QK-E117")
         self._ranks = {k: self._rank("rank_pattern", v) for k, v in self._pattern_table(config, "rank_pattern").items()}
         self._alphas = {
             k: self._alpha("alpha_pattern", v) for k, v in self._pattern_table(config, "alpha_pattern").items()
@@ -182,7 +183,7 @@ class _Patterns:
         return rank, self._effective(self._match_pattern(self._alphas, module, self.alpha), rank)
 
     def _effective(self, alpha: float, rank: int) -> float:
-        return alpha * math.sqrt(rank) if self.rooted else alpha
+        return alpha * math.sqrt(rank) if self.rank_stabilized else alpha
 
     def _match_pattern(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         for text, value in patterns.items():
@@ -244,7 +245,7 @@ def _describe_foreign(name: str) -> str:
     if ".lora_magnitude_vector" in name:
         return f"belongs to DoRA, {_MERGE_IT}"
     if re.search(r"\.lora_[AB]\.(?!weight$)", name):
-        return "is not only the weight of a factor (a bias, or a named adapter); save it with PEFT"
+        return "is more than the weight of a factor (a bias, or a named adapter); save it with PEFT"
     if "embed_tokens" in name or "lm_head" in name:
         return f"is a complete matrix (added tokens or modules_to_save), {_MERGE_IT}"
     return f"is not a LoRA factor, {_MERGE_IT}"
@@ -273,7 +274,7 @@ def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, stren
         )
     if a.shape[0] != rank:
         raise FormatError(
-            f"{a.path}: tensor {short(a.name)} has rank {a.shape[0]}, but {CONFIG} says {rank}", "QK-E117"
+            f"{a.path}: tensor {short(a.name)} has rank {a.shape[0]}, but the rank in {CONFIG} is {rank}", "QK-E117"
         )
     if flipped:
         return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)

@@ -42,7 +42,7 @@ CLASSES: dict[str, HfClass] = {
         "afmoe",
         f"{LAYER}post_mlp_layernorm {LAYER}pre_mlp_layernorm {LAYER}mlp.expert_bias {LAYER}mlp.router.gate",
         keys={".expert_count": "num_experts", ".expert_gating_func": "score_func"},
-        # llama.cpp scales embeddings, and has windows but in every fourth layer.
+        # llama.cpp scales embeddings, and has windows except in every fourth layer.
         defaults={"mup_enabled": True, "global_attn_every_n_layers": 4},
         config_setters=(config_values.SetEveryFourthFull(last=True), config_values.set_rope_parameters),
     ),

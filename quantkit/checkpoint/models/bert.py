@@ -23,7 +23,7 @@ from quantkit.checkpoint.vocab.unigram import write_nomic, write_xlm
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-#: Only used for embeddings: no heads, and no pooling layer.
+#: Used only for embeddings, so without heads and pooling layer.
 STORED: tuple[Rule, ...] = (
     Rename(r"^bert\.", ""),
     Rename(r"\.gamma$", ".weight", foreign=True),
@@ -33,7 +33,7 @@ STORED: tuple[Rule, ...] = (
     Drop(r"^cls\.(predictions|seq_relationship)"),
 )
 
-#: A classifier with labels has no other layer before it.
+#: A classifier with labels has no layer before it.
 HEAD = Rename(r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1", when=lambda config: bool(label_names(config)))
 
 

@@ -17,7 +17,7 @@ from quantkit.checkpoint.rules import Rename, Transform, unchanged
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_sentencepiece_or_bpe
 
-#: Of a checkpoint that `quantkit export` made: weights are the effective ones, ternary or not.
+#: In a checkpoint written by `quantkit export` weights are the effective ones, ternary or not.
 AS_COMPUTED_KEY = "quantkit_weights_as_computed"
 
 
@@ -26,14 +26,15 @@ def round_to_ternary(tensor: Tensor, context: Context) -> Expression:
 
 
 BITNET_RULES = (
-    # microsoft/bitnet-b1.58-2B-4T's names, as transformers has them; convert_hf_to_gguf.py knows the older ones only.
+    # microsoft/bitnet-b1.58-2B-4T's names, as transformers has them; convert_hf_to_gguf.py supports only the older
+    # ones.
     Rename(r"self_attn\.attn_sub_norm", "self_attn.inner_attn_ln"),
     Rename(r"mlp\.ffn_sub_norm", "mlp.ffn_layernorm"),
     Transform(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", round_to_ternary, unchanged),
 )
 
 
-#: Rope is scaled by one.
+#: Rope is scaled by 1.
 LINEAR_ROPE: tuple[SetKeys, ...] = (
     Always(".rope.scaling.type", "linear", "text"),
     Always(".rope.scaling.factor", 1.0, "f32"),

@@ -16,7 +16,7 @@ from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Drop, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 
-#: More than any model has; each takes memory.
+#: More than any model has, to bound memory.
 _MAX_HEADS = 1 << 16
 
 

@@ -26,7 +26,7 @@ def split_transposed_experts(tensor: Tensor, context: Context) -> Expression:
     return Transposed(split_experts(tensor, context))
 
 
-#: All experts are one matrix under the other; even the router has the type of the file.
+#: All experts are stacked in one matrix; even the router has the type of the file.
 DBRX_RULES = (
     Transform(r"ffn\.experts\.mlp\.(w1|v1)$", split_experts, flatten_experts),
     Transform(r"ffn\.experts\.mlp\.w2$", split_transposed_experts, flatten_transposed_experts),

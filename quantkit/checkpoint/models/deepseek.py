@@ -55,7 +55,7 @@ class SplitLatentHeads(Rule):
         if match is None:
             return None
         if len(tensor.x.shape) != 3:
-            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} does not divide into heads")
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not a multiple of the heads")
         joined_name = f"{match[1]}kv_b_proj.weight"
         parts = context.gather(self, joined_name, match[2], tensor, 2)
         if parts is None:
@@ -104,7 +104,7 @@ def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
     config.setdefault("q_lora_rank", None)
     log = meta.get(".rope.scaling.yarn_log_multiplier")
     if log is not None and "rope_scaling" in config:
-        # llama.cpp knows one of the two; released models have the same for both.
+        # llama.cpp reads one of the two; in released models they are equal.
         scale = config_values.shortest_argument(log * 10, lambda x: 0.1 * x)
         config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
 
@@ -187,7 +187,7 @@ def _set_mha_widths(meta: ModelMetadata, config: Json) -> None:
     config.pop("head_dim", None)
 
 
-#: Multi-head attention instead of latent attention (DeepSeek-OCR).
+#: With multi-head attention instead of latent attention (DeepSeek-OCR).
 MHA_KEYS: tuple[SetKeys, ...] = (
     *_LEADING,
     *_EXPERTS,
@@ -213,7 +213,7 @@ INDEXER = (
     Copied(".attention.indexer.top_k", "index_topk", required=True),
 )
 
-#: Of the first DeepSeek mixture of experts, which is a Llama with experts.
+#: The first DeepSeek MoE is a Llama with experts.
 MOE_KEYS: tuple[SetKeys, ...] = (
     llama.ROPE_WIDTH,
     Always(".rope.scaling.type", "none", "text"),

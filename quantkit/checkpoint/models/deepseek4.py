@@ -118,7 +118,7 @@ class RenameTensors(OneWayRule):
         if match is None:
             name = MODEL_NAMES.get(tensor.name)
         elif match[2] == "ffn.gate.bias" and int(match[1]) < context.config.number("num_hash_layers"):
-            return ()  # a table chooses there, whatever the scores
+            return ()  # these layers select experts by a table, without scores
         else:
             name = LAYER_NAMES.get(match[2])
             name = None if name is None else file_name("*" + name, int(match[1]))
@@ -187,7 +187,7 @@ KEYS: tuple[SetKeys, ...] = (
     _FILE_TYPE,
 )
 
-#: Its place: before all others, where the reference sets a template of its own.
+#: It comes before all other keys, as where the reference sets a built-in template.
 TEMPLATE = Always("tokenizer.chat_template", "-", "text")
 
 
@@ -220,7 +220,8 @@ CLASSES: dict[str, HfClass] = {
         },
         keys={
             ".expert_count": "n_routed_experts",
-            ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
+            # transformers uses the other name for the width of experts
+            ".feed_forward_length": "dense_intermediate_size",
         },
         note="GGUF files of this architecture have no prediction layers (MTP); `quantkit convert` omits them",
     ),

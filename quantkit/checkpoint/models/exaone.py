@@ -61,7 +61,7 @@ EXAONE4_KEYS: tuple[SetKeys, ...] = (
     Copied(".attention.sliding_window", "sliding_window"),
     Computed(".attention.sliding_window_pattern", _slides, "array", inverse=_set_layer_types),
 )
-#: The factors of its rope, if the configuration does not set the factor.
+#: The factors of its rope, unless the configuration sets them.
 exaone4_rope = partial(llama.rope_factors, factor=16.0)
 
 

@@ -69,7 +69,7 @@ def _group_sizes(config: Config) -> tuple[int, int]:
 
 FALCON_H1_STORED = (mamba.DT_BIAS,)
 
-#: Part of a name -> keys of the multiplier of its outputs, or its place in a list; the first counts.
+#: Part of a name -> keys of the multiplier of its outputs, or its position in a list; the first match applies.
 _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
     ("down_proj", (("mlp_multipliers", 1),)),
     ("gate_proj", (("mlp_multipliers", 0),)),
@@ -227,7 +227,7 @@ MIXER_NAMES = prefixed(f"{LAYER}mamba.", "in_proj conv1d dt_proj A_log D norm ou
 FEED_FORWARD_NAMES = "model.final_layernorm " + prefixed(f"{LAYER}feed_forward.", "gate_proj up_proj down_proj router")
 
 CLASSES: dict[str, HfClass] = {
-    # Of those that have norms of their own for attention and feed forward.
+    # Models with separate norms for attention and feed forward.
     "FalconForCausalLM": HfClass(
         "falcon",
         "transformer.word_embeddings transformer.ln_f transformer.h.*.ln_attn transformer.h.*.ln_mlp "

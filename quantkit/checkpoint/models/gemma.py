@@ -41,9 +41,9 @@ from quantkit.checkpoint.vocab.tokenizer import USER_DEFINED, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: Norms multiply by one more than their weights.
+#: Norms multiply by 1 + weight.
 NORM_PLUS_ONE = Transform(r"norm\.weight$", plus_one, minus_one)
-#: The head is the embedding; some tools store it once more.
+#: The head is the embedding; some tools store it a second time.
 DROP_HEAD = Drop(r"^lm_head\.weight$")
 
 
@@ -124,7 +124,7 @@ GEMMA4_STORED = (
     Rename(r"^(.*\.experts\.(?!.*\.(weight|(weight|input)_\w+|g_idx|q\w+|scales)$).*)$", r"\1.weight"),
 )
 
-#: Experts that are stored each on its own, as quantizers write them.
+#: Experts stored separately, as quantizers write them.
 _GEMMA4_EXPERTS = StackExperts(
     name="model.layers.{layer}.experts.{expert}.{weight}.weight",
     merged="model.layers.{layer}.mlp.experts.{weight}.weight",
@@ -196,7 +196,7 @@ GEMMA4_KEYS: tuple[SetKeys, ...] = (
     Computed(".rope.dimension_count", lambda config: _full_head(config)),
     Computed(".rope.dimension_count_swa", lambda config: int(_sliding_width(config) * config.rotary_part(1.0))),
 )
-#: Of drafts, which share keys and values of the model that they draft for.
+#: Draft models, which share keys and values with their target model.
 ASSISTANT_STORED = (Drop(r"masked_embedding"), *GEMMA4_STORED)
 ASSISTANT_KEYS: tuple[SetKeys, ...] = (
     *GEMMA4_KEYS,
@@ -313,7 +313,7 @@ def _set_suppressed_tokens(keys: Keys, config: Config) -> None:
 
 UNIFIED_KEYS: tuple[SetKeys, ...] = (*GEMMA4_KEYS, _set_suppressed_tokens)
 
-#: Tokens of Gemma 4 that a chat's parser must see.
+#: Tokens of Gemma 4 that a chat parser needs.
 _VISIBLE = frozenset(
     ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 )

@@ -105,7 +105,7 @@ def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Seque
     width = config.head_dim
     turned = int(width * config.rotary_part(0.5))
     if x.shape[0] % width or turned % 2:
-        raise ValueError(f"it does not divide into heads of {width} rows, {turned} of them rotated by rope")
+        raise ValueError(f"it is not a multiple of heads of {width} rows, {turned} of them rotated by rope")
     heads = range(0, x.shape[0], width)
     parts = ((*order(h, turned), range(h + turned, h + width)) for h in heads)
     return Gathered(x, 0, tuple(part for head in parts for part in head))

@@ -32,7 +32,7 @@ GPT2_BASE: tuple[SetKeys, ...] = (
 )
 
 
-#: ruGPT-3 XL stores queries, keys and values apart.
+#: ruGPT-3 XL stores queries, keys and values separately.
 JOIN_QKV = tuple(
     Inverted(
         Split(

@@ -18,7 +18,7 @@ def split_qkv_groups(x: Expression, groups: int, group_heads: int) -> Expression
     """Separate queries, keys and values, stored in groups of ``group_heads`` heads whose last two are key and value."""
     width, left = divmod(x.shape[0], groups * group_heads)
     if left:
-        raise ValueError(f"{x.shape[0]} rows do not divide into {groups} groups of {group_heads} heads")
+        raise ValueError(f"{x.shape[0]} rows are not a multiple of {groups} groups of {group_heads} heads")
     places = ((range(group_heads - 2)), range(group_heads - 2, group_heads - 1), range(group_heads - 1, group_heads))
     heads = [group * group_heads + i for part in places for group in range(groups) for i in part]
     return take(x, 0, *(range(head * width, (head + 1) * width) for head in heads))
@@ -38,7 +38,7 @@ def join_qkv_groups(x: Expression, groups: int, group_heads: int) -> Expression:
     """Return the inverse of ``split_qkv_groups``."""
     width, left = divmod(x.shape[0], groups * group_heads)
     if left:
-        raise ValueError(f"{x.shape[0]} rows do not divide into {groups} groups of {group_heads} heads")
+        raise ValueError(f"{x.shape[0]} rows are not a multiple of {groups} groups of {group_heads} heads")
     n = groups * (group_heads - 2)
     heads = [
         head

@@ -11,7 +11,7 @@ from quantkit.checkpoint.key_rows import WINDOW, Copied, SetKeys
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Rename, Split, Transform, transpose, transpose_stored
 
-#: gpt-oss: all experts in one tensor, stored the other way round, gate and up in turns.
+#: gpt-oss: all experts in one tensor, transposed, with alternating gate and up rows.
 SPLIT_EXPERTS = (
     Rename(r"down_proj_bias$", "down_proj.bias"),
     Split(r"gate_up_proj_bias$", ("gate_proj.bias", "up_proj.bias"), -1, interleaved=True),

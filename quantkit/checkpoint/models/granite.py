@@ -30,7 +30,7 @@ from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: Parts of the models that also see and hear.
+#: Vision and audio parts of multimodal models.
 DROP_OTHER_PARTS = Drop(r"^encoder\.|image_|layerwise_projectors|spatial_projectors")
 
 
@@ -57,7 +57,8 @@ def _is_dense(config: Config) -> bool:
     return not config.get("num_local_experts")
 
 
-#: Gate and up are stored in one: of experts, of the shared expert, and of models without any other.
+#: Gate and up are stored as one tensor: those of experts, of the shared expert, and of models that have only a shared
+#: expert.
 MOE_RULES = (
     Split(
         r"block_sparse_moe\.input_linear\.weight$",

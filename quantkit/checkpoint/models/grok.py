@@ -37,7 +37,7 @@ def _is_yarn(config: Config) -> bool:
 
 
 def _set_rope_type(meta: ModelMetadata, config: Json) -> None:
-    """Set the kind of rope; its parameters are keys of their own."""
+    """Set the kind of rope; its parameters are separate keys."""
     config.pop("rope_scaling", None)
     if meta.get(".rope.scaling.type") == "yarn":
         config["rope_type"] = "original"  # YaRN, by Grok 2's name

@@ -123,7 +123,7 @@ CLASSES: dict[str, HfClass] = {
         "jais",
         "transformer.wte transformer.ln_f "
         + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
-        # Scales are part of the weights; the others are constants of llama.cpp.
+        # Scales are part of the weights; the other values are constants of llama.cpp.
         defaults={
             "activation_function": "swiglu",
             "position_embedding_type": "alibi",

@@ -20,7 +20,7 @@ from quantkit.checkpoint.tensors import Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.safetensors import read_header
 
-#: Of the models that also hear.
+#: Of models with an audio encoder.
 LFM_STORED = (
     Drop(r"audio|codebook|conformer|depth_embedding|depthformer|depth_linear"),
     Rename(r"lfm\.", "model.", foreign=True),
@@ -59,7 +59,7 @@ LFM_KEYS: tuple[SetKeys, ...] = (
 )
 
 BARE_NAMES = (Rename(r"^lfm2\.", ""), Rename(r"^(?!dense_2)", "model.", foreign=True))
-#: The layer after the others, in a separate file.
+#: The last layer, in a separate file.
 _DENSE_NAME = "dense_2.weight"
 
 

@@ -140,7 +140,7 @@ LOOPS: tuple[SetKeys, ...] = (
 )
 
 
-#: Models that are saved without their head have names without the prefix of the others.
+#: Models saved without their head have names without a prefix.
 BARE_NAMES = (Rename(r"^", "model."),)
 
 DROP_JANUS_PARTS = Drop(

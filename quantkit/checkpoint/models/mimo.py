@@ -20,7 +20,7 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
 
 STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
-#: Prediction layers (MTP) of all releases, whose configurations do not have the number.
+#: Prediction layers (MTP) of all releases; their configurations lack the number.
 _MTP = 3
 
 

@@ -43,7 +43,7 @@ def write_arctic(v: Vocabulary) -> None:
     write_pieces(v, tokens)
 
 
-#: GroveMoE: experts of Qwen 3 in pairs, each pair with a narrow one of its own.
+#: GroveMoE: experts of Qwen 3 in pairs, each pair with an additional narrow expert.
 GROVE_RULES = (
     Drop(r"\.expert_bias$"),
     StackExperts(
@@ -54,7 +54,7 @@ GROVE_RULES = (
     ),
     StackExperts(),
 )
-#: Constants of its modeling file, but for the first.
+#: Constants of its modeling file, except the first.
 GROVE_KEYS: tuple[SetKeys, ...] = (
     EXPERT_WIDTH,
     Computed(".expert_chunk_feed_forward_length", lambda config: config.get("head_dim") or 128),

@@ -61,7 +61,7 @@ def write_mpt(v: Vocabulary) -> None:
 _MPT = Architecture("mpt", base=MPT_BASE, vocab=write_mpt)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    # transformers saves the second name, which convert_hf_to_gguf.py does not know.
+    # transformers saves the second name, which convert_hf_to_gguf.py does not read.
     "MPTForCausalLM": _MPT,
     "MptForCausalLM": _MPT,
 }

@@ -15,7 +15,7 @@ from quantkit.checkpoint.rules import StackExperts
 def _slides(config: Config) -> list[bool] | None:
     """Return which layers of OLMo 3 have a window: by default all but every fourth.
 
-    A null window is none, as in OLMo 2; convert_hf_to_gguf.py fails on it.
+    null means no window, as in OLMo 2; convert_hf_to_gguf.py fails on it.
     """
     kinds = config.get("layer_types")
     if config.get("sliding_window") is None:
@@ -25,7 +25,7 @@ def _slides(config: Config) -> list[bool] | None:
     return [(i + 1) % 4 != 0 for i in range(config.layers)]
 
 
-#: The norms of the first OLMo have no weights, but an epsilon; those of OLMoE ignore the configuration's.
+#: The norms of the first OLMo have no weights, but an epsilon; those of OLMoE ignore the configured epsilon.
 _OLMO_KEYS: tuple[SetKeys, ...] = (
     Always(".attention.layer_norm_epsilon", 1e-5, "f32", "layer_norm_eps"),
     Copied(".attention.clamp_kqv", "clip_qkv", "f32"),

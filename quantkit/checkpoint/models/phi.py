@@ -150,7 +150,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "PhiForCausalLM": Architecture("phi2", base=PHI2_BASE),
     "Phi3ForCausalLM": _PHI3,
     "Phi4ForCausalLMV": _PHI3,
-    # transformers saves the second name, which convert_hf_to_gguf.py does not know.
+    # transformers saves the second name, which convert_hf_to_gguf.py does not read.
     "PhiMoEForCausalLM": _PHIMOE,
     "PhimoeForCausalLM": _PHIMOE,
 }

@@ -132,7 +132,7 @@ PLAMO3_KEYS: tuple[SetKeys, ...] = (
     Copied(".attention.sliding_window", "window_size sliding_window"),
     Computed(".attention.sliding_window_pattern", _window_pattern, "count", names="sliding_window_pattern"),
 )
-#: Of the one model there is: heads of queries that share a key, keys, the width of heads.
+#: Of the only released model: query heads per KV head, KV heads, head width.
 _SHARING = 8
 _KEYS = 5
 _WIDTH = 128
@@ -160,7 +160,7 @@ PLAMO_RULES = (
 )
 
 
-#: PLaMo 1's, with its real number of KV heads: config.json's is wrong.
+#: PLaMo 1, with its real number of KV heads: that of config.json is wrong.
 PLAMO_BASE: tuple[SetKeys, ...] = (
     Computed(".context_length", lambda config: 4096, names="max_position_embeddings"),
     Copied(".embedding_length", "hidden_size", required=True),
@@ -268,7 +268,7 @@ def _set_mamba_step(meta: ModelMetadata, config: Json) -> None:
     attends = [bool(n) for n in meta.per_layer(".attention.head_count_kv")]
     has_mamba = meta.get(".attention.head_count_kv") is not None and not all(attends)
     first = attends.index(True) if True in attends else layers
-    # Layers before the first that attends are half of the period; only the last attends where all are fewer.
+    # The first attention layer is in the middle of the period; in models with fewer layers only the last has attention.
     steps = [
         step for step in (2 * first, 2 * first + 1, 2 * layers) if step and attends == _attention_layers(step, layers)
     ]
@@ -284,7 +284,7 @@ def _set_mamba_step(meta: ModelMetadata, config: Json) -> None:
         "mamba_step": step,
         "num_attention_heads": max(meta.per_layer(".attention.head_count")),
         "num_key_value_heads": max(meta.per_layer(".attention.head_count_kv")),
-        "attention_window_size": meta.number(".context_length"),  # llama.cpp knows of no window
+        "attention_window_size": meta.number(".context_length"),  # llama.cpp has no window here
     }
 
 

@@ -21,7 +21,7 @@ from quantkit.checkpoint.vocab.tiktoken import QWEN, write_ranks
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 
-#: Experts that are stored as one tensor already; gate and up in one.
+#: Experts stored as one tensor, with gate and up together.
 SPLIT_FUSED_EXPERTS = (
     Rename(r"(mlp\.experts\.down_proj)$", r"\1.weight"),
     Split(
@@ -29,7 +29,7 @@ SPLIT_FUSED_EXPERTS = (
     ),
 )
 
-#: Experts of Qwen and those like it: each on its own, or all in one.
+#: Experts of Qwen and similar models: one tensor per expert, or one for all.
 STACK_EXPERTS = (*SPLIT_FUSED_EXPERTS, StackExperts())
 
 EXPERT_WIDTHS = (
@@ -37,7 +37,7 @@ EXPERT_WIDTHS = (
     Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
 )
 
-#: The names of Qwen 3 Omni's text model begin with it.
+#: Prefix of the tensors of Qwen 3 Omni's text model.
 UNWRAP_TEXT = (Rename(r"thinker\.", ""),)
 #: The layers whose outputs Qwen3-VL's vision tower adds to the text model, unless the configuration names them.
 _DEEPSTACK = (8, 16, 24)
@@ -56,7 +56,7 @@ def _deepstack_layers(config: Config) -> int:
 
 DEEPSTACK = Computed(".n_deepstack_layers", _deepstack_layers)
 
-#: Those of Qwen3-VL are stored the other way round: [expert, in, out].
+#: Experts of Qwen3-VL are stored transposed: [expert, in, out].
 VL_EXPERTS = (
     Transform(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transpose, transpose_stored),
     *STACK_EXPERTS,

@@ -33,7 +33,7 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: How many there are; in the configuration of Qwen 3.5, in none of Qwen3-Next.
+#: The number of prediction layers (MTP), which only the configuration of Qwen 3.5 contains.
 _MTP_COUNT = "mtp_num_hidden_layers"
 _MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d{1,4})\.)?(.+)$")
 

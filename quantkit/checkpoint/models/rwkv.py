@@ -28,7 +28,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
 
-#: One spelling for those of several implementations.
+#: One spelling for the names of several implementations.
 STORED_7 = (
     Rename(r"blocks", "layers", foreign=True),
     Rename(r"ffn", "feed_forward", foreign=True),
@@ -97,7 +97,7 @@ class ConvertMixing7(Rule):
         if low_rank is None:
             return (replace(tensor, name=f"{stem}{kind}.weight"),)
         if tensor.layer == 0 and low_rank[1] == "v":
-            return ()  # files have those of the rates twice there, and no use of them
+            return ()  # files contain those of the rates twice there, unused
         if not hybrid:
             return (replace(tensor, name=f"{stem}{low_rank[1]}{_LOW_RANK_NAMES[low_rank[2]]}"),)
         x = _as_vector(x) if low_rank[2] == "0" else Transposed(x)
@@ -157,7 +157,7 @@ def _fuse_vectors(vectors: dict[str, Tensor], names: list[str], last: Tensor) ->
 
 
 MIX_ORDER = ("w", "k", "v", "r", "g")
-#: Of the Qwens: the order in which those five are stored.
+#: In Qwen-based models: the order in which the five are stored.
 QWEN_ORDER = (3, 1, 2, 0, 4)
 
 
@@ -184,8 +184,8 @@ class ConvertMixing6(Rule):
             x = squeeze(tensor, context)
         period = context.config.get("rescale_every", 0)
         if period > 0 and name.endswith(("time_mix_output.weight", "channel_mix_value.weight")):
-            halved = (tensor.layer or 0) // period
-            x = Multiplied(x, 0.5**halved) if halved else x
+            n_halvings = (tensor.layer or 0) // period
+            x = Multiplied(x, 0.5**n_halvings) if n_halvings else x
         if self.reordered and kind in ("w1.weight", "w2.weight"):
             shape = (5, size_of(x) // 5 // x.shape[-1], x.shape[-1])
             parts = take(Shaped(x, shape), 0, *(range(i, i + 1) for i in QWEN_ORDER))
@@ -208,8 +208,8 @@ class ConvertMixing6(Rule):
             x = _as_vector(x)
         period = context.config.get("rescale_every", 0)
         if period > 0 and tensor.name.endswith(("attention.output.weight", "feed_forward.value.weight")):
-            doubled = (tensor.layer or 0) // period
-            x = Multiplied(x, 2.0**doubled) if doubled else x
+            n_doublings = (tensor.layer or 0) // period
+            x = Multiplied(x, 2.0**n_doublings) if n_doublings else x
         name = stem if dot and last.startswith("time_") else tensor.name
         return (replace(tensor, name=name, x=x),)
 
@@ -326,7 +326,7 @@ def write_rwkv(v: Vocabulary) -> None:
     types = [CONTROL] + [NORMAL] * (len(tokens) - 1) + [UNUSED] * (size - len(tokens))
     v.keys.array("tokenizer.ggml.token_type", types)
     special = special_tokens(v.folder)
-    special.template = special.template or "rwkv-world"  # llama.cpp's name of a template of its own
+    special.template = special.template or "rwkv-world"  # llama.cpp's name of a built-in template
     special.set("eot", 261)
     special.ids |= {"bos": 0, "eos": 0}
     special.write(v.keys)

@@ -57,7 +57,7 @@ def _set_heads(keys: Keys, config: Config) -> None:
     turned = _pad(config.get("partial_rotary_factors"), n, 0.5)
     if turned != [1.0 if slide else 0.5 for slide in slides]:
         raise FormatError(
-            f"{config.path}: rope must rotate heads with a window completely, and half of each other head", "QK-E305"
+            f"{config.path}: rope must rotate all of a head with a window, and half of a head without", "QK-E305"
         )
     for key, name in ((".attention.head_count", "heads"), (".attention.head_count_kv", "groups")):
         full = config.number(f"num_attention_{name}")

@@ -17,7 +17,7 @@ from quantkit.checkpoint.row import Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 
-#: Output factors of a layer's parts: the kind whose ``.scale`` each is.
+#: Output factors of a layer's parts -> the kind of tensor that gets it as ``.scale``.
 _GAINS = {"attn_gain": "attn_output", "mlp_gain": "ffn_down"}
 
 

@@ -45,7 +45,7 @@ PERMUTE_HEADS = (
 )
 
 
-#: Baichuan's queries, keys and values are stored in one.
+#: Baichuan's queries, keys and values are stored as one tensor.
 SPLIT_W_PACK = Split(r"\.W_pack\.weight$", (".q_proj.weight", ".k_proj.weight", ".v_proj.weight"), always=True)
 
 KEYS: tuple[SetKeys, ...] = (
@@ -87,7 +87,7 @@ _BAICHUAN = Architecture("baichuan", rules=(SPLIT_W_PACK, *PERMUTE_HEADS), keys=
 
 ARCHITECTURES: dict[str, Architecture] = {
     "XverseForCausalLM": Architecture("xverse", rules=PERMUTE_HEADS, keys=KEYS, vocab=write_xverse),
-    # convert_hf_to_gguf.py calls itself until it stops, where it means to name a tensor.
+    # For these, convert_hf_to_gguf.py recurses without end where it names a tensor.
     "BaichuanForCausalLM": _BAICHUAN,
     "BaiChuanForCausalLM": _BAICHUAN,
 }

@@ -14,7 +14,7 @@ from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
 
-#: Where each of eight rows is in a word.
+#: Position of each of eight rows in a word.
 _PACKING = Packing(4, order=(0, 4, 1, 5, 2, 6, 3, 7))
 
 

@@ -200,7 +200,7 @@ def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) ->
     """Return the scales of [rows, blocks] of 32 as float16, which they fit."""
     n, blocks_per_row = blocks
     cells = scales.read(first, n)
-    halves = cells.astype(np.float16)  # that this is exact was found out before (scales_fit)
+    halves = cells.astype(np.float16)  # exact, as scales_fit has checked
     return halves if cells.shape[1] == blocks_per_row else np.repeat(halves, group // 32, axis=1)[:, :blocks_per_row]
 
 

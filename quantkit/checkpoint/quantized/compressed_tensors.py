@@ -99,8 +99,8 @@ def _plain(
             zeros = grids[1] if zero is not None else None
             group = columns // scale.shape[-1]
             return decode_integers(reader, shape, Rows(weight), 0, grids[0], group=group, zeros=zeros, bits=8)
-    promised = blocks[0] if None not in blocks else None
-    return scale_weight(weight, scale, tiled[0] if tiled else promised, zero)
+    common_block = blocks[0] if None not in blocks else None
+    return scale_weight(weight, scale, tiled[0] if tiled else common_block, zero)
 
 
 def _grid_of(t: StoredTensor, weight: StoredTensor, shape: tuple[int, ...]) -> Grid:
@@ -114,12 +114,17 @@ def _decode_packed(
 ) -> Expression:
     """Return a weight of packed integers."""
     matrix_shape(codes)
-    stated = reader.tensor(f"{base}.weight_shape", codes)
-    shape = tuple(int(n) for n in read_all(stated)) if stated.dtype in ("I64", "I32") else ()
+    shape_tensor = reader.tensor(f"{base}.weight_shape", codes)
+    shape = tuple(int(n) for n in read_all(shape_tensor)) if shape_tensor.dtype in ("I64", "I32") else ()
     if len(shape) < 2 or min(shape) < 1 or len(shape) != len(codes.shape) or shape[:-1] != codes.shape[:-1]:
-        raise fail(stated, f"it says {list(shape)[:4]}, which does not match {short(codes.name)} {list(codes.shape)}")
+        raise fail(
+            shape_tensor,
+            f"its value is {list(shape)[:4]}, which does not match {short(codes.name)} {list(codes.shape)}",
+        )
     if shape[-1] > 32 * codes.shape[-1]:
-        raise fail(stated, f"it says {list(shape)}, more than {short(codes.name)} {list(codes.shape)} contains")
+        raise fail(
+            shape_tensor, f"its value is {list(shape)}, more than {short(codes.name)} {list(codes.shape)} contains"
+        )
     columns, index = shape[-1], reader.optional(f"{base}.weight_g_idx")
     for bits, group, arguments in _candidates(reader, groups, columns):
         packing = _packing_of(bits, columns, codes.shape[-1])
@@ -143,7 +148,7 @@ def _decode_packed(
         zeros = None if zero is None else _zeros(zero, shape, cells, packing)
         offset = 1 << (bits - 1)
         if zeros is not None and zeros.tensor.dtype == "I32":
-            offset = 0  # the zero points have it, too
+            offset = 0  # zero points have such a shape tensor, too
         return decode_integers(
             reader,
             shape,

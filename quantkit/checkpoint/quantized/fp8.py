@@ -23,7 +23,7 @@ from quantkit.formats.safetensors import StoredTensor
 FLOATS = ("F8_E4M3", "F8_E5M2")
 #: Suffix of the name of a scale -> that of its weight.
 _SCALES = {"_scale_inv": "", ".qscale_weight": ".weight", ".weight_scale": ".weight", ".scale": ".weight"}
-#: Scales of activations, and where they are cut: computed while a model runs, or not used.
+#: Scales and clipping limits of activations: computed at run time, or unused.
 ACTIVATIONS = (
     "activation_scale",
     ".qscale_act",
@@ -47,7 +47,7 @@ def decode(reader: SchemeReader) -> None:
             name = base + weight_end
             weight = reader.peek(name)
             if weight is None or (end == ".scale" and weight.dtype not in (*FLOATS, "U8", "I8")):
-                continue  # a parameter of the model that is called so
+                continue  # a parameter of the model with this name
             reader.optional(base + end)
             if scale.dtype in EXPONENTS and weight.dtype in ("U8", "I8"):
                 reader.add(name, name, mxfp4_of(weight, scale), "first")
@@ -117,5 +117,5 @@ def decode_modelopt(reader: SchemeReader) -> None:
             reader.add(name, name, mxfp4_of(weight, scale), "first")
         else:
             raise fail(weight, f"{weight.dtype} with {short(scale.name)} {scale.dtype}: not a supported scheme")
-    # A scale of nothing is left out, as by convert_hf_to_gguf.py.
+    # A scale without a weight is omitted, as by convert_hf_to_gguf.py.
     reader.drop(".weight_scale", ".input_scale", ".k_scale", ".v_scale")

@@ -50,7 +50,7 @@ def _weight(reader: SchemeReader, base: str, codes: StoredTensor, bits: int, v2:
     if len(codes.shape) != 2 or codes.dtype != "I32":
         raise fail(codes, f"{codes.dtype} {list(codes.shape)}, not words of a matrix")
     words, rows = matrix_shape(codes)
-    if index is not None and index.n_values and "dynamic" in reader.settings:  # bits of its own
+    if index is not None and index.n_values and "dynamic" in reader.settings:  # packed on its own
         bits = next((b for b in BITS if _words(b, index.n_values) == words), bits)
     columns = words * 32 // bits if index is None else index.n_values
     if columns * bits != words * 32:

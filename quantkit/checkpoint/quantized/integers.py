@@ -30,7 +30,7 @@ def decode_integers(
     """Return a weight of integers: (code - offset - zero point) * scale, as blocks if that is requested and exact.
 
     Args:
-        reader: knows whether it is requested.
+        reader: whose settings request it or not.
         shape: of the weight.
         codes: by rows, one in each element.
         offset: the code of zero, if there are no ``zeros``.

@@ -44,9 +44,9 @@ _RAW = {
     "F8_E5M2": "u1",
     "F8_E8M0": "u1",
 }
-#: Bytes of columns that are read at a time, and how many such slabs a thread keeps: weights, scales, zero points.
+#: Bytes of columns read at a time, and the number of such slabs per thread: weights, scales, zero points.
 _SLAB, _SLABS = 1 << 21, 4
-#: Lines of columns that are turned into rows at a time.
+#: Lines of columns transposed at a time.
 _LINES = 64
 
 

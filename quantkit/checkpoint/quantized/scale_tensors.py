@@ -63,9 +63,9 @@ def _outer(x: Expression) -> dict[str, Sequence[float]]:
         return {"scale": x.scale.values, "input_scale": x.input_scale.values}
     if isinstance(x, Concatenated):
         parts = [_outer(item) for item in x.xs]
-        if len(x.shape) == len(x.xs[0].shape):  # along a dimension there is: the same scale for all, see joined
+        if len(x.shape) == len(x.xs[0].shape):  # along an existing dimension, where all parts have the same scale
             return parts[0]
         return {end: [value for part in parts for value in part[end]] for end in parts[0]}
     if isinstance(x, (Gathered, Shaped, Transposed)):
         return _outer(x.x)
-    raise TypeError(f"{type(x).__name__} of NVFP4: what becomes of its scale?")
+    raise TypeError(f"{type(x).__name__} of NVFP4: no rule for its scale")

@@ -42,7 +42,7 @@ class SchemeReader:
     #: quantization_config.
     settings: dict[str, Any]
     lossless: bool = False
-    #: Weights that are integers such as --lossless keeps.
+    #: Weights that are integers which --lossless can store exactly.
     lossless_count: int = 0
     _in_place: dict[str, tuple[str, Expression]] = field(default_factory=dict)
     _first: dict[str, Expression] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class SchemeReader:
 def matrix_shape(t: StoredTensor) -> tuple[int, ...]:
     """Return the shape of a weight, which has rows and columns and no dimension of 0. Raises FormatError."""
     if len(t.shape) < 2 or 0 in t.shape:
-        raise fail(t, f"its shape {list(t.shape)} is not a weight's")
+        raise fail(t, f"its shape {list(t.shape)} is not that of a matrix")
     return t.shape
 
 
@@ -149,7 +149,7 @@ def block_grid(weight: StoredTensor, shape: tuple[int, ...], t: StoredTensor, bl
         if tuple(n for n in have if n != 1) != tuple(n for n in want if n != 1):
             raise wrong
         return Grid(Rows(_as(t, (t.n_values // want[-1], want[-1]))), block[0], rows, exponents)
-    # Aligned from the outermost on: a scale for each matrix, or each row.
+    # Aligned at the outermost dimension: a scale for each matrix, or for each row.
     padded = (*have, *(1,) * (len(shape) - len(have)))
     if len(padded) != len(shape) or padded[-1] != 1 or padded[:-2] != shape[:-2] or padded[-2] not in (1, rows):
         raise wrong

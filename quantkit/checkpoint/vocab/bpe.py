@@ -121,7 +121,7 @@ def _has_type(step: Any, name: str) -> bool:
 def llama_hf_tokens(v: Vocabulary) -> list[Piece]:
     """Return the tokens of the model, followed by the added ones.
 
-    Raises FormatError: the tokenizer.json is none of these.
+    Raises FormatError: the tokenizer.json is of another kind.
     """
     v.run()
     if not is_llama_hf(v):

@@ -15,7 +15,7 @@ from quantkit.formats.gguf.rules import short
 from quantkit.formats.tokenizer import Tokenizer
 from quantkit.formats.tokenizer.vocab import KEY, Metadata
 
-#: How many ids a message shows.
+#: Number of ids in a message.
 _MAX_SHOWN = 4
 
 

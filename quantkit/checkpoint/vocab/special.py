@@ -19,7 +19,7 @@ from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_text
 
 KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-#: Key of the id of each kind; those of other kinds are not written.
+#: Key of the id of each kind; other kinds are not written.
 _ID_KEYS = {
     **{kind: f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "eot", "eom", "mask")},
     "unk": "tokenizer.ggml.unknown_token_id",

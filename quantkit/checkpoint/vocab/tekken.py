@@ -21,9 +21,9 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
 FILE = "tekken.json"
-#: Bytes of a token: far more than the longest there are.
+#: Maximum bytes of a token, far more than any has.
 _MAX_TOKEN = 4096
-#: Special tokens of files that name none.
+#: Special tokens of files that list none.
 _SPECIAL = (
     "<unk>",
     "<s>",
@@ -46,15 +46,15 @@ _SPECIAL = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-#: Templates that llama.cpp knows by name, by the version of the tokenizer.
+#: Templates that llama.cpp has by name, by the version of the tokenizer.
 _TEMPLATES = {"v3": "mistral-v3-tekken", "v7": "mistral-v7-tekken"}
 
 
 def write_tekken(v: Vocabulary) -> None:
     """Set the keys of such a vocabulary.
 
-    The chat template is one that llama.cpp knows by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
-    one of its own files from version 11 on.
+    The chat template is one that llama.cpp has by name, or else that of the checkpoint; convert_hf_to_gguf.py uses
+    its own templates from version 11 on.
     """
     path = v.folder / FILE
     data = read_json(path)
@@ -153,7 +153,7 @@ def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
         if not pairs:
             raise FormatError(
-                f"{v.folder / FILE}: token {ranks[token]} is not a merge of two others: {short(token)}", "QK-E114"
+                f"{v.folder / FILE}: token {ranks[token]} is not a merge of two other tokens: {short(token)}", "QK-E114"
             )
         merges += [f"{to_letters(a)} {to_letters(b)}" for _, _, a, b in pairs]
     return merges

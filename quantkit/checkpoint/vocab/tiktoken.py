@@ -21,7 +21,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
 
-#: Bytes of a token: ten times those of the longest there are.
+#: Maximum bytes of a token, ten times that of the longest known one.
 MAX_TOKEN = 1280
 
 Ranks = dict[bytes, int]

@@ -24,9 +24,9 @@ from quantkit.formats.outputs import read_whole
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 #: More tokens than any vocabulary has.
 MAX_TOKENS = 1 << 24
-#: Limit of unused tokens after the others.
+#: Maximum number of unused tokens after the vocabulary.
 MAX_PADDING = 1 << 16
-#: The id of an added token that follows all others.
+#: Placeholder for the id of an added token that follows all others.
 _NEXT = -1
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Classes that replace the post-processor of tokenizer.json: BOS, and perhaps EOS, around the text.
@@ -53,7 +53,7 @@ _CLASS_TOKENS: dict[str, Json] = {
     },
     "Bloom": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
-#: Model types whose class is one of those, where tokenizer_config.json names none.
+#: Model types with one of these classes, if tokenizer_config.json names none.
 _CLASS_OF_TYPE = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "mistral3", "llama4", "llama4_text", "phi3", "phimoe"), "Llama"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe"), "Llama"),
@@ -279,7 +279,8 @@ class Vocabulary:
         """A child process with the tokenizer of the tokenizers package: a ``foreign.tokenizer.Tokenizer``."""
         if PRE_TOKENIZER.missing():
             raise missing_packages(PRE_TOKENIZER, hint=f"or set that of {self.where} with --pre")
-        if self.model_type == "BPE" and self.model.get("continuing_subword_prefix"):  # it panics where a merge lacks it
+        # tokenizers panics if a merge lacks the prefix
+        if self.model_type == "BPE" and self.model.get("continuing_subword_prefix"):
             raise FormatError(
                 f"{self.where}: model.continuing_subword_prefix is not empty: not a byte-level BPE", "QK-E114"
             )

@@ -34,7 +34,7 @@ from quantkit.formats.gguf.rules import short
 _T5, _XLM = ("tokenizer.model", "spiece.model"), "sentencepiece.bpe.model"
 #: XLM-RoBERTa's replacements of the first three pieces; it lacks the last one.
 _FIRST = (("<s>", CONTROL), ("<pad>", CONTROL), ("</s>", CONTROL), ("<unk>", UNKNOWN))
-#: Of Nomic's mixture of experts: a token that the file lacks.
+#: A token of Nomic's MoE that the file lacks.
 _MASK = 250001
 
 

@@ -14,7 +14,7 @@ A model may be split into shards named PREFIX-00001-of-00003.gguf, each a GGUF f
 split.count and split.tensors.count; the other metadata is in the first one. ``open_gguf`` opens any shard as
 the whole model.
 
-The reader does not trust the file: every length and count is checked against the remaining bytes before any loop or
+The reader treats files as untrusted: every length and count is checked against the remaining bytes before any loop or
 allocation, and any violation is a FormatError with the file, the item and the byte offset. It refuses what llama.cpp
 b11434's gguf.cpp refuses, and also: overlapping tensors, tensors past the end of the file, booleans other than 0 and 1,
 keys and names that are empty, not UTF-8 or contain a NUL. It accepts some files that gguf.cpp refuses: names of 64

@@ -92,7 +92,7 @@ class Field:
         head = struct.pack("<IQ", item_type, len(items))
         array = cls(key, ValueType.ARRAY, item_type, head + _pack(key, item_type, items))
         if item_type is ValueType.STRING and _is_unicode(items):
-            array.__dict__["value"] = items  # decoding a vocabulary takes longer than all else that checks it
+            array.__dict__["value"] = items  # decoding a vocabulary takes longer than all checks of it
         return array
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:

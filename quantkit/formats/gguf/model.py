@@ -258,7 +258,8 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
         no, its_count = _split_int(shard, "split.no"), _split_int(shard, "split.count", count)
         if (no, its_count) != (i, count):
             raise FormatError(
-                f"{shard.path}: its metadata says shard {no + 1} of {its_count}, its name shard {i + 1} of {count}",
+                f"{shard.path}: shard {no + 1} of {its_count} by its metadata, but shard {i + 1} of {count} "
+                f"by its name",
                 "QK-E104",
             )
         for tensor in shard.tensors:

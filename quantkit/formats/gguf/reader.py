@@ -31,7 +31,7 @@ from quantkit.mapping import map_descriptor
 from quantkit.types import TensorType, type_by_id
 from quantkit.units import round_up
 
-#: Fewest bytes of a field and a tensor info: bounds for the two counts in the header.
+#: Minimum bytes of a field and of a tensor info, to bound the two counts in the header.
 _MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 4 + 8
 
 #: Likely kinds of a file that is not GGUF.

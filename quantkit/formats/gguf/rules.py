@@ -13,16 +13,16 @@ ALIGNMENT_KEY = "general.alignment"
 
 #: Longest key or tensor name in bytes: the specification's bound for keys.
 MAX_NAME = 65535
-#: Largest alignment: padding must remain small compared with a model.
+#: Maximum alignment: padding must remain small compared with a model.
 MAX_ALIGNMENT = 1 << 24
-#: Most strings in one array (vocabularies have up to a few 100k): bounds the time to walk them.
+#: Maximum number of strings in an array (vocabularies have up to a few 100k), to bound the time of a walk over them.
 MAX_STRINGS = 1 << 26
-#: Most dimensions of a tensor that is read or copied: convolutions of video models have five.
+#: Maximum dimensions of a tensor that is read or copied: convolutions of video models have five.
 MAX_DIMS = 8
-#: Most dimensions of a tensor that ggml computes with.
+#: Maximum dimensions of a tensor that ggml computes with.
 GGML_DIMS = 4
 
-#: Most keys and tensors in one file (models have up to some thousands): bounds the memory for objects.
+#: Maximum number of keys and of tensors in a file (models have up to some thousands), to bound the memory for objects.
 MAX_FIELDS = 1 << 16
 MAX_TENSORS = 1 << 18
 

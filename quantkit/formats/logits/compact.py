@@ -59,7 +59,7 @@ I64 = npt.NDArray[np.int64]
 #: Name -> number in the header.
 CODECS = {"zlib": 0, "zstd": 1}
 VERSION = 1
-#: Longest name of a model; longer names are cut.
+#: Longest name of a model; longer names are truncated.
 MAX_NAME = 1024
 
 _HEADER = struct.Struct("<8sIIiiiI32s32sI")
@@ -164,9 +164,9 @@ def _zstd() -> tuple[Callable[[bytes, int], bytes], Callable[[bytes, int], bytes
 
     def unpack(data: bytes, size: int) -> bytes:
         # A frame's claimed size decides the allocation, so it is checked first.
-        claimed = zstandard.get_frame_parameters(data).content_size
-        if claimed != size:
-            raise ValueError(f"the frame claims {claimed} bytes")
+        content_size = zstandard.get_frame_parameters(data).content_size
+        if content_size != size:
+            raise ValueError(f"the frame claims {content_size} bytes")
         return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=size))
 
     return zstandard.compress, unpack
@@ -319,7 +319,7 @@ class CompactWriter:
         model: str = "",
         fingerprint: str = "00" * 32,
     ) -> None:
-        compress(b"", codec)  # find a missing zstd before the work
+        compress(b"", codec)  # a missing zstd is an error before any work
         self.path = located(path)
         self.chunks = chunks
         self.top_k = top_k

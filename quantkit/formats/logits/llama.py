@@ -76,7 +76,7 @@ def encode_rows(logits: F32, log_sum_exp: F32, clip: float = 16, scratch: F32 | 
     header[:, 0] = scale
     header[:, 1] = bottom - top - log_sum_exp
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    # Clipping first changes nothing: everything at or below the bottom gets code 0.
+    # Clipping first has no effect: everything at or below the bottom gets code 0.
     x = np.maximum(logits, bottom[:, None], out=scratch)
     x -= bottom[:, None]
     x *= inverse[:, None]
@@ -202,7 +202,7 @@ class LlamaSharer(LlamaWriter):
         with self.path.open("rb") as file:
             if file.read(len(self.header)) != self.header:
                 raise FormatError(
-                    f"{self.path} is not the file that this run started: it has other chunks, or none", "QK-E409"
+                    f"{self.path} is not the file of this run: its chunks differ, or are missing", "QK-E409"
                 )
             self._fd = os.open(self.path, os.O_WRONLY)
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: Bytes of a request, maximum number of requests in flight, and bytes that are kept, not counted by --max-ram.
+#: Bytes of a request, maximum number of requests in flight, and bytes cached, which --max-ram does not count.
 BLOCK = 8 << 20
 MAX_REQUESTS = 8
 CACHE_BYTES = 128 << 20
 #: Minimum number of blocks requested ahead of a reader.
 _PREFETCH_BLOCKS = 3
-#: How often an object is fetched whose checksum is wrong.
+#: Maximum number of attempts to fetch an object whose checksum is wrong.
 _COPIES = 3
 
 #: Tensors below this length are read with their neighbours, in blocks of ``SMALL`` bytes.

@@ -27,7 +27,7 @@ class Patience:
     attempts: int = 8
     first: float = 0.5
     longest: float = 20.0
-    #: Seconds for all attempts and pauses together; no pause begins that would exceed it.
+    #: Seconds for all attempts and pauses together; a pause that would exceed it does not begin.
     total_seconds: float = 300.0
 
     def pause(self, failures: int, requested: float | None) -> float:
@@ -35,7 +35,7 @@ class Patience:
         return max(requested or 0.0, random.uniform(0.1, 1.0) * min(self.longest, self.first * 2.0 ** (failures - 1)))
 
 
-#: Of requests while work is under way, and of the first look at a URL, which may be mistyped.
+#: For requests during a run, and for the first request of a URL, which may be mistyped.
 PATIENCE, FIRST_LOOK = Patience(), Patience(attempts=4, total_seconds=60.0)
 #: Seconds without a byte after which a connection counts as broken, and for a whole request.
 SILENCE, REQUEST = 30.0, 600.0
@@ -72,7 +72,8 @@ class BrokenAnswer(Exception):
 
 
 class Verdict(NamedTuple):
-    """The meaning of a failure, a reason without secrets, the seconds that the server asks to wait, its HTTP status."""
+    """The meaning of a failure, a reason without secrets, the seconds to wait that the server requests, its HTTP "
+    "status."""
 
     meaning: Meaning
     reason: str
@@ -101,7 +102,7 @@ _CODES = {
         Meaning.RETRY,
     ),
 }
-#: Classes of exceptions, by name, of connections that fail.
+#: Classes of exceptions, by name, for failed connections.
 _CONNECTIONS = {
     "HTTPClientError",
     "ClientConnectionError",
@@ -245,7 +246,7 @@ def with_retries(where: object, request: Callable[[], T], patience: Patience | N
             pause = patience.pause(attempt, verdict.wait)
             took = time.monotonic() - began
             if attempt == patience.attempts or took + pause > patience.total_seconds or cancelled.wait(pause):
-                reason = f"{verdict.reason}; given up after {attempt} attempts in {time.monotonic() - began:.0f} s"
+                reason = f"{verdict.reason}; gave up after {attempt} attempts in {time.monotonic() - began:.0f} s"
                 raise OSError(errno.EIO, reason, str(where)) from None
     raise AssertionError
 

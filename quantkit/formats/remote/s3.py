@@ -24,7 +24,7 @@ from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, Patienc
 #: The separator of an object's name and its version.
 VERSION = "?versionId="
 _MD5 = re.compile(r"[0-9a-f]{32}")
-#: The smallest and the largest part, and the most of them, that S3 takes.
+#: Minimum and maximum size of a part, and maximum number of parts, of S3.
 MIN_PART = 5 << 20
 MAX_PART = 5 << 30
 MAX_PARTS = 10_000
@@ -46,7 +46,7 @@ class S3:
 
     def __init__(self, kind: Any, configured: Mapping[str, Any]) -> None:
         config = dict(configured.get("config_kwargs") or {})
-        # One attempt here, for attempts multiply; checksums as all stores know them.
+        # One attempt here, because attempts multiply; checksums that all stores support.
         config |= {
             "retries": {"total_max_attempts": 1},
             "connect_timeout": retry.SILENCE,
@@ -101,7 +101,7 @@ class S3:
             bucket, key = self._names(url).values()
             path = f"{bucket}/{key}".rstrip("/")
             listing = run_on_loop(self.fs.loop, lambda: self.fs._ls(path, detail=True, refresh=True))
-            # A name that is also an object counts as a directory only.
+            # A name that is both an object and a directory counts as a directory.
             return entries_of([e for e in listing if e["name"].rstrip("/") != path], _listing_facts)
 
         try:
@@ -205,7 +205,7 @@ class S3:
                     **only_new,
                 )
             except Exception as e:
-                # An answer that was lost: then it is there, and the upload is not.
+                # If only the answer was lost, the object exists and the upload does not.
                 if self.is_complete(url, parts):
                     return
                 verdict = judge(e)
@@ -213,7 +213,7 @@ class S3:
                     raise Answer(
                         412, "an object of this name was created in the meantime", meaning=Meaning.PRESENT
                     ) from None
-                if only_new and verdict.status == 501:  # a store without conditions
+                if only_new and verdict.status == 501:  # a store without conditional requests
                     only_new.clear()
                     raise BrokenAnswer(verdict.reason) from None
                 raise

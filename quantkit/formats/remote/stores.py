@@ -16,7 +16,7 @@ from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pin
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
 from quantkit.formats.remote.s3 import S3
 
-#: The package of a scheme that needs more than fsspec.
+#: Packages of schemes that need more than fsspec.
 PACKAGES = {
     "s3": ("s3fs", "s3fs"),
     "gs": ("gcsfs", "gcsfs"),
@@ -55,7 +55,7 @@ def _connect(url: Object) -> Store:
         raise _missing_package(url, package) from None
     except ValueError:
         raise ResourceError(
-            f"{url}: fsspec does not know the scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
+            f"{url}: unsupported scheme {scheme}://; use s3://, gs://, hf:// or https://", "QK-E412"
         ) from None
     if scheme == "s3":
         return S3(kind, fsspec.config.conf.get("s3", {}))
@@ -135,10 +135,10 @@ def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool
     return Facts(int(total) if total.isdecimal() else -1, tag), False
 
 
-# ---------------------------------------------------------------- all else
+# ---------------------------------------------------------------- other stores
 
 
-#: Names of an object's identity in fsspec's file systems.
+#: Attributes that identify an object's version in fsspec's file systems.
 _TAGS = (
     "ETag",
     "etag",
@@ -184,7 +184,7 @@ class FsspecStore:
             self.fs.invalidate_cache()
             path = self._path(url)
             listing = self._call("ls", path, detail=True)
-            # A name that is also a file counts as a directory only.
+            # A name that is both a file and a directory counts as a directory.
             return entries_of(
                 [info for info in listing if str(info["name"]).rstrip("/") != path.rstrip("/")], _info_facts
             )

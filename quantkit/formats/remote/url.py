@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
 _WEB, _LOCAL = ("http", "https"), ("file", "local")
 #: Other names of a scheme.
 _SCHEME_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs", "ssh": "sftp"}
-#: Stores of objects, whose names are any text: in others they are paths, where ``..`` leads up.
+#: Object stores, where a name is any text; elsewhere names are paths, in which ``..`` is the parent.
 _OBJECTS = ("s3", "gs", "abfs", "hf", *_WEB)
 
 
@@ -74,7 +74,7 @@ class URL(PosixPath):
 
     ``identity`` is one for all addresses of an object.
 
-    ``spool``: the folder where an output for it grows, with its journal. ``facts`` stay as they were first seen, also
+    ``spool``: the folder of the local copy of an output, with its journal. ``facts`` stay as they were first seen, also
     in another process that gets the URL.
     """
 

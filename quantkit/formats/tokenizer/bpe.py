@@ -31,7 +31,7 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printable else next(letters)) for byte in range(256)]
 
 
-#: GPT-2's letter of each byte, and back.
+#: GPT-2's letter for each byte, and the inverse.
 BYTE_LETTERS = dict(enumerate(_byte_letters()))
 LETTER_BYTES = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 
@@ -41,7 +41,7 @@ def pre_of(vocab: Vocab) -> Pre:
     name = "gemma4" if vocab.model == "gemma4" else vocab.source.get(KEY + "pre", "")
     if not isinstance(name, str) or name not in PRE:
         raise FormatError(
-            f"{vocab.path}: {KEY}pre is {name!r}, a pre-tokenizer that quantkit does not know. Give token ids instead "
+            f"{vocab.path}: {KEY}pre is {name!r}, which is unknown to this version of quantkit. Give token ids instead "
             "of text: --tokens 1,2,3 or --tokens @FILE.i32",
             "QK-E115",
         )

@@ -18,7 +18,7 @@ import numpy as np
 from quantkit.formats.tokenizer.unicode import code_points
 
 _NO_RANK = float("inf")
-#: Up to this many symbols, looking at all pairs beats a heap.
+#: Up to this many symbols, a scan of all pairs is faster than a heap.
 _SHORT = 48
 
 
@@ -93,7 +93,7 @@ class Seams:
     def __init__(self, pairs: Iterable[str]) -> None:
         """``pairs``: the two characters at every place where a merge may join."""
         points = code_points("".join(pairs)).astype(np.uint64)
-        # One more than any pair, so that every insertion point is an index.
+        # Greater than any pair, so that every insertion point is a valid index.
         self._pairs = np.append(np.unique(points[::2] << np.uint64(32) | points[1::2]), np.uint64(1 << 63))
 
     def pieces(self, text: str) -> list[str]:
@@ -116,7 +116,7 @@ def inner_pairs(tokens: Iterable[str]) -> str:
     return columns.tobytes().decode("utf-32-le", "surrogatepass")
 
 
-#: Most words kept, and the longest: some 20 MB at most.
+#: Maximum number and length of cached words: at most 20 MB.
 _MAX_WORDS, _MAX_LENGTH = 1 << 16, 64
 
 

@@ -1,4 +1,4 @@
-r"""tokenizer.ggml.pre: the split of text into words, one row per name that llama.cpp b11434 knows.
+r"""tokenizer.ggml.pre: the split of text into words, one row per name in llama.cpp b11434.
 
 A row has patterns that are applied in order, each to every word of the previous one: a match becomes a word, and so
 does the text between matches. There are two kinds, as in llama.cpp (unicode.cpp, unicode_regex_split):
@@ -53,7 +53,7 @@ _AFMOE_SCRIPTS = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
-#: The cased letters that DeepSeek-LLM names one by one.
+#: The cased letters, which DeepSeek-LLM lists one by one.
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-z"
     "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
@@ -108,12 +108,12 @@ class Pre:
     """A pre-tokenizer; the flags are those that llama.cpp sets with the name."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  #: a word that is a token is that token, whatever the merges
+    ignore_merges: bool = False  #: a word that is a token stays one token, regardless of merges
     add_bos: bool = False
     no_bos: bool = False  #: no default beginning-of-sequence id
     raw: bool = False  #: merges are of characters, not of GPT-2's byte letters; unknown ones become <0xXX>
     escape_spaces: bool = False  #: a space is U+2581
-    newline_words: bool = False  #: newlines alone that are a token are that token
+    newline_words: bool = False  #: a run of newlines that is a token stays one token
     metaspace: bool = False  #: every word begins with U+2581, and every U+2581 begins one
 
 
@@ -134,7 +134,7 @@ def _rows(*rows: tuple[str, Pre]) -> dict[str, Pre]:
     return {name: pre for names, pre in rows for name in names.split()}
 
 
-#: Every name, and "" for a file that names none (llama.cpp then takes the default, and warns).
+#: All names, and "" for files without one (llama.cpp then warns and uses the default).
 PRE: dict[str, Pre] = {
     "": Pre((r"[\p{P}\$\+<=>\^\~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **_rows(

@@ -14,7 +14,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.tokenizer.merge import Seams, WordCache, ids_of, inner_pairs, merge
 from quantkit.formats.tokenizer.vocab import SPACE, Vocab
 
-#: A character by its first byte alone, whatever follows; fewer bytes at the end.
+#: The length of a character by its first byte alone, as llama.cpp does; less at the end of the text.
 _CHARACTER = re.compile(rb"[\xc0-\xdf].?|[\xe0-\xef].{0,2}|[\xf0-\xff].{0,3}|.", re.S)
 
 
@@ -43,7 +43,7 @@ class Spm:
             try:
                 valid.append(character.decode())
             except UnicodeDecodeError:
-                # No token has it, so nothing merges with it.
+                # No token contains it, so nothing merges with it.
                 out += self._encode_valid("".join(valid))
                 out += self._bytes(character.decode("utf-8", "surrogateescape"))
                 valid.clear()

@@ -1,4 +1,4 @@
-"""Code points as llama.cpp sees them: lenient UTF-8, general categories, and a text collapsed to them.
+"""Code points as in llama.cpp: lenient UTF-8, general categories, and a text collapsed to them.
 
 To split a text into words, only the category of a character matters: letter, number, mark, punctuation, symbol or white
 space. So a text is *collapsed*: ASCII is kept, any other character becomes one byte that represents its category, and
@@ -43,7 +43,7 @@ _HAN_RANGES = (
     (0x2CEB0, 0x2EBEF),
     (0x2F800, 0x2FA1F),
 )
-#: A sequence by its first byte alone: llama.cpp takes overlong ones, surrogates and F5..F7 too.
+#: The length of a sequence by its first byte alone: llama.cpp also accepts overlong ones, surrogates and F5..F7.
 _LENIENT = re.compile(rb"[\0-\x7f]+|[\xc0-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf7][\x80-\xbf]{3}|.", re.S)
 
 
@@ -87,7 +87,7 @@ def lower() -> dict[int, int]:
 
 @cache
 def _collapsed(han: bool) -> U8:
-    """Return the byte that represents each code point; with ``han``, Han characters are two classes of their own."""
+    """Return the byte that represents each code point; with ``han``, Han characters are two separate classes."""
     kinds = {"N": NUMBER, "L": LETTER, "P": PUNCTUATION, "M": MARK, "S": SYMBOL}
     by_category = np.full(256, _OTHER_BYTE, np.uint8)
     for letter, byte in kinds.items():

@@ -26,9 +26,9 @@ _MAX_WORDS = 1 << 16
 #: Score of an unknown character below the lowest token.
 _UNKNOWN_PENALTY = np.float32(10)
 _LEAST = -float(np.finfo(np.float64).max)
-#: How long a character is, by the high half of its first byte.
+#: Length of a character, by the high half of its first byte.
 _LENGTHS = (1,) * 12 + (2, 2, 3, 4)
-#: A step over part of a piece: start, end, score, id.
+#: A part of a piece: start, end, score, id.
 Edge = tuple[int, int, float, int]
 
 

@@ -21,7 +21,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, ValueType
 
 KEY = "tokenizer.ggml."
-#: How many models write a space.
+#: The space as most models write it.
 SPACE = "\u2581"
 
 
@@ -61,7 +61,7 @@ _DEFAULT_IDS: dict[str, dict[str, int]] = {
 }
 MODELS = tuple(_DEFAULT_IDS)
 _SPECIAL_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
-#: Texts that end a turn; the first one in a vocabulary is its end-of-turn token, where the file names none.
+#: Texts that end a turn; the first one in a vocabulary is its end-of-turn token, unless the file sets one.
 _TURN_ENDS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -75,7 +75,7 @@ _TURN_ENDS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<end_of_utterance>",
 )
-#: Texts of control tokens, whatever their type.
+#: Texts of control tokens, regardless of their type.
 _CONTROL = (
     *_TURN_ENDS,
     "<|return|>",
@@ -90,7 +90,8 @@ _CONTROL = (
     "<|tool_response>",
     "[e~[",
 )
-#: Fill-in-the-middle tokens by their keys: the one named in the file is unchanged, otherwise the first text is control.
+#: Fill-in-the-middle tokens by their keys: the file's token is unchanged; without one, the first text found becomes a
+#: control token.
 _FIM: dict[tuple[str, ...], tuple[str, ...]] = {
     ("fim_pre", "prefix"): (
         "<|fim_prefix|>",
@@ -139,7 +140,7 @@ class Vocab:
     attrs: npt.NDArray[np.uint8]  #: of Attr, as llama.cpp corrects them
     types: npt.NDArray[np.uint8]  #: of Attr, as in the file
     scores: npt.NDArray[np.float32]
-    special: dict[str, int]  #: bos, eos, eot ..., as far as there is one
+    special: dict[str, int]  #: bos, eos, eot ..., if present
     source: Metadata
 
     def flag(self, name: str, default: bool) -> bool:

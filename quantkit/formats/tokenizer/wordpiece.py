@@ -1,7 +1,7 @@
 """WordPiece (tokenizer.ggml.model bert): words, then the longest token at each place; a word begins with U+2581.
 
 White space separates words; punctuation and Chinese characters are separate words; control characters are removed. With
-normalizer.lowercase (the default) letters lose case and, unless normalizer.strip_accents says no, accents. A word that
+normalizer.lowercase (the default) letters lose case and, unless normalizer.strip_accents is false, accents. A word that
 tokens do not cover becomes the unknown token. llama.cpp b11434 llm_tokenizer_wpm_session.
 """
 
@@ -20,7 +20,7 @@ _CHINESE = (
     (0x20000, 0x2A6DF),
     (0x2A700, 0x2B73F),
     (0x2B740, 0x2B81F),
-    # From 0x2B920, not 0x2B820: a slip of the original's, kept everywhere.
+    # From 0x2B920, not 0x2B820: an error of the original that all implementations share.
     (0x2B920, 0x2CEAF),
     (0xF900, 0xFAFF),
     (0x2F800, 0x2FA1F),
@@ -37,7 +37,7 @@ class WordPiece:
         self._ids = {text.encode("utf-8", "surrogateescape"): i for text, i in vocab.ids.items()}
         self._longest = max(map(len, self._ids), default=0)
         self._cache = WordCache(self._encode_word)
-        #: The replacement of a character: text of a word, a separate word (after "\\1"), a separator " ", nothing.
+        #: The replacement of a character: text in a word, a separate word (after "\\1"), a separator " ", or nothing.
         self._roles: dict[str, str] = {}
 
     def encode(self, text: bytes, first: bool) -> list[int]:

@@ -3,7 +3,7 @@
 A layout is a table of the source of each bit; ``_moves`` turns it into straight-line code for a unit. Source bytes are
 loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same rotation are
 shuffled together, rotated, masked and joined. A layout of nibbles thus takes two shuffles, two shifts and two masks for
-64 bytes, whatever its order.
+64 bytes, regardless of its order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Region:
         #: Piece and byte of each part, so that the same parts of all pieces are neighbours.
         self.parts = [(piece, start) for start in starts for piece in range(pieces)]
         self.per_vector = 64 // self.width
-        # A byte's place among the parts: the last that covers it.
+        # Position of a byte among the parts: the last part that covers it.
         place = np.zeros((pieces, size), np.int64)
         for i, (piece, start) in enumerate(self.parts):
             place[piece, start : start + self.width] = i * self.width + np.arange(self.width)
@@ -188,7 +188,7 @@ def _emit_rows(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
 # --- kernels -------------------------------------------------------------------------------------------------------
 
 #: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row and of a row header, plain and
-#: interleaved; whether a row's scale becomes that of its blocks.
+#: interleaved; whether a row's scale is copied to its blocks.
 move: Any = None
 group = unit_bytes = interleaved_bytes = header_bytes = interleaved_header = 0
 spreads = False

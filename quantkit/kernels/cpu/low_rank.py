@@ -12,7 +12,7 @@ from quantkit.kernels.cpu.core.simd import f32x16, load, splat, store
 F32 = npt.NDArray[np.float32]
 
 LANES = 16
-#: Rows that are computed at once, sharing the loads of A.
+#: Number of rows computed at once, which share the loads of A.
 ROWS = 4
 
 

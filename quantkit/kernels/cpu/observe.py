@@ -70,7 +70,7 @@ def _sum_block(x, stride, rows, first, end, x_per, n, sums, plane):
     store(sums, plane, low)
     store(sums, 2 * plane, high1)
     store(sums, 3 * plane, low1)
-    zero = high - high  # NaN where it is not finite
+    zero = high - high  # NaN if it is not finite
     return not any_lane(zero != zero)
 
 

@@ -134,7 +134,7 @@ class _Space:
 
     def __init__(self) -> None:
         self.end = 0
-        self._free: list[tuple[int, int]] = []  # offset, size; sorted, never touching
+        self._free: list[tuple[int, int]] = []  # offset, size; sorted, never adjacent
 
     def allocate(self, nbytes: int) -> int:
         size = round_up(max(1, nbytes), ALIGNMENT)

@@ -39,7 +39,7 @@ class Lowering(ABC):
         self.observer, self.view = observer, view
         self.entries: list[Entry] = []
         self.values: dict[Value, Buffer] = {}
-        self.n_vocab = 0  # of the embeddings, 0 if they are not here
+        self.n_vocab = 0  # of the embeddings; 0 if they are on another device
         self.n_positions = limits.n_ctx
         self.op: Op | None = None  # the operation being lowered
         self._scratch = Buffer("scratch", LINE, live_at_end=True, live_at_start=True)
@@ -118,7 +118,7 @@ class Lowering(ABC):
         """Return the slots of a norm's weight and bias, and their period."""
         parts = {name: self.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
         n_weight = max([op.group, *(len(v) for v in parts.values())])
-        # A vector shorter than a group or than the other one is repeated by np.resize.
+        # np.resize repeats a vector that is shorter than a group or than the other vector.
         addresses = {name: self.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
         return {"weight": 0, "bias": 0, **addresses, "n_weight": n_weight}
 

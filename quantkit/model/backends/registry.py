@@ -13,7 +13,7 @@ from quantkit.model.backends import Backend, Options
 from quantkit.model.fusion import Decision
 from quantkit.model.ops import Op, Value
 
-#: (operations, values that leave them, options, cache type) -> (operations to run, decisions)
+#: (operations, their outputs, options, cache type) -> (operations to run, decisions)
 Fuse = Callable[[Sequence[Op], Collection[Value], Options, str], tuple[Sequence[Op], Sequence[Decision]]]
 
 

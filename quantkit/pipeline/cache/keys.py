@@ -30,7 +30,7 @@ _IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n
 
 def is_cached(part: PlannedPart) -> bool:
     """Return whether the cache may hold a part's rows."""
-    if part.inputs is not None and part.inputs.digest() is None:  # its inputs are only known in the run
+    if part.inputs is not None and part.inputs.digest() is None:  # its inputs are known only during the run
         return False
     return part.encoding.is_cached
 
@@ -156,7 +156,7 @@ def identity(source: Source, fingerprint: str, part: PlannedPart) -> str | None:
 def _identity_of(path: Path) -> list[int | str] | None:
     """Return the stamp of one version of a file; None for an object in a store without a version."""
     if isinstance(path, URL):
-        # A tag may be only a date, so the address also counts, without the signature of a signed one.
+        # A tag may be just a date, so the address is also used, without the signature if it is signed.
         return [str(path), *stamp_of(path)] if path.facts.tag else None
     return stamp_of(path)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from quantkit.formats.folders import open_file, open_folder, regular_files
 
 _LINE = re.compile(rb"^([0-9a-f]{64}) ([0-9a-f]{64}) ([0-9a-f]{8})$", re.M)
-#: More files than these are written as one; none that was written to within an hour is removed.
+#: Above this number files are combined into one; files written within the last hour are not removed.
 _MAX_FILES, _HOUR = 8, 3600
-#: The most bytes read of a file: a million lines.
+#: Maximum bytes read of a file: a million lines.
 _MAX_BYTES = 138 << 20
 
 
@@ -34,7 +34,7 @@ class Memo:
             self._files = regular_files(folder)
             for name in self._files:
                 self._digests |= _read(folder, name)
-            os.utime(folder)  # sources in use are not forgotten
+            os.utime(folder)  # records of sources in use are kept
 
     def get(self, identity: str | None) -> str | None:
         """Return the digest of an identity, None if it is unknown."""

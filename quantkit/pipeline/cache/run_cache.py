@@ -40,7 +40,7 @@ from quantkit.pipeline.source import Source
 from quantkit.units import format_size
 from quantkit.version import __version__
 
-#: The most characters of a name in an entry's labels, which always fit into its header.
+#: Maximum length of a name in an entry's labels, so that they fit into its header.
 _LABEL = 100
 
 
@@ -225,7 +225,7 @@ class RunCache:
             if part.encoding.has_tensor_scale:
                 tail = np.empty(4, np.uint8)
                 self.plan.source.read(part.source, tail, part.source.nbytes - TAIL)
-        except (OSError, FormatError):  # the job will say so
+        except (OSError, FormatError):  # the job reports it
             return ""
         return digest(data, tail.tobytes()).hex()[:16]
 
@@ -305,7 +305,7 @@ class RunCache:
         self, name: EntryName, header: Header, file: Path, ranges: list[tuple[int, int]], records: bytes
     ) -> None:
         nbytes = DATA + header.pieces.nbytes + len(records)
-        if nbytes > self.store.limit:  # for which nothing is to be evicted
+        if nbytes > self.store.limit:  # for which nothing should be evicted
             self._n_rejected += 1
             return
         if self._total is None:

@@ -40,7 +40,7 @@ _ENTRIES = "entries"
 _SOURCES = "sources"
 _RUNS = "runs.jsonl"
 _TEMPORARY = "tmp"
-#: The most bytes read of cache.json, and of runs.jsonl, which is cut in half beyond.
+#: Maximum bytes read of cache.json, and of runs.jsonl, which is cut in half above it.
 _MAX_CONFIG, _MAX_RUNS = 1 << 16, 1 << 20
 #: Share of the limit that an eviction frees, so that not every entry evicts another.
 _EVICTION_MARGIN = 0.05
@@ -184,7 +184,7 @@ class Store:
         with open_folder(self.folder) as folder:
             fd = open_file(_RUNS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, folder)
         with open(fd, "ab") as file:
-            file.write(b"\n" + json.dumps(entry).encode())  # on a new line even if a kill cut the last one
+            file.write(b"\n" + json.dumps(entry).encode())  # on a new line even if a kill truncated the last one
             long = file.tell() > _MAX_RUNS
         if long:
             lines = _read_head(self.folder, _RUNS, 2 * _MAX_RUNS).splitlines(keepends=True)

@@ -26,9 +26,9 @@ from quantkit.pipeline.row_slices import PlannedPart, PlannedTensor
 from quantkit.pipeline.worker import F32, F64, SourceRows, Worker
 from quantkit.types import TensorType
 
-#: Seconds until a GPU counts as hanging, and weights that any GPU encodes in one second, whatever the type.
+#: Seconds until a GPU counts as hanging, and weights that any GPU encodes in one second, in any type.
 PATIENCE, SLOWEST = 60.0, 1e6
-#: Multiply-adds of doubles that any GPU does in one second, for metrics.
+#: Double-precision multiply-adds that any GPU does in one second, for metrics.
 _SLOWEST_SUMS = 1e10
 
 
@@ -39,10 +39,10 @@ class Gpu:
     name: str
     device: Any
     rows: Callable[[Conversion], int] = lambda form: 1
-    room: SlotMemory = SlotMemory(0, 0, 0, 0, 0)
+    slot_memory: SlotMemory = SlotMemory(0, 0, 0, 0, 0)
     slots: int = 0
     disabled: bool = False
-    #: Whether waiting for it may never end.
+    #: Whether it hangs, so that nothing may wait for it.
     hangs: bool = False
     #: Metrics of matrices with feedback; those of a GPU that hangs are not freed.
     metrics: MetricPool[DeviceMetric] = field(init=False)
@@ -59,7 +59,7 @@ class Gpu:
         )
 
     def limit(self, weights: int) -> float:
-        """Return the time limit of so many weights, in seconds, with the work of the other slots before them."""
+        """Return the time limit for a number of weights, in seconds, with the work of the other slots before them."""
         return PATIENCE + max(self.slots, 1) * weights / SLOWEST
 
 
@@ -82,7 +82,7 @@ class ReadBudget:
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
-        """Wait until so many bytes are free."""
+        """Wait until a number of bytes are free."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
             self._used += nbytes
@@ -136,11 +136,11 @@ class BatchRunner:
                 if isinstance(form, FeedbackConversion)
                 else self._encode_plain(form, to_encode)
             )
-            if self._gpu.disabled:  # its result cannot be trusted
+            if self._gpu.disabled:  # its result is not reliable
                 raise ResourceError(f"{self._gpu.name} failed", "QK-E411")
         except FormatError:
             raise  # an invalid covariance: the CPU would fail, too
-        except Exception as e:  # any failure of the GPU: the CPU takes over
+        except Exception as e:  # after any failure of the GPU the CPU takes over
             self._disable(self._gpu, e)
             self._queues.requeue(form, to_encode)
             return
@@ -226,15 +226,15 @@ class BatchRunner:
         pending, offset = [], 0
         for job in jobs:
             tensor, nbytes = self._tensor(job), job.rows * form.source.row_bytes(form.n)
-            room, undecoded = self._slot.source[offset : offset + nbytes], self._is_undecoded(form, job)
-            rows = self._worker.read(job, tensor, room if undecoded else None)
+            buffer, undecoded = self._slot.source[offset : offset + nbytes], self._is_undecoded(form, job)
+            rows = self._worker.read(job, tensor, buffer if undecoded else None)
             if isinstance(rows, JobResult):
                 self._ledger.finish(job, rows)
                 self._queues.finish(1)
                 continue
             if not undecoded:
                 for span, x in self._worker.decode(job, tensor, rows.source):
-                    room.view(np.float32).reshape(job.rows, form.n)[span] = x
+                    buffer.view(np.float32).reshape(job.rows, form.n)[span] = x
             pending.append((job, rows))
             offset += nbytes
         return pending

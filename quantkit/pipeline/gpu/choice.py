@@ -117,7 +117,7 @@ def gpus_for(plan: Plan, backend: str, numbers: Sequence[int] = ()) -> tuple[tup
             reasons[reason] += 1
     summary = ", ".join(f"{text} ({n})" for text, n in reasons.most_common())
     if not on_gpus:
-        return (), f"--backend {backend}: the CPU does all work: {summary or 'no tensor needs encoding'}"
+        return (), f"--backend {backend}: the CPU encodes everything: {summary or 'no tensor needs encoding'}"
     text = f"--backend {backend}: {', '.join(names)} encode{'s' * (len(names) == 1)} {_tensors(on_gpus)}"
     if plan.executor is not None:
         text += "; calibration runs the model on the CPU, so bytes are the same on every backend"

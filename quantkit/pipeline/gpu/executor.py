@@ -42,7 +42,7 @@ from quantkit.units import format_size
 MIN_SLOTS, MAX_SLOTS = 3, 8
 #: Values of a batch, if memory allows: enough that Python does not bound the fastest types.
 BATCH = 1 << 24
-#: With feedback, which takes longer, and more memory: several slots fill a GPU together.
+#: The same with feedback, which needs more time and memory: several slots together fill a GPU.
 FEEDBACK_BATCH = 1 << 22
 #: Share of the free GPU memory that is used without --max-vram; share of that for metrics.
 VRAM_SHARE, METRICS_SHARE = 0.8, 0.5
@@ -78,7 +78,7 @@ class GpuExecutor(Threads):
         #: Free bytes of each GPU at first; later some are held for reuse.
         self._free: dict[str, int] = {}
         self._metrics: dict[str, MetricPool[DeviceMetric]] | None = {} if keep_metrics else None
-        #: Tensors already reported as left to the CPU.
+        #: Tensors already reported as encoded by the CPU.
         self.cpu_tensors: set[str] = set()
 
     def run(self, ledger: Work, *, measure: bool) -> None:
@@ -146,7 +146,7 @@ class GpuExecutor(Threads):
                     form.put_tables(gpu.device)
                 self._size_batches(gpu, list(forms), values, ram)
                 gpus.append(gpu)
-            except Exception as e:  # whatever a driver, a compiler and CuPy raise
+            except Exception as e:  # any error of a driver, a compiler or CuPy
                 self.disable(gpu, e)
         return gpus
 
@@ -163,14 +163,14 @@ class GpuExecutor(Threads):
                 limit = min(batch, max(FEEDBACK_BATCH, values)) if isinstance(form, FeedbackConversion) else batch
                 return max(1, limit // form.n)
 
-            gpu.rows, gpu.room = rows, largest(forms, rows)
-            if batch <= values or gpu.room.host <= ram and self.slots * gpu.room.device <= vram:
+            gpu.rows, gpu.slot_memory = rows, largest(forms, rows)
+            if batch <= values or gpu.slot_memory.host <= ram and self.slots * gpu.slot_memory.device <= vram:
                 break
             batch = max(values, batch // 2)
-        gpu.slots = min(self.slots, vram // gpu.room.device)
+        gpu.slots = min(self.slots, vram // gpu.slot_memory.device)
         if not gpu.slots:
             raise ResourceError(
-                f"{gpu.name} has too little memory: a job needs {format_size(gpu.room.device)}, but only "
+                f"{gpu.name} has too little memory: a job needs {format_size(gpu.slot_memory.device)}, but only "
                 f"{format_size(vram)} may be used",
                 "QK-E407",
             )
@@ -261,7 +261,7 @@ class _GpuRun:
     def _serve_slot(self, gpu: Gpu) -> None:
         """Run batches in a slot of a GPU until there are none left, or the GPU fails."""
         try:
-            slot = FeedbackSlot(gpu.device.new_stream(), gpu.room)
+            slot = FeedbackSlot(gpu.device.new_stream(), gpu.slot_memory)
         except Exception as e:  # fewer slots suffice, but not zero
             gpu.slots -= 1
             if not gpu.slots:

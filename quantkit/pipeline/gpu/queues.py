@@ -10,7 +10,7 @@ from quantkit.kernels.cuda.encode.pipeline import Conversion
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import Work
 
-#: The most jobs that may wait in one queue while the other is filled.
+#: Maximum number of jobs that wait in one queue while the other is filled.
 WINDOW = 1 << 14
 
 

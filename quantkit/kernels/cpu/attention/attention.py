@@ -22,10 +22,10 @@ take units from a counter, and no result depends on which thread takes which.
     sinks       float32 [n_head], or 0
     mask        CAUSAL; SLIDING, CHUNKED, with window; NON_CAUSAL: those after it in the batch, too
     softcap     0: none;  alibi: largest bias, 0: none
-    selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
+    selected    int32 [n_tokens, n_selected]: the positions visible to a token (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
                 side by side. The keys of a tile, one token then, are counted as they come in this row.
-    ratio       0; or the selected cells are those of a window and of blocks of so many positions (cache.py)
+    ratio       0; or the selected cells are those of a window and of blocks of this number of positions (cache.py)
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 
 Everything is float32. Tiles of one sequence in a batch are independent: cache_write has already stored all its keys.
@@ -83,22 +83,23 @@ from quantkit.kernels.cpu.core.team import atomic_add, atomic_store, barrier
 #: Numbers of parameters.MASKS.
 CAUSAL, SLIDING, CHUNKED, NON_CAUSAL = range(4)
 
-#: Most rows of q for which products are taken along the head.
+#: Maximum rows of q for which products run along the head.
 FEW_ROWS = 16
-#: How many selected rows ahead of the one being copied are prefetched.
+#: Prefetch distance, in selected rows.
 PREFETCH_DISTANCE = 8
-#: Batches of at most SPLIT_ROWS rows (tokens * heads) are split along the keys: blocks a part, most parts.
+#: Batches of at most SPLIT_ROWS rows (tokens * heads) are split along the keys: blocks per part, maximum number of
+#: parts.
 SPLIT_ROWS = 512
 SPLIT_BLOCKS = 8
 SPLITS = 16
-#: Word of the batch block that counts the units taken.
+#: Word of the batch block that counts the units assigned.
 COUNTER = 8
 
 _Q, _OUT, _K_CACHE, _V_CACHE, _K_TYPE, _V_TYPE, _N_HEAD, _N_HEAD_KV, _HEAD_K, _HEAD_V = range(1, 11)
 _SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _SELECTED, _N_SELECTED, _RATIO, _SCRATCH = range(11, 21)
 
 
-# ---------------------------------------------------------------- tiles and what their rows see
+# ---------------------------------------------------------------- tiles, and the keys visible to their rows
 
 
 def scratch_bytes(head_k: int, head_v: int, threads: int, selected: bool = False) -> int:
@@ -150,7 +151,7 @@ def _tile_begin(sequences, end, tokens):
 
 @inline
 def _last_key(args, position):
-    """Return the number of the last key that a token sees: its position, or how many are selected."""
+    """Return the number of the last key visible to a token: its position, or the number of selected ones."""
     if arg(args, _SELECTED) == 0:
         return position
     ratio = arg(args, _RATIO)
@@ -211,7 +212,7 @@ def _slope(largest, head, n_head):
 
 @helper
 def _set_rows(args, begin, end, head, heads, rows, me):
-    """Fill the rows of a tile, token by token, head by head; the padding, up to ``rows``, sees no key."""
+    """Fill the rows of a tile, token by token, head by head; no key is visible to the padding, up to ``rows``."""
     positions = batch_word(args, POSITIONS)
     mask = arg(args, _MASK)
     window = arg(args, _WINDOW)
@@ -473,7 +474,7 @@ def attention(args, tid, nth):
     kv_heads = _heads_of_unit(args, padded(min(n_tokens, tokens) * heads), heads, n_parts * head_tiles, nth)
     kv_units = (n_head_kv + kv_heads - 1) // kv_heads
     units = kv_units * head_tiles * n_parts
-    tile, end = 0, n_tokens  # tiles are counted from the last, which has most keys
+    tile, end = 0, n_tokens  # tiles are numbered from the last, which has the most keys
     begin = _tile_begin(sequences, end, tokens)
     while True:
         unit = atomic_add(load(types.int64, args, 0), COUNTER, 1)

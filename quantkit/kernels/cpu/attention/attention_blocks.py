@@ -52,7 +52,7 @@ TILE = 64
 #: Products of a score that are summed in one accumulator.
 SUMMED = 128
 
-NONE = np.float32(-3.0e38)  # the largest score of no keys: finite, so that differences are never NaN
+NONE = np.float32(-3.0e38)  # the maximum score without keys: finite, so that differences are never NaN
 
 lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
 
@@ -96,7 +96,7 @@ class Columns(NamedTuple):
 # ---------------------------------------------------------------- scratch
 # Scratch of each thread, in order; k and v are the vectors of a head's key and value:
 #     rows of the tile      [TILE] of 64 bytes each, see below
-#     factors               [TILE] float32, what a block multiplies o by
+#     factors               [TILE] float32, the factor of o in a block
 #     scores                [TILE][BLOCK]
 #     sixteen               [16][k] vectors: 16 rows to transpose
 #     q                     [TILE][k] vectors

@@ -7,7 +7,7 @@ rounded as quantize_row_q8_0_ref does). The cell of a token is sequence * n_ctx 
 Products are float32. llama.cpp also rounds q to the cache's type (f16 x f16, q8_0 x q8_0 products); results here
 differ from its by that rounding and are closer to the model.
 
-Rows that stand for blocks of positions, and the cells that a token sees if they follow a window:
+Rows that stand for blocks of positions, and the cells visible to a token if they follow a window:
 
     block_write        batch k k_cache k_type k_width ratio first      k [n_tokens, k_width], of the tokens that end a
                        block of ``ratio`` positions, to row first + sequence * (n_ctx // ratio) + block
@@ -159,7 +159,7 @@ def read_rows(source, row_bytes, kind, rows, width, group, out):
     """Read ``rows`` <= BLOCK rows of ``width`` values, as float32 in columns of ``group`` vectors of 16.
 
     Vector j of row r, in the group of g vectors that begins with vector j0, goes to byte
-    64 * (BLOCK * j0 + g * r + j - j0); vectors beyond the last whole group form groups of their own (g = 1). A group
+    64 * (BLOCK * j0 + g * r + j - j0); vectors beyond the last whole group form single groups (g = 1). A group
     of all vectors gives plain rows. The same rows of the next block are prefetched.
     """
     vectors, full = (width + 15) // 16, width // 16
@@ -237,7 +237,7 @@ def block_write(args, tid, nth):
 
 @operation("batch out blocks n_out window ratio first")
 def window_and_blocks(args, tid, nth):
-    """List the cells that every token sees."""
+    """List the cells visible to each token."""
     n_out = arg(args, _N_OUT)
     window = arg(args, _WINDOW)
     ratio = arg(args, _W_RATIO)

@@ -12,7 +12,7 @@ n_selected keys select all of them, without computation.
     out         int32 [n_tokens, n_selected]: positions, ascending, then -1
     q, weights  [n_tokens, n_head * head], [n_tokens, n_head]
     k_cache     rows of ``head`` values of k_type (cache.py)
-    ratio       1; or keys are those of blocks of so many positions, n_ctx // ratio a sequence, and their numbers count
+    ratio       1; or positions per block, if keys are those of blocks, n_ctx // ratio a sequence, and numbers of blocks
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 """
 
@@ -38,11 +38,11 @@ from quantkit.kernels.cpu.core.tape import (
 )
 from quantkit.kernels.cpu.core.team import atomic_add, atomic_store, barrier
 
-#: Tokens of a round, whose scores are kept; blocks of keys of a unit of work.
+#: Tokens per round, for which scores are stored; blocks of keys per unit of work.
 ROUND, CHUNK = 32, 8
 #: Bits of a digit of the selection, from the highest down; a histogram has 1 << 11 counts.
 BITS = (11, 11, 10)
-#: Word of the batch block that counts the units taken.
+#: Word of the batch block that counts the units assigned.
 COUNTER = 8
 
 _OUT, _Q, _WEIGHTS, _K_CACHE, _K_TYPE, _N_HEAD, _HEAD, _N_SELECTED, _RATIO, _SCALE, _SCRATCH = range(1, 12)
@@ -171,7 +171,7 @@ def _key(x, i):
 
 @helper
 def _threshold(keys, n, remaining, counts):
-    """Return the wanted-th largest of n keys, and how many equal to it are among the wanted."""
+    """Return the k-th largest of n keys, k being ``wanted``, and how many of the k largest are equal to it."""
     prefix, shift = types.int64(0), 32
     for bits in BITS:
         before, shift = shift, shift - bits
@@ -224,7 +224,7 @@ def lightning_indexer(args, tid, nth):
         count = min(ROUND, n_tokens - first)
         units = count * _most_chunks(args, first, count)
         unit = atomic_add(load(types.int64, args, 0), COUNTER, 1)
-        while unit < units:  # the same keys for one token after another
+        while unit < units:  # consecutive units have the same keys
             _score(args, me, k, first + unit % count, unit // count, scores + row * (unit % count))
             unit = atomic_add(load(types.int64, args, 0), COUNTER, 1)
         barrier(batch_word(args, CONTROL), nth)

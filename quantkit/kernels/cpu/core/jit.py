@@ -1,8 +1,8 @@
 """Compilation of kernels: lazy, without the GIL, into a cache named after their sources.
 
 numba's own cache misses changes of a helper in another file and runs stale code. So the name of the cache directory
-carries a hash of all kernel sources and compiler versions: any change means a new directory. fastmath is off and LLVM
-does not contract a*b+c by itself, so f32 arithmetic is exactly that of the source.
+contains a hash of all kernel sources and compiler versions: any change means a new directory. fastmath is off and LLVM
+does not contract a*b+c, so f32 arithmetic is exactly that of the source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ROOT = Path(__file__).parent.parent.parent
-#: numba reads its setting twice while it compiles a function, and would cache beside the caller if it were missing.
+#: Protects numba's cache setting, which numba reads twice per compilation; if it were unset in between, numba would
+#: cache beside the caller.
 _SETTING = threading.RLock()
 
 
@@ -43,7 +44,8 @@ def source_hash() -> str:
 
 
 def _cpu() -> str:
-    """Return a name for the target CPU: machines of different kinds may share a home, but not an index file."""
+    """Return a name for the target CPU: machines of different kinds may share a home directory, but not an index "
+    "file."""
     name, features = cpu_target.target_context.codegen().magic_tuple()[1:]
     return f"{name}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
@@ -72,7 +74,8 @@ def _njit(function: F, compiler: type[EntryCompiler], **options: Any) -> F:
 
 
 def _any_number(template: Callable[..., Any], args: Any, kws: Any) -> Any:
-    """Type a call without constant values: numba would compile a version per value; LLVM sees them anyway."""
+    """Type a call without constant values: numba would compile a version per value, and LLVM propagates constants "
+    "anyway."""
     return template([unliteral(a) for a in args], {name: unliteral(a) for name, a in kws.items()})
 
 

@@ -118,7 +118,8 @@ class HelperCompiler(EntryCompiler):
         result = super().compile_extra(function)
         refusal = _refuse(function.__qualname__)
         next(refusal)
-        # The key by which callers find the function, and what Python would call: numba requires a builtin.
+        # The key under which callers look up the function, and the object that Python would call: numba requires a
+        # builtin.
         result = result._replace(entry_point=refusal.send)
         self.state.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
         return result

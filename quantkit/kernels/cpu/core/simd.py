@@ -585,10 +585,10 @@ def round_even(b, sig, x):
 def round_away(b, sig, x):
     """Round as C's roundf (halves away from zero) a vector of f32 to int32; |x| < 2^31."""
     # The largest f32 below one half: adding one half would round 0.49999997 up to 1.
-    it = _like(x.type, ir.IntType(32))
-    sign = b.and_(b.bitcast(x, it), _const(it, 0x80000000))
-    half = b.bitcast(b.or_(sign, _const(it, 0x3EFFFFFF)), x.type)
-    return b.fptosi(b.fadd(x, half), it)
+    int_type = _like(x.type, ir.IntType(32))
+    sign = b.and_(b.bitcast(x, int_type), _const(int_type, 0x80000000))
+    half = b.bitcast(b.or_(sign, _const(int_type, 0x3EFFFFFF)), x.type)
+    return b.fptosi(b.fadd(x, half), int_type)
 
 
 # ---------------------------------------------------------------- integer products: ops with target code
@@ -699,7 +699,7 @@ def opaque(b, sig, v):
 @emits(lambda count: types.int64(count) if isinstance(count, types.IntegerLiteral) else None)
 def stack_bytes(b, sig, count):
     """stack_bytes(512): address of that many uninitialized, 64-aligned bytes on the caller's stack; a literal count."""
-    with b.goto_entry_block():  # not cgutils.alloca_once: it zeroes the space as one LLVM value
+    with b.goto_entry_block():  # not cgutils.alloca_once, which zeroes the memory as one LLVM value
         space = b.alloca(ir.ArrayType(ir.IntType(8), sig.args[0].literal_value))
     space.align = 64
     return b.ptrtoint(space, ir.IntType(64))
@@ -837,7 +837,7 @@ def _lookup_upper_halves(b: ir.IRBuilder, values: list[int], index: ir.Value) ->
 def _from_memory(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
     """Portable: load one lane at a time from a constant array."""
     array = ir.Constant(ir.ArrayType(ir.FloatType(), len(values)), values)
-    # Named after its content: where modules are linked, equal names are taken for the same table.
+    # Named after its content: when modules are linked, equal names denote the same table.
     name = f"quantkit_table_{hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
     table = b.module.globals.get(name) or cgutils.global_constant(b.module, name, array)
     out = ir.Constant(ir.VectorType(ir.FloatType(), index.type.count), ir.Undefined)

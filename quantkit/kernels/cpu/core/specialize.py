@@ -1,7 +1,7 @@
 """One function, many kernels: copies with other globals, named after their bindings, and records as arguments.
 
 numba names machine code and cache files after a function's qualified name. So that one name always means the same code,
-whatever the process and order of compilation, a copy's name ends with a hash of its bindings, and theirs in turn.
+regardless of process and order of compilation, a copy's name ends with a hash of its bindings, recursively.
 Everything else is source code, whose hash names the cache folder.
 
 Frozen records may be arguments: their fields are compile-time constants. numba compiles a function for each record that
@@ -64,7 +64,7 @@ def content(value: Any) -> str:
         return f"{type(value).__qualname__}({', '.join(values)})"
     if value is None or isinstance(value, (int, float, str, np.generic, Type)):
         return f"{type(value).__name__}:{value!r}"
-    raise TypeError(f"{value!r} cannot be bound: what it compiles to has no name")
+    raise TypeError(f"{value!r} cannot be bound: nothing identifies the code it compiles to")
 
 
 _INTRINSIC: Any = type(intrinsic(lambda context: None))

@@ -7,7 +7,7 @@ An operation is a numba C callback, void(block, thread, threads), that declares 
         x, factor = arg(args, X), farg(args, FACTOR)     # BATCH, X, OUT, WIDTH, ROWS_OF, PER, FACTOR = range(7)
 
 A block is int64 words: integers, addresses, or the bits of a float64 (``:f``). The first is always the address of the
-batch block, which holds what changes from call to call, such as the number of tokens; all else is fixed. A tape is
+batch block, of the values that change per call, such as the number of tokens; everything else is fixed. A tape is
 int64 [n, 3]: address of the function, of its block, and 1 if the next entry does not wait for this one; ``run_tape``,
 itself an operation, calls entry after entry with barriers between. Operations compile at first use, are cached on disk
 (jit.py), and neither allocate nor raise.
@@ -131,7 +131,7 @@ class TapeOp:
             bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
             return bits
         if isinstance(value, float):
-            raise TypeError(f"{self.name}: slot {slot} holds an integer, not {value}")
+            raise TypeError(f"{self.name}: slot {slot} must be an integer, not {value}")
         return int(value)
 
 
@@ -165,7 +165,7 @@ def run_tape_timed(args, tid, nth):
     ctl = batch_word(args, CONTROL)
     tape = arg(args, _TAPE)
     times = arg(args, _TIMES)
-    barrier(ctl, nth)  # all are awake
+    barrier(ctl, nth)  # all threads are awake
     before = cycles()
     for i in range(arg(args, _N_ENTRIES)):
         call_operation(arg(tape, 3 * i), arg(tape, 3 * i + 1), tid, nth)

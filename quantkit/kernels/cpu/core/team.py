@@ -43,8 +43,8 @@ BLOCK = 34
 THREADS = 35
 SLEEPS = 48
 #: Polls of a barrier before the thread yields (about 6 us). On a busy machine two threads may share a CPU, and every
-#: barrier then takes this long: 250 polls were 3 to 10 times faster there than 4000, or than sleeping, which also
-#: tempts the scheduler to keep both on one CPU; on a quiet machine there is no difference.
+#: barrier then takes this long: 250 polls were 3 to 10 times faster there than 4000, or than sleeping, after which the
+#: scheduler also tends to keep both on one CPU; on a quiet machine there is no difference.
 SPINS = 250
 #: Time-stamp counter cycles for which a thread awaits the next launch: about 30 us spinning, then 1 ms yielding, then
 #: it sleeps. Waking it takes 20 to 200 us.
@@ -184,7 +184,7 @@ class Team:
     """``threads`` threads (at most 62), including the caller; the others are daemons, started at the first launch.
 
     ``pin`` gives each thread a CPU. By default none is pinned: next to other programs a pinned team waits for the one
-    thread whose CPU is taken. Concurrent launches are serialized; a forked process starts threads of its own.
+    thread whose CPU is taken. Concurrent launches are serialized; a forked process starts its own threads.
     """
 
     def __init__(self, threads: int, pin: Sequence[int] | None = None) -> None:
@@ -222,7 +222,7 @@ class Team:
             self._locks[t].acquire()
             atomic_set(self.control, SLEEPS + 16 * t, 1)
             cpu = None if self._pin is None else self._pin[t]
-            # No reference to the team, or it would never be collected.
+            # No reference to the team, which would keep it from garbage collection.
             shared = (self._words, self.control, t, self._locks[t], self._failures, cpu)
             threading.Thread(target=_serve, args=shared, name=f"quantkit-{t}", daemon=True).start()
         if self._pin is not None:
@@ -254,7 +254,7 @@ def _serve(words: Any, control: int, t: int, lock: Any, failures: list[BaseExcep
         while generation >= 0:
             lock.acquire()
             generation = _work(control, t, generation)
-    except BaseException as failure:  # the others wait at a barrier and must be told
+    except BaseException as failure:  # the other threads wait at a barrier and must be released
         failures.append(failure)
         atomic_set(control, FAILURE, 1)
 

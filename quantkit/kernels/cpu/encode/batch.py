@@ -1,7 +1,7 @@
 """Batches of blocks: the loop shared by encoders, and loading values into lanes.
 
 Rows are contiguous, so the blocks of a range of rows form one sequence, and a batch is a slice of it that may span
-rows. The importance row restarts with every row: it is repeated beforehand, so that the weights of any batch are also
+rows. The importance row restarts with every row: it is repeated in advance, so that the weights of any batch are also
 contiguous. The last batch is padded with arbitrary values, whose lanes are computed and dropped.
 """
 
@@ -103,8 +103,8 @@ def weigh_by_importance(s: Any, w: Any, group: Any, n: Any, x_at: Any, w_at: Any
 # ---------------------------------------------------------------- the loop
 
 #: Bindings of ``encode_blocks``: encode_batch(s, x, weights, out, count), s: float32 scratch, x, weights and out:
-#: addresses for the first block, weights 0 without an importance matrix; the values and bytes of a block, and more.
-#: Tables are further arguments.
+#: addresses for the first block, weights 0 without an importance matrix; and further functions for the values and bytes
+#: of a block. Tables are further arguments.
 encode_batch: Any = None
 block = block_bytes = batch = scratch_bytes = 0
 gathered = False

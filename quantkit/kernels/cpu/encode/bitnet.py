@@ -42,7 +42,7 @@ def _digit(j: int) -> list[int]:
 
 
 digit0, digit1, digit2, digit3, digit4 = (make_shuffle(_digit(j), f"bitnet.digit{j}") for j in range(5))
-#: extra has four digits only.
+#: extra has only four digits.
 has_digit4 = make_constant(u8x16, [255] * 12 + [0] * 4, "bitnet.has_digit4")
 
 

@@ -97,7 +97,7 @@ def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
             "QK-E210",
         )
     data = np.ascontiguousarray(data)
-    # An address, so that writeable and read-only mapped rows run one compiled kernel.
+    # An address, so that one compiled kernel serves both writeable and read-only rows.
     address: int = data.__array_interface__["data"][0]
     first, row_bytes = data.shape
     for of_row, kind, offset in t.fields:

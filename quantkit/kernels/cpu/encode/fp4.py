@@ -214,7 +214,7 @@ def _encode_4_nv(s, x, weights, out, count):
         store(d, 0, half)
         _search_one_by_one(xt, d, words)
     else:
-        middles = _middles(select(scale == I32(0), F(1), half))  # values under a scale of 0 are < 0.006: level 0
+        middles = _middles(select(scale == I32(0), F(1), half))  # values with a scale of 0 are < 0.006: level 0
         for j in range(2):
             store(words, 64 * j, _nibbles(xt, 4 * j, 8, middles))
         a, b = load(i32x16, words, 0), load(i32x16, words, 64)

@@ -32,12 +32,12 @@ from quantkit.kernels.cpu.encode.batch import load_group, store_sigma, weigh_by_
 from quantkit.kernels.cpu.encode.grid_search import ALL, ALL_IF_ONE_IS_OFF, BEST, OFF_GRID, SIGNS, W, X
 from quantkit.kernels.cpu.encode.search import EPSILON, LANES, STEP, WIDE, WIDE_INT, F, fit_positive
 
-# What the search found, by sub-block in memory order, up to 16 a super-block: scales, signs, the word of each group.
+# Results of the search, by sub-block in memory order, up to 16 per superblock: scales, signs, the word of each group.
 ROW = 16 * STEP
 SIGMA, SCALES, BEST_SIGNS, BEST_WORDS = (grid.END + k * ROW for k in range(4))
 #: Levels of a first fit; LANES sub-blocks.
 LEVELS = BEST_WORDS + 8 * ROW
-#: The smallest number above 0.
+#: The smallest positive number.
 DENORMAL = F(2.0**-149)
 
 # ---------------------------------------------------------------- sub-blocks

@@ -3,7 +3,7 @@
 IQ2_XS: the candidates lie about the scale of the best partition of the sorted magnitudes into levels 1, 3 and 5; then
 all groups are rounded again for as long as that helps, and d is fitted to the values of the whole super-block.
 
-IQ1_M: weights go by the mean square of 32 values, and where groups are off the grid, the shifts are chosen again.
+IQ1_M: weights depend on the mean square of 32 values, and if groups are off the grid, the shifts are chosen again.
 Sub-blocks of zeros in a super-block with other values shift up; ik repeats what an earlier super-block of the same call
 had there, so its bytes depend on the rows before.
 
@@ -99,7 +99,7 @@ def _round_on(s: Any, lists: Any, scale: Any, best: Any, dead: Any) -> Any:
     moving = choose(dead, 0, choose(scale != F(0), splat(WIDE_INT, 1), 0))
     for _ in range(3):
         iscale = F(1) / choose(moving != 0, scale, F(1))
-        for k in range(2):  # lanes at rest take point 0, which is on the grid
+        for k in range(2):  # inactive lanes use point 0, which is on the grid
             store(s, SLOT + k * STEP, choose(moving != 0, grid.slot_of(s, iscale, k, 8, 2), 0))
         grid.slots_to_words(s, scale, lists, 16, 8, False)
         changed = splat(WIDE_INT, 0)

@@ -2,7 +2,7 @@
 
 Bytes of a block of 32 values: quantkit/kernels/cpu/unpack/i_quants.py. Sub-blocks are 32 values, in IQ1_M_R4 16.
 Weights are importance * sqrt(a + x^2), where a is 1.5 times the mean square of 32 values; where an importance leaves
-nothing to weigh, there is none. d follows from the largest scale of the row; the others become multiples of it.
+zero weight, there is none. d follows from the largest scale of the row; the others become multiples of it.
 
 Sub-blocks of zeros become the point of zeros and shift up; ik's shifts of halves of a block are in interleaved.py.
 
@@ -30,13 +30,13 @@ from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, fit_loaded
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 from quantkit.types import BY_NAME
 
-#: Sums of squares, and of w |x|, below this are nothing.
+#: Sums of squares, and of w |x|, below this count as 0.
 NOTHING = F(1e-14)
-#: The word of the point of zeros.
+#: The word of the point whose values are 0.
 ZEROS = 0x5555
 
-# Scratch behind the search's: a batch's values and importances, if it is the rest of a row; the limit of each lane for
-# what weighs; sums of squares of 32 values.
+# Scratch after that of the search: values and importances of a batch at the end of a row; the limit of each lane from
+# which a sum counts; sums of squares of 32 values.
 VALUES, IMPORTANCES = SCRATCH, SCRATCH + 128 * LANES
 LIMITS, SQUARES = IMPORTANCES + 128 * LANES, IMPORTANCES + 128 * LANES + STEP
 END = SQUARES + STEP

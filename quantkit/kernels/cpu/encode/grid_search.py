@@ -45,21 +45,21 @@ from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode.neighbours import WORDS
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
-#: Share of the distances that rounding changes by far less; they come from sums of 8.
+#: Relative tolerance of distances, far above the rounding error of their sums of 8 terms.
 TOLERANCE = F(2.0**-12)
-#: The value of levels that no point has: no neighbour is farther away, unless all are equally far.
+#: A level that no point has: farther away than any neighbour, or as far as all.
 UNREACHABLE = 1e18
-#: Set in a word that is not its group's own point; in one that is nearest by more than TOLERANCE.
+#: Flags of a word: it is not the point of its own group; it is the nearest by more than TOLERANCE.
 OFF, SURE = 1 << 24, 1 << 25
 
 # Scratch. [value][lane]: magnitudes, weights, weights * x, roots of weights.
 X, W, WX, ROOT = (k * 32 * STEP for k in range(4))
-# [group][lane]: slots, then words; the best words; IQ1's shifts; what a distance must exceed another by to be SURE. A
+# [group][lane]: slots, then words; the best words; IQ1's shifts; the margin between distances that makes a word SURE. A
 # queue of groups. [lane]: scales, signs.
 SLOT, BEST, QUEUE, SHIFT, BOUND = ((128 + 8 * k) * STEP for k in range(5))
 SCALE, SIGNS = 168 * STEP, 169 * STEP
 # [trial][lane]: 1 / scale, scales, slots of a group. [lane][trial]: slots, words. [group][trial][lane]: words. Queues
-# of places in [lane][trial], and of pairs of them.
+# of indices into [lane][trial], and of pairs of them.
 TRIALS = 32
 ISCALES, SCALES, SLOTS, RUNS, RUN_WORDS, WORDS_OF = ((170 + k * TRIALS) * STEP for k in range(6))
 TASKS = WORDS_OF + 8 * TRIALS * STEP

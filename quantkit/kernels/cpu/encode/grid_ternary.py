@@ -47,11 +47,12 @@ from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
 #: Levels are -1, 0, 1 plus or minus this (IQ1S_DELTA, IQ1M_DELTA).
 EIGHTH = F(0.125)
-#: What IQ1_M's scales are multiplied by in the end.
+#: The final factor of IQ1_M's scales.
 D_GAIN = F(1.1125)
 
-# Scratch beside the search's, [value or boundary][lane]: sorted values, their weights and places; the sums of w * x and
-# of w over the values below a boundary, for both halves of IQ1_M; what a boundary adds to a candidate's sums.
+# Scratch beside the search's, [value or boundary][lane]: sorted values, their weights and indices; the sums of w * x
+# and of w over the values below a boundary, for both halves of IQ1_M; the terms that a boundary adds to a candidate's
+# sums.
 SORTED = BEST_WORDS + 8 * 16 * STEP
 SORTED_W, PLACE = SORTED + 32 * STEP, SORTED + 64 * STEP
 SUM_X, SUM_W = SORTED + 96 * STEP, SORTED + 132 * STEP

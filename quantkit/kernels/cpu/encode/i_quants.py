@@ -176,7 +176,8 @@ def _search(xt, wt, scales):
     store(scales, 0, select(amax < F(1e-15), zero, d))
 
 
-# ---------------------------------------------------------------- ik_llama.cpp's search: then levels move one by one
+# ---------------------------------------------------------------- ik_llama.cpp's search, which then changes levels one
+# by one
 
 _GAPS = [float(b - a) for a, b in zip(VALUES, VALUES[1:], strict=False)]
 _value = make_constant(f32x16, VALUES, "iq4_value")
@@ -398,7 +399,8 @@ iq1_lists = partial(neighbour_lists, "iq1s_grid", 3)
 
 
 def _grid_encoder(name: str, encode_batch: Any, distances: int, grid: str = "") -> Encoder:
-    """Return the encoder of a type with a grid; lists of neighbours at so many distances are made at the first call."""
+    """Return the encoder of a type with a grid; lists of neighbours at this number of distances are built at the "
+    "first call."""
     lists = partial(neighbour_lists, grid or f"{name.lower().replace('_', '')}_grid", distances)
     return blocks_encoder(name, encode_batch, LANES, SCRATCH, tables=lists)
 

@@ -79,7 +79,7 @@ def _level_shifted(v, bucket):
     return select(lower, level_below(bucket), level_above(bucket)), select(lower, low, high)
 
 
-#: Of a set of levels: buckets per unit, and the magnitude up to which they reach.
+#: Buckets of a set of levels: number per unit, and the magnitude that they cover.
 per_unit = reach = F(0)
 level_plain: Any = None
 level_shifted: Any = None
@@ -113,7 +113,7 @@ def _round_any(v, shifted):
 class Levels:
     """A set of levels; searches are specialized by it."""
 
-    #: The lowest value, and what is added to shifted ones.
+    #: The lowest value, and the offset of shifted ones.
     lowest: int
     shift_by: int
     #: Buckets per unit.
@@ -159,7 +159,7 @@ def _make(name: str, values: list[int], shift_by: int, width: float, count: int)
     return Levels(values[0], shift_by, bound["per_unit"], round_any, both, by_kind["plain"], by_kind["shifted"])
 
 
-#: Widths keep all boundaries, plain and shifted, at least 4 % of a bucket away from the edges.
+#: These widths keep all boundaries, plain and shifted, at least 4 % of a bucket away from its edges.
 IQ2 = _make("iq2", table("kvalues_iq2nl").tolist(), 5, 10.0, 16)
 IQ3 = _make("iq3", table("kvalues_iq3nl").tolist(), 4, 12.13, 16)
 IQ4 = _make("iq4", table("kvalues_iq4nl").tolist(), 4, 11.64, 32)

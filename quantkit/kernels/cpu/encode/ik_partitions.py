@@ -5,7 +5,7 @@ All partitions are tried with plain and shifted values: 816 of 16 values; of 32 
 23 and the last one at most 24, 5744. Sums over runs are differences of sums from the start. A partition is rated by
 sum(w q x)^2 / sum(w q q); the best has the scale sum(w q x) / sum(w q q). A lane is a sub-block.
 
-Most need not be tried. With a scale of their own for the first two runs and another for the last two, both only get
+Most need not be tried. With one scale for the first two runs and another for the last two, both only get
 better: a partition is rated at most as high as its halves together (Cauchy and Schwarz). Two first runs are passed
 over if they and the best two last ones that can follow are below what is reached already, in all lanes. The result is
 that of trying all.
@@ -31,8 +31,9 @@ _SHIFTED = tuple(v + 5 for v in _PLAIN)
 #: The values of runs, and whether they are shifted, in the reference's order.
 _RUNS = (_PLAIN, _SHIFTED, _PLAIN[::-1], _SHIFTED[::-1])
 
-# Offsets: sorted values and their weights; sums of w x and of w before each; of each value, four vectors: what the last
-# two runs, the first of which begins there, add to a rating at most; eight: the terms of the last run.
+# Offsets: sorted values and their weights; sums of w x and of w before each; then per value four vectors, upper bounds
+# of what the last two runs add to a rating if the first of them begins there, and eight vectors, the terms of the last
+# run.
 _X = 0
 _W = 2048
 _SUMX = 4096
@@ -40,14 +41,14 @@ _SUMW = 4096 + 33 * 64
 _BOUNDS, _LAST = 4096 + 66 * 64, 4096 + 66 * 64 + 32 * 256
 _BYTES = _LAST + 32 * 512
 
-#: What bounds may be off by, for they are rounded: a part of sum(w x x). Below and above these, squares of sums may
-#: have lost bits or overflowed; and if the largest |x| is more than this times sum(w x x), products with small weights.
+#: Tolerance of bounds against rounding, as a share of sum(w x x). Limits below and above which squares of sums may lose
+#: bits or overflow. Limit of the largest |x| over sum(w x x) above which products with small weights may do so.
 _SLACK = F(1e-5)
 _LEAST = F(1e-25)
 _MOST = F(1e33)
 _FURTHEST = F(1e14)
 
-#: Values of a sub-block, the end of first runs, the least start of last ones.
+#: Values of a sub-block, the end of first runs, the minimum start of last runs.
 span = end_first = start_last = 0
 
 
@@ -222,8 +223,8 @@ needed_by: Any = None
 def _threshold(s, sumx2, amax):
     """Return the number that a bound must exceed: +inf where x is almost 0, -1 where sums are too small or large."""
     rating, sumw = reached(s), load(f32x16, s, _SUMW + 64 * span)
-    sound = (rating * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
-    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(sound, rating - _SLACK * sumx2, F(-1)))
+    is_exact = (rating * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
+    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(is_exact, rating - _SLACK * sumx2, F(-1)))
 
 
 def _search(xt, wt, scales, shifts):

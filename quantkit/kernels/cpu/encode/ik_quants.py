@@ -1,6 +1,6 @@
 """ik_llama.cpp's own types: uneven values, plain or shifted, of 2 to 6 bits.
 
-Two have searches of their own: IQ4_KSS (ik_parity.py) and IQ2_KL (ik_pairs.py). IQ2_K and IQ2_KS try all partitions
+Two have separate searches: IQ4_KSS (ik_parity.py) and IQ2_KL (ik_pairs.py). IQ2_K and IQ2_KS try all partitions
 (ik_partitions.py): for IQ2_KS that is what ggml_quantize_chunk does without user data, and --slow-iq2ks.
 
 With a scale per super-block of 256 values (ik_blocks.py), sub-blocks of 16::

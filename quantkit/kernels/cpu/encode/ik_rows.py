@@ -48,8 +48,8 @@ from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
 
-# Offsets into the scratch of a call: tiles of 32 values, copies of a row's end; levels, codes, sums over a row; then
-# scales of a row, whether values are shifted, sums of weights, sums of squares.
+# Offsets into the scratch of a call: tiles of 32 values, copies of the end of a row; levels, codes, sums over a row;
+# then scales of a row, whether values are shifted, sums of weights, sums of squares.
 X, W, TERMS, TERMS2, TAIL, WEIGHTS_TAIL = (2 * TILE * i for i in range(6))
 LEVELS = 12 * TILE
 CODES = 12 * TILE + 512

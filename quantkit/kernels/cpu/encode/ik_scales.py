@@ -44,7 +44,7 @@ def nearest_multiple(v, low, high):
     return vmax(vmin(nearest_int(v), I32(high)), I32(low))
 
 
-#: What is tried as minus the multiple that the largest scale becomes, less the number of levels: 0, then k / 10.
+#: Candidates for minus the multiple of the largest scale, minus the number of levels: 0, then k / 10.
 _tenths = [0.0, *(float(F(0.1) * F(k)) for k in range(-9, 10) if k)]
 _tries0 = make_constant(f32x16, _tenths[:16], "ik_scales_tries0")
 _tries1 = make_constant(f32x16, _tenths[16:] + 13 * [0.0], "ik_scales_tries1")

@@ -92,7 +92,7 @@ def keep_better(best, d, shifted, qx, q2, shift):
 
 
 #: Bindings of ``_search``: the lowest values, tries on either side of them and their distance, whether a first
-#: candidate without weight counts as none; and functions.
+#: candidate without weight is ignored; and functions.
 rate_plain: Any = None
 rate_shifted: Any = None
 low = low_shifted = tries = step = 0

@@ -9,7 +9,7 @@ few things, all of ik 8337e4cd3 (iqk_quantize.cpp):
 * Q2_K_R4 without importance writes rows of three values, as ternary models have, exactly (quantize_row_q2_K_ref; ik's
   Q2_K does so, too, over as many rows as a thread happens to take).
 * Halves of zeros in blocks of IQ1_M_R4 repeat the shift, which 0 multiplies, of the half before, within a group of rows
-  (quantize_iq1_m_r4; there also that of the group before, whatever a thread takes).
+  (quantize_iq1_m_r4; there also that of the group before, in every thread).
 * BF16_R16 cuts values off instead of rounding them (repack_f32_bf16_r16); from BF16 nothing is lost.
 
 Q8_K_R8 and Q8_K_R16 have no base type that a file could hold: rows are encoded as activations are, Q8_K.
@@ -39,7 +39,7 @@ F = np.float32
 TINY = F(1e-9)
 TINY2 = F(TINY * TINY)
 
-#: Values of the sub-blocks in which ik looks at importances again.
+#: Number of values of the sub-blocks in which ik checks importances a second time.
 GUARDED = {"IQ2_XXS_R4": 32, "IQ2_XS_R4": 16, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
 
 
@@ -122,7 +122,7 @@ def _none(squares: npt.NDArray[np.float32], block: int) -> npt.NDArray[np.bool_]
 def first_odd_row(x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], first: int, block: int) -> int:
     """Return the first row, from ``first`` on, with a sub-block whose sums may be almost 0, or -1.
 
-    A sum of numbers that are not negative is no less than the largest of them, whatever the rounding.
+    A sum of numbers that are not negative is at least the largest of them, regardless of rounding.
     """
     n = x.shape[1]
     limit = splat(f32x16, np.float32(block) * TINY2)
@@ -216,7 +216,7 @@ def _sum_of_squares(x: Any, first: Any) -> Any:
 def repeat_shifts(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> None:
     """Give halves of zeros in groups of 4 rows of IQ1_M_ROW the shift of the same half of the block before.
 
-    ``before`` is that in ik's order: of all rows of the group, block by block. Blocks of nothing but zeros shift up.
+    ``before`` is that in ik's order: of all rows of the group, block by block. Blocks of zeros shift up.
     """
     for group in range(0, x.shape[0], 4):
         last = [np.uint8(0), np.uint8(0)]
@@ -233,7 +233,7 @@ def repeat_shifts(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> Non
                         out[row, byte] |= last[half]
 
 
-#: Types whose rows are changed after they are encoded: by which function, and whether with importance, too.
+#: Types whose rows are changed after they are encoded: the function, and whether it also applies with importance.
 CHANGED: dict[str, tuple[Any, bool]] = {"Q2_K_R4": (write_ternary, False), "IQ1_M_R4": (repeat_shifts, True)}
 
 

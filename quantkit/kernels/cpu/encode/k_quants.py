@@ -86,7 +86,7 @@ def _places(*sizes: int) -> list[int]:
 
 
 # Scratch. [element][lane]: values, weights and levels of the sub-blocks in search. By sub-block, in memory order:
-# what the search found. [sub-block][super-block]: the same for a lane per super-block, then the quantized scales.
+# results of the search. [sub-block][super-block]: the same for a lane per super-block, then the quantized scales.
 _FLAT, _TURNED = 64 * LANES + 64, 16 * STEP
 (
     _X, _W, _L,
@@ -413,7 +413,7 @@ def _encode_q2_k_refined(s: Any, x: Any, w: Any, out: Any, count: Any) -> None:
     _fit_with_min_refined(s, x, w, count, 16, 3, F(0.75))
     _quantize_scales_refined(s, True, 16, 15)
     d, dmin = load(WIDE, s, _FITS), load(WIDE, s, _FITS + STEP)
-    for j in range(0, 16 * STEP, STEP):  # of the codes as they are; packing keeps half a byte of each
+    for j in range(0, 16 * STEP, STEP):  # of the complete codes; packing keeps half a byte of each
         store(s, _SCALE_T + j, d * convert(WIDE, load(WIDE_INT, s, _CODE_T + j)))
         store(s, _LOW_T + j, dmin * convert(WIDE, load(WIDE_INT, s, _LOW_CODE_T + j)))
     _pack_scales_q2(s)
@@ -571,7 +571,7 @@ def _scales_q3_by_fit(s: Any) -> Any:
     """Quantize the scales to 6 bits by make_qx_quants under the sub-blocks' weights; store d."""
     turn(s, _SUM_W, _SUM_W_T, 16)
     d, iscale = fit_signed(s, _SCALE_T, _SUM_W_T, 16, 32, True)
-    # Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros (or of nan).
+    # If sums overflow, ggml's iscale is -0, so every level is 0 with code 32, and d is a sum of zeros (or of NaN).
     infinite = vabs(_largest_scale(s)) == F(np.inf)
     nothing = splat(WIDE, F(0))
     for j in range(16):
@@ -701,7 +701,7 @@ def _write_q6(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
 
 @inline
 def _forget_levels(s: Any, dead: Any) -> Any:
-    """Make all levels of super-blocks of zeros 0, whatever the search found."""
+    """Set all levels of superblocks of zeros to 0, regardless of the search."""
     store(s, _DMIN_T, choose(dead, F(0), splat(WIDE, F(1))))
     for b in range(LANES):
         if load(types.float32, s, _DMIN_T + 4 * b) == F(0):

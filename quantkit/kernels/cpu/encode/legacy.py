@@ -74,7 +74,7 @@ X = 0
 W = 32 * STEP
 LEVELS = 64 * STEP
 ROWS = 96 * STEP
-# [LANES] f32 each: what was found for each block.
+# [LANES] f32 each: the results for each block.
 SCALE = 128 * STEP
 LOW = 129 * STEP
 INVERSE = 130 * STEP
@@ -119,7 +119,7 @@ def _extremes(x: Any, s: Any, first: Any, end: Any) -> Any:
 
 @inline
 def _bits(x: Any, block: Any) -> Any:
-    """Return 32 bits that say which values of a block are negative (-0 too), and the block's two vectors."""
+    """Return the sign bits of the 32 values of a block (set for -0), and the block's two vectors."""
     x0, x1 = load(f32x16, x, 128 * block), load(f32x16, x, 128 * block + 64)
     low, high = mask_bits(cast(i32x16, x0) < I32(0)), mask_bits(cast(i32x16, x1) < I32(0))
     return low | (high << U64(16)), x0, x1
@@ -148,7 +148,8 @@ def _invert(s: Any, d: Any, middle: Any) -> Any:
 def _symmetric_scales(x: Any, s: Any, first: Any, end: Any, half: Any) -> Any:
     """Scale 16 blocks by their values of largest magnitude: d in SCALE as f16, then INVERSE and BASE."""
     low, high = _extremes(x, s, first, end)
-    largest = select(high > -low, high, low) + F(0)  # + 0: a block of zeros has d = 0 / -half, whatever their signs
+    # + 0: a block of zeros has d = 0 / -half, regardless of their signs
+    largest = select(high > -low, high, low) + F(0)
     tie = (high == -low) & (high > F(0))
     if any_lane(tie):
         store(s, BASE, largest)
@@ -188,7 +189,7 @@ def _affine_scales(x: Any, s: Any, first: Any, end: Any, top: Any) -> Any:
     store_f16(s, SCALE, d)
     store_f16(s, LEVELS, low)
     _invert(s, d, F(0.5))
-    # Where the range overflows, 1 / d is 0 and infinity times that NaN: level 0.
+    # If the range overflows, 1 / d is 0, and infinity times 0 is NaN: level 0.
     store(s, LOW, select(d < F(np.inf), low, F(0)))
 
 
@@ -401,7 +402,7 @@ def _refined_affine(s: Any, x: Any, offset: Any, lane: Any, top: Any) -> Any:
     return _levels_above(s, lane, I32(0))
 
 
-#: What differs in the kernels of ik_llama.cpp's encoders.
+#: Bindings that differ in the kernels of ik_llama.cpp's encoders.
 _SYMMETRIC = {
     "_weighted_symmetric": specialize(
         _weighted_symmetric, "ik", _fit_symmetric=_refine_symmetric, _symmetric_levels=_refined_symmetric
@@ -493,7 +494,7 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
         # A row of zeros has levels of 0; where 1 / d is infinite, levels are -128.
         inverse = F(1) / d if hmax(most) > F(0) else F(0)
         for i in range(0, x.shape[1], 16):
-            prefetch_l2(x, next_row + 4 * i)  # memory rests while levels are computed from the cache
+            prefetch_l2(x, next_row + 4 * i)  # memory is idle while levels are computed from the cache
             q = round_as_cvtps2dq(load(f32x16, x, source + 4 * i) * inverse)
             total = total + q
             store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))
@@ -501,7 +502,8 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
         store(out, target + 4, hsum(total))
 
 
-#: ik_llama.cpp's differ with an importance matrix. Source: ik_llama.cpp 8337e4cd3, quantize_row_q4_0_impl and its like.
+#: ik_llama.cpp's differ with an importance matrix. Source: ik_llama.cpp 8337e4cd3, quantize_row_q4_0_impl and similar
+#: functions.
 encode_q4_0_ik = specialize(encode_q4_0, "ik", kernel, **_SYMMETRIC)
 encode_q5_0_ik = specialize(encode_q5_0, "ik", kernel, **_SYMMETRIC)
 encode_q4_1_ik = specialize(encode_q4_1, "ik", kernel, **_AFFINE)

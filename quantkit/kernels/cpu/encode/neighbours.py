@@ -20,16 +20,17 @@ import numpy.typing as npt
 
 from quantkit.kernels.tables import table
 
-#: Words read at once; every list is filled up with FILL, whose levels no point has, to a multiple of it.
+#: Words read at once; every list is padded to a multiple of it with FILL, whose levels no point has.
 WORDS, FILL = 16, 0xFFFF
 
 
 class Lists(NamedTuple):
     """The lists of a grid."""
 
-    #: int32 [slots]: ~word of a point of the grid; else 32 * its list's place + its list's length, both in WORDS.
+    #: int32 [slots]: ~word of a point of the grid; otherwise 32 * offset of its list + length of its list, both in
+    #: WORDS.
     entries: npt.NDArray[np.int32]
-    #: uint16 [...]: the lists, word by word.
+    #: uint16 [...]: the lists of words.
     words: npt.NDArray[np.uint16]
     #: uint16 [largest word + 1]: the index of a word in the grid, 0 for all others.
     indices: npt.NDArray[np.uint16]
@@ -68,7 +69,7 @@ def neighbour_lists(grid: str, distances: int) -> Lists:
 
 
 def _nearest(points: npt.NDArray[Any], grid: npt.NDArray[Any], distances: int) -> tuple[Any, Any]:
-    """Return pairs (point, index in the grid) up to so many distances, by point, distance and index."""
+    """Return pairs (point, index in the grid) up to this number of distances, by point, distance and index."""
     square = np.float32((points**2).sum(1)[:, None] + (grid**2).sum(1))
     squares = (square - 2 * points.astype(np.float32) @ grid.T.astype(np.float32)).astype(np.int16)
     limit = np.zeros((len(points), 1), np.int16)

@@ -36,7 +36,8 @@ from quantkit.kernels.cpu.encode.search import round_as_cvtps2dq
 
 F, I32 = np.float32, np.int32
 
-#: Bytes of 256 values of 16 rows; of 8 rows each dword's line has 8 more, whose place the next line, or nothing, takes.
+#: Bytes of 256 values of 16 rows. With 8 rows, each line of dwords writes 8 more, which the next line or the padding at
+#: the end absorbs.
 LINES = 64 * 64 + 64
 
 

@@ -56,7 +56,7 @@ STEP = 4 * LANES
 MAGIC = F(12582912.0)
 #: Levels of a search stay exact under MAGIC below this; beyond it nearest_int wraps around.
 SAFE = F(2.0**21)
-#: A sub-block with no larger value counts as zero (GROUP_MAX_EPS).
+#: A sub-block without a larger value counts as zero (GROUP_MAX_EPS).
 EPSILON = F(1e-15)
 
 #: Entry k holds k as a 4-bit signed number, clamped to -4..3.
@@ -205,7 +205,8 @@ def fit_with_min(
     for i in range(n):
         store(s, l_at + i * STEP, level_anywhere(iscale * (load(WIDE, s, x_at + i * STEP) - low), top, False))
     best = _error(s, x_at, w_at, l_at, n, scale, low, absolute)
-    # An infinite iscale makes inf and nan of every value, hence level 0; so does 0, under either rule.
+    # An infinite iscale turns every value into inf or NaN, hence level 0; an iscale of 0 gives level 0 under both
+    # rules.
     best_iscale, best_low = choose(vabs(iscale) < F(np.inf), iscale, F(0)), low
     trials = steps + 1 if any_lane(~flat) else 0  # whole groups of zeros are common enough
     for k in range(trials):
@@ -394,10 +395,10 @@ def fit_by_largest(s: Any, x_at: Any, n: Any, nmax: Any) -> Any:
         level = signed_level(iscale * x, nmax)
         rest_lx = sum_lx - x * x * x * level
         off = x * (sum_l2 - x * x * level * level) - level * rest_lx
-        # At the top the clamp holds what would go on, as long as nearest_int does not wrap around.
+        # At the top the clamp stops a further increase, unless nearest_int wraps around.
         size = choose(level > F(nmax - 1.5), vmax(-off, F(0.001) * off), vabs(off))
         size = choose(rest_lx > F(0), size, F(-np.inf))
-        moving = choose(size < F(0.499) * rest_lx, moving, F(1))  # 0.001 is far more than rounding takes
+        moving = choose(size < F(0.499) * rest_lx, moving, F(1))  # 0.001 is far more than the rounding error
     scale = choose(sum_l2 > F(0), sum_lx / sum_l2, F(0))
     zero = splat(WIDE, F(0))
     return choose(dead, zero, scale), choose(dead, zero, iscale), choose(dead, zero, moving) > F(0)
@@ -434,7 +435,7 @@ def fit_by_descent(s: Any, x_at: Any, l_at: Any, n: Any, nmax: Any) -> Any:
         for i in range(n):
             a_lx, a_l2, moved = _descend(s, x_at, x_at, l_at, i, -nmax, nmax - 1, a_lx, a_l2, moved)
             b_lx, b_l2, moved = _descend(s, x_of_b, x_of_b, l_of_b, i, -nmax, nmax - 1, b_lx, b_l2, moved)
-        if not any_lane(moved > F(0)):  # a lane at rest stays at rest
+        if not any_lane(moved > F(0)):  # a lane that has stopped stays stopped
             break
     return choose(a_l2 > F(0), a_lx / a_l2, F(0)), choose(b_l2 > F(0), b_lx / b_l2, F(0))
 
@@ -482,7 +483,7 @@ def fit_positive(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any) -> A
         store(s, l_at + i * STEP, convert(WIDE, choose(dead, 0, code & 255)))
         sum_lx = sum_lx + w * x * level
         sum_l2 = sum_l2 + w * level * level
-    sum_lx = choose(dead, F(0), sum_lx)  # without a sum no level moves
+    sum_lx = choose(dead, F(0), sum_lx)  # without a sum no level changes
     for _ in range(5):
         moved = splat(WIDE, F(0))
         for i in range(n):

@@ -120,7 +120,7 @@ def fit_signed_refined(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: An
     fit = best, iscale, first_lx, first_l2
     for k in range(0, 39 if any_lane(~dead) else 0, 3):
         a, b = _candidate(k, nmax, largest), _candidate(k + 1, nmax, largest)
-        c = _candidate(min(k + 2, 37), nmax, largest)  # the last one twice: it is not better than itself
+        c = _candidate(min(k + 2, 37), nmax, largest)  # the last one twice, which has no effect
         ax, a2, bx, b2, cx, c2 = signed_sums3(s, x_at, w_at, n, nmax, True, a, b, c)
         fit = _keep_better(fit, a, ax, a2)
         fit = _keep_better(fit, b, bx, b2)
@@ -217,7 +217,7 @@ def _furthest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, scale: 
 
 @inline
 def _gain(sums: Any, scale: Any, low: Any, sum_l: Any, sum_l2: Any, sum_xl: Any) -> Any:
-    """Return by how much a fit reduces sum(w*x*x)."""
+    """Return the reduction of sum(w*x*x) by a fit."""
     sum_w, sum_x, _ = sums
     gain = D(2) * scale * sum_xl + D(2) * low * sum_x - D(2) * scale * low * sum_l
     return gain - scale * scale * sum_l2 - low * low * sum_w

@@ -154,7 +154,7 @@ class Choice(NamedTuple):
 
 # ---------------------------------------------------------------- weights
 
-#: Below these, values or weights are almost 0; and what weights become.
+#: Limit below which values or weights count as 0, and the minimum weight that replaces them.
 ALMOST_0, LEAST = 1e-14, 1e-4
 
 
@@ -227,14 +227,14 @@ def wide_levels(v):
 STEP, LOG2_STEP = 1.065, 0.0908534
 grid = make_constant(f32x16, [STEP ** (k - 7.5) for k in range(16)], "trellis_grid")
 
-#: Bytes of the curves of 32 values: for positive and for negative scales; each 16 errors, room, at LEAST_OF the least
-#: with each codebook, at SCALE_OF its scale.
+#: Bytes of the curves of 32 values, for positive and for negative scales: each has 16 errors, padding, at LEAST_OF the
+#: minimum with each codebook, at SCALE_OF its scale.
 CURVES = 256
 LEAST_OF = 96
 SCALE_OF = 104
 
-#: By how much of the least error the error of another sign and codebook may exceed it, to be looked at again: of most
-#: rows, and of those for which there is more patience.
+#: Share of the minimum error by which another sign and codebook may exceed it and still be tried: in most rows, and in
+#: rows that are searched longer.
 PATIENCE, MORE_PATIENCE = 0.25, 1e30
 
 
@@ -449,20 +449,20 @@ def put_iq4_kt(block, b, level, codebook, x, q):
 
 # ---------------------------------------------------------------- rows
 
-#: Ranges of scales, over the guess, for which all points are ranked, as many as deep searches: where they end.
+#: Ends of the ranges of scales, relative to the guess, for which all points are ranked; one range per deep search.
 ENDS = {
     3: (trellis_codebook.SCALES[0], 0.85, 1.17, trellis_codebook.SCALES[1]),
     4: (trellis_codebook.SCALES[0], 0.79, 1.0, 1.27, trellis_codebook.SCALES[1]),
 }
-#: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
+#: The share of an uneven row's sum(w x x) from which 32 values get a deep search.
 DEEP = 1 / 16
 #: Larger than any energy sum(w x x).
 INFINITE = 1e300
-#: Groups whose energy sum(w x x) is this multiple of the mean, or more, are searched more.
+#: Groups with an energy sum(w x x) of at least this multiple of the mean are searched longer.
 HEAVY = 2.0
-#: All points are ranked for signs and codebooks whose error exceeds the least by at most this share.
+#: All points are ranked for signs and codebooks whose error exceeds the minimum by at most this share.
 SCAN_SLACK = 1.0
-#: Weights are unequal if their sum of squares is this multiple of its minimum, or more.
+#: Weights are unequal if their sum of squares is at least this multiple of its minimum.
 UNEQUAL = 4.0
 
 
@@ -537,7 +537,7 @@ def _retry(t, row, b, patience, count):
 
 @helper
 def search_blocks(t, row, total, weighed, uneven, patience, step):
-    """Search for all values of a row; write how many slots are filled, and curves of errors.
+    """Search for all values of a row; write the number of filled slots, and curves of errors.
 
     total: the row's sum(w x x). weighed: whether there are importances; uneven: whether few values make most of
     ``total``. Values that weigh little count ``step`` times, one in ``step``.
@@ -569,7 +569,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
             search_around(t, t.first, row, b, guess, count)
         for c in range(t.signs * t.codebooks):
             slot_counts[first + c] = count
-        # Few values that weigh much can make the error of a long row: all of them count.
+        # A few values of large weight can dominate the error of a long row, so all are counted.
         if is_heavy:
             row.multiplicities[b] = F(1)
         else:
@@ -771,8 +771,8 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
         guesses[b] = guess_scale(address(xs) + 128 * b) if _top(x[row, 32 * b : 32 * b + 32]) >= F(1e-16) else F(0)
 
 
-#: Of a row's share: from where on, and how many times that of equal parts, it is uneven; from where on several scales
-#: are tried for uneven rows; from where on there is more patience with all.
+#: Thresholds of the largest share of a row: the share, and its multiple of the mean share, from which a row is uneven;
+#: the share from which several scales are tried for uneven rows; the share from which all rows are searched longer.
 UNEVEN_SHARE, UNEVEN = 0.1, 1.5
 FEW_MATTER = 0.035
 PATIENT = 0.04
@@ -788,7 +788,7 @@ def _share(energies):
     return total, squares / (total * total) if total > 0 else 0.0
 
 
-#: Of the type whose encoder ``encode`` is, as its entry point binds it.
+#: The type that ``encode`` encodes, bound by its entry point.
 this_type: Any = None
 
 
@@ -887,7 +887,8 @@ def encode(x, weights, out, row0, row1, tables):
 
 @cache
 def point_format(size: int, bias: int, short: bool = False) -> points.PointFormat:
-    """Return the storage of points of ``size`` values; ``short``: weights of queries have 8 bits, all else 16."""
+    """Return the storage of points of ``size`` values; ``short``: weights of queries have 8 bits, everything else "
+    "16."""
     units = points.SHORT if short else {}
     largest = F(64 if bias else 126)
     if size == 8:
@@ -963,7 +964,7 @@ def _list_steps(settings: TrellisSettings, search: ListSearch) -> points.ListSte
 
 
 def scan_steps(count: int, form: points.PointFormat, ranges: int) -> points.ScanSteps:
-    """Return the steps of ``points.scan`` in codebooks of ``count`` points, for so many ranges of scales."""
+    """Return the steps of ``points.scan`` in codebooks of ``count`` points, for this number of ranges of scales."""
     return points.ScanSteps(points=form, rank_all=points.rank_all, lines=count // 16, ends=ENDS[ranges])
 
 

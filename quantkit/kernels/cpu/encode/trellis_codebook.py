@@ -39,10 +39,10 @@ class Codebook(NamedTuple):
     lists: npt.NDArray[np.uint16]
 
 
-#: The least and the largest scale for which all points are ranked, over the scale guessed.
+#: The minimum and maximum scale for which all points are ranked, relative to the guess.
 SCALES = 0.62, 1.6
 
-#: The numbers of points, cell by cell, u16 [points], by ``cells_key``.
+#: The numbers of points, ordered by cell, u16 [points], by ``cells_key``.
 CELLS = Path(__file__).parent.parent.parent / "trellis_cells.npz"
 
 #: A parity check of distance 4: families that differ in fewer than 4 of the first splits have different syndromes.
@@ -119,9 +119,9 @@ def _clustered(count: int, size: int, magnitudes: bool) -> npt.NDArray[np.int64]
 
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a copy that begins with a cache line, as lines of points should."""
-    room = np.empty(array.nbytes + 64, np.uint8)
-    begin = -room.ctypes.data % 64
-    copy: npt.NDArray[Any] = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    buffer = np.empty(array.nbytes + 64, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    copy: npt.NDArray[Any] = buffer[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 

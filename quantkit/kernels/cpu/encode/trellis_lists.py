@@ -23,23 +23,23 @@ F, I32 = np.float32, np.int32
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lists_lanes")
 
-#: The range of a magnitude, by its eighth, rounded down and at most 15; ranges; buckets of 4 values; lines listed.
+#: The range of a magnitude, by magnitude // 8, at most 15; number of ranges; buckets of 4 values; lines per list.
 RANGE_OF = (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6)
 LEVELS = 7
 BUCKETS, LIST_LENGTH = (2 * LEVELS) ** 4, 32
-#: Lines that are tried; queries that they are tried for; the largest magnitude of these.
+#: Lines that are tried; queries for which they are tried; the maximum magnitude of a query.
 CANDIDATES = 64
 SAMPLES = 64
 FARTHEST = 136.0
-#: Half the mean square of values over a scale, which is in every weight.
+#: Half the mean square of values divided by their scale, a term of every weight.
 HALF_SQUARE = 684.0
 
 
-#: Where a line is thought to have a point: so far from the nearest place within its extent to its center.
+#: Assumed position of a line's point: this share of the way from the nearest position within its extent to its center.
 TO_CENTER = 0.25
-#: An error, beside that of the best point, that counts: so many mean weights.
+#: Scale of errors above that of the best point, in mean weights.
 SLACK = 10.0
-#: How fast lines suit a query less that have no point as near to it.
+#: How fast the score of a line falls with that excess error.
 SHARPNESS = 5.0
 
 

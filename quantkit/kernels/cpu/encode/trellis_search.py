@@ -15,8 +15,8 @@ look the list up instead of 1 and 2, and rank its first lines.
 
 A scan ranks all points, each by its error with the scale of a range that suits it best, for three ranges: where
 the weights of 8 values differ a lot, as beside outliers, a tree loses the best point. It skips points that cannot be
-the best of their lanes: by how far their cells reach, 16 cells at once, then by the error with the scale that suits
-them best of all. The bounds allow for all rounding: what a scan finds is the same as if it skipped none.
+the best of their lanes: by the extent of their cells, 16 cells at once, then by the error with their best scale. The
+bounds allow for all rounding: the result is that of a scan that skips no line.
 
 Rounding disturbs the order of points by some percent of the error; few points are that near to the best one, and the
 best one is among those that remain. Integers and the fixed order of f32 operations give the same points on every CPU.
@@ -71,15 +71,16 @@ from quantkit.kernels.cpu.encode.trellis_lists import LEVELS, LIST_LENGTH, RANGE
 
 F, I32 = np.float32, np.int32
 
-#: Survivors of a search; a score that none has; the bits of a ranked score that number a line; the largest query.
+#: Survivors of a search; a score above all others; the bits of a ranked score for the number of a line; the maximum of
+#: a query.
 SURVIVORS = 16
 MOST = 0x7FFFFFFF
 NUMBER = 12
 FARTHEST = F(140)
 
 #: Offsets into a group's part of the scratch: a query; lists of families, of cells; survivors; their levels.
-#: After the parts of 8 groups: the list of lines that are ranked first; a 1 of 64 bits. Numbers of turns are times it,
-#: read from memory, so that LLVM keeps loops, which it would unroll to several times the cache of instructions.
+#: After the parts of 8 groups: the list of lines that are ranked first; a 64-bit 1. Loop counts are multiplied by it,
+#: read from memory, so that LLVM does not unroll the loops to several times the instruction cache.
 QUERY = 0
 FAMILIES = 64
 CELLS = 320
@@ -150,7 +151,7 @@ class TreeSteps:
     """The steps of ``search``.
 
     prepare: stores a query. families, cells: lines of them in a codebook, no families if all cells are ranked;
-    families_kept, cells_kept: how many remain.
+    families_kept, cells_kept: numbers that remain.
     """
 
     points: PointFormat
@@ -226,7 +227,7 @@ def prepare_coarse(c, y, weights, s):
     store(s, QUERY + 8, convert(i8x8, u))
 
 
-#: Of a format with short weights: products of magnitudes and u / 64 have 16 bits, of no use here, but on a GPU.
+#: For formats with short weights: products of magnitudes and u / 64 fit 16 bits, which only GPUs use.
 SHORT = {"weight_step": 64, "most_weight": 16000, "fine_unit": 6}
 
 
@@ -538,13 +539,13 @@ def search_listed(steps, query, lines, s, survivors, width):
             rate_points(steps, x + 16 * group, w + 16 * group, s + PART * group, sign, target, width)
 
 
-#: What the error that is known counts as, and the largest.
+#: The value that a known error is scaled to, and the maximum.
 KNOWN_ERROR, WORST = 1 << 15, (1 << 31 - NUMBER) - 1
 
-#: The share of each term that bounds of errors allow for: f32 loses up to 2^-24 in each of less than 32 operations.
+#: Relative rounding error that error bounds allow for: f32 loses up to 2^-24 in each of less than 32 operations.
 ROUNDED = 2.0**-18
 #: Offsets into a group's part of the scratch, in a scan: the best points for each range, and the worst score of
-#: these, of each lane; at which level times scale each value adds least to the error, and its u.
+#: these, of each lane; the level times scale at which each value adds least to the error, and its u.
 BEST = FAMILIES
 WORST_OF = CELLS
 NEAREST = WORDS
@@ -614,7 +615,7 @@ def _limits(energy, saved, unit, sane, s):
     return (limit, reach) if sane else (splat(f32x16, F(0)), F(3e38))
 
 
-#: In a scan the line of each so many-th survivor is ranked first.
+#: In a scan, the lines of every n-th survivor are ranked first.
 SURVIVOR_STEP = 4
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The largest product of columns and sweeps for which more rounds are affordable.
+#: The maximum product of columns and sweeps for which extra rounds are affordable.
 _COLUMNS = 2048
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The steps of error feedback on a row, and how often each is done.
+    """The steps of error feedback on a row, and their numbers of repetitions.
 
     rounds: of all steps, each from the scales of the one before. sweeps: over all columns, after feedback. width:
     columns of a window of a sweep; passes: over a window; repeats: of the choice of scales, then levels, of a

@@ -6,7 +6,7 @@ number is its place. The *roots* are the nodes of the greatest height with enoug
 points are magnitudes, there is such a tree for each pattern of signs, of which only the roots are stored; with several
 codebooks, one for each.
 
-A search keeps what is near in the best lanes, so neighbours should not be in the same lane: patterns, roots and the
+A search keeps the best lanes, so neighbours should not be in the same lane: patterns, roots and the
 children of each node are shuffled.
 
 A *class* is a part of the roots of which one search is free to choose: the codebook that a sub-block names, or the
@@ -33,12 +33,12 @@ I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
 
-#: Points of a cell, children of a node; the least number of roots, if there are as many points; of how many points
-#: without signs each is a root.
+#: Points of a cell, and children of a node; the minimum number of roots, if there are as many points; the number of
+#: points up to which, without signs, each is a root.
 LANES = 16
 ROOTS = 128
 ALL = 4096
-#: Lanes whose best nodes are searched on: with one height below the roots, and with more.
+#: Number of lanes whose best nodes are expanded: with one level below the roots, and with more.
 FLAT, HIGH = 8, 4
 
 
@@ -71,7 +71,7 @@ class Tree(NamedTuple):
 class CodebookTree:
     """The tree of a grid. order: the index of each point; patterns: which levels are negative, a bit each; int64.
 
-    kept: what the tree has addresses of.
+    kept: the arrays whose addresses the tree has.
     """
 
     grid: Grid
@@ -173,7 +173,7 @@ def _shuffled(count: int) -> I64:
 
 
 def _order(points: I64, roots: int) -> I64:
-    """Return the numbers of points, cell by cell, under so many roots."""
+    """Return the numbers of points, ordered by cell, under this number of roots."""
     order = np.arange(len(points))[None]
     while order.shape[1] > LANES:
         cell_points = points[order]

@@ -28,7 +28,7 @@ INFINITE = searches.INFINITE
 REMAINDER = searches.REMAINDER
 number_roots = searches.number_roots
 
-#: Bindings: columns of a point, points of a group, and what searches for them.
+#: Bindings: columns of a point, points of a group, and the function that searches for them.
 size, parts = 8, 1
 search: Any = None
 axes: Any = None
@@ -287,7 +287,8 @@ def descend_groups(h: F32, groups: Groups, sub_blocks: SubBlocks, choice: Choice
 
 @cache
 def sweeps_of(columns: int, of_group: int) -> tuple[Any, Any]:
-    """Return ``error_feedback_groups`` and ``descend_groups`` for points of so many columns, so many per group."""
+    """Return ``error_feedback_groups`` and ``descend_groups`` for points of this number of columns, and groups of "
+    "this number of points."""
     bindings: dict[str, Any] = {"size": columns, "parts": of_group}
     suffix = f"{columns}_{of_group}"
 

@@ -72,7 +72,7 @@ def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping
     last_first = columns[::-1]
     r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
     np.fill_diagonal(r, damped[last_first])
-    upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; what is below the diagonal is undefined
+    upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; values below the diagonal are undefined
     roots = np.diagonal(upper)
     h = pack_columns(covariance)
     column = np.arange(len(h) * STRIP)
@@ -116,7 +116,7 @@ def group_factors(descent: F64, diagonal: F64, upper: F64, grouping: Grouping) -
 def group_metric_of(covariance: F64, diagonal: F64, upper: F64, grouping: Grouping) -> GroupMetric:
     """Return the group metric of a covariance with another diagonal: upper upper^T, columns in error feedback's order.
 
-    What is below the diagonal of ``upper`` is not looked at.
+    Values below the diagonal of ``upper`` are ignored.
     """
     size, n = grouping.size, len(covariance)
     descent = _blocks(covariance, grouping.order(n).reshape(-1, size)).astype(np.float64)

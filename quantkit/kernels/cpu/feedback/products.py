@@ -27,7 +27,7 @@ F = np.float32
 ROWS_AT_ONCE = 256
 FIRST = 4
 SECOND = 32
-#: Columns that a thread takes at a time; rows of a triangle that are solved before the rest is brought up to date.
+#: Columns per thread at a time; rows of a triangle that are solved before the remaining rows are updated.
 SHARE, BLOCK = 64, 64
 
 

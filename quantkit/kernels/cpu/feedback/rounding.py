@@ -63,7 +63,7 @@ def round_rows(
     start = blocks
     if target is None:
         target = x
-    else:  # scales that fit it are a better beginning
+    else:  # scales fitted to it are a better start
         start = np.zeros_like(blocks)
         encode(target, start)
     before, after = np.empty(len(x)), np.empty(len(x))

@@ -79,7 +79,7 @@ def fit_factors(h: F32, span: int, t: F32, d: F32, per_d: int, codes: Any, ascen
 
     Args:
         span: columns of a sub-block.
-        t: what a factor of 1 adds to each column if d is 1, the level; float32 [n, ROWS].
+        t: the value of each column for a factor of 1 and d = 1, the level; float32 [n, ROWS].
         d: of super-blocks, float32 [super-blocks, ROWS]; per_d: the sub-blocks of one.
         codes: the places of factors in ``ascending``, int32 [sub-blocks, ROWS]; set.
     """

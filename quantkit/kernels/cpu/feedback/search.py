@@ -37,9 +37,9 @@ from quantkit.kernels.cpu.core.simd import (
 
 F, I32 = np.float32, np.int32
 
-#: A loss beyond all; the most nodes that are kept of a height.
+#: A loss above all others; the maximum number of nodes kept per level.
 INFINITE, MOST = F(np.inf), 64
-#: Offsets into scratch: scores, two lists of nodes, the numbers of roots' lines, a target; its bytes.
+#: Offsets into scratch: scores, two lists of nodes, the numbers of the roots' lines, a target; total bytes.
 SCORES = 0
 LIST = 4096
 NEXT_LIST = 4096 + 4 * MOST
@@ -199,7 +199,7 @@ def rank_children(tree, height, t, place, z, s, nodes, n_kept):
 
 @inline
 def _pick(best, place, now):
-    """Return the place of the best lane, and its loss; ``now`` if there is none."""
+    """Return the index of the best lane, and its loss; ``now`` if there is none."""
     least = hmin(best)
     if not least < INFINITE:
         return now, INFINITE
@@ -275,5 +275,5 @@ def number_roots(s):
         store(s, NUMBERS + 4 * line, I32(line))
 
 
-#: What depends on the number of columns, in the order of use.
+#: Functions that depend on the number of columns, in the order of use.
 STEPS = (rank_roots, score, rank_children, nearest_point, nearest_root, search, loss_of)

@@ -24,7 +24,7 @@ from quantkit.kernels.cpu.feedback.tiles import LINE, element, multiply
 F32 = npt.NDArray[np.float32]
 F = np.float32
 
-#: Columns after which those behind them are brought up to date.
+#: Columns after which all later columns are updated.
 BLOCK = 64
 
 

@@ -34,7 +34,7 @@ LANES = 16
 ROWS = 64
 LINE = 4 * ROWS
 #: Columns of a strip of a packed matrix, and rows of it that are multiplied before the next strip: their part of a tile
-#: is in the L1 cache meanwhile.
+#: stays in the L1 cache.
 STRIP, CHUNK = 4, 64
 #: Vectors of a column that are multiplied together: with 32 registers, all.
 VECTORS = ROWS // LANES if "avx512f" in FEATURES else 1

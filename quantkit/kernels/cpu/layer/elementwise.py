@@ -44,7 +44,7 @@ from quantkit.kernels.cpu.unpack import dequantize
 from quantkit.kernels.formats import UNIT
 from quantkit.types import TensorType
 
-#: Elements below which thread 0 does all the work.
+#: Number of elements below which thread 0 does all the work.
 SMALL = 8192
 
 

@@ -77,7 +77,7 @@ _WEIGHTS, _BASE, _M_WIDTH, _GROUP, _N, _OFFSET, _M_ROWS_OF = range(3, 10)
 
 @inline
 def _mixed(x, weights, n, stride, offset, byte, count):
-    """Return the sum of 16 columns of n groups; count: how many of them there are."""
+    """Return the sum of 16 columns of n groups; count: the number of columns that exist."""
     total = splat(f32x16, 0.0)
     for i in range(n):
         weight = load(types.float32, weights, 4 * i) + offset

@@ -230,7 +230,8 @@ def _no_decay(decay, i):
     return types.float32(1)
 
 
-#: What row i of S decays by; S^T k is made of rows times ``before``, and multiplied by ``after``. Bound to those above.
+#: The decay of row i of S; S^T k is computed from rows times ``before``, and multiplied by ``after``. Bound to the
+#: functions above.
 row_decay: Any = None
 before: Any = None
 after: Any = None
@@ -308,7 +309,7 @@ def _zero(s, stride, rows, n):
 #: times, the decay from each token to the last; then dot products [ROWS][ROWS]; then tiles [ROWS][COLUMNS] of vectors.
 _DECAY, _PRODUCT, _LAST, _TO_LAST, _KK, _QK = (4 * ROWS * i for i in (0, 1, 2, 3, 4, 4 + ROWS))
 _KS, _QS, _D = (1024 + 64 * ROWS * COLUMNS * i for i in range(3))
-#: Where rows decay by themselves: [ROWS][MAX_DECAYS] of keys and queries times the decays up to them, of keys times the
+#: If rows have their own decays: [ROWS][MAX_DECAYS] of keys and queries times the decays up to them, of keys times the
 #: decays after them; then the products of all decays (of one token: its decays).
 _DECAYED_K, _DECAYED_Q, _K_TO_LAST, _LAST_OF_ROWS = (4096 + 4 * ROWS * MAX_DECAYS * i for i in range(4))
 _SHARED = 4096 + 4 * (3 * ROWS + 1) * MAX_DECAYS
@@ -336,7 +337,7 @@ def _set_shared(k, q, stride, n, shared):
             row = 4 * (ROWS * i + j)
             store(shared, _KK + row, types.float32(load(types.float32, shared, _KK + row) * between))
             store(shared, _QK + row, types.float32(load(types.float32, shared, _QK + row) * between))
-            store(shared, _TO_LAST + 4 * j, between)  # ends as that of the last i
+            store(shared, _TO_LAST + 4 * j, between)  # the last iteration stores that of i = ROWS - 1
             between *= load(types.float32, shared, _DECAY + 4 * j)
     for i in range(ROWS):
         store(shared, _LAST + 4 * i, product)
@@ -354,7 +355,7 @@ def _set_shared_by_row(k, q, stride, g, g_stride, n, shared):
         q2, q3 = load(f32x16, q, 2 * stride + j), load(f32x16, q, 3 * stride + j)
         e0, e1 = exp(load(f32x16, g, j)), exp(load(f32x16, g, g_stride + j))
         e2, e3 = exp(load(f32x16, g, 2 * g_stride + j)), exp(load(f32x16, g, 3 * g_stride + j))
-        # Those of token 1 times the decays between.
+        # Keys of token 1 times the decays between the tokens.
         k01 = k0 * e1
         k02 = k0 * (e1 * e2)
         k03 = k0 * (e1 * e2 * e3)

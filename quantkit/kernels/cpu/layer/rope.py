@@ -3,7 +3,7 @@
 The table holds cos and sin of every token's angles, defined in kernels/rope_constants.py.
 
     rope_table   batch out pairs constants each back step:f freq_scale:f mscale:f
-                 constants: f32 [3, pairs]; each: at the first of so many positions; back: 1 for what undoes it, else 0
+                 constants: f32 [3, pairs]; each: positions per row (the first applies); back: 1 for the inverse
     rope(kind)   batch out x table width head start n_rot rows_of per         kind normal: pairs (2i, 2i + 1);
                                                                               neox: (i, i + n_rot / 2). out may be x
 """

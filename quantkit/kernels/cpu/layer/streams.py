@@ -18,7 +18,8 @@ from quantkit.kernels.cpu.layer.elementwise import share
 
 _BEFORE, _AFTER, _ACROSS, _X, _SCALE, _BASE, _ROUNDS, _EPS, _ROWS_OF = range(1, 10)
 
-#: Of a matrix of 4 by 4: neighbours in a row, pairs of them; rows below each other, pairs of them; the transposed one.
+#: Shuffles of a 4 x 4 matrix: swap neighbours in a row, or pairs of them; swap neighbouring rows, or pairs of them;
+#: transpose.
 _swap_lanes = make_shuffle([i ^ 1 for i in range(16)], "streams_beside")
 _swap_pairs = make_shuffle([i ^ 2 for i in range(16)], "streams_across")
 _below = make_shuffle([i ^ 4 for i in range(16)], "streams_below")

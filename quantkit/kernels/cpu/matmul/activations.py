@@ -32,7 +32,7 @@ a layout: *units* of 256 values, 1344 bytes each, zero-padded at the end of a ro
         1088  int8  by_quarters[256]  the levels again: the first 16 of each 64, the second 16 ...; q8_k64 only
 
 q8_k64 has the levels *by words*: the 64 of a unit that the first scale is of, then those of the second, third and
-fourth, each in the order of ``by_words``; so, as in the others, groups of 16 and 32 share a scale. Panels bring weights
+fourth, each in the order of ``by_words``; so, as elsewhere, groups of 16 and 32 share a scale. Panels bring weights
 to that order, too (panel.py); other products take the levels in order, and sum words (dots.py).
 
 The offsets compensate for adding 128 to signed levels: vpdpbusd takes one unsigned operand. A row is its units and 64

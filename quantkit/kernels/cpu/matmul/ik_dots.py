@@ -1,6 +1,6 @@
 """Specialized dot products for one token, of ik_llama.cpp's types with codebooks; entered in type_dots.py.
 
-Levels are looked up in stored order from codebooks raised above zero; how far a group of 16 is above its values, the
+Levels are looked up in stored order from codebooks raised above zero; the offset of a group of 16 from its values, the
 constant less the group's shift, is subtracted through the sums of the activations. Levels of 2 and 3 bits are small
 enough to be added in pairs to i16 and multiplied by integer scales, as those of Q2_K and Q3_K; larger ones are added by
 fours to i32, and their scales are f32.
@@ -56,7 +56,7 @@ codes_3 = make_constant(u8x16, (table("kvalues_iq3nl").astype(int) + 64).tolist(
 
 @inline
 def add_pair_products(act: int, acc: Any, codes: Any, indices: Any, s: Any, raised: Any, d: Any) -> Any:
-    """Add the products of a super-block with scales s, i8x16; ``raised``: i8x16, by how much each group is."""
+    """Add the products of a super-block with scales s, i8x16; ``raised``: i8x16, the offset of each group."""
     q0, q1, q2, q3 = indices
     s = opaque(convert(i16x16, s))
     u0 = lookup16(codes, q0)

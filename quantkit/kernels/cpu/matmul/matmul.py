@@ -59,7 +59,7 @@ __all__ = [
     "up_gate",
 ]
 
-#: More rows than there are.
+#: More rows than any matrix has.
 ANY_NUMBER = 1 << 40
 #: Padding between two panels, which must not map to the same cache sets.
 _PANEL_GAP = 128

@@ -89,7 +89,7 @@ def bucket(args, tid, nth):
     ids = arg(args, _IDS)
     n_expert = arg(args, _N_EXPERT)
     n = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _N_USED)
-    starts = plan + 4 * _STARTS  # starts[e + 2] counts first, then starts[e + 1] is the place of e's next pair
+    starts = plan + 4 * _STARTS  # starts[e + 2] counts first; then starts[e + 1] is the position of e's next pair
     used = starts + 4 * (n_expert + 2)
     pairs = used + 4 * n_expert
     for e in range(n_expert + 2):

@@ -20,7 +20,7 @@ from quantkit.kernels.cpu.matmul.dots import PREFETCH, row_dots
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels, row_address
 from quantkit.types import TensorType
 
-#: The fewest rows of activations for a panel, and the most rows of one call (TOKENS divides it).
+#: Minimum rows of activations for a panel, and maximum rows of one call (TOKENS divides it).
 MIN_PANEL = 5
 BLOCK = 60
 #: Bytes of the products of a call, f32 [BLOCK, ROWS], and of the argument block of ``unit_products``.
@@ -51,11 +51,11 @@ def multiply_rows(
     end = w + rows * row_bytes
     for r in range(rows):
         row, target = w + r * row_bytes, products + 4 * r
-        # The last rows prefetch the beginning of what is read next.
+        # The last rows prefetch the beginning of the data that is read next.
         further = PREFETCH if end - row > PREFETCH + row_bytes // 2 else PREFETCH + next_rows - end
         i = 0
         while count - i >= 3:
-            # Three rows take less time as four, one of them twice, than one by one.
+            # Three rows are faster as four rows, one of them twice, than one by one.
             x0, x1 = row_address(x, x_stride, numbers, i, count), row_address(x, x_stride, numbers, i + 1, count)
             x2, x3 = row_address(x, x_stride, numbers, i + 2, count), row_address(x, x_stride, numbers, i + 3, count)
             a, b, c, d = dot_row_by_4(row, x0, x1, x2, x3, n_in)

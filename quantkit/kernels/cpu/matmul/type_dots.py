@@ -434,7 +434,7 @@ def dot_iq2_bn(block: int, act: int, acc: Any) -> Any:
     y = dot4(splat(i32x16, 0), (q >> 2) & 3, load(i8x64, act, BY_QUARTERS + 64))
     x = dot4(x, (q >> 4) & 3, load(i8x64, act, BY_QUARTERS + 128))
     y = dot4(y, q >> 6, load(i8x64, act, BY_QUARTERS + 192))
-    # Each word of 16 bytes has a scale of its own; levels are 1 too high.
+    # Each word of 16 bytes has its own scale; levels are 1 too high.
     return muladd(convert(f32x16, x + y), by_fours(load(f32x16, act, SCALES)), acc - load(f32x16, act, SUMS))
 
 

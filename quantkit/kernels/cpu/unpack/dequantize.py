@@ -39,7 +39,7 @@ from quantkit.kernels.formats import UNIT, format_of
 from quantkit.kernels.interleave import base_of, is_interleaved
 from quantkit.types import TensorType
 
-#: Bytes of interleaved rows taken apart at a time.
+#: Bytes of interleaved rows that are deinterleaved at a time.
 _CHUNK_BYTES = 1 << 18
 
 Kernel = Callable[[int, int, int, int, int, int, int], None]

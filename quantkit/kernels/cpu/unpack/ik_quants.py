@@ -91,7 +91,7 @@ shift16_1 = make_shuffle([4 + i // 16 for i in range(64)], "ik_quants.shift16_1"
 shift16_2 = make_shuffle([8 + i // 16 for i in range(64)], "ik_quants.shift16_2")
 shift16_3 = make_shuffle([12 + i // 16 for i in range(64)], "ik_quants.shift16_3")
 
-# ---------------------------------------------------------------- what several types share
+# ---------------------------------------------------------------- shared by several types
 
 
 @inline

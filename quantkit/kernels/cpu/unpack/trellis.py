@@ -45,7 +45,7 @@ from quantkit.kernels.cpu.core.simd import (
 from quantkit.kernels.cpu.unpack import i_quants
 from quantkit.kernels.cpu.unpack.lanes import each_twice, twice32, u8x4
 
-#: The factor of the generator, the bits of a number that count, and what is added to an index.
+#: The factor of the generator, the relevant bits of a number, and the offset of an index.
 FACTOR = 0xCBAC1FED
 MASK = 0x3F3F3F3F
 FIRST = 4096

@@ -21,10 +21,10 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape, shared_of_block
 
 VECTOR, TILE, TENSOR = range(3)
 
-#: Parts of the keys at most (attention_combine takes no more). A launch has about as many blocks as run at once: later
-#: ones would run alone on a multiprocessor, and each additional part must be combined.
+#: Maximum number of parts of the keys (attention_combine's limit). A launch has about as many blocks as run at once:
+#: more would run alone on a multiprocessor, and each additional part must be combined.
 SPLITS, MULTIPROCESSORS = 128, 132
-#: Up to how many rows (tokens x heads of a group) ``few`` is the way: where tensor cores could, and where not.
+#: Maximum rows (tokens x heads of a group) for the algorithm ``few``: if tensor cores are an alternative, and if not.
 FEW_ROWS, FEW_ROWS_F32 = 2, 16
 _ATTENTION = Kernel("attention/attention.cu", "attention")
 
@@ -41,7 +41,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """A block of threads: a kernel, its rows of q, how many blocks run at once, bytes of shared memory."""
+    """A block of threads: a kernel, its rows of q, number of blocks at once, bytes of shared memory."""
 
     kernel: Kernel
     rows: int
@@ -53,7 +53,7 @@ class _Algorithm:
 class AttentionLayer:
     """Heads of a layer and its cache, of n_ctx cells a sequence; kind: f32, f16 or q8_0.
 
-    mla: the cache has no values. selected: a token sees so many keys (0: all).
+    mla: the cache has no values. selected: number of keys visible to a token (0: all).
     """
 
     kind: str
@@ -102,7 +102,7 @@ def most_scratch(layer: AttentionLayer, rows: int, capability: int = 90) -> int:
 
 
 def combine_to(launches: Attention, head_v: int) -> Shape | None:
-    """Return the launch that combines the parts and brings a token's heads to a format (activations.py).
+    """Return the launch that combines the parts and converts a token's heads to a format (activations.py).
 
     None: there is one part, or heads do not make up 256 columns.
     """
@@ -162,7 +162,7 @@ def _tensor(layer: AttentionLayer, rows: int, limit: int) -> _Algorithm | None:
         columns = max(4 // warps, _up_to(head_v, {128: 1, 256: 2}, 4))
         for keys in (64, 32) if warps * columns <= 8 else ():  # more leave too few registers
             shared = _tensor_shared(layer, 16 * warps, columns, keys)
-            if shared is not None and shared <= limit - 4096:  # some is declared in the source
+            if shared is not None and shared <= limit - 4096:  # the kernel also declares static shared memory
                 size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
                 resident = _tensor_resident(warps, columns, max(head_k, head_v))
                 bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(layer.mla), BLOCKS_AT_ONCE=resident, **size)

@@ -33,7 +33,7 @@ def block_write(kind: str, width: int, rows: int) -> Shape:
 
 
 def window_and_blocks(n_out: int, rows: int) -> Shape:
-    """Return the kernel and grid that list the ``n_out`` cells that each token sees."""
+    """Return the kernel and grid that list the ``n_out`` cells visible to each token."""
     return Shape(Kernel("attention/blocks.cu", "window_and_blocks").bind(CACHE=0), (-(-rows * n_out // 256), 1, 1))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.attention.cache import TYPES
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
-#: Keys that a block of threads scores at a time; bytes of scores that are kept; blocks of a launch, about.
+#: Keys that a block of threads scores at a time; bytes of stored scores; approximate blocks per launch.
 KEYS = 64
 SCRATCH = 64 << 20
 BLOCKS = 1024

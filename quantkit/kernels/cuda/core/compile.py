@@ -1,6 +1,6 @@
 """Compiles sources to machine code by NVRTC, kept on disk by a hash of all sources, options and the compiler's version.
 
-For a GPU newer than the compiler, that is machine code of its generation's newest GPU that the compiler knows, or
+For a GPU newer than the compiler, that is machine code for the newest supported GPU of its generation, or
 PTX, which the driver compiles.
 
 CuPy's own RawModule is no way here: it flushes denormals (-ftz=true), repeats options, and does not see that an
@@ -22,7 +22,7 @@ from quantkit.kernels.cuda.core.generated import headers
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, source
 from quantkit.kernels.first_run import compiling
 
-#: Architectures of systems on a chip (Jetson, Drive): their machine code runs nowhere else.
+#: Architectures of systems on a chip (Jetson, Drive), whose machine code runs nowhere else.
 _ON_CHIP = frozenset({53, 62, 72, 87, 101, 110})
 
 
@@ -38,7 +38,7 @@ def target_of(capability: int, targets: Sequence[int]) -> str:
     Machine code runs on GPUs of the same major version and the same or a later minor one.
 
     Raises:
-        ResourceError: the compiler knows no target as old as the GPU.
+        ResourceError: the compiler has no target as old as the GPU.
     """
     if capability in targets:
         return f"sm_{capability}"
@@ -66,7 +66,7 @@ def compile_options(target: int | str) -> tuple[str, ...]:
         f"-I{SOURCES}",
         "--std=c++17",
         "--fmad=false",
-        # Otherwise a lambda in a kernel belongs to the host.
+        # Without it, a lambda in a kernel is host code.
         "--device-as-default-execution-space",
         f"-arch={target if isinstance(target, str) else f'sm_{target}'}",
     )
@@ -99,7 +99,7 @@ def compile_module(kernel: Kernel, target: int | str, *options: str) -> tuple[by
     try:
         nvrtc.compileProgram(program, (*compile_options(target), *options))
         code = nvrtc.getPTX(program) if str(target).startswith("compute") else nvrtc.getCUBIN(program)
-        # CuPy drops the last byte: of a cubin the end of a table whose entries end with zeros, of PTX the zero.
+        # CuPy drops the last byte: in a cubin the end of a table whose entries end with zeros, in PTX the final NUL.
         return bytes(code) + b"\0", str(nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as e:
         raise RuntimeError(f"{kernel} does not compile: {e}\n{nvrtc.getProgramLog(program)}") from e

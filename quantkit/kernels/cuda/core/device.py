@@ -31,7 +31,7 @@ from quantkit.kernels.first_run import compile_in_order
 PADDING = 256
 
 
-#: cuBLAS's numbers: types of matrices, sums in f32, its own choice of algorithm.
+#: Constants of cuBLAS: types of matrices, sums in f32, default algorithm.
 _BF16 = 14
 _F32 = 0
 _COMPUTE_F32 = 68
@@ -42,7 +42,7 @@ _AS_IS = 0
 
 #: cudaEventQuery's result for an event that has not been reached.
 _NOT_READY = 600
-#: Seconds between two looks at a device: at first, and at most.
+#: Seconds between two polls of a device: initial, and maximum.
 _SOON, _SELDOM = 1e-4, 5e-3
 
 
@@ -58,7 +58,7 @@ class DeviceHangs(ResourceError):
 def wait_for(is_done: Callable[[], bool], seconds: float, given_up: Callable[[], bool]) -> float | None:
     """Poll until ``done``; return None, or the seconds waited if it never is.
 
-    Time in which this process did not run is no time: the device's work may not have been seen to end.
+    Time in which this process did not run is not counted: the device may have finished meanwhile.
     """
     waited, last = 0.0, monotonic()
     while not is_done():
@@ -124,7 +124,7 @@ class Device(Protocol):
         """Carry out launches, in order."""
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        """Carry out launches, and return a function that carries them out again, at once: a CUDA graph."""
+        """Run launches, and return a function that repeats them at once: a CUDA graph."""
 
     def synchronize(self) -> None:
         """Wait until everything is done; ResourceError if a kernel failed."""
@@ -147,7 +147,7 @@ def count_devices() -> int:
     """Return the number of CUDA devices; 0 without CuPy or a driver."""
     try:
         return int(_cupy().cuda.runtime.getDeviceCount())
-    except Exception:  # whatever a broken installation raises: there is no device to be used
+    except Exception:  # any error of a faulty installation: there is no usable device
         return 0
 
 
@@ -192,13 +192,14 @@ class CUDADevice:
         self._modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._functions: dict[Kernel, int] = {}
         self._kernels: list[Any] = []
-        self._shared: dict[Kernel, int] = {}  # what a kernel may ask for at its launch
+        self._shared: dict[Kernel, int] = {}  # maximum dynamic shared memory of a kernel
         self._loading = threading.RLock()  # lanes, each used by a thread, load for all of them
         self._uploads = self._own_uploads()
         self._end_event: Any = None
-        #: Whose lane this is.
+        #: The device that this lane belongs to.
         self.owner = self
-        #: Launches may begin before the one before them is done, and wait where they need it (device.cuh).
+        #: Whether launches may begin before the previous one is done, and wait where they need its results
+        #: (device.cuh).
         self.dependent_launches = False
 
     # ------------------------------------------------------------ memory
@@ -247,10 +248,10 @@ class CUDADevice:
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count)
 
-    # ------------------------------------------------------------ beside other work
+    # ------------------------------------------------------------ lanes beside other work
 
     def new_stream(self) -> CUDADevice:
-        """Return the same device for another thread: its memory and modules, on a stream of its own."""
+        """Return the same device for another thread: its memory and modules, on a separate stream."""
         stream = copy(self)
         stream._use()
         stream.stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -273,17 +274,17 @@ class CUDADevice:
         """Wait until everything is done; a CPU does other work meanwhile. Of a lane.
 
         Raises:
-            DeviceHangs: it is not done after so many seconds, or ``given_up``, and may never be.
+            DeviceHangs: it is not done after ``seconds``, or ``given_up``, and may never be.
             ResourceError: it failed.
         """
         runtime = self._cupy.cuda.runtime
         with self.current():
             self._end_event.record(self.stream)
-            # No call of the driver waits for a limited time.
+            # The driver has no wait with a time limit.
             waited = wait_for(lambda: runtime.eventQuery(self._end_event.ptr) != _NOT_READY, seconds, given_up)
             if waited is not None:
                 raise DeviceHangs(f"{self.name} does not respond: its work is not finished after {waited:.0f} seconds")
-            self._end_event.synchronize()  # which raises what went wrong
+            self._end_event.synchronize()  # raises the error, if any
 
     # ------------------------------------------------------------ kernels
 
@@ -321,7 +322,7 @@ class CUDADevice:
     def _allow_shared(self, launch: Launch) -> None:
         """Request more than 48 KiB of shared memory, the source's included, as the driver requires.
 
-        How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
+        How a multiprocessor's memory is divided into shared memory and cache is left to the driver, which ensures that
         shared memory does not keep blocks out, and that launches with other preferences need not wait.
         """
         driver = self._cupy.cuda.driver
@@ -353,13 +354,13 @@ class CUDADevice:
                     driver.launchKernel(function, *launch.grid, threads, 1, 1, shared, stream, arguments.address, 0)
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        self.run(launches)  # what a first launch needs, a kernel loaded, memory, cannot be had while recording
+        self.run(launches)  # a first launch loads kernels and allocates memory, which is impossible while recording
         with self.current():
             self.stream.begin_capture()
             try:
                 self.run(launches)
             except BaseException:
-                with suppress(Exception):  # what it says of the recording hides why that broke
+                with suppress(Exception):  # its error would hide the cause
                     self.stream.end_capture()
                 raise
             graph = self.stream.end_capture()
@@ -383,7 +384,7 @@ class CUDADevice:
         with self.current():
             try:
                 handle = int(self._device.cublas_handle)
-            except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
+            except Exception as e:  # found, but does not work: any error of CuPy or the loader
                 raise ResourceError(
                     f"--cublas needs cuBLAS, which does not work on this machine: {e}", "QK-E411"
                 ) from None
@@ -444,7 +445,7 @@ class CUDADevice:
 
 
 class _Arguments:
-    """The array of pointers to arguments that a launch wants: one, to the struct. Keeps both alive."""
+    """The array of pointers to arguments that a launch takes: one, to the struct. Keeps both alive."""
 
     def __init__(self, block: bytes) -> None:
         self._block = ctypes.create_string_buffer(block, len(block))

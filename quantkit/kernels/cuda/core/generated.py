@@ -27,7 +27,7 @@ from quantkit.types import BY_NAME
 
 #: Bytes of 256 activations in an int8 format: their levels, d of each 32, sums of each 16 (matmul/activations.cuh).
 Q8_UNIT = 256 + 4 * 8 + 4 * 16
-#: The value of each nibble of an entry, where that is another order.
+#: The value of each nibble of an entry, if the order differs.
 _ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("iq2xxs_grid", "iq2xs_grid")}
 _ORDERS["iq2s_grid"] = [3, 7, 2, 6, 1, 5, 0, 4]
 _CODEBOOKS = ("kvalues_iq4nl", "kvalues_fp4", "kvalues_iq2nl", "kvalues_iq3nl", "kvalues_iq5nl", "kvalues_iq6nl")

@@ -2,7 +2,7 @@
 
 A kernel's arguments and the number of threads of a block are parsed from the source (device.cuh shows the form).
 Arguments are one struct, passed by value, of 8-byte members: pointers, int64_t, double, or arrays of them, whose
-elements are arguments of their own: x[2] is x_0 and x_1. A struct may extend another one, its base.
+elements are separate arguments: x[2] is x_0 and x_1. A struct may extend another one, its base.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-#: Where the sources are: every #include is relative to it.
+#: The folder of the sources, to which every #include is relative.
 SOURCES = Path(__file__).parent.parent
 
 _STRUCT_FORMATS = {"pointer": "<q", "int64_t": "<q", "double": "<d"}
@@ -143,7 +143,7 @@ def _elements(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- limits of GPUs
 
-#: KiB of shared memory per multiprocessor from a compute capability on (CUDA C++ Programming Guide).
+#: KiB of shared memory per multiprocessor, from which compute capability on (CUDA C++ Programming Guide).
 _KIB = {0: 48, 75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 120: 100}
 
 #: Bytes of it that the system reserves for each block, from capability 8.0 on.

@@ -1,11 +1,11 @@
 """Arrays that kernels look up, uploaded to a device on first use and kept there.
 
 Codebooks of trellis types (trellis_search.cuh): points and centers are the CPU's (cpu/encode/trellis_codebook.py), in
-the same order, but each lies by itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are
+the same order, stored separately: its levels, signed, then their squares / 64, rounded, less 128. Points that are
 never ranked in 8 bits have magnitudes instead of squares, or nothing where levels are magnitudes, to save global
 memory traffic. Behind centers of magnitudes are their squares. Lists of lines near queries are the CPU's.
 
-Tables of types with a grid (lane.cuh): the CPU's lists (cpu/encode/neighbours.py says what a slot is), padded to a
+Tables of types with a grid (lane.cuh): the CPU's lists (cpu/encode/neighbours.py describes slots), padded to a
 multiple of four with copies of the first neighbour: a copy is never nearer than the original.
 """
 
@@ -51,7 +51,7 @@ def _upload(device: Device, array: npt.NDArray[Any]) -> int:
     return address
 
 
-#: Scales at which errors are known, over a guess: each over the one before.
+#: Ratio of adjacent scales, relative to a guess, at which errors are computed.
 _STEP = 1.065
 
 
@@ -117,7 +117,7 @@ def codebook_on(device: Device, t: TensorType) -> Codebook:
 
 #: Words that a kernel reads at once.
 _FOUR = 4
-#: The distances up to which points are neighbours, by type; the grid is the type's own, but for IQ1's.
+#: Maximum distance of neighbours, by type; the grid is the type's own, except for IQ1 types.
 _DISTANCES = {
     "IQ1_S": 3,
     "IQ1_M": 3,
@@ -134,9 +134,9 @@ _DISTANCES = {
 class GridTables(NamedTuple):
     """Arrays or, on a device, their addresses; 0 for a type without a grid."""
 
-    #: int32 [slots]: ~index of a point of the grid; else place << 8 | length of its list, both in fours.
+    #: int32 [slots]: ~index of a point of the grid; otherwise offset << 8 | length of its list, both in units of four.
     entries: Any = 0
-    #: uint16 [...]: lists of indices; and of words, where a group has 8 values.
+    #: uint16 [...]: lists of indices; and of words, if a group has 8 values.
     lists: Any = 0
     words: Any = 0
     #: float32 [points, values]: the values of each point.

@@ -10,7 +10,7 @@ import numpy as np
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core.device import CUDADevice, open_device
 
-#: Bytes that are copied, and rows and columns that are multiplied: far beyond caches, and enough to fill a large GPU.
+#: Bytes to copy, and rows and columns to multiply: far larger than caches, and enough to fill a large GPU.
 _COPIED = 1 << 30
 _SIDE = 8192
 

@@ -16,17 +16,17 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Slots, and bytes of one: it takes long enough to read that its event costs nothing.
+#: Number of slots, and bytes of each, so large that the cost of its event is negligible.
 SLOTS, SLOT_BYTES = 4, 4 << 20
 
-#: Small arrays share a slot; where one may begin.
+#: Alignment of small arrays, which share a slot.
 _ALIGNMENT = 64
 
 
 class Uploads:
     """The slots of a device.
 
-    pinned: returns so many bytes of pinned memory. copy: lets the device copy (to, from, bytes), in order. event:
+    pinned: allocates bytes of pinned memory. copy: lets the device copy (to, from, bytes), in order. event:
     returns a new event; record: lets the device record one, in order.
     """
 
@@ -63,5 +63,5 @@ class Uploads:
         if self._used == SLOT_BYTES:
             self._record(self._slots[self._slot_index][1])
             self._slot_index, self._used = (self._slot_index + 1) % SLOTS, 0
-            self._slots[self._slot_index][1].synchronize()  # one that was never recorded is done
+            self._slots[self._slot_index][1].synchronize()  # an event that was never recorded counts as done
         return self._slots[self._slot_index][0]

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     work: int = 0
 
 
-#: Whose search: that of the type's own tree, or another.
+#: The encoder: that of the type's own project, or another.
 SEARCHES = ("", "ik", SYMMETRIC)
 
 

@@ -47,10 +47,10 @@ from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
 _REFUSED = "CUDA devices cannot encode rows of {} values as {}"
-#: Lanes of a block of threads; fewer where each needs more shared memory.
+#: Lanes of a block of threads; fewer if each needs more shared memory.
 _LANES = 128
 _FEWER_LANES = {"IQ2_K": 64, "Q6_0": 64}
-#: Of searches that leave levels behind: beside values and weights, they are as many in sub-blocks of 32.
+#: Searches that also store levels, which in sub-blocks of 32 take as much memory as values.
 _FEWER_LANES |= {f"{name}_IK": 64 for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS")}
 
 

@@ -18,10 +18,10 @@ from quantkit.kernels.cuda.encode import Rows
 from quantkit.kernels.formats import INTERLEAVED_ENCODERS
 from quantkit.types import BY_NAME, TensorType
 
-#: Types of single rows that are changed when they are encoded: the kernel, rows of a block of threads, whether with
-#: importance, too.
+#: Types of single rows that are changed after they are encoded: the kernel, rows of a block of threads, whether it also
+#: applies with importance.
 _CHANGED = {"Q2_K": ("write_ternary", 32, False), "IQ1_M_ROW": ("repeat_shifts", 4, True)}
-#: Those of which importances are looked at again: in sub-blocks of how many values.
+#: Types whose importances are checked a second time: number of values of the sub-blocks.
 GUARDED = {"IQ2_XXS": 32, "IQ2_XS": 16, "IQ2_S": 16, "IQ3_XXS": 32, "IQ3_S": 16, "Q6_0": 32}
 
 

@@ -1,7 +1,7 @@
-"""Conversion of rows of a file by a GPU: upload, decode, encode and download, on a stream of their own.
+"""Conversion of rows of a file by a GPU: upload, decode, encode and download, on a separate stream.
 
 A ``Slot`` has pinned memory for uploads and downloads, device memory, and a stream. All that happens to its rows
-happens in order on that stream, so nothing of one slot waits for another: while one computes, others copy in both
+happens in order on that stream, so slots do not wait for each other: while one computes, others copy in both
 directions. After filling ``source`` and calling ``start``, do not touch the pinned arrays until ``wait`` returns.
 
     not_finite    x flag n    flag: int32, becomes 1 if a value is NaN or infinite
@@ -38,11 +38,11 @@ from quantkit.units import round_up
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 
-#: Rows that are encoded together may have so many importances.
+#: Maximum number of different importances of rows that are encoded together.
 SEGMENTS = 64
 #: Elements of a block of threads (each.cuh), and the alignment of encoders' output.
 _PART, ALIGNED = 1024, 16
-#: Before the encoded rows: whether a value was not finite.
+#: Bytes before the encoded rows, with the flag for values that are not finite.
 HEAD = 256
 
 _F32 = BY_NAME["F32"]
@@ -60,7 +60,7 @@ class Stream(Device, Protocol):
     def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until everything is done, without keeping a CPU busy; ResourceError if something failed.
 
-        DeviceHangs after so many seconds, or if it is given up.
+        DeviceHangs after ``seconds``, or if it is given up.
         """
 
 
@@ -94,7 +94,7 @@ class RowConversion(NamedTuple):
         return SEGMENTS
 
     def memory(self, rows: int) -> SlotMemory:
-        """Return the memory for so many rows."""
+        """Return the memory for a number of rows."""
         return memory_for(self, rows)
 
 
@@ -147,12 +147,12 @@ class SlotMemory(NamedTuple):
         return self.source + self.importance + self.out + 4 * self.values + self.work
 
     def __or__(self, other: SlotMemory) -> SlotMemory:
-        """Return room for either."""
+        """Return the memory that suffices for either."""
         return SlotMemory(*map(max, self, other))
 
 
 def memory_for(form: RowConversion, rows: int) -> SlotMemory:
-    """Return the room that rows of a form need."""
+    """Return the memory that rows of a form need."""
     segments = min(SEGMENTS, rows)
     return SlotMemory(
         round_up(rows * form.source.row_bytes(form.n), 256),
@@ -178,34 +178,35 @@ def not_finite(n: int) -> Shape:
     return Shape(Kernel("encode/pipeline.cu", "not_finite"), (max(1, -(-n // _PART)), 1, 1))
 
 
-#: Held while a slot allocates: of two that each hold a part of the last free memory, both would fail.
+#: Held while a slot allocates: if two slots each got a part of the last free memory, both would fail.
 _ALLOCATION = Lock()
 
 
 class Slot:
     """Buffers of a batch of rows, on the host and the GPU, and its stream."""
 
-    def __init__(self, device: Stream, room: SlotMemory) -> None:
+    def __init__(self, device: Stream, memory: SlotMemory) -> None:
         """Allocate; raise ResourceError where the GPU, or CuPy's error where the host, has not enough memory."""
-        self.device, self.memory = device, room
+        self.device, self.memory = device, memory
         self._addresses: list[int] = []
-        #: The results: their places in ``_made``, and their bytes.
+        #: The results: their offsets in ``_made``, and their bytes.
         self._parts: list[tuple[int, int]] = []
         with _ALLOCATION:
             try:
-                self._allocate(room)
+                self._allocate(memory)
             except BaseException:
                 self.close()
                 raise
 
-    def _allocate(self, room: SlotMemory) -> None:
+    def _allocate(self, memory: SlotMemory) -> None:
         self._source, self._importance, self._x, self._work, self._out = (
-            self._allocated(nbytes) for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
+            self._allocated(nbytes)
+            for nbytes in (memory.source, memory.importance, 4 * memory.values, memory.work, memory.out)
         )
         #: Rows as stored in the file, contiguous.
-        self.source: U8 = self.device.host_array(room.source, np.uint8)
-        self._weights: F32 = self.device.host_array(room.importance // 4, np.float32)
-        self._download: U8 = self.device.host_array(room.out, np.uint8)
+        self.source: U8 = self.device.host_array(memory.source, np.uint8)
+        self._weights: F32 = self.device.host_array(memory.importance // 4, np.float32)
+        self._download: U8 = self.device.host_array(memory.out, np.uint8)
 
     def _allocated(self, nbytes: int) -> int:
         if not nbytes:
@@ -264,7 +265,7 @@ class Slot:
         """Return the bytes of each segment, valid until the next ``start``; None if a value is not finite.
 
         Raises:
-            DeviceHangs: they are not there after so many seconds, or ``given_up``.
+            DeviceHangs: they are not complete after ``seconds``, or ``given_up``.
             ResourceError: the GPU failed.
         """
         self.device.wait(seconds, given_up)
@@ -282,7 +283,7 @@ class Slot:
                 self.device.wait(seconds)
         except DeviceHangs:
             hangs = True
-        except Exception:  # it failed, and does nothing more
+        except Exception:  # it failed and does no further work
             pass
         if hangs:
             abandon(self, self.device, getattr(self.device, "owner", None))
@@ -294,11 +295,11 @@ class Slot:
 
 
 def largest(forms: Sequence[Conversion], rows: Callable[[Conversion], int]) -> SlotMemory:
-    """Return the memory for so many rows of each form."""
-    room = SlotMemory(0, 0, 0, 0, 0)
+    """Return the memory for ``rows`` of each form."""
+    memory = SlotMemory(0, 0, 0, 0, 0)
     for form in forms:
-        room = room | form.memory(rows(form))
-    return room
+        memory = memory | form.memory(rows(form))
+    return memory
 
 
 def kernels() -> Iterator[Kernel]:

@@ -19,9 +19,9 @@ from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up
 
-#: Survivors of a search.
+#: Number of survivors of a search.
 _SURVIVORS = 16
-#: Working memory of a launch, if rows are not that long: so many of them are searched at once.
+#: Working memory of a launch, which limits the rows that are searched at once (at least one).
 _WORK = 1 << 29
 
 

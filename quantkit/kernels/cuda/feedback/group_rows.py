@@ -1,4 +1,4 @@
-"""Tiles of types with a grid, but for sweeps over groups: group_rows.cu.
+"""Tiles of types with a grid, except in sweeps over groups: group_rows.cu.
 
     read_codes         bytes fields ... codes classes
     q_of_codes         codes q
@@ -30,7 +30,7 @@ from quantkit.kernels.levels import Levels
 Addresses = dict[str, int]
 
 _FILE = "feedback/group_rows.cu"
-#: Columns that a block of threads multiplies at once; parts of a tile that blocks of threads take.
+#: Columns that a block of threads multiplies at once; number of parts of a tile, one for each block of threads.
 _WIDE, _PARTS = 128, 16
 _KERNELS = (
     "read_codes",

@@ -39,15 +39,15 @@ from quantkit.types import TensorType
 Ints = npt.NDArray[np.int32]
 
 _FILE = "feedback/groups.cu"
-#: What search.cuh and group_sweeps.cuh count: lanes of a line, entries of a list, warps of a block of threads, columns
-#: that are visited together, lines of a table where roots are all there is; bytes of operands of products (tiles.cuh).
+#: Constants of search.cuh and group_sweeps.cuh: lanes of a line, entries of a list, warps of a block of threads,
+#: columns visited together, lines of a table without levels below the roots; bytes of operands of products (tiles.cuh).
 _LANES = 16
 _MOST = 64
 _WARPS = 8
 _BLOCK = 64
 _TABLE_LINES = 32
 _CHUNKS = 41984
-#: Shared memory that a block may have on every device that is known.
+#: Shared memory available to a block on every known device.
 _LEAST = 64 << 10
 
 
@@ -67,10 +67,10 @@ def _shared_bytes(t: TensorType, HELD: int, KEEPS_SQUARE: int) -> int:  # noqa: 
     codebook_tree = tree_of(t.name)
     grid, tree = codebook_tree.grid, codebook_tree.tree
     lines = grid.points_per_group * tree.root_lines if tree.heights else min(tree.root_lines, _TABLE_LINES)
-    room = 0 if tree.heights == 0 else 2 * _MOST + (HELD * _LANES if tree.heights > 1 else 0)
+    list_length = 0 if tree.heights == 0 else 2 * _MOST + (HELD * _LANES if tree.heights > 1 else 0)
     words = lines * _LANES * grid.size + (_BLOCK**2 if KEEPS_SQUARE else 4)
     words += (2 * _BLOCK + grid.columns) * ROWS + 4 * grid.columns**2
-    words += (2 * (4 + grid.points_per_group) + grid.points_per_group) * ROWS + 2 * _WARPS * (room + 1)
+    words += (2 * (4 + grid.points_per_group) + grid.points_per_group) * ROWS + 2 * _WARPS * (list_length + 1)
     return max(_CHUNKS, 4 * words)
 
 
@@ -95,7 +95,7 @@ def _order(grouping: Grouping, n: int) -> tuple[Ints, Ints]:
     return order, group_of
 
 
-# ---------------------------------------------------------------- a launch after the other
+# ---------------------------------------------------------------- the sequence of launches
 
 
 def group_lines(layout: Levels, n: int) -> dict[str, int]:
@@ -145,7 +145,7 @@ def group_launches(
         launches += [*group_rows.fit(fields, layout, rows, n, h, addresses), set_scales(), *descend]
     outputs = addresses | {"levels": addresses["q"]}
     if group_rows.has_codebooks(layout):
-        # A shift names a codebook, and does not raise levels: what is not 0 is one, also as a float.
+        # Here a shift selects a codebook and does not add to levels: any nonzero value, also as a float, is codebook 1.
         outputs["shift"] = addresses["classes"]
     launches += [
         set_scales(stored=True),

@@ -38,11 +38,12 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 
-#: Rows whose products are added in float32: where such sums end, so bits depend on it.
+#: Number of rows whose products are summed in float32; bits depend on it.
 ROWS_AT_ONCE = 256
-#: Rows that are factored or solved at a time, as the CPU does: its sums of what is solved backwards depend on it.
+#: Rows that are factored or solved at a time, as on the CPU: the sums of backward substitution depend on it.
 BLOCK = 64
-#: Threads of packing; columns of a strip; rows and columns of a product, and of what is mirrored; sums of a check.
+#: Threads for packing; columns of a strip; rows and columns of a tile of a product, and of a mirrored tile; sums of a
+#: check.
 _THREADS, _STRIP, _TILE, _MIRRORED, _PART = 256, 4, 64, 32, 1024
 #: Columns of a block of threads of ``solve_block``, and of ``arranged``.
 _SOLVED, _ARRANGED = 32, 256

@@ -50,7 +50,7 @@ class DeviceMetric:
     def close(self) -> None:
         """Give its memory back."""
         for address in self.owned:
-            with suppress(Exception):  # whatever became of the device
+            with suppress(Exception):  # even if the device has failed
                 self.device.free(address)
         self.owned.clear()
 
@@ -90,7 +90,7 @@ def upload(device: Device, metric: Metric) -> DeviceMetric:
         raise
 
 
-#: Rows that are sent at a time.
+#: Number of rows uploaded at a time.
 _ROWS = 2 * matrices.ROWS_AT_ONCE
 
 

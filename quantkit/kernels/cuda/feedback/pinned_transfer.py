@@ -13,12 +13,12 @@ import numpy.typing as npt
 from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
 from quantkit.kernels.cuda.encode.pipeline import Stream
 
-#: Bytes of pinned memory: enough that a piece takes longer than its start.
+#: Bytes of pinned memory, so large that the transfer of a piece takes longer than its launch.
 PIECE = 4 << 20
 
 
 class PinnedTransfer:
-    """A lane of a device with pinned memory of its own.
+    """A lane of a device with its own pinned memory.
 
     limit: the time limit in seconds for a number of multiply-adds of doubles; given_up: whether the device is given up.
     If the device hangs, DeviceHangs is raised, so that no thread waits for ever.
@@ -30,7 +30,7 @@ class PinnedTransfer:
         self.stream = lane
         self._limit = limit
         self._given_up = given_up
-        #: Memory comes from the device itself, not from one of its lanes, which would keep what they give back.
+        #: Memory comes from the device itself, not from its lanes, which would cache freed memory.
         self.device: Device = getattr(lane, "owner", lane)
         self._pinned = lane.host_array(PIECE, np.uint8)
 
@@ -55,7 +55,7 @@ class PinnedTransfer:
         return out
 
     def run(self, launches: Sequence[Launch], work: float = 0) -> None:
-        """Run launches of so many multiply-adds, and wait for them."""
+        """Run launches, wait for them, at most as long as their multiply-adds may take."""
         self.stream.run(launches)
         self.wait(work)
 
@@ -71,7 +71,7 @@ class PinnedTransfer:
             try:
                 yield memory
             finally:
-                self.wait()  # nothing is given back that it may still write to
+                self.wait()  # no memory is freed that the device may still write to
         except DeviceHangs:
             abandon(memory, self.device)
             raise
@@ -106,7 +106,7 @@ class Allocations:
         """Give memory back."""
         for address in addresses:
             self.owned.remove(address)
-            with suppress(Exception):  # whatever became of the device
+            with suppress(Exception):  # even if the device has failed
                 self._transfer.device.free(address)
 
     def release(self, addresses: Sequence[int]) -> list[int]:

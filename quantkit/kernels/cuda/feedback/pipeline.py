@@ -79,7 +79,7 @@ class FeedbackConversion(NamedTuple):
             _kernels_of(self, device)
 
     def memory(self, rows: int) -> SlotMemory:
-        """Return the memory for so many rows."""
+        """Return the memory for a number of rows."""
         nbytes, of_metric = rows * self.target.row_bytes(self.n), rows * self.n // self.columns
         out = HEAD + round_up(nbytes, ALIGNED) + 16 * of_metric
         values = 0 if self.source is _F32 else rows * self.n

@@ -20,7 +20,7 @@ from quantkit.kernels.cuda.feedback.tables import Tables
 from quantkit.kernels.levels import Bits, Levels
 
 _FILE = "feedback/rows.cu"
-#: Parts of a tile's bytes, or scales, that blocks of threads take.
+#: Number of parts of a tile's bytes, or scales, one for each block of threads.
 _PARTS = 16
 
 

@@ -27,7 +27,7 @@ _MOST = 64
 
 
 def tiles(rows: int) -> int:
-    """Return the number of tiles of so many rows."""
+    """Return the number of tiles for a number of rows."""
     return -(-rows // ROWS)
 
 

@@ -29,7 +29,7 @@ _KINDS = (
 )
 #: The numbers of functions.cuh, for the macro ACTIVATION.
 ACTIVATIONS = {kind: number for number, kind in enumerate(_KINDS)}
-#: Those that may gate: softplus stands in Activate only.
+#: Activations of a gate: softplus is only in Activate.
 GATES = tuple(kind for kind in ACTIVATIONS if kind != "softplus")
 
 

@@ -9,7 +9,7 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 NORM_KINDS = ("rms", "layer", "l2")
 ROPE_KINDS = ("normal", "neox")
 
-#: Groups that a block of threads takes: a warp to each.
+#: Groups per block of threads: one warp for each.
 _GROUPS = 8
 
 

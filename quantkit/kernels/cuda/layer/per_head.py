@@ -17,13 +17,13 @@ from typing import Any
 from quantkit.kernels.cuda.attention.cache import TYPES
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
-#: When a chain's norm is.
+#: Position of a chain's norm.
 NO_NORM, BEFORE, AFTER = range(3)
 
-#: Chains of a launch.
+#: Maximum number of chains of a launch.
 MAX_CHAINS = 6
 
-#: Columns of a piece at most: of a warp, whose block has four, and of a block.
+#: Maximum columns of a piece: for a warp, whose block has four, and for a block.
 MAX_OF_WARP, MAX_OF_BLOCK = 512, 8192
 
 #: Slots of an absent chain; a chain overrides some.

@@ -26,11 +26,11 @@ from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 FILE = "layer/recurrent.cu"
-#: The most taps of a convolution.
+#: Maximum number of taps of a convolution.
 TAPS = 16
-#: Rows of a head's state that lanes have registers for: the smallest that has room is taken.
+#: Numbers of rows of a head's state for which kernels are compiled: the smallest sufficient one is used.
 HEADS = (16, 32, 64, 128, 256)
-#: The same where rows have rates of their own in registers, too.
+#: The same if rows also have their own rates in registers.
 COLUMN_STATES = HEADS[:3]
 
 #: Columns of a block of threads.
@@ -70,8 +70,7 @@ def wkv(n_head: int, head: int) -> Shape:
 def _check(name: str, n: int, unit: str, most: int) -> None:
     if not 0 < n <= most:
         raise TypeNotSupported(
-            f"{name} {n} {unit} does not run on CUDA, where 1 to {most} are possible; run the model on the CPU "
-            "(--gpu-layers 0)",
+            f"{name} {n} {unit} is not supported on CUDA, only 1 to {most}; run the model on the CPU (--gpu-layers 0)",
             "QK-E306",
         )
 

@@ -18,7 +18,7 @@ from quantkit.kernels.cuda.layer.elementwise import over_rows
 from quantkit.kernels.parameters import MAX_EXPERTS, Routing
 
 FILE = "layer/route.cu"
-#: Threads of a block, a warp to a token; one warp if the experts leave shared memory for one token only.
+#: Threads of a block, one warp per token; a single warp if the experts leave shared memory for only one token.
 _THREADS, _FEW_THREADS = 128, 32
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.matmul import activations
 
-#: Columns of a row at most: what the registers of a block hold.
+#: Maximum columns of a row: the capacity of a block's registers.
 MAX_WIDTH = 12288
 
 #: Slots of a row epilogue that only copies x; others override some.
@@ -32,7 +32,7 @@ def row_epilogue(width: int, rows: int) -> Shape:
     while warps < min(units, 32):
         warps *= 2
     if units > 32:
-        warps = 16  # or registers would not do
+        warps = 16  # fewer would need too many registers
     kernel = Kernel("layer/row_epilogue.cu", "row_epilogue").bind(THREADS=32 * warps, UNITS=-(-units // warps))
     return Shape(kernel, (max(1, rows), 1, 1))
 

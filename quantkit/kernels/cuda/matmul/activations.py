@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.generated import Q8_UNIT
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
-#: Formats of activations besides f32; kernels/formats.py says which one a type of weights needs.
+#: Formats of activations besides f32; kernels/formats.py has that of each type of weights.
 KINDS = ("q8_0", "q8_1", "q8_2", "q8_k", "q8_kv", "q8_k64", "f16", "bf16")
-#: Those with scales of a row, which launches that have only parts of it cannot make.
+#: Formats with scales of a row, which launches with only a part of the row cannot compute.
 OF_ROWS = ("q8_kv", "q8_k64")
 
 

@@ -18,14 +18,14 @@ from quantkit.kernels.formats import FOLDED_TO_F16, format_of
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
 
-#: Types that are no blocks of levels, and what panel.cuh calls them.
+#: Types without blocks of levels, and their names in panel.cuh.
 FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
 
-#: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster. Of
-#: up to 32 tokens a large tile has 0.76 of the instructions of its four small ones (Q4_K, sm_90), if there are many.
+#: Below this number of large tiles, so much of a device is idle that small ones, which unpack four times as often, are
+#: faster. For up to 32 tokens, a large tile has 0.76 of the instructions of its four small ones (Q4_K, sm_90).
 _FEW_BLOCKS = 40
 _FEW_OF_32 = 8
-#: From one row of a tile in shared memory to the next.
+#: Distance of two rows of a tile in shared memory.
 _STRIDE = 144
 
 
@@ -52,8 +52,8 @@ def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capabili
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
     if blocks < (_FEW_BLOCKS if tokens > SMALL.tokens else _FEW_BLOCKS * _FEW_OF_32):
         return SMALL
-    room = shared_of_multiprocessor(capability)
-    fits = {tile: room // (shared_bytes(t, tile) + BLOCK_TAKES) for tile in (LARGE, MIDDLE)}
+    capacity = shared_of_multiprocessor(capability)
+    fits = {tile: capacity // (shared_bytes(t, tile) + BLOCK_TAKES) for tile in (LARGE, MIDDLE)}
     return next((tile for least in (2, 1) for tile in fits if fits[tile] >= least), SMALL)
 
 

@@ -16,11 +16,11 @@ from quantkit.kernels.formats import FORMATS, format_of
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
 
-#: Most rows of x.
+#: Maximum rows of x.
 MAX_ROWS = 8
 _WARPS = 4
-#: Warps that keep a large device busy, and those below which they get less to do each; with tiles, whose instructions
-#: hardly wait for each other, two and one a scheduler.
+#: Number of warps that keep a large device busy, and the number below which each gets fewer rows; with tiles, whose
+#: instructions are mostly independent, two per scheduler and one.
 _MANY_WARPS = 2112
 _FEW_WARPS = 1056
 _TWO_EACH = 990
@@ -49,7 +49,7 @@ def _lanes_of_warp(parts: int) -> int:
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return the number of rows of each of one or two matrices that a team computes at once, of one x."""
-    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
+    # As many as the registers hold; the fewer the bits, the more it matters that rows share the work on x.
     bits = 8 * t.block_bytes / t.block
     parts = format_of(t).blocks_per_lane
     fourfold = format_of(t).byte_replicated

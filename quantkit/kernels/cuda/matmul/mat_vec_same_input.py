@@ -20,7 +20,7 @@ from quantkit.kernels.formats import format_of
 from quantkit.kernels.parameters import Routing
 from quantkit.types import BY_NAME, TensorType
 
-#: Matrices of a launch.
+#: Maximum number of matrices of a launch.
 MAX_MATRICES = 4
 
 

@@ -39,7 +39,9 @@ def bucket_runs(n_expert: int, capability: int = 90) -> int:
     """
     runs = min(_WARPS, shared_of_block(capability) // (4 * n_expert) - 1)
     if runs < 1:
-        raise ResourceError(f"{n_expert} experts are more than this GPU can sort tokens by", "QK-E306")
+        raise ResourceError(
+            f"{n_expert} experts: this GPU has too little shared memory to sort tokens by expert", "QK-E306"
+        )
     return runs
 
 

@@ -24,7 +24,7 @@ def _shape(name: str, t: TensorType, n: int, rows: int, **macros: int) -> Shape:
 def dequantize(t: TensorType, n: int, rows: int, for_product: bool = False) -> Shape:
     """Return the kernel and grid that decode rows of n values: slots w, row_bytes, rows, n, out, out_stride, to.
 
-    to: what is written, its index in OUTPUTS. Values are those of quantkit.kernels.dequantize to the bit, or
+    to: the output type, an index in OUTPUTS. Values are those of quantkit.kernels.dequantize to the bit, or
     ``for_product`` those that products multiply (``Format.row_scale_gain``), then rounded. Rows of out are aligned to
     16 bytes (16-bit ones to 8), as far as the type is no plain float.
     """

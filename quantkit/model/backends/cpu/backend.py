@@ -80,7 +80,8 @@ class CPUProgram(Boundary):
         self._backend, self.limits = backend, limits
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
-        weak = weakref.WeakMethod(self._view)  # a cycle would keep a program, with its caches, until garbage collection
+        # a reference cycle would keep a program and its caches until garbage collection
+        weak = weakref.WeakMethod(self._view)
         report = weakref.WeakMethod(self._report)
         low = CPULowering(
             backend.source,
@@ -119,7 +120,7 @@ class CPUProgram(Boundary):
 
     def _advice(self, stage: Stage, advice: str) -> list[Entry]:
         """Return a step that advises the system to read, or drop, a stage's weights."""
-        number: int = getattr(mmap, advice, -1)  # -1: this system has no such advice
+        number: int = getattr(mmap, advice, -1)  # -1: not available on this system
         page_ranges = [pages(self._backend.source.data(name)) for name in stage.tensors]
         ranges = [part for part in page_ranges if part is not None]
 

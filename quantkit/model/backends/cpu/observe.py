@@ -45,7 +45,7 @@ def _sum_columns(b: CPULowering, op: ops.SumColumns) -> None:
             per=op.x.per,
             **common,
         )
-        entry.independent = True  # it only reads
+        entry.independent = True  # it has no outputs
         b.watched.append((op, bad, op.x.per))
         return
     plan = b.plan(op.ids, op.n_mat)

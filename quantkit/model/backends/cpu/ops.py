@@ -203,7 +203,7 @@ def _mul_mat(b: CPULowering, op: ops.MulMat) -> None:
 @LOWER.register(ops.MulMats)
 def _mul_mats(b: CPULowering, op: ops.MulMats) -> None:
     for weight in op.weights:
-        b.activations(op.x, weight)  # all before the first product: those do not wait for each other
+        b.activations(op.x, weight)  # all before the first product, so that products do not wait for each other
     thread_bytes = _scratch_of(op.weights)
     for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
         _multiply(b, out, op.x, weight, bias, scale, thread_bytes, independent=out is not op.outs[-1])

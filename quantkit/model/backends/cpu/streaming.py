@@ -54,7 +54,7 @@ def _by_weights(ops: Sequence[Op], first: int, end: int) -> list[Stage]:
 
 def _stage(ops: Sequence[Op], first: int, end: int) -> Stage:
     tensors = {m.tensor.name: m.tensor.nbytes for op in ops[first:end] for m in op.matrices()}
-    # Only the rows of the tokens are read of embeddings.
+    # Of embeddings, only the rows of the batch's tokens are read.
     rows = {m.tensor.name for op in ops[first:end] if isinstance(op, Embed) for m in op.matrices()}
     return Stage(first, end, tuple(tensors), sum(n for name, n in tensors.items() if name not in rows))
 

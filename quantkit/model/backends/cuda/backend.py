@@ -105,7 +105,7 @@ class CUDAProgram(Boundary):
         n = limits.n_ubatch
         self._staging: npt.NDArray[np.uint8] = np.zeros(_WORDS + 16 * n, np.uint8)
         self._block = self.device.allocate(self._staging.nbytes)
-        # Weak: a cycle would keep a program, with its caches, until Python collects garbage.
+        # Weak: a reference cycle would keep a program and its caches until garbage collection.
         view, upload = weakref.WeakMethod(self._view), weakref.WeakMethod(self._upload)
         backend.weights.place(ops)
         owned: list[tuple[int, int]] = [(self._block, self._staging.nbytes)]
@@ -200,7 +200,7 @@ class CUDAProgram(Boundary):
         if recording.replay is not None:
             recording.replay()
         elif len(recording.steps) == 1 and isinstance(recording.steps[0], list):
-            recording.replay = self.device.record(recording.steps[0])  # a second run suggests more
+            recording.replay = self.device.record(recording.steps[0])  # a second run suggests that more follow
         else:  # a CUDA graph cannot contain Python steps
             for step in recording.steps:
                 if isinstance(step, list):
@@ -257,7 +257,8 @@ class CUDAProgram(Boundary):
             raise ValueError(f"{value}: not computed yet")
         rows = self._batch.rows(value.outputs) * value.per
         size = rows * value.width
-        if value not in self._host or self._host[value].size < size:  # logits of a prompt are gigabytes, rarely read
+        # the logits of a prompt take gigabytes and are rarely read
+        if value not in self._host or self._host[value].size < size:
             self._host[value] = self.device.host_array(size, np.int32 if value.integer else np.float32)
         out = self._host[value][:size]
         if out.size:

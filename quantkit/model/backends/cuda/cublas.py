@@ -64,11 +64,15 @@ def multiply(
         device.gemm_bf16(rows, n_out, n_in, int(addresses["x"]), int(addresses["w"]), int(addresses["out"]))
 
     _emit_work(b, x, work, x=rounded, w=weight_bf16, out=result)
-    then: dict[str, Slot] = {"x": result, "out": result, "width": n_out}
+    epilogue_slots: dict[str, Slot] = {"x": result, "out": result, "width": n_out}
     if scale is not None:
-        _emit_many_rows(b, x, lambda rows: elementwise.multiply_by(n_out, rows), vector=b.vector(scale), n=1, **then)
+        _emit_many_rows(
+            b, x, lambda rows: elementwise.multiply_by(n_out, rows), vector=b.vector(scale), n=1, **epilogue_slots
+        )
     if bias is not None:
-        _emit_many_rows(b, x, lambda rows: elementwise.plus_vector(n_out, rows), vector=b.vector(bias), n=n_out, **then)
+        _emit_many_rows(
+            b, x, lambda rows: elementwise.plus_vector(n_out, rows), vector=b.vector(bias), n=n_out, **epilogue_slots
+        )
 
 
 def multiply_by_expert(
@@ -121,7 +125,7 @@ def _counts(b: CUDALowering, ids: Value, n_expert: int) -> ExpertCounts:
 
 
 class ExpertProducts:
-    """The products of all experts with pairs; their matrices are unpacked into one buffer in turns."""
+    """The products of all experts with pairs; their matrices are unpacked into one buffer, one after the other."""
 
     def __init__(self, device: Device, weight: Matrix, counts: ExpertCounts) -> None:
         self.device, self.counts = device, counts

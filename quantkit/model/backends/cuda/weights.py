@@ -50,7 +50,7 @@ class Weights:
         if tensor.name not in self._addresses:
             address = self.device.allocate(tensor.nbytes)
             self.device.upload(address, self.source.data(tensor))
-            if tensor.offset < 0:  # computed in memory, and not needed there any more
+            if tensor.offset < 0:  # computed in memory, where it is no longer needed
                 self.source.forget(tensor)
             self._addresses[tensor.name] = address
             self.nbytes += tensor.nbytes

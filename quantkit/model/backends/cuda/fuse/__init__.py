@@ -3,7 +3,7 @@
 A launch costs about as much as reading 10 MB of weights, and a layer has two dozen operations:
 
     MulMats        products of one input; MulMatsRoute: with the choice of experts by a router (same_input.py)
-    PerHead        work on each column or head by itself: rotary positions, norms of heads, activations, gates, keys
+    PerHead        work on single columns or heads: rotary positions, norms of heads, activations, gates, keys
                    and values into the cache (per_head.py)
     RowEpilogue    work on whole rows: experts summed, norm, sums, norm, and the format of the next weights
                    (row_epilogue.py)

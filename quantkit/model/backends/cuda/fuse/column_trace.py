@@ -1,4 +1,4 @@
-"""Tracing of a value's columns back through operations that move columns or work on each column or head by itself.
+"""Tracing of a value's columns back through operations that move columns or work on single columns or heads.
 
 A ColumnChain has the source of some columns, their steps and their destination; per_head.cu runs it.
 """
@@ -28,7 +28,7 @@ from quantkit.model.ops import (
     Value,
 )
 
-#: Operations that a trace goes through.
+#: Operations that a trace follows.
 PER_COLUMN = (Activate, Glu, Join, MultiplyBy, Norm, Repeat, Rope, ScaleByPosition, Take)
 
 #: The order of a chain's steps.
@@ -120,7 +120,7 @@ def _follow(def_use: DefUse, chain: ColumnChain) -> list[ColumnChain]:
         if isinstance(op, Join):
             split = _join(op, chain)
             return [chain] if split is None else [traced for half in split for traced in _follow(def_use, half)]
-        if isinstance(op, Repeat):  # its input has other rows: a chain starts there
+        if isinstance(op, Repeat):  # its input has other rows, so a chain starts here
             return [replace(chain, x=op.x, row_weights=op.weights, ops=(*chain.ops, op))]
         step = None if op is None else _STEPS.get(type(op))
         # Rows of another kind end a trace.

@@ -53,8 +53,8 @@ def _check(op: PerHead, experts: dict[Value, int]) -> None:
         cache_width = 0
         if target.cache is not None:
             cache_width = target.cache.k_width if target.keys else target.cache.v_width
-        room = [target.value.width] * target.plain + [cache_width] * (cache_width > 0)
-        valid = chain.columns.end <= chain.x.width and all(chain.out_columns.end <= width for width in room)
+        limits = [target.value.width] * target.plain + [cache_width] * (cache_width > 0)
+        valid = chain.columns.end <= chain.x.width and all(chain.out_columns.end <= width for width in limits)
         valid = valid and (chain.gate is None or chain.gate_columns.end <= chain.gate.width)
         fit(
             valid and 0 < n <= per_head.MAX_OF_BLOCK,
@@ -269,8 +269,8 @@ def _launch_groups(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
     while waiting:
         first, group = waiting[0], list[_Candidate]()
         for c in list(waiting):
-            room = sum(len(member.chains) for member in group) + len(c.chains) <= per_head.MAX_CHAINS
-            if c.rows == first.rows and c.ready < first.deadline and room:
+            has_space = sum(len(member.chains) for member in group) + len(c.chains) <= per_head.MAX_CHAINS
+            if c.rows == first.rows and c.ready < first.deadline and has_space:
                 group.append(c)
                 waiting.remove(c)
         groups.append(group)

@@ -71,7 +71,7 @@ def fuse_routes(ops: Sequence[Op], decisions: Decisions) -> list[Op]:
         elif def_use.defined_at[op.logits] in new:
             reason = "the router's product already selects among other experts"
         elif op.selected is not None:
-            reason = "the experts are given"
+            reason = "the experts are selected elsewhere"
         elif op.logits.width > MAX_ROUTED:
             reason = f"{op.logits.width} experts, more than {MAX_ROUTED}"
         if decisions.decide("route", op.layer, reason):
