@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[1]
 RULES = Path(__file__).parent / "prose.toml"
 DOCUMENTS = ("*.md", "docs/**/*.md")
 SOURCES = "quantkit/**/*.py"
-#: Code in Markdown, which is no prose: spans, addresses of links, HTML.
+#: Code in Markdown, which is not prose: spans, link targets, HTML.
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|<[^>\n]*>|https?://\S+")
 _FENCE = re.compile(r"\s*(```|~~~)")
-#: A comment of its own line, or behind code: two spaces are before it.
+#: A comment on its own line, or after code and two spaces.
 _COMMENT = re.compile(r"(?:^\s*|  )#:? (.*)")
-#: A sentence has two words; keys, names and patterns have none.
+#: A sentence has two words; keys, names and patterns do not.
 _WORDS = re.compile(r"[A-Za-z]{2,}[,;:]? +[A-Za-z(`'{-]")
 
 
@@ -158,7 +158,7 @@ def string_text(node: ast.Constant | ast.JoinedStr) -> str:
 
 
 def locate(place: str, text: str, node: ast.Constant | ast.JoinedStr, source: list[str]) -> Passage:
-    """Return a string literal as a passage whose lines are those of its pieces in the source."""
+    """Return a string literal as a passage, with the source lines of its pieces."""
     first, last = node.lineno, node.end_lineno or node.lineno
     starts, offset = [(0, first)], 0
     for number in range(first, last + 1):
@@ -214,7 +214,7 @@ def check_file(root: Path, path: Path, rules: list[Rule]) -> Iterator[Finding]:
 
 
 def files(root: Path) -> list[Path]:
-    """Return all files that have prose for users."""
+    """Return all files with prose."""
     return sorted({path for pattern in (*DOCUMENTS, SOURCES) for path in root.glob(pattern)})
 
 
