@@ -130,8 +130,8 @@ def has_driver() -> bool:
     return True
 
 
-#: On a card, where there may be one.
-CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
+#: On a GPU, where there may be one.
+GPUS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -186,7 +186,7 @@ def names_of(mark: pytest.Mark) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a card where there may be one."""
+    """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a GPU where there may be one."""
     everything = metafunc.config.getoption("--all-ptx")
     values = {"device": ["ptx"], "cuda_devices": list[str]()}
     if everything:
@@ -194,7 +194,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrized = {name for mark in metafunc.definition.iter_markers("parametrize") for name in names_of(mark)}
     for fixture, ptx in values.items():
         if fixture in metafunc.fixturenames and fixture not in parametrized:
-            metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
+            metafunc.parametrize(fixture, ["host", *ptx, *GPUS], indirect=True)
 
 
 #: The tests of ``-m quick``: one that runs it for each module of quantkit.
@@ -228,7 +228,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"no such tests: {missing}; scripts/choose_quick.py chooses others")
     if config.getoption("--all-ptx"):
         return
-    left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
+    left_out = {i for i in items if i.name.startswith("test_every_kernel_is_translated")}
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
 
@@ -310,7 +310,7 @@ MISSING = {
 
 
 def pytest_report_header() -> str:
-    return "CUDA kernels: on the host shim, as PTX" + (", on a card" if CARDS else "; no driver for a card is here")
+    return "CUDA kernels: on the host shim, as PTX" + (", on a GPU" if GPUS else "; no NVIDIA driver found")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -330,7 +330,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 
 def skip_unless_there(device: str) -> None:
-    """Skip a test whose device, the host shim or a card, cannot be had."""
+    """Skip a test whose device, the host shim or a GPU, cannot be had."""
     import host_device
 
     from quantkit.kernels.cuda.core.device import count_devices, why_none

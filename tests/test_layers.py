@@ -195,7 +195,7 @@ def test_imports_within_a_package(package: str) -> None:
         assert child_package not in rows or used <= rows[child_package], f"{name} imports {used - rows[child_package]}"
 
 
-def test_there_are_no_import_circles() -> None:
+def test_there_are_no_import_cycles() -> None:
     left = {name: {m for m in imported(name) if m != "quantkit" and not name.startswith(f"{m}.")} for name in MODULES}
     while free := [name for name, dependencies in left.items() if not dependencies & left.keys()]:
         for name in free:

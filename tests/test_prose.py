@@ -68,7 +68,7 @@ def findings(root: Path, rules: list[Rule]) -> Iterator[tuple[str, int]]:
         yield from ((finding.path, finding.line) for finding in check_file(root, path, rules))
 
 
-def test_phrases_are_found_where_they_are_written(planted: Path, rules: list[Rule]) -> None:
+def test_findings_have_the_right_lines(planted: Path, rules: list[Rule]) -> None:
     expected = {(name, line) for name, (_, lines) in PLANTED.items() for line in lines}
     assert set(findings(planted, rules)) == expected
 

@@ -142,13 +142,13 @@ def test_the_bytes_are_the_references(name: str, checkpoint: Path, in_f32: Calla
 
 
 @of_each(EXPECTED)
-def test_only_what_no_key_holds_is_said_to_be_lost(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_only_settings_without_a_key_are_reported_as_lost(name: str, checkpoint: Path, tmp_path: Path) -> None:
     notes = plan_convert(checkpoint, tmp_path / "x.gguf", None, options_of(checkpoints.describe(name))).notes
     assert checkpoints.settings_in(notes) == checkpoints.OMISSIONS.get(name, set())
 
 
 @pytest.mark.parametrize("checkpoint", [BLOCKS], indirect=True)
-def test_beside_blocks_that_are_kept_all_is_the_references(checkpoint: Path, in_f32: Callable[[], Path]) -> None:
+def test_with_kept_blocks_the_other_tensors_equal_the_references(checkpoint: Path, in_f32: Callable[[], Path]) -> None:
     assert checkpoints.digest(checkpoint) == EXPECTED[BLOCKS]["checkpoint"]
     expected = EXPECTED[BLOCKS]["f32"]["tensors"]
     sums = {expected[i : i + 8] for i in range(0, len(expected), 8)}
@@ -199,7 +199,7 @@ def last_logits(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("checkpoint", ["gpt-oss"], indirect=True)
-def test_gpt_oss_differs_by_whole_dimensions_alone(
+def test_gpt_oss_differs_only_by_rounded_yarn_dimensions(
     checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its yarn goes between dimensions that are no whole numbers (``truncate`` false); ggml's always are, and no key of
@@ -217,7 +217,7 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
 
 
 @pytest.mark.parametrize("checkpoint", ["mamba2"], indirect=True)
-def test_mamba2_differs_by_its_norm_alone(
+def test_mamba2_differs_only_by_its_norm(
     checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers norms the whole row; llama.cpp norms groups, as mamba_ssm does, whose models these are."""
@@ -244,7 +244,7 @@ def with_its_own_base(row: Arch) -> Arch:
     ],
     indirect=["checkpoint"],
 )
-def test_a_difference_is_of_one_number_alone(
+def test_a_known_difference_is_a_single_number(
     checkpoint: Path,
     name: str,
     arch: str,

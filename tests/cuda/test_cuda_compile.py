@@ -1,4 +1,4 @@
-"""Every kernel compiles for every generation of cards, down to machine code, and keeps its variables in registers."""
+"""Every kernel compiles for every generation of GPUs, down to machine code, and keeps its variables in registers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def modules(family: str) -> Iterator[tuple[Kernel, list[str]]]:
 
 
 def fits(kernel: Kernel, capability: int) -> bool:
-    """Tell whether a card runs a kernel: the 64 KiB of Turing hold no 64 keys of latent attention."""
+    """Tell whether a GPU runs a kernel: the 64 KiB of Turing hold no 64 keys of latent attention."""
     macros = dict(kernel.defines)
     return capability > 75 or (macros.get("HEAD_K"), macros.get("KEYS")) != ("576", "64")
 
@@ -119,7 +119,7 @@ def nvrtc_or_skip() -> Any:
         pytest.skip("no NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12")
 
 
-def test_some_family_yields_kernels_of_every_source() -> None:
+def test_every_source_has_kernels() -> None:
     sources = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu")}
     assert sources
     assert sources <= {kernel.file for family in FAMILIES for kernel in kernels(family)}
@@ -148,7 +148,7 @@ def test_every_type_compiles_for_turing(kernel: Kernel) -> None:
     assert f"'quantkit_{kernel.name}'" in compiled(kernel, CAPABILITIES[0])
 
 
-def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code_is_cached_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.cuda.core import compile as compiling
     from quantkit.kernels.cuda.layer.norms_rope import norm
 
@@ -178,17 +178,17 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch
         (87, (75, 80, 86), "compute_86"),
     ],
 )
-def test_a_card_newer_than_the_compiler(capability: int, targets: tuple[int, ...], target: str) -> None:
+def test_a_gpu_newer_than_the_compiler(capability: int, targets: tuple[int, ...], target: str) -> None:
     assert target_of(capability, targets) == target
 
 
-def test_a_card_too_old_for_the_compiler() -> None:
+def test_a_gpu_too_old_for_the_compiler() -> None:
     nvrtc_or_skip()
     with refuses(ResourceError, "QK-E411 NVRTC 7.0"):
         target_of(70, (75, 80))
 
 
-def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_generations_get_ptx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.cuda.core import compile as compiling
     from quantkit.kernels.cuda.layer.norms_rope import norm
 
@@ -206,7 +206,7 @@ def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.suffix for path in (tmp_path / "cuda").rglob("*.*")) == [".cubin", ".ptx"]
 
 
-def test_a_source_that_does_not_compile_says_where() -> None:
+def test_a_compilation_error_names_the_source() -> None:
     nvrtc_or_skip()
     with pytest.raises(RuntimeError, match=r"NO_SUCH_KIND.*undefined"):
         compile_module(Kernel("layer/norms.cu", "norm").bind(KIND="NO_SUCH_KIND"), 90)

@@ -71,7 +71,7 @@ def before_a_wall(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("t", "encoder_name"), ENCODERS, ids=str)
-def test_no_byte_too_many_is_read_or_written(t: TensorType, encoder_name: str) -> None:
+def test_encoders_stay_in_bounds(t: TensorType, encoder_name: str) -> None:
     """Batches that are not full end with the rows. A fault ends the process, and the run with this test's name."""
     n = 3 * t.block if t.is_quantized else 37
     x = awkward_rows(n, 2, 1e3)[:3]

@@ -56,7 +56,7 @@ def error(path: Path, peer: Libllama) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("preset", TYPES)
-def test_logits_are_as_near_as_llama_cpp_is_to_itself(tmp_path: Path, llama_bin: Path, preset: str) -> None:
+def test_logits_are_within_llama_cpps_own_spread(tmp_path: Path, llama_bin: Path, preset: str) -> None:
     path, errors = tmp_path / "model.gguf", {}
     for name in TEST_NAMES:
         quantkit.quantize(write_zoo(name, tmp_path / "f32.gguf"), path, preset, overwrite=True)

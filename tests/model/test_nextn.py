@@ -151,7 +151,7 @@ def test_a_resumed_run_and_one_without_a_bad_chunk_make_the_same_file(tmp_path: 
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
-def test_a_chunk_that_only_the_prediction_layer_cannot_take_is_left_out(tmp_path: Path) -> None:
+def test_a_chunk_that_fails_in_the_prediction_layer_is_skipped(tmp_path: Path) -> None:
     path, tokens = predicting(tmp_path / "model.gguf", "qwen35", has_head=True), tiny_models.ids(6 * N_CTX)
     tokens[tokens == 120] = 1
     tokens[3 * N_CTX + 5] = 120
@@ -180,7 +180,7 @@ def test_sums_are_those_of_llama_imatrix(arch: str, has_head: bool, tmp_path: Pa
 
 
 @pytest.mark.peer
-def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path, llama_bin: Path) -> None:
+def test_a_prediction_layer_in_a_separate_file(tmp_path: Path, llama_bin: Path) -> None:
     full = with_tokenizer(predicting(tmp_path / "plain.gguf", "qwen35", True), tmp_path / "whole.gguf")
     trunk, draft = alone(full, tmp_path / "t.gguf", trunk=True), alone(full, tmp_path / "d.gguf", trunk=False)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -226,7 +226,7 @@ def compare(actual: Any, expected: Any) -> None:
 # ---------------------------------------------------------------- what cannot be
 
 
-def test_what_is_no_known_prediction_layer_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_prediction_layer_is_refused(tmp_path: Path) -> None:
     path = predicting(tmp_path / "model.gguf", "qwen35", has_head=False)
     for changes, refusal in (
         ({"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 6}, "QK-E306 2"),
@@ -258,5 +258,5 @@ def test_a_model_without_one_gets_a_note(tmp_path: Path) -> None:
         imatrix(model, (), tmp_path / "p.gguf", tokens=tiny_models.ids(64), draft=model, options=options)
 
 
-def test_the_architectures_that_have_one_are_tried() -> None:
+def test_all_architectures_with_prediction_layers_are_tested() -> None:
     assert {name for name, arch in ARCHS.items() if arch.nextn} == set(FAMILIES)
