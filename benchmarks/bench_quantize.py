@@ -78,7 +78,7 @@ def quantkit_library(encoder_name: str | None) -> Library:
 
     return Library(
         "quantkit",
-        f"our kernels, --encoder {encoder_name}" if encoder_name else "our kernels",
+        f"quantkit's kernels, --encoder {encoder_name}" if encoder_name else "quantkit's kernels",
         lambda t: encoder(t, encoder_name),
     )
 

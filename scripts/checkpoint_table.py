@@ -148,7 +148,7 @@ _GRANITE: Json = {
 
 
 def _mtp(layer: int) -> dict[str, list[int]]:
-    """Return what a prediction layer has beside its layer (DeepSeek, GLM)."""
+    """Return the additional tensors of a prediction layer (DeepSeek, GLM)."""
     names = {"embed_tokens": [640, 256], "shared_head.head": [640, 256], "eh_proj": [256, 512], "enorm": [256]}
     names |= {"hnorm": [256], "shared_head.norm": [256]}
     return {f"model.layers.{layer}.{name}.weight": shape for name, shape in names.items()}

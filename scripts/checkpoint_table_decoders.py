@@ -113,7 +113,7 @@ def decoder(layers: dict[str, str], *, head: bool = True) -> dict[str, list[int]
 
 
 def ahead(layer: int) -> dict[str, list[int]]:
-    """Return what a layer that predicts more tokens has beside others."""
+    """Return the additional tensors of a prediction layer."""
     return of(f"model.layers.{layer}.", "eh_proj:64x128 enorm:64 hnorm:64")
 
 

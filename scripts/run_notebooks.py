@@ -111,7 +111,7 @@ def _differences(notebook: Any, fresh: Any) -> Iterator[str]:
 
 
 def _stale_files(page: Page) -> Iterator[str]:
-    """Yield the files of a page that are not what the notebook gives."""
+    """Yield the files of a page that differ from the notebook's output."""
     files = {f"{page.name}.md": page.text.encode(), **page.pictures}
     for path, data in files.items():
         if not (FOLDER / path).is_file() or (FOLDER / path).read_bytes() != data:

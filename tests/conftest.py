@@ -122,7 +122,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def has_driver() -> bool:
-    """Tell whether there is a CUDA driver, without waiting for CuPy."""
+    """Return whether a CUDA driver is installed, without importing CuPy."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -299,7 +299,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         session.shouldstop = session.shouldstop or f"worker {node.gateway.id} was killed: {error}"
 
 
-#: What a run says last of tests that were skipped, by a word of the reason.
+#: Final messages about skipped tests, by a word of the reason.
 MISSING = {
     "C++ compiler": "KERNELS FOR THE GPU WERE NOT TESTED",
     "NVRTC": "KERNELS FOR THE GPU WERE NOT TESTED",
@@ -315,7 +315,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Say loudly, last, what was not tested for want of a program or a library."""
+    """Print, at the end, what was not tested because a program or library is missing."""
     keep_seconds(terminalreporter)
     yield
     if terminalreporter.config.getoption("--ptx-counts"):

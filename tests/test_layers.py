@@ -162,7 +162,7 @@ MODULES = {dotted(p): p for p in sorted(ROOT.rglob("*.py"))}
 
 @cache
 def imported(name: str) -> set[str]:
-    """Return what a module imports of ours: modules, the longest names that are some."""
+    """Return the quantkit modules that a module imports, by their longest names."""
     return {m for m in imports(MODULES[name]) if m in MODULES} - {name}
 
 

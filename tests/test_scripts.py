@@ -275,7 +275,7 @@ def test_profile_of_the_engine_names_operations(tiny_moe: Path) -> None:
 
 
 def test_tensor_kinds_equal_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are stars, and kinds of one name are told apart."""
+    """Layer numbers are stars, and kinds with equal names are distinguished."""
     script = load("make_tensor_names", monkeypatch)
     kind = Enum("kind", ["TOKEN_EMBD", "FFN_NORM", "FFN_PRE_NORM", "ENC"])
     names = {

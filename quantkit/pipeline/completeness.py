@@ -21,7 +21,7 @@ def is_complete(plan: Plan) -> bool:
 
 
 def identifies_source(plan: Plan) -> bool:
-    """Return whether the header of a plan's output tells its source apart."""
+    """Return whether the header of a plan's output identifies its source."""
     return any(field.key.endswith(_FINGERPRINT) for field in plan.fields)
 
 

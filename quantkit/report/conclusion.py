@@ -11,7 +11,7 @@ from quantkit.report.data import File, Quality
 
 
 def closest_file(files: Sequence[File]) -> list[str]:
-    """Return the sentence on the file closest to the base; empty if intervals do not tell it apart."""
+    """Return the sentence on the file closest to the base; empty if intervals overlap."""
     intervals = _divergence_intervals(files)
     if not intervals:
         return []

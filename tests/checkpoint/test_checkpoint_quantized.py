@@ -109,7 +109,7 @@ def scales(*shape: int) -> Array:
 
 
 def powers(exponents: Array) -> Array:
-    """Return what E8M0 stands for."""
+    """Return the values of E8M0 codes."""
     return np.asarray(np.ldexp(F32(1), exponents.astype(int) - 127), F32)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are drawn the same everywhere, and what quantized ones store means what they say it does.
+"""Checkpoints are generated identically everywhere, and quantized ones decode to their weights.
 
 A forgotten step of CONTRIBUTING.md, "Add a class to `convert`", fails here.
 """

@@ -37,9 +37,9 @@ LOGITS = np.load(DATA / "convert-logits.npz")
 BOUND = 1e-5
 #: Converted as the reference does it, and refused by the engine as by llama.cpp: a bias of attention is missing.
 INCOMPLETE = {"pangu"}
-#: llama.cpp does not load what its converter makes of these, and says so.
+#: llama.cpp does not load its converter's output for these.
 REFUSED = {
-    "chameleon": "ggml_nelements",  # it dies of a vocabulary without its 8192 tokens of pictures
+    "chameleon": "ggml_nelements",  # it crashes on a vocabulary without its 8192 tokens of pictures
     "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
     "gpt2": "wrong shape",  # n_positions and n_ctx differ
     "exaone": "layer_norm_rms_epsilon",  # config.json says layer_norm_epsilon, and so does the file
@@ -60,7 +60,7 @@ REFUSED = {
 #: the others, and HY V4 turns neighbouring columns, where transformers pairs them over half a head. Baichuan of other
 #: than 32 layers does not turn columns at all.
 DIFFERENT_LOGITS = {"baichuan", "bamba", "hy-v4", "mamba2", "mellum"}
-#: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
+#: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers without a residual sum.
 TOLERANCES = {"gemma3n-deep": 1e-6}
 SPLITS: dict[str, dict[str, Any]] = {
     "bf16 by size": {"split_max_size": "2M"},
@@ -202,8 +202,8 @@ def last_logits(path: Path) -> Any:
 def test_gpt_oss_differs_only_by_rounded_yarn_dimensions(
     checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its yarn goes between dimensions that are no whole numbers (``truncate`` false); ggml's always are, and no key of
-    GGUF says otherwise."""
+    """Its yarn goes between dimensions that are not integers (``truncate`` false); ggml's always are, and GGUF has no
+    key for it."""
 
     def between(c: RopeConfig) -> tuple[float, float]:
         low, high = (math.log(c.n_ctx_orig / (beta * 2 * math.pi)) for beta in (c.beta_fast, c.beta_slow))

@@ -1,4 +1,4 @@
-"""Tokenizers that are exported give the ids of our own: of every pre-tokenizer that has a counterpart."""
+"""Exported tokenizers give the ids of quantkit's tokenizer, for every pre-tokenizer that has a counterpart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts() -> list[str]:
 
 
 def is_compared(name: str, text: str) -> bool:
-    """Tell whether llama.cpp splits a text as the original tokenizer does, whose pattern is exported."""
+    """Return whether llama.cpp splits a text like the original tokenizer, whose pattern is exported."""
     if text is TEXT:
         return True
     marks = any(unicodedata.category(c)[0] == "M" for c in text)

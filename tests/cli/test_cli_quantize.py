@@ -317,7 +317,7 @@ def test_partial_requant_writes_only_missing_shards(llama: Path, tmp_path: Path)
     plan = json.loads(run("--json", *command).stdout)
     assert plan["files"] == plan["tensors"] == []
     assert not list(tmp_path.glob("*.part"))
-    # Other metadata are no reason to make a file again; other tensors are one to stop.
+    # Different metadata do not cause a file to be written again; different tensors are an error.
     assert run("--no-provenance", *command).exit_code == 0
     shards[3].write_bytes(shards[2].read_bytes())
     refused = run(*command)

@@ -164,7 +164,7 @@ def test_json_to_a_file_keeps_the_text(folder: Path, tmp_path: Path) -> None:
     plain, dash, both = (run("inspect", model, *json) for json in (("--json",), ("--json", "-"), ("--json", file)))
     assert plain.stdout == dash.stdout == file.read_text()
     assert both.stdout == run("inspect", model).stdout
-    assert run("inspect", "--json", model).stdout == plain.stdout  # the model is no value of --json
+    assert run("inspect", "--json", model).stdout == plain.stdout  # the model is not the argument of --json
     repeated = run("inspect", model, "--json", file)
     assert repeated.exit_code == 1
     assert "QK-E402" in repeated.stderr

@@ -275,7 +275,7 @@ def test_scales_of_any_size(memory: Memory) -> None:
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("algorithm", [VECTOR, TILE])
 def test_cache_types(memory: Memory, kind: str, algorithm: int) -> None:
-    """Compared with what the cache holds: its rounding is no error of attention."""
+    """The reference uses the rounded values of the cache, because rounding is not an error of attention."""
     Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], algorithm=algorithm)
 
 

@@ -41,9 +41,9 @@ SHARED_MODULES = (
     Kernel(test_cuda_dot_forms.ALL, "dot_forms_all"),
 )
 
-#: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
-#: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
-#: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
+#: Bytes of registers that a family's kernels may spill. mat_mat: 128 registers, so that two blocks run at once;
+#: a few values that do not change are spilled across its loop, and none within the inner ones. attention: q of long
+#: heads lies in registers, too; almost nothing is spilled in the loop over keys. mat_vec: a word, for 8 columns.
 #: feedback: what changes once for some columns, so that three blocks run at once; groups: some of the losses of 64
 #: lines of roots, which are read once, so that two do. trellis: two words, before sm_90, but of IQ3_KT.
 PUT_ASIDE = {
@@ -60,7 +60,7 @@ PUT_ASIDE = {
 REDUCES_ANGLES = {"rope_table"}
 
 
-#: Kernels, one of each module, and the names of all that are wanted of it.
+#: Kernels, one of each module, with the names of all kernels needed from it.
 Modules = list[tuple[Kernel, list[str]]]
 
 
@@ -79,7 +79,7 @@ def modules(family: str) -> Iterator[tuple[Kernel, list[str]]]:
 
 
 def fits(kernel: Kernel, capability: int) -> bool:
-    """Tell whether a GPU runs a kernel: the 64 KiB of Turing hold no 64 keys of latent attention."""
+    """Return whether a GPU runs a kernel: 64 keys of latent attention do not fit the 64 KiB of Turing."""
     macros = dict(kernel.defines)
     return capability > 75 or (macros.get("HEAD_K"), macros.get("KEYS")) != ("576", "64")
 

@@ -183,7 +183,7 @@ def test_declared_shared_memory_counts(cupy: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_concurrent_loads_load_once(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel may ask for the most that one of them does, whoever is the last to say so."""
+    """Each kernel may use the largest requested shared memory, independent of the order of requests."""
     device = CUDADevice(0)
     a = device.allocate(256)
     doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
@@ -235,7 +235,7 @@ def test_a_full_device_is_an_error(cupy: Any) -> None:
 
 
 def test_a_gpu_error_has_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked of it next raises what went wrong before."""
+    """The next operation raises the error before."""
     device, array = CUDADevice(0), np.zeros(4, np.float32)
     a = device.allocate(array.nbytes)
 
@@ -318,7 +318,7 @@ def test_missing_devices_are_refused(cupy: Any) -> None:
 
 
 def test_a_whole_model_through_cupy_on_two_gpus(cupy: Any, tmp_path: Path) -> None:
-    """The first GPU goes on with the next tokens before the second has copied what these became on the first."""
+    """The first GPU computes the next tokens before the second has copied its previous results."""
     from libllama import nmse
     from quantkit.model.engine import load
     from quantkit.model.placement import cuda_devices, placement_of

@@ -153,7 +153,7 @@ def watched(graph: Graph, values: set[str]) -> Graph:
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "bailingmoe2-moe", "deepseek2-moe", "qwen3next-moe"])
 def test_observed_values_are_available(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
-    """Whatever part of the values somebody sees, they and the logits are those of a run in which all are seen."""
+    """For any subset of observed values, they and the logits equal those of a run that observes all."""
     tokens, values = expected(name)[0][:4], list[Value]()
 
     def collect(graph: Graph) -> Graph:

@@ -398,7 +398,7 @@ def test_every_switch_changes_the_launches(zoo: Zoo, monkeypatch: pytest.MonkeyP
     assert len(nothing) > len(single_launches) > len(no_qkv)
 
 
-# ---------------------------------------------------------------- what a batch costs before its launches
+# ---------------------------------------------------------------- cost of a batch before its launches
 
 
 class NotedDevice(NullDevice):
@@ -466,7 +466,7 @@ def test_no_kernel_is_compiled_during_generation(zoo: Zoo, monkeypatch: pytest.M
 
 
 def test_logits_allocate_pinned_memory_when_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every row of a prompt, of which the last alone is wanted."""
+    """Not for every row of a prompt, because only the last is needed."""
     device = NotedDevice()
     with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=64) as model:
         session, n = model.session(4096), model.n_vocab

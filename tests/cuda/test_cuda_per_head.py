@@ -157,7 +157,7 @@ def test_gated_norms_with_a_format(memory: Memory, form: str, group: int, width:
 
 @pytest.mark.parametrize("kind", [kind for kind in glu.ACTIVATIONS if kind != "swiglu_oai"])
 def test_vectors_and_activations(memory: Memory, kind: str) -> None:
-    """What a delta net makes of its rates; the position scales the other part, whose heads are rows of a format."""
+    """The rates of a delta net; the position scales the other part, whose heads are rows of a format."""
     width, kernels, rng = 300, OneByOne(memory), np.random.default_rng(6)
     x, y = (memory.put(3 * rng.standard_normal((ROWS, width)).astype(f32)) for _ in range(2))
     addend, times = (memory.put(rng.standard_normal(n).astype(f32)) for n in (300, 100))

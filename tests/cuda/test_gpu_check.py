@@ -207,7 +207,7 @@ def test_a_crash_or_hang_fails_only_one_check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [1, 7])
 def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path, code: int) -> None:
-    """Nor started for ever; 1 is what Python ends with after a traceback."""
+    """Processes are not restarted forever; 1 is what Python ends with after a traceback."""
     from gpu import run as gpu_run
 
     out = tmp_path / "out.md"
@@ -388,7 +388,7 @@ def test_a_long_compilation_reports_progress(tmp_path: Path) -> None:
 
 
 def test_a_growing_file_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 18 GB takes minutes on a slow disk; one that stands still shows nothing."""
+    """Writing a model of 18 GB takes minutes on a slow disk; a stalled write reports no progress."""
     from gpu.run import Run
 
     run, path, lines = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ()), tmp_path / "model", list[str]()

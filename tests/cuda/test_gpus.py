@@ -144,7 +144,7 @@ def on_gpus(
 
 
 def is_same(result: QuantizeResult, expected: QuantizeResult) -> bool:
-    """Tell whether two files have the same bytes; their names are no part of them."""
+    """Return whether two results have files with the same bytes; names are ignored."""
     return result.paths[0].read_bytes() == expected.paths[0].read_bytes()
 
 
@@ -246,7 +246,7 @@ def test_a_hung_gpu_is_abandoned(
     names: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever waited for it, or gave its memory back, would wait for ever: nobody does."""
+    """Waiting for a hung GPU, or freeing its memory, would never end: neither is done."""
     monkeypatch.setattr(batch, "PATIENCE", 0.3)
     monkeypatch.setattr(batch, "SLOWEST", 1e9)
     two_gpus.hangs[1] = 40
@@ -277,7 +277,7 @@ def test_a_gpu_without_memory(
     n_failed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody else takes what was free a moment ago: fewer slots do, or none."""
+    """Another process allocates the free memory: fewer slots are used, or none."""
     rules = replace(RULES, tensor_type=tuple(rule.replace("IQ3_S", "Q4_K") for rule in RULES.tensor_type))
     expected = quantize(source, tmp_path / "cpu.gguf", "Q8_0", rules)
     monkeypatch.setattr(cards, "VRAM_SHARE", 1000.0)

@@ -106,13 +106,13 @@ def report_of(result: QuantizeResult) -> FeedbackReport | None:
 
 
 def is_same(result: QuantizeResult, expected: QuantizeResult) -> bool:
-    """Tell whether two files have the same bytes, and runs the same figures."""
+    """Return whether two results have the same bytes and figures."""
     assert report_of(result) == report_of(expected)
     return result.paths[0].read_bytes() == expected.paths[0].read_bytes()
 
 
 def test_the_file_is_the_cpus(source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path) -> None:
-    """Also what the cache takes from GPUs."""
+    """Also for entries that the cache gets from GPUs."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
     result, notes = on_gpus(source, out, rules(cov), measure_error=True, verify=6, cache=cache)
     assert is_same(result, expected)
@@ -125,7 +125,7 @@ def test_the_file_is_the_cpus(source: Path, cov: Path, expected: QuantizeResult,
 
 
 def test_an_invalid_covariance_is_an_error(source: Path, cov: Path, tmp_path: Path) -> None:
-    """And values that are not finite: what the CPU says, and nothing else."""
+    """Nonfinite values give the CPU's error, and no other."""
     path = tmp_path / "broken.gguf"
     path.write_bytes(cov.read_bytes())
     (tmp_path / IMATRIX).write_bytes(cov.with_name(IMATRIX).read_bytes())

@@ -1,4 +1,4 @@
-"""PTX on the CPU (tests/ptx): instructions mean what the PTX ISA says, and what is not known is an error.
+"""PTX on the CPU (tests/ptx): instructions follow the PTX ISA, and unknown ones are an error.
 
 The families' own tests run on it as well, for sm_90 (`device` of conftest.py), and what sm_75 has of its own: smaller
 mma, copies without cp.async. Every opcode and every statement of inline assembly is run so. Left to `--all-ptx`: two of
@@ -243,7 +243,7 @@ def dot2_unsigned(a: int, b: int, c: int) -> int:
     return (c + sum((a >> 16 * i & 65535) * (b >> 8 * i & 255) for i in range(2))) & M32
 
 
-#: Instructions of 32-bit registers a, b, c (%r1 to %r3, of which d is %r4) and what they make of them; None: anything.
+#: Instructions of 32-bit registers a, b, c (%r1 to %r3, of which d is %r4) and their results; None: anything.
 MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "prmt.b32 %r4, %r1, %r2, %r3;": prmt,
     "dp4a.s32.s32 %r4, %r1, %r2, %r3;": dot4,

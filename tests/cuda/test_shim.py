@@ -74,14 +74,14 @@ def test_invalid_kernels_abort_with_a_message(tmp_path: Path, mistake: str) -> N
 
 
 def outputs(tmp_path: Path, body: str, orders: Sequence[int] = range(8)) -> set[str]:
-    """Return what a kernel makes in some orders."""
+    """Return the results of a kernel in several orders."""
     process = run(tmp_path, body, orders)
     assert process.returncode == 0, process.stderr
     return set(process.stdout.splitlines())
 
 
 def test_a_missing_barrier_changes_the_result_between_orders(tmp_path: Path) -> None:
-    """Also one between warps that go on by turns as long as they wait for their own lanes."""
+    """Also one between warps that alternate as long as they wait for their own lanes."""
     body = "__shared__ float s[64]; s[threadIdx.x] = a.x[threadIdx.x];{}a.x[threadIdx.x] = s[63 - threadIdx.x];"
     assert len(outputs(tmp_path, body.format("__syncthreads();"))) == 1
     assert len(outputs(tmp_path, body.format(""), (0, 1))) == 2

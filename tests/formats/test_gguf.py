@@ -629,7 +629,7 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path: Path) -> None:
 
 
 def assert_laid_out_again(path: Path) -> None:
-    """Laying out what a file holds must give its header and offsets, bit for bit."""
+    """The layout of a file's content must give its header and offsets, bit for bit."""
     with open_gguf(path) as file:
         given_tensors = [(t.name, t.shape, t.type) for t in file.tensors.values()]
         layout = layout_gguf(file.fields.values(), given_tensors, version=file.version)
@@ -743,7 +743,7 @@ def test_ik_quantize_output_keeps_its_layout(kind: str, ik_bin: Path, tiny_moe: 
 
 @pytest.mark.peer
 def test_shards_of_llama_gguf_split(llama_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
-    """Their shards open as the whole model, and they merge shards of ours."""
+    """llama-gguf-split's shards open as one model, and it merges quantkit's shards."""
     run(llama_bin, "llama-gguf-split", "--split", "--split-max-tensors", "20", tiny_moe, tmp_path / "theirs")
     with open_gguf(tiny_moe) as full, open_gguf(split_path(tmp_path / "theirs", 1, 3)) as parts:
         assert list(parts.tensors) == list(full.tensors)

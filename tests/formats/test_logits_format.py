@@ -1,4 +1,4 @@
-"""Files of base logits: llama.cpp's and ours, byte for byte, there and back, and broken in every way."""
+"""Files of base logits: llama.cpp's and quantkit's, byte for byte, round trips, and damaged files."""
 
 from __future__ import annotations
 

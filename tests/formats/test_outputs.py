@@ -1,4 +1,4 @@
-"""What every command keeps to about its files: nothing destroyed, nothing half done, nobody kept waiting for ever."""
+"""What every command keeps to about its files: nothing destroyed, no partial results, no endless waits."""
 
 from __future__ import annotations
 

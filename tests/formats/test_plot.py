@@ -32,7 +32,7 @@ AWKWARD = Figure(
 
 
 def texts(svg: bytes) -> list[str]:
-    """Return what is written, which matplotlib also says in comments."""
+    """Return the texts of a plot, which matplotlib repeats in comments."""
     ElementTree.fromstring(svg)
     return re.findall("<!-- (.*?) -->", svg.decode())
 

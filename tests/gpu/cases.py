@@ -208,7 +208,7 @@ BOUND_MODEL = 2e-3
 
 
 def nmse(actual: Any, expected: Any) -> float:
-    """Return the mean squared error, divided by the mean square of what is wanted."""
+    """Return the mean squared error, divided by the mean square of the expected values."""
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.square(a - b).mean() / np.square(b).mean())
 

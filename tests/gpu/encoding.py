@@ -79,7 +79,7 @@ class Case:
 
 
 def weightings(t: TensorType) -> list[bool]:
-    """Return how a type is encoded: without importance, with, or both."""
+    """Return the modes in which a type is encoded: without importance, with, or both."""
     return [*([] if t.imatrix == "required" else [False]), *([True] if weighs(t) else [])]
 
 
@@ -166,7 +166,9 @@ def goldens(run: Run) -> None:
     def of_type(name: str) -> None:
         for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
             t = BY_NAME[name]
-            if key in golden and t.family != "trellis" and t.in_files:  # not a search of our own, nor four rows at once
+            if (
+                key in golden and t.family != "trellis" and t.in_files
+            ):  # not quantkit's own search, nor four rows at once
                 actual = cases.encode(the_gpu().device, t, golden["x"], importance)
                 if run.check(f"encoding: {key}, bytes that differ", float((actual != golden[key].ravel()).sum()), 0):
                     right.append(key)
@@ -287,12 +289,12 @@ class _NoteObserver:
 
 
 def is_first(run: Run, step: str) -> bool:
-    """Tell whether the part of a step that has been begun is its first one, of all processes."""
+    """Return whether the current part of a step is its first one, over all processes."""
     return sum(key.startswith(f"{step}: ") for key in run.started_steps) == 1
 
 
 def machine() -> str:
-    """Return what quantizes files."""
+    """Return the function that quantizes files."""
     return f"{devices.count_devices()} cards, {available_cpus()} CPUs"
 
 
@@ -337,7 +339,7 @@ def _copied(source: Path) -> float:
 
 
 def _bytes_that_differ(one: Path, second: Path) -> float:
-    """Return how many bytes of two files differ; inf if one is longer."""
+    """Return the number of differing bytes of two files; inf if one is longer."""
     if one.stat().st_size != second.stat().st_size:
         return math.inf
     a, b = (np.memmap(path, np.uint8, "r") for path in (one, second))
@@ -418,7 +420,7 @@ def cores(run: Run) -> None:
 
 
 def _of_core(t: TensorType, x: Floats, importance: Floats | None) -> float:
-    """Return how many millions of weights a second one thread encodes, the best of three times a fifth of a second."""
+    """Return the speed of one thread in millions of weights per second, the best of three runs of 0.2 seconds."""
     from quantkit.kernels.cpu.encode import encoder
 
     encode = encoder(t)

@@ -56,7 +56,7 @@ def _metric(n: int, grouping: Grouping | None) -> Any:
 
 
 def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions: int = 0) -> tuple[Rounded, float]:
-    """Return what a GPU makes of the reference's bytes of rows, and the seconds it takes, if they are measured."""
+    """Return a GPU's error feedback on the reference's bytes of rows, and the seconds, if they are measured."""
     from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cpu.feedback.rounding import Rounded
     from quantkit.kernels.cuda.feedback.metric import upload

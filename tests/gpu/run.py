@@ -2,7 +2,7 @@
 
 A kernel that reads where it may not leaves its process without a GPU, and one that never ends without hope. So one
 process does the work and notes each part as it begins it; another one looks on, ends it when it is lost or has not
-moved for long, says at which part, and starts the next one, which goes on with what has not been begun.
+moved for long, says at which part, and starts the next one, which continues with the remaining parts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Run:
         self.file.flush()
 
     def fail(self, label: str) -> None:
-        """Say that something is wrong."""
+        """Record a failure."""
         self.n_failed += 1
         self.say(f"{FAIL_MARK} {label}")
 
@@ -126,7 +126,7 @@ class Run:
             file.write(line + "\n")
 
     def _broke(self, label: str, why: Exception) -> None:
-        """Say so; another process goes on if there is no GPU any more."""
+        """Record a failure; another process continues if the GPU is lost."""
         self.fail(f"{label} broke: {type(why).__name__}: {why}")
         self.say("".join(traceback.format_exception(why, limit=8)).rstrip())
         if not gpu_answers():
@@ -134,7 +134,7 @@ class Run:
             raise SystemExit(EXIT_LOST) from None
 
     def lacks_numba(self, label: str) -> bool:
-        """Tell whether the CPU's kernels cannot be run here, and say, once, what is not run without them."""
+        """Return whether the CPU's kernels cannot run here, and print once which checks are skipped."""
         why = why_no_numba()
         if why is not None and f"{label}: {why}" not in self.started_steps:
             self.started_steps.add(f"{label}: {why}")

@@ -224,7 +224,7 @@ NO_BIAS = {
 
 
 def vec_shapes(t: TensorType) -> list[Shape]:
-    """Return how to multiply large matrices, by tokens, and small ones, alone and as up and gate."""
+    """Return the shapes of large products, by tokens, and of small ones, alone and as up and gate."""
     n_in, n_out = SIZES.n_in, SIZES.matrix_bytes // t.row_bytes(SIZES.n_in)
     large = [mat_vec.mul_mat(t, n_in, n_out, rows) for rows in SIZES.token_counts]
     return [*large, mat_vec.mul_mat(t, n_in, SIZES.dense), mat_vec.up_gate(t, SILU, n_in, SIZES.dense)]
@@ -318,7 +318,7 @@ def mat_mat_speed(run: Run) -> None:
 
 
 def _of_gemm(tflops: float) -> str:
-    """Say a rate, and which share it is of the GEMM's."""
+    """Print a rate, and its share of the GEMM's."""
     if math.isnan(tflops):
         return "no cuBLAS"
     return f"{tflops:.0f} ({tflops / the_gpu().gemm_tflops:.0%})" if has_cublas() else f"{tflops:.0f}"
@@ -402,7 +402,7 @@ def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[li
 
 
 def _turns(rows: int, turns: int) -> int:
-    """Return how often to lay out what so many tokens read, so that caches do not hold it: once for many tokens."""
+    """Return the number of copies of the data that tokens read, to exceed the caches: one for many tokens."""
     return turns if rows <= 8 else 1
 
 
@@ -621,7 +621,7 @@ def write_moe(path: Path, matrix: str, router: str) -> Path:
 
 @cache
 def _layers(folder: Path) -> int:
-    """Return how many layers there is room for, on the GPU and in the folder: all of them, or fewer."""
+    """Return the number of layers that fit the GPU and the folder."""
     room: int = min(the_gpu().device.bytes_free(), shutil.disk_usage(folder).free)
     of_layer = 3 * SIZES.experts * SIZES.expert_in * SIZES.expert_out * 5 // 8
     return max(1, min(SIZES.layers, (room - _NOT_LAYERS) // of_layer))

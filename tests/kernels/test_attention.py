@@ -97,7 +97,7 @@ class Model:
         return self.out[:n].copy()
 
     def cells(self, part: str, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """What the cache holds of some cells, float64 [cells, n_head_kv, head]."""
+        """Return the decoded cells of a cache, float64 [cells, n_head_kv, head]."""
         case = self.case
         data, t = (self.k_cache, self.k_type) if part == "k" else (self.v_cache, self.v_type)
         head = case.head_k if part == "k" else case.head_v
@@ -177,7 +177,7 @@ CACHES += [(n, t) for n in ("selected", "selected_few") for t in ("F16 F16", "Q8
 
 @pytest.mark.parametrize(("name", "types"), [*CACHES, ("odd", "F16 F16")])
 def test_cache_types(name: str, types: str) -> None:
-    """Compared with what the cache holds: its rounding is no error of attention."""
+    """The reference uses the rounded values of the cache, because rounding is not an error of attention."""
     case = {
         "features": replace(FEATURES["all"], head_k=96),
         "mla": Case(16, 1, 96, 64, mla=True),
@@ -232,7 +232,7 @@ def test_sequences_in_one_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("n", [3, 40])
 def test_whole_sequences(n: int) -> None:
-    """Every token sees as much as the last of its sequence; of two, by turns."""
+    """Every token sees as much as the last of its sequence; of two, alternately."""
     case = Case(4, 2, 32, 32, mask="whole")
     model = Model(case, 2, 128)
     sequences, positions = np.arange(2 * n) % 2, np.arange(2 * n) // 2

@@ -182,7 +182,7 @@ def test_the_metadata_select_delta_net_layers(changes: dict[str, Any], expected:
 def test_every_mutation_changes_the_logits(
     wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above could overlook if it did not matter; without tiled heads another tensor is wanted."""
+    """Each mutation must matter, or the tests above could miss it; without tiled heads another tensor is required."""
     path, tokens = qwen(tmp_path / "model.gguf", "qwen35moe"), tiny_models.ids(24)
     right = tiny_models.logits(path, tokens)
     monkeypatch.setitem(table.ARCHS, "qwen35moe", replace(table.ARCHS["qwen35moe"], **wrong))

@@ -1,4 +1,4 @@
-"""Decoders: bit for bit PyPI gguf's, llama.cpp's and our own reference's, for every type and any memory layout."""
+"""Decoders: bit for bit PyPI gguf's, llama.cpp's and quantkit's reference, for every type and any memory layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_bits(actual, expected):
 
 
 def by_gguf(t, data):
-    """Return what PyPI gguf decodes, or None if this version of it cannot."""
+    """Return PyPI gguf's decoded values, or None if this version cannot decode the type."""
     try:
         return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(t.id))
     except (NotImplementedError, ValueError):
@@ -240,7 +240,7 @@ def unpack(unpack_units, data):
 
 
 def contract(t):
-    """Return what types of a family have in common, to whom unpackers hand levels and scales in the same way."""
+    """Return the layout shared by types of a family, whose unpackers return levels and scales alike."""
     record = format_of(t)
     return t.family, t.block, t.row_header > 0, record.span, record.mins, record.signed
 

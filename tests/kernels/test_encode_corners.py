@@ -43,7 +43,7 @@ def test_nan_has_ggmls_bits() -> None:
         assert out[0, 16:].tolist() == out[0, :4].tolist(), "the last, partial vector differs from a full one"
 
 
-# ---------------------------------------------------------------- what a block holds
+# ---------------------------------------------------------------- blocks
 
 
 @pytest.mark.parametrize(("name", "level"), [("Q4_0", 8), ("Q5_0", 16)])

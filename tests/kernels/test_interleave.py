@@ -203,7 +203,8 @@ def test_which_types_repack() -> None:
 
 
 def test_converted_formats() -> None:
-    """IQ1_S_R4 holds what IQ1_S can, IQ1_M_R4 what no other type does; neither holds what IQ1_S and IQ1_M do."""
+    """IQ1_S can represent the values of IQ1_S_R4; no other type those of IQ1_M_R4; and neither those of IQ1_S and
+    IQ1_M."""
     s, m, s_r4, m_r4 = (BY_NAME[name] for name in ("IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ1_M_R4"))
     assert (plain_of(s_r4), plain_of(m_r4)) == (s, None)
     assert repacks(s_r4, s)

@@ -164,7 +164,7 @@ def test_planted_folders_and_links_are_not_used(places: Path, monkeypatch: pytes
     assert "evil" not in str(cache_folder("kernels", "1").resolve())
     module._safe_folder.cache_clear()
     (places / "home/.cache").unlink()
-    monkeypatch.setattr(module.os, "getuid", lambda: 12345)  # all that is there belongs to somebody else
+    monkeypatch.setattr(module.os, "getuid", lambda: 12345)  # all files belong to another user
     assert not cache_folder("kernels", "1").is_relative_to(places / "home")
 
 

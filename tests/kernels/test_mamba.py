@@ -153,7 +153,7 @@ def test_the_cpu_gives_the_references_logits(variant: str, fusion: Fusion, tmp_p
 
 
 def test_batches_and_sequences_do_not_matter_on_the_cpu(tmp_path: Path) -> None:
-    """Prompts, single tokens, two sequences by turns, and one that begins anew."""
+    """Prompts, single tokens, two alternating sequences, and a restarted one."""
     path, first, second = hybrid(tmp_path / "model.gguf"), tiny_models.ids(24), tiny_models.ids(24, 2)
     with load(path, kv_type="f32", threads=2) as model:
         expected, session = [model.forward(tokens) for tokens in (first, second)], model.session(64, n_seq=2)

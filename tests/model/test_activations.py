@@ -111,7 +111,7 @@ def test_covariances_are_sums_over_the_inputs_of_weights(zoo: Callable[[str], Pa
 
 
 def test_covariances_of_experts(zoo: Callable[[str], Path]) -> None:
-    """Each token counts for the experts that it is sent to, and all experts together for what enters the router."""
+    """Each token counts for its experts, and all experts together for the router's input."""
     with quantkit.load(zoo("qwen3moe-moe"), kv_type="f32") as model:
         names = ["blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_exps.weight"]
         up, router, gate = model.covariances(TOKENS, names).values()

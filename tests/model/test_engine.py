@@ -22,7 +22,7 @@ from quantkit.model.placement import Placement, parse_rules
 from zoo import expected
 
 TOKENS = expected("qwen3moe-moe")[0]
-#: Worlds apart from what a wrong computation gives, yet above what another order of summation gives.
+#: Far below the error of a wrong computation, but above that of another order of summation.
 MAX_NMSE = 1e-11
 
 

@@ -1,4 +1,4 @@
-"""Models whose tensors do not fit together are refused before anything runs: kernels trust their addresses.
+"""Models with inconsistent tensors are refused before anything runs, because kernels do not check addresses.
 
 Every tensor of several models in turn gets another shape, its bytes cut or filled up accordingly. Nothing may crash,
 and where the shape matters, the error names a tensor.

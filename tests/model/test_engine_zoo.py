@@ -285,7 +285,7 @@ def no_convolution(op: Op) -> list[Op] | None:
 
 
 def other_reads(op: Op) -> list[Op] | None:
-    """What is remembered, and what is asked for, change places."""
+    """Swap stored and requested positions."""
     if isinstance(op, DeltaNet):
         return [replace(op, q=op.k, k=op.q)]
     if isinstance(op, Wkv):

@@ -1,4 +1,4 @@
-"""Prediction layers (NextN, MTP): what is recorded of them is what llama-imatrix --nextn records."""
+"""Prediction layers (NextN, MTP): their recorded sums equal those of llama-imatrix --nextn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "deepseek2", "glm4moe", "deepsee
 
 
 def joint(layer: int, n_embd: int, has_head: bool) -> tiny_models.Shapes:
-    """Return what a prediction layer has more than another layer."""
+    """Return the additional tensors of a prediction layer."""
     shapes: tiny_models.Shapes = {"eh_proj": (2 * n_embd, n_embd), "enorm": (n_embd,), "hnorm": (n_embd,)}
     if has_head:
         shapes |= {name: (n_embd, *ne[1:]) for name, ne in HEAD_SHAPES.items()}
@@ -171,7 +171,7 @@ def test_sums_are_those_of_llama_imatrix(arch: str, has_head: bool, tmp_path: Pa
     expected = llama_imatrix(llama_bin, tmp_path, "-m", model, "--nextn")
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, nextn=True, process_output=True)
     if (arch, has_head) == ("qwen3next", False):
-        # No row of it is an output then, and llama.cpp's Qwen3-Next goes on with outputs only: no token for experts.
+        # No row of it is an output then, and llama.cpp's Qwen3-Next continues with outputs only: no token for experts.
         expected.entries = {name: entry for name, entry in expected.entries.items() if entry.counts.any()}
         assert not any(name.startswith("blk.4.ffn_down") for name in expected.entries)
     compare(

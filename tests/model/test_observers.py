@@ -193,7 +193,7 @@ def choosing(name: str, n_used: int | None, path: Path) -> Path:
 @pytest.mark.parametrize("n_used", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "llama4-moe", "gpt-oss-moe"])
 def test_all_experts_equals_a_model_that_chooses_all(name: str, n_used: int, tmp_path: Path) -> None:
-    """In its first layer with experts; what comes after sees another model's results."""
+    """Only in the first layer with experts; later layers get another model's results."""
     tokens, actual, ids_by_layer = expected(name)[0], [], {}
     for path in (choosing(name, n_used, tmp_path / "some.gguf"), choosing(name, None, tmp_path / "all.gguf")):
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=everything) as model:
@@ -301,7 +301,7 @@ def test_unobserved_rows_are_skipped_without_effect(name: str, look, tmp_path: P
             down = [op for op in model.graph.ops if isinstance(op, MulMat | MulMatId) and "ffn_down" in str(op.weight)]
             last = max(op.layer for op in down)
             of_all = {op.x.outputs for op in down if op.layer < last}, {op.x.outputs for op in down if op.layer == last}
-    # The similarity of layers looks at what comes out of the last one, too.
+    # The similarity of layers includes the output of the last one.
     assert of_all == ({False}, {look is observe})
     assert actual[0].keys() == actual[1].keys()
     for label, arrays in actual[0].items():

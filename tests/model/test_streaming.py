@@ -1,4 +1,4 @@
-"""Models larger than --max-ram: what stays, what goes, how much is resident, and that the numbers are the same."""
+"""Models larger than --max-ram: resident and streamed weights, resident memory, and equal results."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def plain(source: Path, out: Path, type_name: str, **options: Any) -> bytes:
 
 
 def used(result: QuantizeResult) -> tuple[int, int]:
-    """Return how many tensors came from the cache, and were kept there."""
+    """Return the numbers of tensors read from the cache, and stored in it."""
     assert result.run.cache is not None
     return result.run.cache.hits, result.run.cache.stored
 
@@ -311,7 +311,7 @@ def test_reencoded_halves_are_cached(tmp_path: Path) -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Rows that are computed count as they are read; what computes them is part of what is remembered."""
+    """Computed rows are digested like read ones; the code that computes them is part of the known digests' key."""
     folder = write_checkpoint(tmp_path / "Small-Moe", shards=3)
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     pre = ConvertOptions(pre="gpt-2")
@@ -389,7 +389,7 @@ def test_other_importance_is_another_entry(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("t", [t for t in ENCODABLE if t.imatrix == "ignored" and t.block > 1], ids=str)
 def test_types_that_ignore_importance(t: Any) -> None:
-    """Keys leave it out for these: the bytes do, too, whoever encodes."""
+    """Keys omit it for these types, because the bytes of every encoder do not depend on it."""
     n = max(256, t.block)
     x = np.random.default_rng(1).normal(0, 1, (4, n)).astype(np.float32)
     importance = np.random.default_rng(2).uniform(0.01, 9, n).astype(np.float32)
@@ -579,7 +579,7 @@ def test_verify_finds_damaged_entries(llama: Path, tmp_path: Path) -> None:
         path = entry_of(cache, "blk.0.ffn_down.weight")
         spoil(path, damage)
         result = verify_cache(cache)
-        # What is no file is no entry.
+        # Only regular files are entries.
         assert [Path(p) for p, _ in result.damaged] == [path] * (damage not in ("pipe", "link", "folder")), damage
         assert result.entries == ENCODES - (damage in ("pipe", "link", "folder"))
         assert not verify_cache(cache).damaged
@@ -699,7 +699,7 @@ def test_other_folders_are_refused(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_readonly_folder_is_read(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Read-only, somebody else's, full: what is there serves, the rest is encoded, with one note."""
+    """Read-only, another user's, full: existing entries are used, the rest is encoded, with one note."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache, QuantizeOptions(attn_v_type="Q5_0"))
     expected = plain(llama, out, "Q4_0")
@@ -784,7 +784,7 @@ def test_a_full_disk_leaves_no_partial_entry(llama: Path, tmp_path: Path, monkey
 
 
 def test_permissions(llama: Path, other_user: Path) -> None:
-    """The cache of somebody else, who lets others read it, or not even that."""
+    """The cache of another user, readable or not."""
     source, cache, out = other_user / "llama.gguf", other_user / "cache", other_user / "o.gguf"
     shutil.copyfile(llama, source)
     cached(source, out, "Q4_0", cache)
@@ -944,7 +944,7 @@ def hammer(source: Path, out: Path, cache: Path, *types: str) -> subprocess.Pope
 def test_many_processes_share_a_cache(llama: Path, tmp_path: Path) -> None:
     cache, options = tmp_path / "cache", QuantizeOptions(no_provenance=True)
     runs = [hammer(llama, tmp_path / f"{i}.gguf", cache, *["Q5_0", "Q4_0", "Q8_0"] * 2, "Q4_0") for i in range(3)]
-    while any(run.poll() is None for run in runs):  # and somebody tidies up meanwhile
+    while any(run.poll() is None for run in runs):  # prune runs at the same time
         if (cache / "cache.json").exists():
             prune_cache(cache, to=400_000)
             assert not verify_cache(cache).damaged

@@ -148,7 +148,7 @@ _DRY = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) +- \[[ \d,]+\], type = +(\w+), size 
 
 
 def dry_run(llama_bin: Path, model: Path, preset: str, *options: str) -> dict[str, TensorType]:
-    """Return what llama-quantize would do, in its order; empty where it gives up."""
+    """Return llama-quantize's types, in its order; empty if it fails."""
 
     def ask() -> bytes:
         args = [llama_bin / "llama-quantize", *options, "--dry-run", model, preset]

@@ -196,7 +196,7 @@ _NEW = re.compile(r"converting to (\w+) \.\.")
 
 
 def dry_run(ik_bin: Path, model: Path, preset: str, *options: str) -> dict[str, str]:
-    """Return what ik's llama-quantize would do: ggml's name of every tensor's type."""
+    """Return the types that ik's llama-quantize chooses: ggml's name for every tensor."""
 
     def run() -> bytes:
         libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin}/../lib"

@@ -1,4 +1,4 @@
-"""Files made with error feedback: what the report, the metadata and the cache say of it, whoever did the work."""
+"""Files with error feedback: report, metadata and cache, for every executor."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_report_lists_fallbacks_with_reasons(moe: Path, cov: Path, tmp_path:
 def test_figures_do_not_depend_on_the_executor(
     moe: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any number of threads, jobs of any size, the cache, and a run that goes on with another's work."""
+    """Any number of threads, jobs of any size, the cache, and a resumed run."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
     expected = encode(moe, out, cov, threads=1)
     monkeypatch.setattr(jobs_module, "JOB", 1 << 14)

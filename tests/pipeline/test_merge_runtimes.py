@@ -1,4 +1,4 @@
-"""What runtimes compute with merged and separate experts, and that they load what the report says they load."""
+"""Results of runtimes with merged and separate experts, and loading as predicted by the report."""
 
 from __future__ import annotations
 

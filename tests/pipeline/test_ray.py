@@ -90,7 +90,7 @@ def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def both_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's thread takes a job, then the other node a batch, then whoever comes: both do something."""
+    """The driver's thread takes a job, then the other node a batch, then any: both do some work."""
     took, gave = threading.Event(), threading.Event()
     take, give = ray_tasks._Jobs._next_job, ray_tasks._Jobs.batch
 
@@ -290,7 +290,7 @@ def test_saved_logits_equal_one_machine(kind: str, nodes: Any, tmp_path: Path) -
 
 
 def test_covariances_equal_one_machine(nodes: Any, tmp_path: Path) -> None:
-    """A run that is stopped, too, whoever goes on with it."""
+    """Also a stopped run, resumed by either."""
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 6)
     options, out = ImatrixOptions(n_ctx=32, n_batch=64), tmp_path / "c.gguf"
     settings: dict[str, Any] = {"tokens": tokens, "options": options, "max_ram": 12 << 20}
@@ -400,7 +400,7 @@ def test_sums_are_added_in_order(tmp_path: Path) -> None:
 
 
 def shared_of(tmp_path: Path, journal: Journal, mark: str) -> ray_tasks.RunSpec:
-    """Return what a worker process gets of a run whose files are reserved."""
+    """Return the pickled state of a run for a worker process, with reserved files."""
     plan = plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_0")
     part = tmp_path / "o.gguf.part"
     part.write_bytes(bytes(plan.nbytes))
@@ -631,7 +631,7 @@ def with_gpus(begin: str, shared: Any, threads: int) -> Any:
 def test_a_node_uses_its_assigned_gpus(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other encodes the same bytes on its CPU, and "cuda" leaves it out."""
     monkeypatch.setattr(ray_tasks, "begin", partial(with_gpus, "quantkit.pipeline.ray_tasks:begin"))
-    # The driver's thread begins when the other node has a batch; where it does nothing, nobody waits.
+    # The driver's thread begins when the other node has a batch; if it is disabled, there is no wait.
     give, gave = ray_tasks._Jobs.batch, threading.Event()
 
     def batch(jobs: ray_tasks._Jobs, node: Node) -> list[jobs_module.Job] | None:

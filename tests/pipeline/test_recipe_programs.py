@@ -44,13 +44,13 @@ def number_of(tensor: Tensor) -> int:
 
 
 def is_asked(tensor: Tensor) -> bool:
-    """Tell whether both programs ask rules about a tensor: of vectors and routers they do not."""
+    """Return whether both programs apply rules to a tensor, which they do not for vectors and routers."""
     is_quantizable = len(tensor.shape) > 1 and tensor.name.endswith("weight")
     return is_quantizable and not any(part in tensor.name for part in ("norm", "ffn_gate_inp"))
 
 
 def converted(types: dict[str, TensorType], model: Path, dialect: str) -> str:
-    """Return a recipe of ours, converted to a dialect and proved on the model."""
+    """Return a quantkit recipe, converted to a dialect and verified on the model."""
     recipe = model.with_name("ours.recipe")
     remainder = [name for name in read_model(model).tensors if name not in types]
     recipe.write_text(write_recipe(types, ["types of a test"], "ours", others=remainder))

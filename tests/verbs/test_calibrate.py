@@ -1,4 +1,4 @@
-"""Quantization layer by layer: a graph in stages computes what it does as a whole; what a run makes of a text."""
+"""Quantization layer by layer: a graph in stages equals the whole graph; the result of a run on a text."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_bytes_do_not_depend_on_how_it_runs(
         quantize(small, second, "Q4_K_M", options(), threads=1, max_ram=16 << 20)
     rerun = quantize(small, second, "Q4_K_M", options(), threads=1, max_ram=16 << 20, resume=True)
     assert second.read_bytes() == first.read_bytes()
-    assert stages == [*range(4), *range(3, max(stages) + 1)]  # it goes on with the stage
+    assert stages == [*range(4), *range(3, max(stages) + 1)]  # it continues with the stage
     assert rerun.run.resumed > 6  # tensors of the stages before
     stages.clear()
     shards, split = tmp_path / "split.gguf", options(split_max_size="2M")

@@ -1,4 +1,4 @@
-"""Calibration text: what is read, what is dropped, what is held out, and whether a text is recognized later."""
+"""Calibration text: inputs, removed duplicates, the held-out part, and recognition of a text later."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bytes_do_not_depend_on_names_and_order(texts: Path, tmp_path: Path) -> 
 
 
 def test_pinned_bytes(tmp_path: Path) -> None:
-    """A seed gives these bytes for ever: importance matrices name texts by their hashes."""
+    """A seed always gives these bytes: importance matrices name texts by their hashes."""
     words = [f"w{i * i % 1009}" for i in range(12_000)]
     text = "\n\n".join(" ".join(words[i : i + 60]) for i in range(0, len(words), 60))
     (tmp_path / "a.txt").write_text(text)

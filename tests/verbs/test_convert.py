@@ -1,4 +1,4 @@
-"""The verb convert: what is written of a checkpoint, and what is refused; elsewhere, the reference's bytes."""
+"""The verb convert: outputs and refusals; the reference's bytes are tested elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""quantkit cook: what can be asked for, which steps stand, and that a killed cook goes on to the same bytes."""
+"""quantkit cook: what can be asked for, which steps are up to date, and that a killed cook is resumed with equal
+bytes."""
 
 from __future__ import annotations
 
@@ -308,7 +309,7 @@ def test_content_digests_cover_all_bytes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_plan_reads_only_declared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dry run of a model of some hundred gigabytes takes no minutes; what a step knows is told by its content."""
+    """A dry run of a model of some hundred gigabytes is fast; the inputs of a step are identified by content."""
     (file := tmp_path / "m.gguf").write_bytes(bytes(100))
     state = State(tmp_path)
     state.record([file])
@@ -557,7 +558,7 @@ def test_existing_files_are_not_replaced(work_folder: Path) -> None:
 
 
 def test_a_goal_is_searched_for_and_met(work_folder: Path) -> None:
-    """A size is kept to the byte, by a recipe that quantize takes; another goal searches anew and measures nothing."""
+    """A size is met to the byte, by a recipe for quantize; another goal searches again without measuring."""
     most = 5_200_000
     config = small(["5.2M"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True)
     result = cook(config)
@@ -743,7 +744,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def test_the_command_line(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cook that stands, by options and by a file: the same steps; nothing is written by --dry-run."""
+    """An up-to-date cook, by options and by a file, has the same steps; --dry-run writes nothing."""
     monkeypatch.chdir(cook_folder)
     texts = ["-f", str(DATA / "tiny-moe-calibration.txt"), "--evaluation", str(DATA / "tiny-moe-evaluation.txt")]
     text = run(str(MODEL), "Q4_K_M", "3.5bpw", *texts, "--no-report", "-o", "out", "--dry-run")

@@ -1,4 +1,4 @@
-"""Perplexity, divergence and logits: against definitions by the letter, and against llama-perplexity itself."""
+"""Perplexity, divergence and logits: against literal definitions, and against llama-perplexity itself."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_the_configuration(model: Path, tmp_path: Path) -> None:
     assert config["norm_topk_prob"] is True
 
 
-# --- what transformers would ignore, and what comes back ---
+# --- settings that transformers would ignore, and round trips ---
 
 _HEADS = "attn_q attn_k attn_v attn_output"
 

@@ -1,4 +1,4 @@
-"""quantkit imatrix -m MODEL -f TEXT: what it makes, what interrupts it, what it says."""
+"""quantkit imatrix -m MODEL -f TEXT: results, interruptions, messages."""
 
 from __future__ import annotations
 
@@ -433,7 +433,7 @@ def test_evaluating_on_calibration_text_gives_a_warning(
 
 
 def quantkit_(*arguments: object) -> str:
-    """Return what a command prints on stderr."""
+    """Return a command's stderr."""
     result = CliRunner().invoke(cli, [*map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stderr
@@ -464,7 +464,7 @@ def test_calibrating_on_held_out_text_gives_a_warning(tiny_moe: Path, data: Path
 
     assert not warned(tmp_path / "right.gguf")
     assert [message in note for note in warned(tmp_path / "wrong.gguf")] == [True]
-    # Nothing tells where the copy is from, until it meets an importance matrix that knows the corpus.
+    # The origin of the copy is unknown until an importance matrix of the corpus is given.
     assert not warned(tmp_path / "moved.gguf")
     merge_result = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
     assert "warning: the merged importance matrix was computed on about 100 % of" in merge_result.stderr

@@ -152,7 +152,7 @@ def test_types_of_one_project_and_long_names_are_reported(tmp_path: Path) -> Non
 
 
 def verdicts(path: Path, name: str = "", type_name: str = "", **fields: Any) -> list[str]:
-    """Return what both runtimes do with a model one of whose tensors, or some of whose keys, are changed."""
+    """Return both runtimes' verdicts on a model with a changed tensor, or changed keys."""
     with open_gguf(path, header_only=True) as file:
         types = {t.name: BY_NAME[type_name] if t.name == name else t.type for t in file.tensors.values()}
         changed = {key.replace("__", "."): Field.of(key.replace("__", "."), value) for key, value in fields.items()}
@@ -193,7 +193,7 @@ def test_runtime_verdicts_on_headers(tiny_moe: Path, zoo: Callable[[str], Path],
 
 
 def test_an_unchecked_verdict_is_marked(data: Path) -> None:
-    """An importance matrix is no model; of an architecture alone nothing is known but its types."""
+    """An importance matrix has no verdict; an architecture alone has one only on types."""
     field = Field.of("general.architecture", "qwen3")
     verdicts = runtimes({field.key: field}, [("a", BY_NAME["Q4_K"], (256, 4))])
     assert [r.loads for r in verdicts] == [False, False]

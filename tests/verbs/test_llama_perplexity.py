@@ -126,7 +126,7 @@ def test_the_table_equals_llama_cpps(peer: dict[str, Any], llama_bin: Path) -> N
 
 
 def _check_table(llama: str, model: LibllamaModel, base: Path) -> None:
-    """Compare every line of ours with llama.cpp's, and every number in it to one in the last digit."""
+    """Compare every line with llama.cpp's, and every number in it to one in the last digit."""
     lines: list[str] = []
     result = kld(model, base, progress=lambda now: lines.append(chunk_line(now.current, now.sums)))
     actual = [line for line in (*lines, *statistics_text(result.sums).splitlines()) if line]

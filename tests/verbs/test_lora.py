@@ -91,7 +91,8 @@ def test_every_adapter_has_an_expectation() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "llama-alora"])
 def test_an_adapter_file_equals_the_merged_model(name: str, tmp_path: Path) -> None:
-    """What the runtime adds, B @ A * alpha / rank, is what merging adds: names, rows and scales are right in both."""
+    """The runtime's addition, B @ A * alpha / rank, equals that of merging: names, rows and scales are right in
+    both."""
     adapter = ADAPTERS[name]
     base = checkpoints.write_checkpoint(adapter.base, tmp_path)
     source, out = write_adapter(adapter, tmp_path / "a"), tmp_path / "out.gguf"
@@ -319,8 +320,8 @@ def edited(adapter: Adapter, path: Path, **config: Any) -> Path:
     return source
 
 
-def rewritten(adapter: Adapter, path: Path, tensors: Any) -> Path:
-    """Write an adapter with what ``tensors`` makes of its list of name, dtype, shape and bytes."""
+def write_changed_adapter(adapter: Adapter, path: Path, tensors: Any) -> Path:
+    """Write an adapter with tensors changed by the function ``tensors``."""
     source = write_adapter(adapter, path)
     tensors_by_name = {t[0].removeprefix("base_model.model."): t for t in adapters.tensors(adapter)}
     checkpoints.write_safetensors(source / "adapter_model.safetensors", list(tensors(tensors_by_name).values()))
@@ -454,7 +455,7 @@ def renamed(prefix: str) -> Any:
     ],
 )
 def test_tensors_of_wrong_shape_are_refused(llama: Path, tmp_path: Path, change: Any, refusal: str) -> None:
-    refusals(rewritten(LLAMA, tmp_path, change), llama, refusal)
+    refusals(write_changed_adapter(LLAMA, tmp_path, change), llama, refusal)
 
 
 @pytest.mark.parametrize(
@@ -474,7 +475,7 @@ def test_tensors_of_wrong_shape_are_refused(llama: Path, tmp_path: Path, change:
 )
 def test_shapes_that_contradict_the_configuration(tmp_path: Path, change: Any, refusal: str) -> None:
     with refuses(FormatError, refusal):
-        plan_convert_lora(rewritten(LLAMA, tmp_path, change), base=write_base(LLAMA, tmp_path / "b"))
+        plan_convert_lora(write_changed_adapter(LLAMA, tmp_path, change), base=write_base(LLAMA, tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
@@ -505,7 +506,7 @@ def test_adapters_unsupported_by_llama_cpp_are_refused(adapter: Adapter, refusal
 
 def test_copies_of_base_weights_are_skipped(llama: Path, tmp_path: Path) -> None:
     """PEFT saves the embeddings whole where factors are of them."""
-    source = rewritten(LLAMA, tmp_path, with_tensor("model.embed_tokens.base_layer.weight", (640, 256)))
+    source = write_changed_adapter(LLAMA, tmp_path, with_tensor("model.embed_tokens.base_layer.weight", (640, 256)))
     for plan in (
         plan_convert_lora(source, base=llama),
         plan_convert(llama, tmp_path / "x.gguf", None, options_of("llama", merge_lora=(str(source),))),
@@ -578,7 +579,7 @@ def test_a_nonfinite_value_names_the_adapter(llama: Path, tmp_path: Path, factor
         nan = np.full(1, np.nan, {"F32": np.float32, "F16": np.float16}.get(dtype, np.float32)).tobytes()
         return {**tensors, name: (full, dtype, shape, (b"\xc0\x7f" if dtype == "BF16" else nan) + data[len(nan) :])}
 
-    source = rewritten(LLAMA, tmp_path, with_nan)
+    source = write_changed_adapter(LLAMA, tmp_path, with_nan)
     with pytest.raises(FormatError) as e:
         convert(llama, tmp_path / "x.gguf", None, options_of("llama", merge_lora=(str(source),)))
     assert str(source / "adapter_model.safetensors") in e.value.message

@@ -114,7 +114,7 @@ def test_the_identity_holds_for_any_shape_and_over_shards(
 
 
 def test_split_then_merge_is_the_identity_too(tmp_path: Path) -> None:
-    """A file that was merged elsewhere: other tensors between, no record of ours."""
+    """A file that was merged elsewhere: other tensors between, without quantkit's record."""
     merged = tmp_path / "m.gguf"
     t = BY_NAME["Q8_0"]
     tensors = [

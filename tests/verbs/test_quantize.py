@@ -1,4 +1,4 @@
-"""The verb: what is written, and what is refused."""
+"""The verb quantize: outputs and refusals."""
 
 from __future__ import annotations
 
@@ -611,7 +611,7 @@ def test_a_different_request_is_not_resumed(llama: Path, tmp_path: Path) -> None
 
 
 def test_another_encoder_is_not_resumed_even_without_provenance(llama: Path, tmp_path: Path) -> None:
-    """The header and all sizes are the same: only the fingerprint tells them apart."""
+    """The header and all sizes are the same: only the fingerprint distinguishes them."""
     plans = {
         encoder: plan_quantize(
             llama, tmp_path / "o.gguf", "IQ4_XS", QuantizeOptions(encoder=encoder, no_provenance=True)

@@ -213,7 +213,7 @@ def test_types_missing_in_a_project_are_dropped_or_replaced(big: Path, tmp_path:
     assert not result.omitted
 
 
-#: What patterns are put together from: what engines read in the same way, and what some do not.
+#: Parts of patterns: portable ones, and ones that some engines read differently.
 PARTS = st.sampled_from(
     ["attn", "_", "[qk]", r"\.", ".", "blk", r"\d", r"\D", "[0-9]", "{1,2}", "+", "?", "*", "|", "(up|gate)"]
     + [

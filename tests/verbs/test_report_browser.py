@@ -38,7 +38,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, page: Path) -> Any:
-    """Return the browser with the page anew, in the light theme, wide; what it logs is an error of the test."""
+    """Return the browser with the reloaded page, in the light theme, wide; log entries fail the test."""
     show(browser, page)
     yield browser
     assert [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []

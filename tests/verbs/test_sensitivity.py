@@ -53,7 +53,7 @@ def options(**changes: object) -> SensitivityOptions:
 
 
 def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, folder: Path) -> tuple[float, float]:
-    """Return what quantizing groups and measuring the file gives: divergence, and ln(perplexity)."""
+    """Return the divergence and ln(perplexity) of a file with quantized groups."""
     path = folder / "with.gguf"
     rules = tuple(f"^{t.replace('.', '[.]')}$={name}" for group in groups for t in group.tensors)
     quantize(model, path, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
