@@ -47,7 +47,7 @@ PLANTED = {
         [2, 5, 6],
     ),
     "quantkit/names.py": (
-        '"""Tensor names."""\n\n\ndef base_name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
+        '"""Tensor names."""\n\n\ndef base_name() -> str:\n    """Say what it is."""\n    x = 1 \x20# as ever\n',
         [5, 6],
     ),
     "quantkit/kernels/cuda/scale.cu": ("// out = x,\n//     as ever\nint a = 1;  // by turns\n", [3]),

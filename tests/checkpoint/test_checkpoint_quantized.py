@@ -325,7 +325,7 @@ def test_a_model_may_mix_blocks_and_floats(tmp_path: Path) -> None:
 
 
 def stream(values: Array, bits: int, axis: int) -> Array:
-    """Return integers one behind the other in 32-bit words along an axis, low bits first."""
+    """Return integers one after another in 32-bit words along an axis, low bits first."""
     moved = np.moveaxis(values, axis, -1)
     flat = ((moved[..., None] >> np.arange(bits)) & 1).reshape(*moved.shape[:-1], -1)
     flat = np.concatenate([flat, np.zeros((*flat.shape[:-1], -flat.shape[-1] % 32), int)], axis=-1)

@@ -114,7 +114,7 @@ def random_importance(t: TensorType) -> Floats:
 
 
 def digests(data: npt.NDArray[np.uint8], rows: int = ROWS) -> str:
-    """Return a short digest of the bytes of each TOGETHER rows, one behind the other."""
+    """Return a short digest of the bytes of each TOGETHER rows, one after another."""
     parts = np.ascontiguousarray(data.reshape(rows // N_INTERLEAVED, -1))
     return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
 

@@ -1,5 +1,4 @@
-"""Models that remember a sequence: what their metadata or shapes can say wrongly, what pieces of a sequence give, and
-what CUDA has no room for.
+"""Recurrent models: wrong metadata and shapes, sequences in pieces, and states too large for CUDA.
 
 Their logits are llama.cpp's in test_engine_zoo.py, transformers' in test_convert_goldens.py.
 """
