@@ -3,8 +3,8 @@
     python3 -m venv AR; AR/bin/pip install auto-round gguf
     AR/bin/python benchmarks/baseline_auto_round.py CHECKPOINT CALIBRATION OUT.gguf --format gguf:q4_k_m [--pre gpt-2]
 
-It tunes on windows of the calibration text, as many tokens each as quantkit's chunks have. `--pre` is the name of the
-pre-tokenizer, which auto-round's converter only knows for published models; weights do not depend on it.
+It tunes on windows of the calibration text, each as long as one of quantkit's chunks. `--pre` names the pre-tokenizer,
+which auto-round's converter recognizes only for published models; weights do not depend on it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from results import parse_options, record_output
 
 
-def name_what_is_new() -> None:
-    """Name in gguf what auto-round's converter knows besides: it is ahead of gguf on PyPI, by other architectures."""
+def add_new_architectures() -> None:
+    """Add to gguf the architectures of auto-round's converter, which is ahead of gguf on PyPI."""
     import gguf
 
     spec = find_spec("auto_round")
@@ -35,8 +35,8 @@ def name_what_is_new() -> None:
 
 
 def tune(args: argparse.Namespace, folder: Path) -> int:
-    """Leave a GGUF file in a folder; return the number of windows."""
-    name_what_is_new()
+    """Write a GGUF file to a folder; return the number of calibration windows."""
+    add_new_architectures()
     import torch
     from auto_round import AutoRound  # type: ignore[import-not-found]
     from auto_round.export.export_to_gguf.llama_cpp_conversion import (  # type: ignore[import-not-found]
@@ -45,7 +45,7 @@ def tune(args: argparse.Namespace, folder: Path) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if args.pre:
-        get_conversion()  # its copy of llama.cpp's converter, which it imports by this name
+        get_conversion()  # auto-round imports its copy of llama.cpp's converter by this name
         sys.modules["conversion.base"].TextModel.get_vocab_base_pre = lambda _self, _tokenizer: args.pre
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     ids = tokenizer(args.calibration.read_text())["input_ids"]
@@ -69,7 +69,7 @@ def main() -> None:
     p.add_argument("--pre", help="the pre-tokenizer of the file")
     p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--chunks", type=int, metavar="N")
-    p.add_argument("--iters", type=int, default=200, help="steps of tuning for each layer; 0: none")
+    p.add_argument("--iters", type=int, default=200, help="tuning steps per layer; 0: none")
     args = parse_options(p)
     folder = args.output.with_suffix(".auto-round")
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@
 
 Peak and bandwidth are measured by the same threads: register tiles on data in L1, and a plain sum over 256 MB. A prompt
 counts only the products that the causal mask keeps: 2 n (n + 1) / 2 per head and column of keys and values. The fastest
-of several rounds is shown, for one thread in CPU time. KV caches of a few MB stay in the last-level cache, so rates can
+of several rounds is shown, in CPU time for one thread. KV caches of a few MB stay in the last-level cache, so rates can
 exceed the memory's.
 """
 
@@ -54,7 +54,7 @@ def peak(args, tid, nth):
 
 @operation("batch x n out")
 def read(args, tid, nth):
-    """Sum the whole buffer."""
+    """Sum a whole buffer."""
     first, end = first_of(arg(args, 2) // 1024, tid, nth), first_of(arg(args, 2) // 1024, tid + 1, nth)
     total = splat(f32x16, 0.0)
     for i in range(first, end):
@@ -65,7 +65,7 @@ def read(args, tid, nth):
 
 
 def fastest(run: Callable[[], None], rounds: int, threads: int) -> float:
-    """Return the seconds of the fastest of several rounds: other load only slows it down."""
+    """Return the seconds of the fastest of several rounds, because other load only slows a round down."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     times = []
     run()
@@ -76,8 +76,8 @@ def fastest(run: Callable[[], None], rounds: int, threads: int) -> float:
     return min(times)
 
 
-def limits(team: Team, rounds: int) -> tuple[float, float]:
-    """Return the GFLOP/s of register tiles and the GB/s of reading."""
+def measure_limits(team: Team, rounds: int) -> tuple[float, float]:
+    """Return the GFLOP/s of register tiles and the read bandwidth in GB/s."""
     batch = Batch(team, 1)
     batch.set([0])
     x, out = np.ones(2**26, np.float32), np.zeros(2**16, np.float32)
@@ -217,11 +217,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", default=f"1,{len(os.sched_getaffinity(0))}")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="part of a shape's name")
+    parser.add_argument("--only", default="", help="only shapes whose names contain this")
     options = parse_options(parser)
     for threads in map(int, options.threads.split(",")):
         team = Team(threads)
-        top, bandwidth = limits(team, options.rounds)
+        top, bandwidth = measure_limits(team, options.rounds)
         print(f"{threads}T: register tiles {top:.0f} GFLOP/s, reading {bandwidth:.1f} GB/s")
         print("prompt: GFLOP/s and share of the tiles' rate, of 128, 512, 2048 tokens")
         prompts(team, top, options.rounds, options.only)

@@ -3,12 +3,12 @@
     benchmarks/bench_cache.py
     benchmarks/bench_cache.py --size 3G --to IQ4_XS --second=--attn-v-type=q8_0 --checkpoint
 
-A mixture of experts of 3 GB and its importance matrix are generated. Measured are the first recipe, without a cache and
-with one that is empty (what keeping costs), and a second one that changes one class of tensors (by default the down
-projections of the experts, a third of the weights), without a cache and with what the first left; that again, when all
-of it is known; and the second on a copy of the model, whose rows are digested first, as on another machine. All
-run once before, so that the model is in the page cache and kernels are compiled; the median counts. Outputs with and
-without the cache must be one file, byte for byte. Exits with 1 if they are not.
+A mixture of experts of 3 GB and its importance matrix are generated. Runs: the first recipe, without a cache and with
+an empty one (the cost of storing entries); a second recipe that changes one class of tensors (by default the down
+projections of the experts, a third of the weights), without a cache and with the entries of the first; the same with
+all entries present; and the second on a copy of the model, whose rows are digested first, as on another machine. A
+warm-up turn brings the model into the page cache and compiles kernels; medians are reported. Outputs with and without
+the cache must be identical, byte for byte; otherwise it exits with 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quantkit.units import format_size
 FIRST, KEEPING = "first recipe", "first recipe, empty cache"
 SECOND, CACHED, REPEAT = "second recipe", "second recipe, cache of the first", "the same again"
 COPIED = "the same of a copy, digested first"
-#: Rows of the table, and what each is compared with.
+#: Rows of the table, and the row that each is compared with.
 ROWS = {FIRST: FIRST, KEEPING: FIRST, SECOND: SECOND, CACHED: SECOND, REPEAT: SECOND, COPIED: SECOND}
 
 
@@ -40,7 +40,7 @@ def entries(cache: Path) -> set[Path]:
 
 
 class Bench:
-    """The runs of a turn: what each needs in the cache is made, or taken out, before it."""
+    """The runs of a turn: before each, the cache entries that it needs are created or removed."""
 
     def __init__(self, options: argparse.Namespace, work: Path, model: Path, imatrix: Path | None) -> None:
         self.options, self.work, self.model, self.imatrix = options, work, model, imatrix
@@ -52,13 +52,13 @@ class Bench:
         self.hits_by_name: dict[str, str] = {}
 
     def run(self, name: str, *options: str, model: Path | None = None) -> Path:
-        """Run a recipe as ``name``; ``options``: its options."""
+        """Run a recipe under ``name`` with its options."""
         recipe = "second" if self.options.second[0] in options else "first"
         out = self.work / f"{recipe}{'-cached' * ('--cache' in options)}.gguf"
         verb = ["convert", "--pre", "qwen2"] if self.options.checkpoint else ["quantize"]
         imatrix_options = ["--imatrix", str(self.imatrix)] if self.imatrix else []
         imatrix_options += ["--overwrite", "--no-provenance", "--json", "-j", str(self.options.threads)]
-        os.sync()  # dirty pages of the program before do not count
+        os.sync()  # dirty pages of the previous program do not count
         outcome = run(quantkit(*verb, *imatrix_options, *options, model or self.model, out, self.options.to)).checked(
             name
         )
@@ -68,7 +68,7 @@ class Bench:
         return out
 
     def turn(self) -> list[str]:
-        """Run all once; return the pairs of outputs that differ."""
+        """Run each once; return the pairs of outputs that differ."""
         cache, second = ["--cache", str(self.cache)], self.options.second
         shutil.rmtree(self.cache, ignore_errors=True)
         one, two = self.run(FIRST), self.run(KEEPING, *cache)
@@ -85,7 +85,7 @@ class Bench:
             wrong += [name] if sha256(out) != expected else []
             out.unlink()
             if name == REPEAT:
-                for path in entries(self.cache) - left:  # the copy is to find what the first recipe left
+                for path in entries(self.cache) - left:  # the copy finds the entries of the first recipe
                     path.unlink()
                 shutil.rmtree(self.cache / "sources")
         one.unlink()
@@ -110,12 +110,12 @@ def parser() -> argparse.ArgumentParser:
         nargs=1,
         default=["--ffn-down-type=q5_K"],
         metavar="OPTION",
-        help="what the second recipe has in addition (default: --ffn-down-type=q5_K); with =",
+        help="additional option of the second recipe (default: --ffn-down-type=q5_K); with =",
     )
     p.add_argument("--checkpoint", action="store_true", help="convert a checkpoint, instead of quantizing a GGUF file")
     p.add_argument("--size", default="3G", help="size of the generated model (default: 3G)")
     p.add_argument("--model", type=Path, metavar="MODEL", help="use this model instead of generating one")
-    p.add_argument("--imatrix", type=Path, metavar="FILE", help="and this importance matrix")
+    p.add_argument("--imatrix", type=Path, metavar="FILE", help="importance matrix for --model")
     p.add_argument("--threads", type=int, default=available_cpus(), metavar="N")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")

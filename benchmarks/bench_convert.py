@@ -2,14 +2,14 @@
 
     benchmarks/bench_convert.py --llama LLAMA.CPP --python PYTHON
 
-A checkpoint of 3 GB in BF16 is generated (shapes of a Qwen3 mixture of experts, Qwen's vocabulary), and becomes Q4_K_M:
-by us in one pass, by the two programs through a file in between. LLAMA.CPP is its source tree, b11434; PYTHON has
-torch and transformers 4.57.6; llama-quantize is that of scripts/peers. Programs are processes, from start to exit, in
-turns; the median counts. All run once before, so that the input is in the page cache and our kernels are compiled. The
-outputs must be one file, byte for byte. We also flush our output to disk (fsync).
+A generated checkpoint of 3 GB in BF16 (shapes of a Qwen3 mixture of experts, Qwen's vocabulary) is converted to Q4_K_M:
+by quantkit in one pass, by the two programs through an intermediate file. LLAMA.CPP is the source tree of b11434;
+PYTHON has torch and transformers 4.57.6; llama-quantize is built by scripts/peers. Programs run as processes, timed
+from start to exit, in turns; medians are reported. A warm-up turn brings the input into the page cache and compiles
+quantkit's kernels. The outputs must be identical, byte for byte. quantkit also flushes its output to disk (fsync).
 
-Also measured: the conversion alone, BF16 to BF16, beside the reference's and beside cp of the result; and a dry run,
-the time until the first byte. With --ours nothing of llama.cpp is run.
+Also measured: the conversion alone, BF16 to BF16, against the reference and against cp of the result; and a dry run,
+the time until the first byte. --ours runs no program of llama.cpp.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from results import parse_options, record_output
 from quantkit.cpus import available_cpus
 from quantkit.units import format_size, parse_size
 
-#: Bytes that a process may use beyond --max-ram, and how many times as fast it is asked to be.
+#: Bytes that a process may use beyond --max-ram, and the required speedup.
 ALLOWANCE, N_PROBES = 300 * 1000**2, 8
 QUANTKIT, CONVERT, QUANTIZE = "quantkit convert to {to}", "convert_hf_to_gguf.py", "llama-quantize to {to}"
 COPY, COPY_OURS, DRY = "cp of the BF16 file", "quantkit convert to BF16", "quantkit convert --dry-run"
 
 
 def commands(options: argparse.Namespace, work: Path, model: Path) -> dict[str, list[str]]:
-    """Return what is run in a turn, in order, by name."""
+    """Return the commands of a turn, in order, by name."""
     between, copy, threads = work / "between.gguf", work / "copy.gguf", str(options.threads)
     arguments = ["--overwrite", "--max-ram", options.max_ram, "-j", threads]
     first = {DRY: quantkit("convert", model, work / "ours.gguf", options.to, "--dry-run")}
@@ -45,9 +45,9 @@ def commands(options: argparse.Namespace, work: Path, model: Path) -> dict[str, 
     if options.ours:
         return first | second
     if folder is None:
-        sys.exit("there is no llama-quantize: run scripts/peers, or set QUANTKIT_LLAMA_BIN, or measure --ours alone")
+        sys.exit("llama-quantize not found: run scripts/peers, set QUANTKIT_LLAMA_BIN, or give --ours")
     if options.llama is None:
-        sys.exit("--llama: the source tree of llama.cpp is needed, or --ours")
+        sys.exit("--llama or --ours is required")
     converter = [options.python, options.llama / "convert_hf_to_gguf.py", model, "--outfile", between]
     peer_commands = {
         CONVERT: [str(part) for part in converter],
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace, work: Path, model: Path) -> dict[str, l
     results: dict[str, list[Outcome]] = {}
     for turn in range(options.rounds + 1):
         for name, command in commands(options, work, model).items():
-            os.sync()  # dirty pages of the program before do not count
+            os.sync()  # dirty pages of the previous program do not count
             outcome = run(command).checked(name)
             if turn:
                 results.setdefault(name, []).append(outcome)
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, work: Path, model: Path) -> dict[str, l
 
 
 def report(results: dict[str, list[Outcome]], options: argparse.Namespace) -> list[str]:
-    """Print the tables; return what is not as asked."""
+    """Print the tables; return the requirements that were missed."""
     seconds = {name: statistics.median(o.seconds for o in outcomes) for name, outcomes in results.items()}
     print("| program | wall time | all runs | peak RSS |\n|---|---|---|---|")
     for name, outcomes in results.items():
@@ -97,12 +97,14 @@ def report(results: dict[str, list[Outcome]], options: argparse.Namespace) -> li
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--llama", type=Path, metavar="FOLDER", help="source tree of llama.cpp b11434")
-    p.add_argument("--python", default=sys.executable, metavar="PYTHON", help="one with torch and transformers 4.57.6")
-    p.add_argument("--ours", action="store_true", help="run nothing of llama.cpp")
+    p.add_argument(
+        "--python", default=sys.executable, metavar="PYTHON", help="Python with torch and transformers 4.57.6"
+    )
+    p.add_argument("--ours", action="store_true", help="run no program of llama.cpp")
     p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
     p.add_argument("--size", default="3G", help="size of the generated checkpoint (default: 3G)")
     p.add_argument("--model", type=Path, metavar="DIR", help="use this checkpoint instead of generating one")
-    p.add_argument("--max-ram", default="512M", metavar="SIZE", help="of our runs (default: 512M)")
+    p.add_argument("--max-ram", default="512M", metavar="SIZE", help="--max-ram of quantkit's runs (default: 512M)")
     p.add_argument("--threads", type=int, default=available_cpus(), metavar="N")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")

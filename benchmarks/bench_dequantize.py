@@ -2,8 +2,8 @@
 
     benchmarks/bench_dequantize.py
 
-Random blocks of every type with a decoder, in memory; all take turns, --rounds times, and the median counts. Results
-are compared with ggml's, bit for bit, before anything is timed.
+Random blocks of every type with a decoder, in memory; decoders take turns, --rounds times, and medians are reported.
+Results are compared with ggml's, bit for bit, before anything is timed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def gguf_decoder(t: TensorType) -> Decode | None:
 
 
 def blocks(t: TensorType, rows: int, n: int) -> U8:
-    """Return rows of a type: encoded normal values, or without an encoder random bytes with small scales."""
+    """Return rows of a type: encoded normal values, or random bytes with small scales if there is no encoder."""
     if has_encoder(t):
         rng = np.random.default_rng(1)
         return quantize(rng.normal(0, 0.02, (rows, n)).astype(np.float32), t, np.ones(n, np.float32))
@@ -70,7 +70,7 @@ def measure(t: TensorType, library: ctypes.CDLL, rounds: int, rows: int, n: int)
     dequantize_rows(t, data, out)
     ggml_decoder(t, library)(data, peer_out)
     if not np.array_equal(out.view(np.uint32), peer_out.view(np.uint32)):
-        raise SystemExit(f"{t}: our values differ from ggml's")
+        raise SystemExit(f"{t}: quantkit's values differ from ggml's")
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     for _ in range(rounds):
         for name, decode in decoders.items():
@@ -92,7 +92,7 @@ def main() -> None:
     options = parse_options(parser)
     folder: Path | None = llama_bin()
     if folder is None:
-        raise SystemExit("llama.cpp is not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
+        raise SystemExit("llama.cpp not found: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
     library = ctypes.CDLL(str(folder / "libggml-base.so"))
     print("| type | quantkit | ggml | gguf | / ggml | / gguf |\n|---|---|---|---|---|---|")
     for t in TYPES:

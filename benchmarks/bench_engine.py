@@ -4,11 +4,11 @@
     benchmarks/bench_engine.py --types IQ4_KS,IQ3_K,IQ2_KL,Q4_K_R4 --work FOLDER
     benchmarks/bench_engine.py --types IQ2_KT --layers 1 --work FOLDER     trellis types take minutes to encode
 
-Every engine, with each of its settings, is a process that has the model loaded (engine_worker.py) and waits. In a round
-each runs the test once, a fraction of a second, in rotated order, so that what the machine does meanwhile meets all
-alike. Of an engine its faster setting counts, by the median, which the table names; ratios are medians over the ratios
-within a round. A model that a peer cannot run has "-", with the reason below the table. "read" is the share of the
-bandwidth of reading, measured in the same rounds, that generation uses.
+Every engine, with each of its settings, is a process that loads the model (engine_worker.py) and waits. In a round each
+runs the test once, for a fraction of a second, in rotated order, so that other load affects all alike. The table shows
+an engine's faster setting, by the median, and names it; ratios are medians over the ratios within a round. For a model
+that a peer cannot run it shows "-", with the reason below the table. "read" is the share of the read bandwidth,
+measured in the same rounds, that generation uses.
 
 The MoE is that of make_moe.py: shapes of Qwen3-30B-A3B (2048 wide, 128 experts of 768, 8 used), 3 layers, and
 tiny-moe's vocabulary, so that the output head does not dominate. --types are types and presets of `quantkit quantize`.
@@ -36,10 +36,10 @@ from results import parse_options, record_output
 
 TYPES = "Q4_K_M,IQ4_XS,Q8_0"
 TESTS = ("pp", "tg")
-#: What is in the line of a log that says why a program ended.
+#: Words in the line of a log that gives the reason why a program ended.
 TELLING = re.compile("error|invalid|unsupported|unknown|assert|fatal", re.IGNORECASE)
 REPACKED = ["repack_tensors=1", "use_mmap=0"]
-#: How each engine is set, in turn: what the table says, and what engine_worker.py sets. Quantkit comes first.
+#: Settings of each engine, in turn: the table's label, and the arguments of engine_worker.py. quantkit comes first.
 SETTINGS: dict[str, dict[str, list[str]]] = {
     "quantkit": {"mapped": [], "copied": ["mmap=0"]},
     "llama.cpp": {"plain": ["use_extra_bufts=0"], "repacked": ["use_extra_bufts=1"]},
@@ -49,20 +49,20 @@ SETTINGS: dict[str, dict[str, list[str]]] = {
         "repacked, merged": [*REPACKED, "merge_qkv=1", "merge_up_gate_exps=1"],
     },
 }
-#: Peers' threads go on spinning for a moment.
+#: Peers' threads continue to spin for a moment.
 PAUSE = 0.03
 
 
 @dataclass
 class Runner:
-    """An engine with a setting: the process that has the model, and the seconds of each test, round by round."""
+    """An engine with a setting: its process, and the seconds of each test, round by round."""
 
     engine: str
     setting: str
     process: subprocess.Popen[str]
     log: IO[str]
     samples: dict[str, list[float]] = field(default_factory=dict)
-    reason: str = ""  #: why it cannot run the model
+    reason: str = ""  #: reason why it cannot run the model
 
     def ready(self) -> None:
         """Wait until the model is loaded."""
@@ -70,7 +70,7 @@ class Runner:
             pass
 
     def turn(self, test: str, n: int, *, timed: bool = True) -> None:
-        """Run a test once, timed or not; a failure is noted, and the last turn."""
+        """Run a test once, timed or not; a failure is recorded and ends the runner's turns."""
         if self.reason:
             return
         assert self.process.stdin is not None
@@ -82,7 +82,7 @@ class Runner:
         time.sleep(PAUSE)
 
     def _line(self) -> str:
-        """Return the next line of the process; at its end, note why."""
+        """Return the next line of the process; at its end, record the reason."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -96,7 +96,7 @@ class Runner:
 
 
 def reason_of(returncode: int, log: str) -> str:
-    """Return the line in which a program that failed says why, or what it died of."""
+    """Return the line of a failed program's log that gives the reason, or the signal that ended it."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     if telling := next((line for line in lines if TELLING.search(line)), None):
         return telling
@@ -106,7 +106,7 @@ def reason_of(returncode: int, log: str) -> str:
 
 
 def engines() -> list[str]:
-    """Return the engines that are here, quantkit first."""
+    """Return the installed engines, quantkit first."""
     available = {"quantkit": True, "llama.cpp": llama_bin() is not None, "ik_llama.cpp": package_folder("ik_llama_cpp")}
     return [engine for engine in SETTINGS if available[engine]]
 
@@ -148,19 +148,19 @@ def measure(model: Path, options: argparse.Namespace) -> list[Runner]:
 
 
 def header(names: Sequence[str]) -> str:
-    """Return the head of the table."""
+    """Return the header of the table."""
     cells = ["model", "test", "quantkit t/s", "read", *(cell for e in names[1:] for cell in (f"{e} t/s", f"/ {e}"))]
     return f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}"
 
 
 def ratio(test: str, runner: Runner, peer: Runner, peer_test: str = "") -> float:
-    """Return the median, over rounds, of how many times as fast as another one is; ``peer_test``: the other's test."""
+    """Return a runner's speedup over another, the median over rounds; ``peer_test``: the other's test."""
     pairs = zip(runner.samples[test], peer.samples[peer_test or test], strict=True)
     return statistics.median(peer_seconds / seconds for seconds, peer_seconds in pairs)
 
 
 def row(name: str, test: str, n: int, runners: Sequence[Runner]) -> str:
-    """Return a row of the table: of every engine its faster setting."""
+    """Return a row of the table: the faster setting of every engine."""
     by_engine = [[r for r in runners if r.engine == e] for e in dict.fromkeys(r.engine for r in runners)]
     fastest, *peers = [min(settings, key=lambda r: r.seconds(test)) for settings in by_engine]
     read = f"{ratio(test, fastest, runners[0], 'read'):.0%}" if test == "tg" else ""
@@ -172,7 +172,7 @@ def row(name: str, test: str, n: int, runners: Sequence[Runner]) -> str:
 
 
 def compare(models: Sequence[tuple[str, Path]], options: argparse.Namespace) -> None:
-    """Print the table, row by row, and why cells are empty."""
+    """Print the table, row by row, and the reasons for empty cells."""
     print(header(engines()))
     reasons: dict[str, None] = {}
     for name, model in models:
@@ -186,8 +186,8 @@ def compare(models: Sequence[tuple[str, Path]], options: argparse.Namespace) -> 
     print("\n" + "\n".join(reasons) if reasons else "")
 
 
-def quantized(options: argparse.Namespace, folder: Path, kind: str, router: str | None = None) -> Path:
-    """Return the MoE in a type or preset, its router in F32 or another type; made if the folder has none yet."""
+def quantize_model(options: argparse.Namespace, folder: Path, kind: str, router: str | None = None) -> Path:
+    """Return the MoE in a type or preset, its router in F32 or another type; quantize it if the folder has none yet."""
     out = folder / f"moe-{options.layers}-{kind}{f'-router-{router}' if router else ''}.gguf"
     if out.exists():
         return out
@@ -216,12 +216,12 @@ def main() -> None:
     options = parse_options(parser)
     with work_folder(options.work) as folder:
         kinds = [kind for kind in options.types.split(",") if kind]
-        models = [(f"MoE {kind}", quantized(options, folder, kind)) for kind in kinds]
+        models = [(f"MoE {kind}", quantize_model(options, folder, kind)) for kind in kinds]
         models += [(path.stem, path) for path in options.models]
         print(f"\nmedian of {options.rounds}; {options.threads} threads; {machine()}\n")
         compare(models, options)
         if options.fusion:
-            routers = [quantized(options, folder, kinds[0], router) for router in ("q8_0", None)]
+            routers = [quantize_model(options, folder, kinds[0], router) for router in ("q8_0", None)]
             gains: list[str | Path] = [sys.executable, Path(__file__).with_name("bench_fusion.py"), *routers]
             print(run(gains).checked("bench_fusion").stdout)
 

@@ -1,16 +1,16 @@
-"""Measure rounding with error feedback: seconds and GFLOP/s of each phase, memory, and the loss before and after.
+"""Measure error feedback: seconds and GFLOP/s of each phase, memory, and the loss before and after.
 
     benchmarks/bench_feedback.py [--widths 2048,4096,8192,14336] [--types Q4_K] [--rows 512] [--threads 2]
                                  [--sweeps 1] [--covariance COV --model MODEL --tensor NAME [--matrix 0]]
 
-Covariances are drawn with the spectrum that inputs of trained models have: eigenvalues fall as 1/i over three decades,
-eigenvectors are spread over all columns, whose variances are log-normal, and some are massive. With --covariance, the
-tensor's own are taken, as ``quantkit imatrix --covariance`` recorded them, with its rows of MODEL.
+Covariances are generated with the spectrum of inputs of trained models: eigenvalues fall as 1/i over three decades,
+eigenvectors are spread over all columns, whose variances are log-normal, with some massive ones. --covariance uses the
+tensor's own covariance, recorded by ``quantkit imatrix --covariance``, and its rows of MODEL.
 
-Each width runs in a process of its own. Phases are processor time of one thread and the best of --rounds; operations
-are two for a multiplication and an addition, of the products over all columns only, so that GFLOP/s say what a phase
-makes of the time it takes. OpenBLAS does the same shapes, and LAPACK's Cholesky decomposition, in the same process on
-one thread. The last figures are seconds by the clock on --threads, the reference's encoder apart.
+Each width runs in a process of its own. Phases are CPU time of one thread, the best of --rounds; a multiplication with
+an addition counts as two operations, and only the products over all columns are counted, so GFLOP/s include a phase's
+other work as overhead. OpenBLAS is measured on the same shapes, and LAPACK's Cholesky decomposition, in the same
+process on one thread. The last figures are wall-clock seconds on --threads, without the reference's encoder.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
 
 DAMPING = 0.02
-#: What is timed, as round_rows and metric call it, and operations per n^2 and row; of the decomposition per n^3.
+#: Timed functions of round_rows and metric, with operations per n^2 and row; of the decomposition per n^3.
 PHASES = {"residuals": "loss before", "feed": "feedback", "refine": "levels and scales"}
 OPERATIONS = {"residuals": 1, "feed": 1, "refine": 2}
 
 
 def covariance(n: int, seed: int) -> F64:
-    """Draw a covariance [n, n] in O(n^2 log n): eigenvalues turned twice by fast transforms with random signs."""
+    """Return a random covariance [n, n] in O(n^2 log n): eigenvalues rotated twice by fast transforms with random
+    signs."""
     rng = np.random.default_rng(seed)
 
-    def turned(rows: F64) -> F64:
+    def rotate(rows: F64) -> F64:
         signs = rng.choice([-1.0, 1.0], n)
         for _ in range(2):
             for i in range(0, n, 256):
                 f = np.fft.fft(rows[i : i + 256] * signs)
-                rows[i : i + 256] = (f.real - f.imag) / n**0.5  # Hartley's: orthogonal and symmetric
+                rows[i : i + 256] = (f.real - f.imag) / n**0.5  # Hartley transform: orthogonal and symmetric
             rows = np.ascontiguousarray(rows.T)
         return rows
 
-    h = turned(turned(np.diag(np.maximum(1 / np.arange(1.0, n + 1), 1e-3))))
+    h = rotate(rotate(np.diag(np.maximum(1 / np.arange(1.0, n + 1), 1e-3))))
     scale = np.exp(0.4 * rng.standard_normal(n))
     scale[rng.choice(n, 4, replace=False)] *= 30
     h *= scale[:, None]
@@ -67,7 +68,7 @@ def covariance(n: int, seed: int) -> F64:
 
 
 def best(run: Callable[[], object], rounds: int = 3, clock: Callable[[], float] = time.thread_time) -> float:
-    """Return the shortest of some runs."""
+    """Return the seconds of the fastest of several runs."""
     times = []
     for _ in range(rounds):
         begin = clock()
@@ -78,7 +79,7 @@ def best(run: Callable[[], object], rounds: int = 3, clock: Callable[[], float] 
 
 @contextmanager
 def timed(module: Any, names: list[str], clock: Callable[[], float] = time.thread_time) -> Any:
-    """Yield processor seconds by name, of calls of a module's functions."""
+    """Yield the CPU seconds, by name, of calls of a module's functions."""
     spent: dict[str, float] = defaultdict(float)
 
     def wrap(name: str, function: Any) -> Any:
@@ -128,7 +129,7 @@ def inputs_of(args: argparse.Namespace, n: int) -> tuple[F64, F32]:
 
 
 def bench_decomposition(h: F64, threads: int) -> Any:
-    """Print what a metric costs, and return it."""
+    """Print the cost of a metric, and return the metric."""
     from quantkit.kernels.cpu.feedback import factor
     from quantkit.kernels.cpu.feedback import metric as metrics
 
@@ -139,7 +140,7 @@ def bench_decomposition(h: F64, threads: int) -> Any:
         begin = time.process_time()
         metric = metrics.metric(h, DAMPING)
         cpu_seconds = time.process_time() - begin
-    print(f"  a metric takes {8 * n * n / 2**20:.0f} MiB; while it is made {peak_mib() - before:.0f} more than before")
+    print(f"  a metric takes {8 * n * n / 2**20:.0f} MiB, its computation {peak_mib() - before:.0f} MiB more")
     damped = h + DAMPING * np.diagonal(h).mean() * np.eye(n)
     lapack = best(lambda: np.linalg.cholesky(damped), 1)
     line("Cholesky", spent["cholesky"], operations, f"   LAPACK {operations / lapack / 1e9:.1f}")
@@ -150,7 +151,7 @@ def bench_decomposition(h: F64, threads: int) -> Any:
 
 
 def products_of_blas(h: F64, x: F32) -> float:
-    """Return the GFLOP/s of the product that a phase has for a tile of rows."""
+    """Return OpenBLAS's GFLOP/s for the product that a phase computes for a tile of rows."""
     a, b = h.astype(np.float32), np.ascontiguousarray(x.T)
     return 2 * a.size * len(x) / best(lambda: a @ b, 5) / 1e9
 

@@ -2,9 +2,9 @@
 
     benchmarks/bench_fusion.py MOE-WITH-ROUTER-Q8_0.gguf MOE-WITH-ROUTER-F32.gguf
 
-Every round runs a prompt and some single tokens with each variant, in rotated order; what counts is the median over
-rounds of a variant's time relative to the first one's in the same round. The share of bytes that a switch saves is
-shown with the gain: fusion saves traffic of activations, not of weights.
+Every round runs a prompt and some single tokens with each variant, in rotated order; a gain is the median over rounds
+of a variant's time relative to the first one's in the same round. The share of bytes that a switch saves is shown with
+the gain: fusion saves traffic of activations, not of weights.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     benchmarks/bench_imatrix.py MODEL [--text FILE] [--ctx 512] [--chunks 8] [--threads 2] [--rounds 5] [--cpu]
 
-All runs take turns, a chunk at a time; medians and ratios count::
+All runs take turns, a chunk at a time; medians and ratios are reported::
 
     prompt        as ``quantkit bench -no-fug -no-fmoe``: one output, so the last layer's feed-forward runs for one
                   token only. A collection needs all: with two layers a quarter to a half of its work is missing here
@@ -35,7 +35,7 @@ from quantkit.model.fusion import Fusion
 from quantkit.model.observers import every_token, fewest_rows, observe
 from quantkit.model.ops import Graph
 
-#: The change to the graph, and which of n tokens need logits.
+#: The change to the graph, and the tokens of n that need logits.
 KINDS: dict[str, tuple[Callable[[Graph], Graph] | None, Callable[[int], slice]]] = {
     "prompt": (None, lambda n: slice(n - 1, n)),
     "every token": (every_token, lambda n: slice(0)),
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[Callable[[Graph], Graph] | None, Callable[[int], slice]]]
     "perplexity": (None, lambda n: slice(n // 2, n - 1)),
     "observed+ppl": (lambda graph: fewest_rows(observe(graph)), lambda n: slice(n // 2, n - 1)),
 }
-#: The clock of quantkit's runs.
+#: Clock for quantkit's runs.
 CLOCK: list[Callable[[], float]] = [time.perf_counter]
 #: The ratios to report.
 RATIOS = (("observed", "prompt"), ("observed", "every token"), ("observed+ppl", "perplexity"))
@@ -113,7 +113,7 @@ def main() -> None:
     for name, tokens in speed.items():
         print(f"{name:<12} {tokens:9.1f} t/s")
     for name, baseline in RATIOS:
-        # Adjacent in time, so that other load affects both.
+        # Both runs are adjacent in time, so that other load affects both.
         ratios = [b / a for a, b in zip(took[name], took[baseline], strict=True)]
         print(f"{name:<12} {statistics.median(ratios):6.3f}x of {baseline}")
     program = llama_bin()

@@ -5,11 +5,11 @@
     benchmarks/bench_matmul.py --peer ik --types IQ2_KT,IQ4_KS --rows 1,8,32 --shape 2048x768
 
 ggml (llama.cpp's, or with --peer ik that of the wheel ik-llama-cpp-python) computes graphs of one mul_mat on its CPU
-backend, with plain weights and, where it has one, a layout of several rows: llama.cpp's repacked one, ik's _R4 or _R8
-type; the faster counts. For one row, the machine's own bandwidth, of a sum over the same bytes, stands beside. Both
-sides quantize the activations as part of the product. They take turns, --rounds times; the best
-of each counts, since on shared machines the rest is noise. One thread is measured in CPU time, to exclude other
-programs. Results are compared first (NMSE).
+backend, with plain weights and, where it exists, an interleaved layout: llama.cpp's repacked one, ik's _R4 or _R8 type;
+the faster is reported. For one row, the machine's bandwidth is shown too: a sum over the same bytes. Both sides
+quantize the activations as part of the product. They take turns, --rounds times; the best of each is reported, because
+on shared machines the rest is noise. One thread is measured in CPU time, to exclude other programs. Results are
+compared first (NMSE).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 
 
 class Ggml:
-    """The part of libggml-cpu that a mul_mat needs, through ctypes."""
+    """The functions of libggml-cpu for a mul_mat, through ctypes."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -94,7 +94,7 @@ class Ggml:
     def _llama() -> tuple[ctypes.CDLL, ctypes.CDLL]:
         folder = llama_bin()
         if folder is None:
-            raise SystemExit("llama.cpp's libraries are not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
+            raise SystemExit("llama.cpp's libraries not found: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
         base = ctypes.CDLL(str(folder / "libggml-base.so"), ctypes.RTLD_GLOBAL)
         return base, ctypes.CDLL(str(folder / "libggml-cpu.so"), ctypes.RTLD_GLOBAL)
 
@@ -107,7 +107,7 @@ class Ggml:
         return library, library
 
     def graphs(self, t: TensorType, w: U8, x: F32) -> dict[str, Graph]:
-        """Return the ways to compute a product, by the name of the weights' form."""
+        """Return the graphs of a product, by the layout of the weights."""
         graphs_by_name = {"": Graph(self, t, w, x)}
         interleaved = interleaved_of(t)
         if self.peer == "llama" and t.name in REPACKED:
@@ -152,7 +152,7 @@ class Graph:
 
 
 class Quantkit:
-    """The same as a tape of two operations."""
+    """The same mul_mat as a tape of two operations."""
 
     def __init__(self, team: Team, t: TensorType, w: U8, x: F32) -> None:
         kind, n_in = activation_format(t), x.shape[1]
@@ -206,7 +206,7 @@ def read_all(data: int, n: int, out: int) -> None:
 
 
 class Bandwidth:
-    """One thread that reads the same bytes."""
+    """A thread that reads the same bytes."""
 
     def __init__(self, w: U8) -> None:
         self.w, self.out = w, np.empty(64, np.uint8)
@@ -244,7 +244,7 @@ def measure(ggml: Ggml, team: Team, t: TensorType, shape: tuple[int, int], count
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", help="comma-separated; default: all that the peer has")
+    parser.add_argument("--types", help="comma-separated; default: all types of the peer")
     parser.add_argument("--peer", choices=("llama", "ik"), default="llama")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,512", help="rows of activations, comma-separated")

@@ -3,9 +3,9 @@
     benchmarks/bench_moe.py [--types Q4_K IQ4_XS Q8_0] [--tokens 1 512] [--threads 2] [--rounds 7]
 
 The shapes are those of Qwen3-30B-A3B: 128 experts, 8 used, 2048 wide, 768 rows each of gate and up. Weights and ids are
-random, from a seed; for one token, four draws run in sequence so that weights come from memory. All take turns and the
-median counts. Timed are gate, up, their activation and down, including quantization of activations; ``combine`` is
-shown separately. Results are compared with ggml's before anything is timed.
+random, from a seed; for one token, four draws run in sequence so that weights come from memory. All take turns, and
+medians are reported. The time covers gate, up, their activation and down, including quantization of activations;
+``combine`` is shown separately. Results are compared with ggml's before anything is timed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 def experts(t: TensorType, n_out: int, n_in: int, seed: int) -> U8:
-    """Return weights [N_EXPERT, n_out, row_bytes]: two experts are encoded, then repeated with rows shifted."""
+    """Return weights [N_EXPERT, n_out, row_bytes]: two encoded experts, repeated with shifted rows."""
     w = np.random.default_rng(seed).normal(0, 0.02, (n_out, n_in)).astype(np.float32)
     rows = quantize(w, t, np.ones(n_in, np.float32))
     return np.stack([np.roll(rows, 7 * e, axis=0) for e in range(N_EXPERT)])
@@ -178,7 +178,7 @@ class Ggml:
     def __init__(self, layer: Layer, threads: int) -> None:
         folder = llama_bin()
         if folder is None:
-            raise SystemExit("llama.cpp's libraries are not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
+            raise SystemExit("llama.cpp's libraries not found: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
         self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
         self.cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
         for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_new_tensor_3d", "ggml_mul_mat_id", "ggml_swiglu_split",
@@ -224,7 +224,7 @@ class Ggml:
         return np.ctypeslib.as_array(data, self.shape).copy()
 
 
-# ---------------------------------------------------------------- taking turns
+# ---------------------------------------------------------------- runs in turns
 
 
 def medians(runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -260,7 +260,7 @@ def bench(t: TensorType, tokens: int, threads: int, rounds: int, peer: bool) -> 
             nmse = np.sum((layer.y.astype(np.float64) - want) ** 2) / np.sum(want.astype(np.float64) ** 2)
             if not nmse < 1e-6:
                 raise SystemExit(f"{t.name} {form}: NMSE against ggml is {nmse:.2g}")
-    # One thread is measured in CPU time, which other programs disturb less.
+    # One thread is measured in CPU time, which other programs affect less.
     ms = medians(runs, rounds, time.thread_time if threads == 1 else time.perf_counter)
     touched = sum(len(np.unique(run)) for run in ids) * sum(w[0].nbytes for w in weights)
     work = 2 * repeats * tokens * N_USED * 3 * WIDTH * N_FF

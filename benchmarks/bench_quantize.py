@@ -1,16 +1,16 @@
 """Measure encoders against ggml, libgguf and ik_llama.cpp, in one run on the same CPUs.
 
     benchmarks/bench_quantize.py                       Mweights/s of every type, with and without importance
-    benchmarks/bench_quantize.py --encoder ik          ik's searches, of the types where they are not llama.cpp's
+    benchmarks/bench_quantize.py --encoder ik          ik's searches, for the types where they differ from llama.cpp's
     benchmarks/bench_quantize.py --whole-file          a model of 2 GB: `quantkit quantize` against llama-quantize
 
-Encoders: a matrix of normal weights with lognormal column scales, in memory. Each encoder takes enough rows for a call
-of about --seconds; all take turns, --rounds times, and the median counts. One thread is pinned to one CPU; several
+Encoders: a matrix of normal weights with lognormal column scales, in memory. Each encoder gets enough rows for a call
+of about --seconds; all take turns, --rounds times, and medians are reported. One thread is pinned to one CPU; several
 threads take slabs of rows, for quantkit and the peers alike. quantkit's bytes are compared with ggml's before anything
-is timed. The last rows are what memory allows: reading the matrix while 0, 1, 2 or 4 bytes a weight are written.
+is timed. The last rows are bounds by memory bandwidth: reading the matrix while writing 0, 1, 2 or 4 bytes per weight.
 
-Whole file: both programs as processes, from start to exit, in turns; the median counts. Both run once before, so that
-the input is in the page cache and quantkit's kernels are compiled. quantkit also flushes its output to disk (fsync).
+Whole file: both programs as processes, from start to exit, in turns; medians are reported. A warm-up turn brings the
+input into the page cache and compiles quantkit's kernels. quantkit also flushes its output to disk (fsync).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PEERS = ("ggml", "libgguf", "ik")
 
 
 class Output:
-    """Prints, and keeps the text for --append."""
+    """Prints text, and stores it for --append."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -59,7 +59,7 @@ class Output:
 
 # --- libraries ---
 
-#: Calls take whole groups of so many rows: what any type interleaves.
+#: Calls get whole groups of this many rows, the most that a type interleaves.
 GROUP = 16
 
 
@@ -78,7 +78,7 @@ def quantkit_library(encoder_name: str | None) -> Library:
 
     return Library(
         "quantkit",
-        f"our kernels, --encoder {encoder_name}" if encoder_name else "our kernels",
+        f"quantkit's kernels, --encoder {encoder_name}" if encoder_name else "quantkit's kernels",
         lambda t: encoder(t, encoder_name),
     )
 
@@ -90,7 +90,7 @@ class _InitParams(ctypes.Structure):
 def through_ctypes(name: str, description: str, path: Path, trees: tuple[str, ...]) -> Library:
     """Return ggml_quantize_chunk of a libggml; ctypes releases the GIL while it runs."""
     library = ctypes.CDLL(str(path))
-    # Fills the f16 tables of trees that still have them.
+    # Fills the f16 tables of versions that still have them.
     library.ggml_init.argtypes, library.ggml_init.restype = [_InitParams], ctypes.c_void_p
     library.ggml_init(_InitParams(1 << 20, None, False))
     chunk = library.ggml_quantize_chunk
@@ -98,7 +98,7 @@ def through_ctypes(name: str, description: str, path: Path, trees: tuple[str, ..
     chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 
     def encoder(t: TensorType) -> Encode | None:
-        if t.trees not in trees or library.ggml_blck_size(t.id) == 0:  # of a type that is newer than the library
+        if t.trees not in trees or library.ggml_blck_size(t.id) == 0:  # the type is newer than the library
             return None
 
         def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
@@ -129,14 +129,15 @@ def libgguf() -> Library:
 
 
 def libraries(encoder_name: str = "mainline") -> tuple[dict[str, Library], dict[str, str]]:
-    """Return the available libraries by name, and why the others are missing; ``encoder_name``: our encoder."""
+    """Return the available libraries by name, and the reasons why others are missing; ``encoder_name``: quantkit's
+    encoder."""
     available, missing = {"quantkit": quantkit_library(encoder_name)}, {}
     folder = llama_bin()
     if folder is not None:
         description = "llama.cpp b11434, ggml_quantize_chunk of libggml-base.so"
         available["ggml"] = through_ctypes("ggml", description, folder / "libggml-base.so", ("both", "mainline"))
     else:
-        missing["ggml"] = "llama.cpp is not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN"
+        missing["ggml"] = "llama.cpp not found: run scripts/peers, or set QUANTKIT_LLAMA_BIN"
     if package_folder("libgguf") is not None:
         available["libgguf"] = libgguf()
     else:
@@ -154,7 +155,7 @@ def libraries(encoder_name: str = "mainline") -> tuple[dict[str, Library], dict[
 
 
 @dataclass
-class Contestant:
+class EncoderRun:
     """One library's encoder of one type, and its measured rates in weights per second."""
 
     name: str
@@ -169,7 +170,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Bench:
-    """The input of the encoders and how they are measured."""
+    """The input of the encoders and the settings of a measurement."""
 
     x: npt.NDArray[np.float32]
     weights: npt.NDArray[np.float32]
@@ -191,8 +192,8 @@ def matrix(rows: int, n: int, seed: int = 1) -> tuple[npt.NDArray[np.float32], n
 
 
 @contextmanager
-def pinned(threads: int) -> Iterator[ThreadPoolExecutor | None]:
-    """Pin the process to one CPU for one thread, or yield a pool for more."""
+def pin(threads: int) -> Iterator[ThreadPoolExecutor | None]:
+    """Pin the process to one CPU for one thread; yield a pool for several."""
     before = os.sched_getaffinity(0)
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
@@ -205,7 +206,7 @@ def pinned(threads: int) -> Iterator[ThreadPoolExecutor | None]:
         os.sched_setaffinity(0, before)
 
 
-def timed(c: Contestant, bench: Bench, weights: Any, out: Any, pool: ThreadPoolExecutor | None, threads: int) -> float:
+def timed(c: EncoderRun, bench: Bench, weights: Any, out: Any, pool: ThreadPoolExecutor | None, threads: int) -> float:
     """Encode the contestant's rows once; return the seconds."""
     edges = [c.rows // GROUP * i // threads * GROUP for i in range(threads + 1)]
     began = time.perf_counter()
@@ -218,8 +219,8 @@ def timed(c: Contestant, bench: Bench, weights: Any, out: Any, pool: ThreadPoolE
     return time.perf_counter() - began
 
 
-def fit_rows(c: Contestant, bench: Bench, weights: Any, out: Any) -> None:
-    """Choose the rows of a call so that it lasts about bench.seconds; warms up, too."""
+def fit_rows(c: EncoderRun, bench: Bench, weights: Any, out: Any) -> None:
+    """Choose the rows of a call so that it takes about bench.seconds; also warms up."""
     c.rows = min(32, bench.total_rows)
     timed(c, bench, weights, out, None, 1)
     while c.rows < bench.total_rows:
@@ -231,7 +232,7 @@ def fit_rows(c: Contestant, bench: Bench, weights: Any, out: Any) -> None:
 
 
 def differing_rows(t: TensorType, bench: Bench, weights: Any, a: Encode, b: Encode, rows: int = 64) -> int:
-    """Return how many of the first rows differ between two encoders."""
+    """Return the number of the first rows that differ between two encoders."""
     rows = min(rows, bench.total_rows)
     outs = [np.zeros((rows, t.row_bytes(bench.x.shape[1])), np.uint8) for _ in range(2)]
     for encode, out in zip((a, b), outs, strict=True):
@@ -239,15 +240,15 @@ def differing_rows(t: TensorType, bench: Bench, weights: Any, a: Encode, b: Enco
     return int((outs[0] != outs[1]).any(axis=1).sum())
 
 
-def contest(
+def measure_type(
     t: TensorType, bench: Bench, weights: Any, available: dict[str, Library], threads: int
-) -> dict[str, Contestant]:
+) -> dict[str, EncoderRun]:
     """Run all encoders of type ``t`` in turns."""
     everybody = {name: library.encoder(t) for name, library in available.items()}
-    contestants = {name: Contestant(name, encode) for name, encode in everybody.items() if encode is not None}
+    contestants = {name: EncoderRun(name, encode) for name, encode in everybody.items() if encode is not None}
     out = np.empty((bench.total_rows, t.row_bytes(bench.x.shape[1])), np.uint8)
-    out.fill(0)  # touches the pages, or the first encoder would pay for them
-    with pinned(threads) as pool:
+    out.fill(0)  # touches the pages, which would slow the first encoder down
+    with pin(threads) as pool:
         for c in contestants.values():
             fit_rows(c, bench, weights, out)
         for _ in range(bench.rounds):
@@ -258,9 +259,10 @@ def contest(
 
 
 def memory_rates(bench: Bench, threads: int) -> dict[str, float]:
-    """Return the weights per second that memory allows: of reading the matrix, also while 1, 2 or 4 bytes are written.
+    """Return the weights per second that memory bandwidth allows: reading the matrix, also while writing 1, 2 or 4
+    bytes.
 
-    Values are only joined by OR: an encoder of so many bytes a weight does more. 4 is numpy's copy.
+    Values are only combined by OR, less work than in any encoder. 4 bytes is numpy's copy.
     """
     from quantkit.kernels.cpu.core.peak import read_stream, read_while_writing
 
@@ -282,9 +284,9 @@ def memory_rates(bench: Bench, threads: int) -> dict[str, float]:
         "reading it, writing 2 bytes a weight": partial(write, 2),
         "copy of the float32 matrix": copy,
     }
-    contestants = [Contestant(name, work, bench.total_rows) for name, work in works.items()]
+    contestants = [EncoderRun(name, work, bench.total_rows) for name, work in works.items()]
     out = np.zeros((bench.total_rows, row_bytes // 2), np.uint8)
-    with pinned(threads) as pool:
+    with pin(threads) as pool:
         for _ in range(bench.rounds + 1):
             for c in contestants:
                 c.rates.append(bench.x.size / timed(c, bench, None, out, pool, threads))
@@ -294,11 +296,11 @@ def memory_rates(bench: Bench, threads: int) -> dict[str, float]:
 # --- the table of types ---
 
 
-def ratio(c: dict[str, Contestant], peer: str) -> str:
+def ratio(c: dict[str, EncoderRun], peer: str) -> str:
     return f"{c['quantkit'].median / c[peer].median:.1f}x" if peer in c else "-"
 
 
-def row(t: TensorType, with_imatrix: bool, threads: int, c: dict[str, Contestant]) -> str:
+def row(t: TensorType, with_imatrix: bool, threads: int, c: dict[str, EncoderRun]) -> str:
     """Return one line of the table."""
     rates = [f"{c[name].median / 1e6:.1f}" if name in c else "-" for name in ("quantkit", *PEERS)]
     ratios = [ratio(c, peer) for peer in PEERS]
@@ -326,9 +328,9 @@ def bench_types(options: argparse.Namespace, write: Output) -> None:
                 if options.encoder != "ik":
                     problems += compare_bytes(t, label, bench, importance, available)
                 for threads in options.threads:
-                    write(row(t, with_imatrix, threads, contest(t, bench, importance, available, threads)))
+                    write(row(t, with_imatrix, threads, measure_type(t, bench, importance, available, threads)))
             except (ImportError, AttributeError) as e:
-                problems.append(f"{label}: our encoder cannot be loaded: {e}")
+                problems.append(f"{label}: quantkit's encoder cannot be loaded: {e}")
     for threads in options.threads:
         for rate_name, rate in memory_rates(bench, threads).items():
             write(f"| {rate_name} | - | {threads} | {rate / 1e6:.1f} | | | | | | |")
@@ -355,7 +357,8 @@ def type_list(text: str) -> list[TensorType]:
 
 
 def all_types(encoder_name: str | None) -> list[TensorType]:
-    """Return every type with an encoder, except floats that are a plain copy; by ik, those it encodes differently."""
+    """Return every type with an encoder, except floats that are a plain copy; for ik, the types that it encodes
+    differently."""
     from quantkit.kernels.formats import FORMATS, has_encoder
 
     if encoder_name == "ik":
@@ -367,7 +370,7 @@ def all_types(encoder_name: str | None) -> list[TensorType]:
 
 
 def same_tensors(a: GGUFFile, b: GGUFFile) -> str:
-    """Return how the tensors of two files differ, or ""; reads in pieces, to bound memory."""
+    """Return the difference between the tensors of two files, or ""; reads in pieces, to bound memory."""
     if list(a.tensors) != list(b.tensors):
         return "other tensors, or another order"
     for name, tensor in a.tensors.items():
@@ -406,7 +409,7 @@ def whole_file(options: argparse.Namespace, write: Output) -> None:
                 threads,
             ]
             commands["llama-quantize"] = [str(a) for a in peer_command]
-        results = race(commands, outputs, options.rounds)
+        results = run_in_turns(commands, outputs, options.rounds)
         write(f"\n{source.name}, {format_size(source.stat().st_size)}, to {options.to}, {threads} threads, ", end="")
         write(f"{'with' if imatrix_options else 'no'} imatrix, median of {options.rounds} runs in turns; {machine()}\n")
         report(results, write)
@@ -422,7 +425,7 @@ def whole_file(options: argparse.Namespace, write: Output) -> None:
         sys.exit(1)
 
 
-def race(commands: dict[str, list[str]], outputs: dict[str, Path], rounds: int) -> dict[str, list[Outcome]]:
+def run_in_turns(commands: dict[str, list[str]], outputs: dict[str, Path], rounds: int) -> dict[str, list[Outcome]]:
     """Run the programs in turns; the first turn warms up."""
     results: dict[str, list[Outcome]] = {name: [] for name in commands}
     for turn in range(rounds + 1):
@@ -436,7 +439,7 @@ def race(commands: dict[str, list[str]], outputs: dict[str, Path], rounds: int) 
 
 
 def report(results: dict[str, list[Outcome]], write: Output) -> None:
-    """Print the table of a race."""
+    """Print the table of the runs."""
     seconds = {name: statistics.median(o.seconds for o in outcomes) for name, outcomes in results.items()}
     write("| program | wall time | all runs | peak RSS |\n|---|---|---|---|")
     for name, outcomes in results.items():
@@ -453,7 +456,7 @@ def report(results: dict[str, list[Outcome]], write: Output) -> None:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--types", type=type_list, metavar="T,T,..", help="default: all with an encoder")
-    p.add_argument("--encoder", choices=("mainline", "ik"), help="default: that of each type's own tree")
+    p.add_argument("--encoder", choices=("mainline", "ik"), help="default: that of the type's own project")
     p.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cpus()}), metavar="N")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=0.2, help="duration of one call with one thread (default: 0.2)")

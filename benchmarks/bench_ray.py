@@ -1,18 +1,18 @@
-"""Measure `quantkit quantize --ray` against the same on threads, on the same CPUs, and the model of cost in
-docs/explanation/cluster.md against both.
+"""Measure `quantkit quantize --ray` against threads on the same CPUs, and the cost model in docs/explanation/cluster.md
+against both.
 
     benchmarks/bench_ray.py                     a model of 3 GB, to Q4_K_M, IQ4_XS and IQ3_S
 
-A cluster runs on this machine (local_cluster.py): first one node with all CPUs, of which the driver is the only worker;
-then a node for every CPU, apart from the driver. It is there before the clock starts, as a cluster is; workers are not:
-each command starts its own. Commands are processes, from
-start to exit, in turns; the median counts. All run once before, so that the input is in the page cache and kernels are
-compiled. The outputs must be one file, byte for byte; both are flushed to the disk. CPU seconds, which other programs
-disturb less, are those of the command and, with Ray, of its workers and of Ray's own processes meanwhile.
+A cluster runs on this machine (local_cluster.py): first one node with all CPUs, on which the driver is the only worker;
+then a node for every CPU beside the driver. The cluster is started before the clock, but each command starts its own
+workers. Commands run as processes, timed from start to exit, in turns; medians are reported. A warm-up turn brings the
+input into the page cache and compiles kernels. The outputs must be identical, byte for byte; both are flushed to disk.
+CPU seconds, which other programs affect less, are those of the command and, with Ray, of its workers and of Ray's own
+processes during the run.
 
-Then the model of cost: start-up S is what a model of 100 MB takes with Ray, and on threads, as its own work is little;
-the work W of a type is what threads take, without their start-up. From these two, and the constants in
-docs/explanation/cluster.md, the wall time with Ray is predicted.
+Then the cost model: the start-up S is the time for a model of 100 MB with Ray and on threads, because its own work is
+small; the work W of a type is the time on threads, without their start-up. From these two, and the constants in
+docs/explanation/cluster.md, the wall time with Ray is predict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from results import parse_options, record_output
 
 from quantkit.units import format_size
 
-#: docs/explanation/cluster.md: seconds of a batch, and those of the driver and Ray for one, of a flush and of a job.
+#: docs/explanation/cluster.md: seconds per batch, those of the driver and Ray per batch, of a flush and of a job.
 BATCH, BETWEEN, FLUSH, DRIVER_BATCH, DRIVER_JOB = 3.0, 0.004, 0.015, 0.0014, 20e-6
 #: Values of a job, and bytes of a value of the generated model.
 JOB, VALUE = 1 << 20, 2
@@ -48,13 +48,13 @@ class Measurement:
 def measure(
     options: argparse.Namespace, cluster: LocalCluster, model: Path, type_name: str, executors: Mapping[str, list[str]]
 ) -> dict[str, Measurement]:
-    """Return the seconds of each way; exits if their outputs differ."""
+    """Return the seconds of each executor; exits if their outputs differ."""
     results: dict[str, list[Measurement]] = {name: [] for name in executors}
     sums: dict[str, str] = {}
     for turn in range(options.rounds + 1):
         for name, extra in executors.items():
             output = options.folder / "out.gguf"
-            os.sync()  # dirty pages of the program before do not count
+            os.sync()  # dirty pages of the previous program do not count
             before = cluster.cpu_seconds()
             outcome = run(quantkit("quantize", "--json", "--overwrite", *extra, model, output, type_name)).checked(name)
             cluster_seconds = cluster.cpu_seconds() - before if "--ray" in extra else 0.0
@@ -73,11 +73,11 @@ def measure(
     }
 
 
-def predicted(nbytes: int, threads: float, start: Mapping[str, float], *, batches: bool) -> float:
-    """Return T = S + max(W / (n c e), the driver) + E for cores that threads keep busy so long.
+def predict(nbytes: int, threads: float, start: Mapping[str, float], *, batches: bool) -> float:
+    """Return T = S + max(W / (n c e), driver) + E.
 
-    ``start``: S and E together, with Ray and on threads. Reading and writing are in what threads take. The driver's own
-    node has no ``batches``.
+    ``start``: S + E, with Ray and on threads. The time on threads includes reading and writing. The driver's own node
+    has no ``batches``.
     """
     work, jobs = max(0.0, threads - start["threads"]), nbytes / VALUE / JOB
     share = BATCH / (BATCH + BETWEEN + FLUSH) if batches else 1.0
@@ -91,7 +91,7 @@ def main() -> None:
     p.add_argument("--size", default="3G", help="size of the generated model (default: 3G)")
     p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
     p.add_argument("--to", nargs="+", default=["Q4_K_M", "IQ4_XS", "IQ3_S"], metavar="TYPE")
-    p.add_argument("--one-node", action="store_true", help="leave out the cluster of a node for every CPU")
+    p.add_argument("--one-node", action="store_true", help="skip the cluster with a node for every CPU")
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the large files (default: a temporary one)")
     options = parse_options(p)
     cpus = sorted(os.sched_getaffinity(0))
@@ -102,7 +102,7 @@ def main() -> None:
         model = options.model or make_moe(folder / "model.gguf", "--size", options.size)
         nbytes = model.stat().st_size
         print(f"{model.name}: {format_size(nbytes)}; the cluster runs already, workers start with each command\n")
-        print("| type | nodes | threads, s | Ray, s | / threads | CPU, s | Ray: CPU, s | predicted, s | off by |")
+        print("| type | nodes | threads, s | Ray, s | / threads | CPU, s | Ray: CPU, s | predict, s | off by |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
         starts = []
         for layout in [[]] if options.one_node else [[], [[cpu] for cpu in cpus]]:
@@ -114,7 +114,7 @@ def main() -> None:
                 for type_name in options.to:
                     results = measure(options, cluster, model, type_name, executors)
                     ray, local = results["Ray"], results["threads"]
-                    guess = predicted(nbytes, local.wall, start, batches=bool(layout))
+                    guess = predict(nbytes, local.wall, start, batches=bool(layout))
                     print(
                         f"| {type_name} | {nodes} | {local.wall:.2f} | {ray.wall:.2f} | {ray.wall / local.wall:.2f} "
                         f"| {local.cpu:.1f} | {ray.cpu:.1f} | {guess:.2f} | {100 * (guess / ray.wall - 1):+.0f} % |",

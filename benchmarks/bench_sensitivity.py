@@ -3,11 +3,10 @@
     python benchmarks/bench_sensitivity.py MODEL TEXT [--imatrix FILE] [--types A,B] [-c N] [--chunks N] [--pairs N]
         [--full-runs N] [--rounds N] [--threads N]
 
-A few pairs are done the long way: a file with that group alone in that type, then its divergence from base logits that
-are there already. In each round a share of them comes before the run over all pairs, and as many behind it, so that
-what else the machine does meets both. Prints seconds a pair, their ratio in each round and in all, how far the two
-divergences are apart at most where a pair ran in full, how far guesses are off, and how well proxies rank what was
-measured.
+A few pairs are measured with separate commands: a file with only that group in that type, then its divergence from
+existing base logits. In each round half of them run before the run over all pairs, and half after it, so that other
+load affects both. Prints seconds per pair, their ratio per round and overall, the largest difference of the two
+divergences where a pair ran in full, the error of estimates, and the rank correlation of proxies with the measurements.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, sensitiv
 
 
 @dataclass
-class Alone:
-    """Pairs that were done the long way: seconds of both steps, and of measuring, and the divergences."""
+class SeparateRuns:
+    """Pairs that were measured with separate commands: seconds of both steps, and the divergences."""
 
     both: float = 0.0
     measuring: float = 0.0
@@ -61,14 +60,14 @@ class Bench:
         settings = {"n_ctx": args.n_ctx, "chunks": args.chunks, "threads": args.threads}
         perplexity(args.model, text, **settings, save_logits=saved)
 
-    def measure_together(self) -> tuple[Sensitivity, float]:
-        """Return what a run over all pairs measures, and its seconds a pair."""
+    def measure_all_pairs(self) -> tuple[Sensitivity, float]:
+        """Return the result of a run over all pairs, and its seconds per pair."""
         began = time.perf_counter()
         result = sensitivity(self.args.model, self.folder / "S.json", [self.args.text], options=self.options)
         return result, (time.perf_counter() - began) / len(result.costs)
 
-    def alone(self, result: Sensitivity, costs: Sequence[Cost], totals: Alone) -> None:
-        """Quantize each group alone, and measure the file."""
+    def measure_separately(self, result: Sensitivity, costs: Sequence[Cost], totals: SeparateRuns) -> None:
+        """Quantize each group separately, and measure the file."""
         for cost in costs:
             group = next(g for g in result.groups if g.name == cost.group)
             rules = tuple(f"^{name.replace('.', '[.]')}$={cost.type}" for name in group.tensors)
@@ -91,7 +90,7 @@ def main() -> None:
     parser.add_argument("--types", default="Q2_K,Q4_K,Q6_K")
     parser.add_argument("-c", dest="n_ctx", type=int, default=256)
     parser.add_argument("--chunks", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=8, help="pairs that are done the long way in a round")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs measured with separate commands in a round")
     parser.add_argument("--full-runs", type=int, metavar="N", help="types of a group that run to the end of the model")
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
     parser.add_argument("--threads", type=int)
@@ -100,37 +99,41 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
         bench.options = replace(bench.options, chunks=min(args.chunks, 4096 // args.n_ctx), together=False)
-        result, _ = bench.measure_together()  # kernels are compiled, files are read
+        result, _ = bench.measure_all_pairs()  # kernels are compiled, files are read
         bench.options = replace(bench.options, chunks=args.chunks, together=True)
         step = max(1, len(result.costs) // (args.pairs * args.rounds))
         costs = result.costs[step // 2 :: step][: args.pairs * args.rounds]
-        bench.alone(result, costs[:1], Alone())
-        totals, seconds_together = Alone(), []
+        bench.measure_separately(result, costs[:1], SeparateRuns())
+        totals, seconds_per_pair = SeparateRuns(), []
         for number in range(args.rounds):
             before, now = totals.measuring, costs[number :: args.rounds]
-            bench.alone(result, now[: len(now) // 2], totals)
-            result, seconds = bench.measure_together()
-            seconds_together.append(seconds)
-            bench.alone(result, now[len(now) // 2 :], totals)
+            bench.measure_separately(result, now[: len(now) // 2], totals)
+            result, seconds = bench.measure_all_pairs()
+            seconds_per_pair.append(seconds)
+            bench.measure_separately(result, now[len(now) // 2 :], totals)
             long = (totals.measuring - before) / len(now)
             print(f"round {number + 1}: {seconds:.3f} and {long:.3f} s a pair, {long / seconds:.2f}x", flush=True)
-    _report(result, sum(seconds_together) / len(seconds_together), totals)
+    _report(result, sum(seconds_per_pair) / len(seconds_per_pair), totals)
 
 
-def _report(result: Sensitivity, seconds_together: float, alone: Alone) -> None:
+def _report(result: Sensitivity, seconds_per_pair: float, separate_runs: SeparateRuns) -> None:
     full = {(c.group, c.type): c.kld for c in result.costs if c.kld is not None}
     print(
-        f"sensitivity: {len(result.costs)} pairs, {len(full)} in full, {seconds_together:.3f} s a pair, "
-        f"{seconds_together * len(result.costs):.1f} s in all"
+        f"sensitivity: {len(result.costs)} pairs, {len(full)} in full, {seconds_per_pair:.3f} s a pair, "
+        f"{seconds_per_pair * len(result.costs):.1f} s in all"
     )
-    for label, seconds in (("kld alone", alone.measuring), ("quantize and kld", alone.both)):
-        print(f"{label}: {seconds / alone.n:.3f} s a pair, {seconds / alone.n / seconds_together:.2f} times as long")
+    for label, seconds in (("kld alone", separate_runs.measuring), ("quantize and kld", separate_runs.both)):
+        print(
+            f"{label}: {seconds / separate_runs.n:.3f} s per pair, {seconds / separate_runs.n / seconds_per_pair:.2f}x"
+        )
     differences = [
-        abs(divergence - full[c.group, c.type]) for c, divergence in alone.divergences if (c.group, c.type) in full
+        abs(divergence - full[c.group, c.type])
+        for c, divergence in separate_runs.divergences
+        if (c.group, c.type) in full
     ]
     print(f"divergences of {len(differences)} pairs in full differ by {max(differences, default=math.nan):.2e} at most")
     guesses, off = Predictor(result), []
-    for cost, divergence in alone.divergences:
+    for cost, divergence in separate_runs.divergences:
         guess = guesses.kld(cost.group, cost.type)
         if (cost.group, cost.type) not in full and guess and divergence > 0:
             off.append(math.log(guess / divergence))

@@ -1,13 +1,13 @@
-"""Measure the worth of each setting of the trellis search: IQ1_KT to IQ4_KT with one setting at its simplest value.
+"""Measure the effect of each setting of the trellis search: IQ1_KT to IQ4_KT with one setting at its simplest value.
 
     benchmarks/bench_trellis_knobs.py                                   every type and setting; hours of compilation
     benchmarks/bench_trellis_knobs.py --types IQ3_KT --knobs fits final
     benchmarks/bench_trellis_knobs.py --model SmolLM2-135M-Instruct.Q4_1.gguf     rows of a real matrix, too
 
-The error is the one that the encoder minimizes: sum(w (x - y)^2), with ik_llama.cpp's weights, over that of the
-settings that stand, of each kind of rows without and with importances; the table has the least and the largest ratio.
-The time is CPU time of one thread: both encoders take turns, --rounds times, and the ratio of medians counts, of rows
-of 4096 normal values and of all kinds. Every encoder is compiled first: no setting is an argument at run time.
+The error is the encoder's objective: sum(w (x - y)^2), with ik_llama.cpp's weights, relative to that of the current
+settings, for each kind of rows without and with importances; the table has the smallest and the largest ratio. The time
+is CPU time of one thread: both encoders take turns, --rounds times, and the ratio of medians is reported, for rows of
+4096 normal values and for all kinds. Every encoder is compiled first: settings are compile-time constants.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def search(name: str, **values: Any) -> Change:
 
 
 def all_cells(name: str) -> Change:
-    """Return a function that lets a search rank all cells, of which the scratch has room for 64 lines."""
+    """Return a function that makes a search rank all cells; its scratch memory holds 64 lines of them."""
 
     def change(settings: TrellisSettings) -> TrellisSettings:
         fits = settings.codebooks * settings.points // 256 <= 64
@@ -59,7 +59,7 @@ def all_cells(name: str) -> Change:
     return change
 
 
-#: Settings and the values that replace them: off, or those of other types.
+#: Settings and their replacements: off, or the values of other types.
 KNOBS: dict[str, Change] = {
     # fmt: off
     "first: all cells": all_cells("first"),
@@ -94,11 +94,11 @@ KNOBS: dict[str, Change] = {
 
 
 def variants(settings: TrellisSettings) -> Iterator[tuple[str, TrellisSettings]]:
-    """Yield settings with one changed, if that changes the search."""
+    """Yield settings with one change, if it changes the search."""
     for name, change in KNOBS.items():
         try:
             changed = change(settings)
-        except (AttributeError, TypeError):  # of another kind of search, or of none
+        except (AttributeError, TypeError):  # for another kind of search, or for none
             continue
         if changed != settings:
             yield name, changed
@@ -141,7 +141,7 @@ def samples(model: Path | None, tensor: str, weights: int) -> list[Sample]:
 
 
 def importances(n: int) -> Rows:
-    """Return importances that differ as much as those of real models."""
+    """Return importances with the spread of those of real models."""
     return np.exp(1.2 * np.random.default_rng(n).standard_normal(n)).astype(np.float32)
 
 
@@ -181,7 +181,7 @@ def cpu_time(encoder: Encoder, t: TensorType, sample: Sample) -> float:
 
 @dataclass(frozen=True)
 class Figures:
-    """Ratios to the settings that stand: of errors and of CPU time, by kind of rows."""
+    """Ratios to the current settings: of errors and of CPU time, by kind of rows."""
 
     errors: dict[str, float]
     times: dict[str, float]
@@ -197,7 +197,7 @@ class Figures:
 
 
 def compare(t: TensorType, standing: Encoder, changed: Encoder, rows: list[Sample], rounds: int) -> Figures:
-    """Return the figures of an encoder against the one that stands."""
+    """Return the figures of an encoder relative to the current one."""
     errors, times = {}, {}
     for sample in rows:
         expected, actual = (error(t, sample, encode(encoder, t, sample)) for encoder in (standing, changed))
@@ -211,7 +211,7 @@ def compare(t: TensorType, standing: Encoder, changed: Encoder, rows: list[Sampl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", default=list(TRELLIS_SETTINGS), choices=list(TRELLIS_SETTINGS))
-    parser.add_argument("--knobs", nargs="+", help="only settings whose names begin so")
+    parser.add_argument("--knobs", nargs="+", help="only settings whose names begin with this")
     parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--tensor", default="blk.10.ffn_down.weight", help="a matrix of it")
     parser.add_argument("--weights", type=int, default=32768, help="of each kind of rows")

@@ -2,9 +2,9 @@
 
     benchmarks/bench_vocabularies.py [NAME ..] --rounds 5
 
-Processes from start to exit, in turns over the vocabularies; the median counts. Every output must have the SHA-256 of
-the reference's file (tests/data/real-vocabularies.json), whose seconds `scripts/make_convert_goldens.py vocabularies`
-prints.
+Runs are processes, timed from start to exit, in turns over the vocabularies; medians are reported. Every output must
+have the SHA-256 of the reference's file (tests/data/real-vocabularies.json); `scripts/make_convert_goldens.py
+vocabularies` prints the reference's seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     print(machine())
     with work_folder(None) as folder:
         sources = {name: real_files.write_vocabulary(name, folder) for name in names}
-        for _ in range(options.rounds + 1):  # the first one warms the page cache and compiles
+        for _ in range(options.rounds + 1):  # warms the page cache and compiles
             for name, source in sources.items():
                 output = folder / f"{name}.gguf"
                 outcome = run(quantkit("convert", source, output, "--vocab-only", "--overwrite")).checked(name)

@@ -4,7 +4,7 @@
 
 The text is pydoc_data.topics of the standard library, available on every machine. Files are quantized by quantkit, or
 for types without an encoder by llama-quantize with its own importance matrix. llama.cpp repacks some types at load and
-then multiplies with different rounding, so it is shown with and without repacking (--no-repack).
+then multiplies with different rounding, so it is measured with and without repacking (--no-repack).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def llama(folder: Path, program: str, *args: object) -> str:
 
 
 def llama_perplexity(folder: Path, model: Path, text: Path, ctx: int, chunks: int, *options: str) -> float:
-    for _ in range(8):  # it may end before its log is written
+    for _ in range(8):  # the program may end before its log is written
         output = llama(folder, "llama-perplexity", "-m", model, "-f", text, "-c", ctx, "--chunks", chunks, *options)
         match = re.search(r"Final estimate: PPL = ([0-9.]+)", output)
         if match:

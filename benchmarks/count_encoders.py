@@ -1,15 +1,15 @@
-"""Count the instructions that CUDA encoders execute, and the rates that a card allows.
+"""Count the instructions that CUDA encoders execute, and the rates that they allow on a GPU.
 
     benchmarks/count_encoders.py                            # every type, normal values, an H200
     benchmarks/count_encoders.py --types IQ4_KS Q6_0 --importance
 
 Evidence without a GPU, beside benchmarks/count_instructions.py: kernels run as PTX on the CPU (tests/ptx), which counts
-how often each thread runs each line. Encoders branch by values, so no disassembly could tell. Lanes of a warp take
-turns where they part, so a line counts as often as the lane that runs it most. PTX is not machine code: moves between
-registers, which disappear, do not count, but divisions become several instructions. A multiprocessor starts four
-instructions of warps per clock, and one that loads, stores or shuffles; one that converts or rounds a float, or
-approximates a reciprocal or a root, in two clocks. The bound is the rate that the busiest of these allows, without
-caches, and without waiting for anything.
+how often each thread runs each line. Encoders branch on values, so disassembly is not enough. Diverged lanes of a warp
+run one after another, so a line counts as often as the lane that runs it most. PTX is not machine code: moves between
+registers, which the assembler removes, are not counted, but divisions become several instructions. Per clock, a
+multiprocessor starts four warp instructions, and one that loads, stores or shuffles; per two clocks, one that converts
+or rounds a float, or approximates a reciprocal or a root. The bound is the rate of the busiest of these, without caches
+and latency.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from quantkit.kernels.cuda.core.device import Launch  # noqa: E402
 from quantkit.kernels.cuda.encode.encode import Rows, encode_rows, encoders, weighs, working_bytes  # noqa: E402
 from quantkit.types import BY_NAME, TensorType  # noqa: E402
 
-#: Lines of a module that are counted (tests/ptx/machine.h).
+#: Lines of a module that have counters (tests/ptx/machine.h).
 LINES, CAPABILITY = 16384, 90
-#: The matrix that libgguf gives times for.
+#: The matrix of libgguf's published times.
 WEIGHTS = 11008 * 4096
-#: What goes through the pipe of loads, stores and shuffles.
+#: Instructions of the pipe of loads, stores and shuffles.
 LOADS = ("ld.", "st.", "shfl.", "redux.", "atom.")
-#: What goes through the pipe of conversions and approximations: at most one of 16 lanes per clock.
+#: Instructions of the pipe of conversions and approximations: 16 lanes per clock.
 CONVERTS = re.compile(r"cvt\.[^ ]*\bf(16|32|64)\b|div\.rn\.f|rcp\.|sqrt\.|ex2\.")
 
 
 class Counting(PTXDevice):
-    """Adds up what warps execute: all instructions by kernel, and those that load, store or shuffle, or convert."""
+    """Counts the instructions that warps execute: all by kernel, and those that load, store or shuffle, or convert."""
 
     flags = ("-DCOUNTED",)
 
@@ -75,12 +75,12 @@ class Counting(PTXDevice):
 
 
 def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, float], float, float]:
-    """Return how many instructions of a warp 32 weights take in each kernel, and how many of them load or convert."""
+    """Return the warp instructions per 32 weights in each kernel, and how many of them load or convert."""
     rng, memory = np.random.default_rng(0), Memory(device := Counting())
     x = rng.standard_normal((rows, n)).astype(np.float32)
     importance = memory.put(np.exp(rng.standard_normal(n)).astype(np.float32)) if weighted else 0
-    out = memory.room((rows * t.row_bytes(n),), np.uint8)
-    work = memory.room((working_bytes(t, rows, n),), np.uint8)
+    out = memory.allocate((rows * t.row_bytes(n),), np.uint8)
+    work = memory.allocate((working_bytes(t, rows, n),), np.uint8)
     encode_rows(device, t, Rows(memory.put(x), rows, n, out, importance, work))
     memory.close()
     parts = x.size / 32
@@ -91,7 +91,7 @@ def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, f
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--types", nargs="+", default=list(encoders()), metavar="TYPE")
-    p.add_argument("--importance", action="store_true", help="with an importance of columns, where a type uses one")
+    p.add_argument("--importance", action="store_true", help="with an importance, for types that use one")
     p.add_argument("--shape", type=int, nargs=2, default=(2, 4096), metavar=("ROWS", "N"))
     p.add_argument("--multiprocessors", type=int, default=132)
     p.add_argument("--clock", type=float, default=1.98, metavar="GHZ", help="under load (default: 1.98)")

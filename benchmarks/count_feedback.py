@@ -1,10 +1,10 @@
-"""Count the instructions that error feedback executes on a card, and the rates that a card allows.
+"""Count the instructions that error feedback executes on a GPU, and the rates that they allow.
 
     benchmarks/count_feedback.py                            # some types, rows of 2048 values, an H200
     benchmarks/count_feedback.py --types Q4_K --n 1024 --show
 
-Evidence without a GPU, by the means and to the bounds of benchmarks/count_encoders.py: rows of one tile are rounded by
-what NVRTC makes of the kernels, as PTX on the CPU. Counts are per column of the tile, a warp of 32 rows each.
+Evidence without a GPU, with the method and bounds of benchmarks/count_encoders.py: the rows of one tile are rounded by
+the kernels as compiled by NVRTC, as PTX on the CPU. Counts are per column of the tile, a warp of 32 rows each.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from quantkit.kernels.cuda.feedback.rows import RowAddresses
 from quantkit.kernels.levels import levels_of
 from quantkit.types import BY_NAME, TensorType
 
-#: Rows that are counted: a tile.
+#: Rows of the counted tile.
 ROWS = 32
 
 
 def count(t: TensorType, n: int) -> tuple[Counter[str], float, float]:
-    """Return how many instructions of warps a tile takes in each kernel, and how many of them load or convert."""
+    """Return the warp instructions of a tile in each kernel, and how many of them load or convert."""
     rng, memory = np.random.default_rng(0), Memory(device := Counting())
     inputs = rng.standard_normal((2 * n, n)) * np.exp(0.5 * rng.standard_normal(n))
     device_metric = upload(device, metric(inputs.T @ inputs, 0.02, grouping=levels_of(t).grouping))
     x = rng.standard_normal((ROWS, n)).astype(np.float32)
     data = encode(t, x, np.ones(n if t.imatrix == "required" else 0, np.float32))
     address, target = memory.put(data), memory.put(x)
-    before, after = (memory.room((ROWS,), np.float64) for _ in range(2))
-    work = memory.room((working_bytes(t, ROWS, n),), np.uint8)
+    before, after = (memory.allocate((ROWS,), np.float64) for _ in range(2))
+    work = memory.allocate((working_bytes(t, ROWS, n),), np.uint8)
     round_rows(device, t, RowAddresses(ROWS, target, address, address, before, after), device_metric, Rounding(), work)
     device_metric.close()
     memory.close()

@@ -4,7 +4,7 @@
     benchmarks/count_instructions.py --types Q4_K IQ1_S --columns 8 --kernel up_gate --show
     benchmarks/count_instructions.py --layer                # the bound of every matrix of a layer of Qwen3-30B-A3B
 
-Evidence without a GPU: mat_vec is compiled (NVRTC) and disassembled (nvdisasm from a CUDA toolkit, or pip
+Evidence without a GPU: mat_vec is compiled (NVRTC) and disassemble (nvdisasm from a CUDA toolkit, or pip
 install nvidia-cuda-nvdisasm); the instructions of its main loop are counted by pipe and divided by the parts of
 32 weights that a lane computes per iteration. A multiprocessor starts per clock:
 
@@ -16,8 +16,8 @@ install nvidia-cuda-nvdisasm); the instructions of its main loop are counted by 
     XU      0.5: conversions outside the ALU, population counts
     LSU     1 wavefront of 128 bytes, of loads from shared or global memory or copies between them
 
-A wavefront is one access to shared memory: at best a word for each of 32 lanes. Words of a grid fall at random in its
-32 banks, so some lanes conflict: the mean number of wavefronts is sampled. All other accesses are taken as free of
+A wavefront is one access to shared memory: at best a word for each of 32 lanes. Words of a grid are at random in its 32
+banks, so some lanes conflict: the mean number of wavefronts is sampled. All other accesses are assumed to be free of
 conflicts. Percentages are shares of the budget when weights are read at --least of a copy's bandwidth.
 
 The bound is the share of a copy's bandwidth (read plus write) at which packed weights could be read if only the busiest
@@ -56,12 +56,12 @@ PIPES = {
     "XU": "BREV F2F F2I FLO FRND I2F MUFU POPC",
     "tensor": "IMMA",
 }
-#: Warp instructions that a multiprocessor starts per clock, by pipe.
+#: Warp instructions that a multiprocessor issues per clock, by pipe.
 RATES = {"issue": 4.0, "ALU": 2.0, "IMAD": 2.0, "FMA": 4.0, "XU": 0.5, "tensor": 0.5, "LSU": 1.0}
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     multiprocessors: int
     gigahertz: float
     copy: float  # terabytes a second
@@ -110,8 +110,8 @@ def operation_of(kernel: str, t: TensorType, n_in: int, n_out: int, columns: int
     return mat_vec.mul_mat(t, n_in, n_out, columns).kernel
 
 
-def of_layer(t: TensorType) -> dict[str, tuple[Kernel, int]]:
-    """Return the products of a token in a layer of Qwen3-30B-A3B, and how many weights each has."""
+def layer_products(t: TensorType) -> dict[str, tuple[Kernel, int]]:
+    """Return the products of a token in a layer of Qwen3-30B-A3B, with their numbers of weights."""
     silu, used = Activation("silu"), 8
     return {
         "up and gate": (mat_vec.up_gate_id(t, silu, 2048, 768, 1, used).kernel, 2 * used * 768 * 2048),
@@ -121,7 +121,7 @@ def of_layer(t: TensorType) -> dict[str, tuple[Kernel, int]]:
     }
 
 
-def disassembled(code: bytes, nvdisasm: str) -> str:
+def disassemble(code: bytes, nvdisasm: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -157,8 +157,8 @@ def wavefronts(instruction: str) -> float:
     return 4 if "128" in name else 2 if "64" in name else 1
 
 
-def of_random_words(words: int, capability: int) -> float:
-    """Return the mean number of wavefronts of 32 lanes that read random words of a grid, with its copies."""
+def mean_wavefronts(words: int, capability: int) -> float:
+    """Return the mean number of wavefronts of 32 lanes that read random words of a grid, including its copies."""
     rng = np.random.default_rng(0)
     copies = 4096 // words if words <= 512 and capability in (80, 90, 100) else 1  # Copies of dot_forms.cuh
     draws = rng.integers(0, words, (2000, 32)) * copies + np.arange(32) % copies
@@ -173,7 +173,7 @@ def lookups(t: TensorType) -> tuple[int, int]:
 
 def count(kernel: Kernel, t: TensorType, capability: int, nvdisasm: str) -> Counts:
     code, log = compile_module(kernel, capability, "--ptxas-options=-v")
-    loop = main_loop(disassembled(code, nvdisasm), kernel)
+    loop = main_loop(disassemble(code, nvdisasm), kernel)
     opcodes = Counter(line.split()[0].split(".")[0] for line in loop)
     macros = dict(kernel.defines)
     rows = int(macros["ROWS"]) * (2 if "ACTIVATION" in macros else 1)
@@ -182,20 +182,20 @@ def count(kernel: Kernel, t: TensorType, capability: int, nvdisasm: str) -> Coun
     n_lookups, words = lookups(t)
 
     by_pipe = {pipe: sum(opcodes[name] for name in names.split()) / rows for pipe, names in PIPES.items()}
-    extra = n_lookups * (of_random_words(words, capability) - 1) if n_lookups else 0
+    extra = n_lookups * (mean_wavefronts(words, capability) - 1) if n_lookups else 0
     by_pipe |= {"issue": len(loop) / rows, "LSU": sum(map(wavefronts, loop)) / rows + extra}
     return Counts(int(match[1]) if match else 0, rows, by_pipe, opcodes)
 
 
-def print_layers(names: list[str], card: Card, options: argparse.Namespace) -> None:
-    """Print the bound of each product of a layer, and of all, as they take turns; none is above a copy's."""
-    heads = list(of_layer(BY_NAME["Q4_K"]))
+def print_layers(names: list[str], gpu: Gpu, options: argparse.Namespace) -> None:
+    """Print the bound of each product of a layer, and of all in sequence; none is above a copy's bandwidth."""
+    heads = list(layer_products(BY_NAME["Q4_K"]))
     print(f"| type | {' | '.join(heads)} | all |\n|{'---|' * (2 + len(heads))}")
     for t in map(BY_NAME.__getitem__, names):
         shares, took, weights = [], 0.0, 0
-        for kernel, n in of_layer(t).values():
+        for kernel, n in layer_products(t).values():
             clocks = max(count(kernel, t, options.capability, options.nvdisasm).clocks.values())
-            shares.append(card.share(t.block_bytes * 32 / t.block, clocks))
+            shares.append(gpu.share(t.block_bytes * 32 / t.block, clocks))
             took, weights = took + n / min(shares[-1], 1), weights + n
         bound = 100 * weights / took
         cells = (
@@ -209,10 +209,10 @@ def print_layers(names: list[str], card: Card, options: argparse.Namespace) -> N
 def main() -> None:
     options = parse_options(parser())
     if options.nvdisasm is None:
-        sys.exit("nvdisasm is not in PATH: pip install nvidia-cuda-nvdisasm, then --nvdisasm PROGRAM")
-    card = Card(options.multiprocessors, options.clock, options.copy)
+        sys.exit("nvdisasm not found in PATH: pip install nvidia-cuda-nvdisasm, then give --nvdisasm PROGRAM")
+    gpu = Gpu(options.multiprocessors, options.clock, options.copy)
     if options.layer:
-        print_layers(options.types, card, options)
+        print_layers(options.types, gpu, options)
         return
     pipes = ("issue", "ALU", "IMAD", "tensor", "LSU")
     print(f"| type | bytes | rows | registers | {' | '.join(pipes)} | busiest | bound |\n|{'---|' * (6 + len(pipes))}")
@@ -223,9 +223,9 @@ def main() -> None:
         kernel = operation_of(options.kernel, t, n_in, n_out, options.columns)
         counts = count(kernel, t, options.capability, options.nvdisasm)
         busiest = max(counts.clocks, key=counts.clocks.__getitem__)
-        bound = 100 * card.share(part_bytes, counts.clocks[busiest])
+        bound = 100 * gpu.share(part_bytes, counts.clocks[busiest])
         shares = [
-            f"{counts.by_pipe[p]:.1f} {options.least / card.share(part_bytes, counts.clocks[p]):.0f} %" for p in pipes
+            f"{counts.by_pipe[p]:.1f} {options.least / gpu.share(part_bytes, counts.clocks[p]):.0f} %" for p in pipes
         ]
         cells = (name, f"{part_bytes:g}", counts.rows, counts.registers, *shares, busiest)
         mark = "" if bound >= options.least else " <"

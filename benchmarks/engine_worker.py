@@ -1,14 +1,14 @@
-"""A loaded model of one engine that runs a test whenever it is told to, so that engines take turns of a moment.
+"""Load a model in one engine and run tests on request, so that engines can alternate quickly.
 
     benchmarks/engine_worker.py quantkit -m MODEL.gguf --set mmap=0
     benchmarks/engine_worker.py llama.cpp -m MODEL.gguf --set use_extra_bufts=0
     benchmarks/engine_worker.py ik_llama.cpp -m MODEL.gguf --set repack_tensors=1 use_mmap=0
 
 Prints "ready", then for each line "pp N" or "tg N" of stdin the seconds of a prompt of N tokens in one batch, with
-logits of the last one, or of N tokens one by one, each from an empty cache. Tokens are random, for choosing experts is
-part of the work. "read N", for quantkit, is answered with the seconds in which memory gives what N tokens read, at the
-bandwidth measured now. Peers run through their libraries, with flash attention and otherwise their defaults; --set
-changes any field of their parameters of the model or the context, of quantkit's ``load`` merge_up_gate and mmap.
+logits of the last one, or of N tokens one by one, each from an empty cache. Tokens are random, because choosing experts
+is part of the work. For "read N", quantkit prints the seconds for reading the bytes of N tokens at the currently
+measured bandwidth. Peers run through their libraries, with flash attention and otherwise their defaults; --set changes
+any field of their model or context parameters, and merge_up_gate and mmap of quantkit's ``load``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ I32 = npt.NDArray[np.int32]
 
 
 class Engine(Protocol):
-    """A model and an empty sequence."""
+    """A loaded model with an empty sequence."""
 
     n_vocab: int
 
     def prepare(self, batches: Sequence[I32]) -> Callable[[], None]:
-        """Return what computes batches of tokens, one after the other, from an empty cache."""
+        """Return a function that computes batches of tokens, one after another, from an empty cache."""
 
 
 class Quantkit:
-    """This engine."""
+    """quantkit's engine."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from quantkit.model.engine import load
@@ -66,7 +66,7 @@ class Quantkit:
         return compute
 
     def reading(self, n: int) -> float:
-        """Return the seconds in which memory gives the weights and caches that n single tokens read."""
+        """Return the seconds for reading the weights and caches of n single tokens at memory bandwidth."""
         from quantkit.kernels.cpu.core.peak import read_gb_s
         from quantkit.model.cost import token_cost
 
@@ -104,7 +104,7 @@ class Library:
 
 
 def settings_of(api: Mainline | Ik, values: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return settings as fields of the model's and of the context's parameters; exits for unknown ones."""
+    """Return settings as fields of the model and context parameters; exits for unknown ones."""
     settings: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, value in values.items():
         kinds = [i for i, kind in enumerate((api.ModelParams, api.ContextParams)) if hasattr(kind, name)]
@@ -116,14 +116,14 @@ def settings_of(api: Mainline | Ik, values: dict[str, int]) -> tuple[dict[str, A
 
 
 def library_folder(engine: str) -> Path:
-    """Return the folder of a peer's libllama.so; exits if it is not here."""
+    """Return the folder of a peer's libllama.so; exits if it is not installed."""
     package = package_folder("ik_llama_cpp")
     folder = llama_bin() if engine == "llama.cpp" else package and package / "lib"
-    return folder or sys.exit(f"{engine} is not here: scripts/peers builds llama.cpp, ik_llama.cpp's is a wheel")
+    return folder or sys.exit(f"{engine} not found: scripts/peers builds llama.cpp; ik_llama.cpp's comes in a wheel")
 
 
-def opened(options: argparse.Namespace) -> Engine:
-    """Load the model with the engine that is asked for."""
+def load_engine(options: argparse.Namespace) -> Engine:
+    """Load the model with the requested engine."""
     if options.engine == "quantkit":
         return Quantkit(options)
     api = (Mainline if options.engine == "llama.cpp" else Ik)(library_folder(options.engine))
@@ -131,7 +131,8 @@ def opened(options: argparse.Namespace) -> Engine:
 
 
 def seconds(engine: Engine, test: str, n: int) -> float:
-    """Return how long a prompt of n tokens takes ("pp"), n single ones ("tg"), or reading alone what these read."""
+    """Return the seconds of a prompt of n tokens ("pp"), of n single ones ("tg"), or of reading their bytes
+    ("read")."""
     if test == "read":
         assert isinstance(engine, Quantkit)
         return engine.reading(n)
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", type=setting, default=[], metavar="NAME=NUMBER", help="such as mmap=0")
     options = parser.parse_args()
     options.set = dict(options.set)
-    engine = opened(options)
+    engine = load_engine(options)
     print("ready", flush=True)
     for line in sys.stdin:
         test, n = line.split()

@@ -1,12 +1,12 @@
-"""What each part of error feedback is worth: it is left out, or another is put in its place, and all else stays.
+"""Measure the effect of each part of error feedback: omit or replace it, and leave everything else unchanged.
 
     benchmarks/feedback_ablations.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,Q2_K] [--text NAME=FILE ..]
                                      [--rows RE]
 
-Rows of `--feedback` have covariances of the full-precision model and an importance matrix of the whole calibration
-text, those of `--calibrate` go layer by layer. Ratios are to the importance matrix alone, token by token, with their
-intervals of 95 %. --text is calibrated on instead, up to --chunks, too. What is left out is replaced where quantkit
-looks it up: a name that is there no more ends the run.
+Rows of `--feedback` use covariances of the full-precision model and an importance matrix of the whole calibration text,
+those of `--calibrate` go layer by layer. Ratios are to the importance matrix alone, token by token, with 95 %
+intervals. Each --text is also used for calibration, up to --chunks. Parts are replaced by patching names of quantkit's
+modules; a name that no longer exists ends the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quantkit.sequential.streams import SpilledInput, Streams
 Changes = Mapping[str, Any]
 
 OPTIONS, METRIC, ROUNDING = (f"quantkit.kernels.cpu.feedback.{m}" for m in ("options", "metric", "rounding"))
-#: Of the calibration text, where it is cut.
+#: Chunks of the calibration text.
 TOKENS = (1_024, 10_240, 87_808)
 
 FEEDBACK = "quantkit.pipeline.feedback"
@@ -44,7 +44,7 @@ CALIBRATE, INPUTS, STREAMS = (f"quantkit.sequential.{m}" for m in ("calibrate", 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what is changed, how many chunks of which text, what tokens count in covariances."""
+    """A row of the table: its changes, the text and number of chunks, and the weights of tokens in covariances."""
 
     name: str
     calibrate: bool = False
@@ -57,7 +57,7 @@ class Row:
 
 @contextmanager
 def changed(changes: Changes) -> Iterator[None]:
-    """Set names of modules, "module:name" or "module:class.name", for a while."""
+    """Set names of modules, "module:name" or "module:class.name", within a context."""
     with ExitStack() as stack:
         for place, value in changes.items():
             module, _, name = place.partition(":")
@@ -79,18 +79,18 @@ def damping(value: float) -> Changes:
 
 
 def order(permutation: Callable[[Any], Any]) -> Changes:
-    """Visit columns in the order that a function of their variances gives."""
+    """Visit columns in an order computed from their variances."""
 
     def visited(variances: Any, grouping: Any) -> Any:
         if grouping is not None:
-            raise SystemExit("columns that are rounded together have an order of their own: take K types")
+            raise SystemExit("columns that are rounded together have a fixed order: use K types")
         return permutation(variances)
 
     return {f"{METRIC}:visited": visited}
 
 
 def without_feedback(columns: Any, x: Any, u: Any, *arguments: Any) -> None:
-    """Round every value by itself, as ``feed`` does with a covariance that has no correlations."""
+    """Round every value independently, like error feedback with a covariance without correlations."""
     error_feedback(columns, x, np.zeros_like(u), *arguments)
     v, e, c = arguments[-3:]
     residuals(columns, x, v, u, e, c)
@@ -101,12 +101,12 @@ def no_correction(cross: Any, *_: Any) -> Any:
 
 
 def unweighted(inputs: Callable[[Streams, int], list[SpilledInput]]) -> Callable[[Streams, int], list[SpilledInput]]:
-    """Count every token of an expert alike."""
+    """Give every token of an expert the same weight."""
     return lambda streams, stage: [replace(s, weights=None) for s in inputs(streams, stage)]
 
 
 def regardless_of_norms(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count errors alike, whatever the norm divides the stream by to which they are added."""
+    """Weight errors equally, without the divisor of the norm of the residual stream."""
 
     def count(self: StageInputs, tokens: Any) -> tuple[Any, Any]:
         total, counts = function(self, tokens)
@@ -129,8 +129,8 @@ PLAIN_EMBEDDINGS = {f"{FEEDBACK}:_is_read_by_row": lambda *_: False}
 PLAIN_ROUTERS = {f"{FEEDBACK}:Feedback.lookup_corrected": lambda *_: None}
 UNWEIGHTED = {f"{STREAMS}:Streams.inputs": unweighted(Streams.inputs)}
 NATURAL = order(lambda variances: np.arange(len(variances)))
-#: As GPTQ was published: inputs of the layers quantized so far, as they are and not balanced, their outputs not
-#: corrected, all tokens alike, columns as they come, damping 0.01, one round, scales as they are at first.
+#: GPTQ as published: inputs of the layers quantized so far, not balanced, outputs not corrected, equal weights of
+#: tokens, columns in file order, damping 0.01, one round, initial scales.
 GPTQ = {
     **TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **NOT_BALANCED, **NOT_ROUNDED, **UNWEIGHTED, **NORMS, **NATURAL,
     **damping(0.01), f"{INPUTS}:METRIC_DAMPING": 0.0, **ONE_ROUND,
@@ -176,7 +176,7 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
 
 
 def calibrated_on(variant: str, texts: Mapping[str, Path]) -> Iterator[Row]:
-    """Yield rows of fewer and of more tokens, and of other texts."""
+    """Yield rows with fewer and with more tokens, and with other texts."""
     for tokens in TOKENS:
         yield Row(f"{variant}: {tokens} tokens", variant == "calibrate", chunks=tokens)
     for name, path in texts.items():
@@ -184,7 +184,7 @@ def calibrated_on(variant: str, texts: Mapping[str, Path]) -> Iterator[Row]:
 
 
 class Ablations:
-    """Rows made and measured."""
+    """Quantizes and measures rows."""
 
     def __init__(self, compared: Comparison) -> None:
         self.compared, self.args, self.folder = compared, compared.args, compared.folder

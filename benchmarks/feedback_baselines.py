@@ -1,9 +1,10 @@
-"""Compare files that others quantized with quantkit's of the same types: divergence from the full-precision model.
+"""Compare files quantized by other programs with quantkit's of the same types: divergence from the full-precision
+model.
 
     benchmarks/feedback_baselines.py MODEL.gguf CALIBRATION EVALUATION NAME=FILE.gguf ..
 
 Every tensor gets the type that it has in FILE (`quantize --like`), with an importance matrix, `--feedback` and
-`--calibrate` on the same text. Ratios are to FILE, token by token, with intervals of 95 %.
+`--calibrate` on the same text. Ratios are to FILE, token by token, with 95 % intervals.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Error feedback at the width and with the experts of a real model, of weights that are drawn, on correlated inputs.
+"""Measure error feedback at the width and with the experts of a real model: random weights, correlated inputs.
 
     benchmarks/feedback_experts.py TEXT [--layers 1] [--experts 128] [--ff 768] [--tokens N] [--types Q4_K,Q2_K]
 
-A model as `scripts/make_moe.py` writes it (2048 columns; the shapes of Qwen3-30B-A3B) gets embeddings with the spectrum
-that inputs of trained models have: eigenvalues fall as 1/i over three decades, columns differ, and some are massive.
-`quantkit imatrix --covariance` and `quantkit quantize --feedback` run as a user runs them, as processes; what each
-took, and the loss of every kind of tensor to that of the reference's encoder, in the metric of its covariance.
+A model of `scripts/make_moe.py` (2048 columns; the shapes of Qwen3-30B-A3B) gets embeddings with the spectrum of inputs
+of trained models: eigenvalues fall as 1/i over three decades, columns differ, and some are massive. `quantkit imatrix
+--covariance` and `quantkit quantize --feedback` run as processes. Prints the time and memory of each, and the loss of
+every kind of tensor relative to the reference's encoder, in the metric of its covariance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def correlate(path: Path) -> None:
-    """Give the embeddings rows with such a covariance, and the norms weights that differ."""
+    """Replace the embeddings by rows with such a covariance, and the weights of norms by varying ones."""
     model = open_model(path)
     rng = np.random.default_rng(1)
     n, count = model.tensors["token_embd.weight"].shape
@@ -50,14 +50,14 @@ def correlate(path: Path) -> None:
 
 
 def spectrum(h: F64) -> str:
-    """Say how the eigenvalues of a covariance fall: the share of the first hundredth and the first tenth of them."""
+    """Return the shares of the largest 1 % and 10 % of a covariance's eigenvalues in their sum, as text."""
     values = np.sort(np.linalg.eigvalsh(h))[::-1]
     shares = [values[: max(1, len(values) // part)].sum() / values.sum() for part in (100, 10)]
     return " / ".join(f"{share:.0%}" for share in shares)
 
 
-def took(label: str, outcome: Outcome) -> None:
-    """Print what a process took."""
+def print_usage(label: str, outcome: Outcome) -> None:
+    """Print the time and memory of a process."""
     checked_outcome = outcome.checked(label)
     print(f"{label}: {checked_outcome.seconds:.0f} s, {checked_outcome.cpu_seconds:.0f} s of processors, peak memory "
           f"{checked_outcome.peak_rss / 2**20:.0f} MiB", flush=True)  # fmt: skip
@@ -90,14 +90,14 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=98_304)
     p.add_argument("--types", default="Q4_K,Q2_K")
     p.add_argument("--max-ram", default="4G")
-    p.add_argument("--folder", type=Path, help="keep the files here")
+    p.add_argument("--folder", type=Path, help="folder for the files, which are kept")
     args = parse_options(p)
     print(machine(), flush=True)
     with work_folder(args.folder) as folder:
         model, sums, im = folder / "moe.gguf", folder / "cov.gguf", folder / "im.gguf"
         make_moe(model, *(f"--{name}={getattr(args, name)}" for name in ("layers", "experts", "ff")))
         correlate(model)
-        took("imatrix --covariance", run(quantkit(
+        print_usage("imatrix --covariance", run(quantkit(
             "imatrix", "-m", model, "-f", args.text, "-o", im, "--covariance", sums, "--covariance-of", "router",
             "-c", "512", "--chunks", str(args.tokens // 512), "--max-ram", args.max_ram, "--no-ppl", "--overwrite",
         )))  # fmt: skip
@@ -112,7 +112,7 @@ def main() -> None:
             out = folder / "out.gguf"
             outcome = run(quantkit("quantize", "--imatrix", im, "--feedback", sums, "--pure", "--max-ram", args.max_ram,
                                 "--overwrite", "--json", model, out, name))  # fmt: skip
-            took(f"quantize --feedback, {name}", outcome)
+            print_usage(f"quantize --feedback, {name}", outcome)
             print("| tensor | columns | type | fed | tokens, least / median / most | loss | of single matrices | rows "
                   "better |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
             print("\n".join(rows(json.loads(outcome.stdout)["feedback"], columns)), flush=True)

@@ -1,15 +1,14 @@
-"""What error feedback gains: divergence from the full-precision model, of the same types and size, made in three ways.
+"""Measure the gain of error feedback: divergence from the full-precision model at the same types and size, in three
+ways.
 
     benchmarks/feedback_kld.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,F32:ffn_down=Q2_K,..] [--chunks N]
 
-Every preset is quantized with an importance matrix, with `--feedback` and the covariances of the same text, and with
-`--calibrate` alone, with --no-balance also with `--calibrate --no-balance`; the mean KL divergence on a text that is in
-none of them is printed with its standard error. Ratios are to the importance matrix, token by token:
-their interval, of 95 %, is that of a ratio of two means over the same tokens.
-A preset may be followed by types of tensors, as --tensor-type has them, each after a colon.
+Every preset is quantized with an importance matrix, with `--feedback` and the covariances of the same text, with
+`--calibrate` alone and, given --no-balance, with `--calibrate --no-balance`; the mean KL divergence on a held-out text
+is printed with its standard error. Ratios are to the importance matrix, token by token: their 95 % interval is that of
+a ratio of two means over the same tokens. A preset may be followed by arguments of --tensor-type, each after a colon.
 
-With --llama-cpp, a second table has what llama-perplexity --kl-divergence says of the full-precision file and the same
-files, on the same text.
+With --llama-cpp, a second table has the results of llama-perplexity --kl-divergence for the same files and text.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PRESETS = "Q4_K_M,IQ4_XS,MXFP4,Q3_K_M,Q2_K,IQ3_XXS,IQ2_XXS,IQ2_KS,IQ4_KS"
 
 @dataclass(frozen=True)
 class Measurement:
-    """A file: divergence of each token, f32 [n], the share of equal top tokens, seconds to make it."""
+    """A file: divergence of each token, f32 [n], the share of equal top tokens, seconds to quantize it."""
 
     klds: npt.NDArray[np.float32]
     same_top: float
@@ -54,7 +53,7 @@ class Measurement:
 
 
 def ratio(measurement: Measurement, base: Measurement) -> str:
-    """Return the ratio of two means over the same tokens, with its interval of 95 %."""
+    """Return the ratio of two means over the same tokens, with its 95 % interval."""
     a, b = measurement.klds.astype(np.float64), base.klds.astype(np.float64)
     value = a.mean() / b.mean()
     error = (a - value * b).std() / b.mean() / math.sqrt(len(a))
@@ -62,7 +61,7 @@ def ratio(measurement: Measurement, base: Measurement) -> str:
 
 
 class Comparison:
-    """Files made of a model in several ways, and compared with it, in a folder."""
+    """Files quantized from a model in several ways, and compared with it, in a folder."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.out = args, folder, folder / "out.gguf"
@@ -72,7 +71,7 @@ class Comparison:
         quantkit.perplexity(args.model, text, **settings, save_logits=base, threads=args.threads)
 
     def variants(self) -> dict[str, QuantizeOptions]:
-        """Record an importance matrix and covariances; return what uses them."""
+        """Record an importance matrix and covariances; return the variants that use them."""
         args, folder = self.args, self.folder
         imatrix(args.model, [args.calibration], folder / "im.gguf", options=replace(self.text, ppl=False))
         covariance(args.model, [args.calibration], folder / "cov.gguf", options=self.text)
@@ -88,7 +87,7 @@ class Comparison:
         }
 
     def make(self, preset: str, options: QuantizeOptions) -> Measurement:
-        """Quantize and compare."""
+        """Quantize a model and measure the result."""
         name, *types = preset.split(":")
         options = replace(options, tensor_type=(*options.tensor_type, *types))
         began = time.perf_counter()
@@ -102,7 +101,7 @@ class Comparison:
 
 
 class LlamaCpp:
-    """What llama-perplexity says of the same files, on the same text."""
+    """Results of llama-perplexity for the same files and text."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.base = args, folder / "llama.cpp-base"
@@ -128,7 +127,7 @@ class LlamaCpp:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the arguments of what compares files."""
+    """Return the parser of the arguments shared by comparisons."""
     p = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("model", type=Path)
@@ -136,8 +135,8 @@ def arguments() -> argparse.ArgumentParser:
     p.add_argument("evaluation", type=Path)
     p.add_argument("--presets", default=PRESETS)
     p.add_argument("--ctx", type=int, default=256)
-    p.add_argument("--chunks", type=int, metavar="N", help="of the text that is calibrated on")
-    p.add_argument("--evaluation-chunks", type=int, metavar="N", help="of the other text")
+    p.add_argument("--chunks", type=int, metavar="N", help="chunks of the calibration text")
+    p.add_argument("--evaluation-chunks", type=int, metavar="N", help="chunks of the evaluation text")
     p.add_argument("--threads", type=int)
     return p
 

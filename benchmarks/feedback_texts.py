@@ -1,4 +1,4 @@
-"""Write texts to calibrate and to evaluate on, of what Python and Debian install.
+"""Write calibration and evaluation texts from files that Python and Debian install.
 
     benchmarks/feedback_texts.py FOLDER
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 MANUALS = ("coreutils", "find", "grep", "sed", "wget", "diffutils", "gettext")
-#: Bytes of the texts of another kind.
+#: Bytes of the other kinds of text.
 SIZE = 400_000
 
 
@@ -42,7 +42,7 @@ def modules() -> Iterator[str]:
 def pages(language: str) -> Iterator[str]:
     """Yield manual pages in a language."""
     if shutil.which("man") is None:
-        sys.exit("man is not installed: manual pages are set by it")
+        sys.exit("man is not installed: it is needed to format manual pages")
     for file in sorted(Path(f"/usr/share/man/{language}").glob("man[18]/*.gz")):
         process = subprocess.run(["man", "-E", "UTF-8", "-P", "cat", file], capture_output=True, text=True, check=False,
                               env={"MANWIDTH": "80", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})  # fmt: skip
@@ -50,7 +50,7 @@ def pages(language: str) -> Iterator[str]:
 
 
 def up_to(size: int, texts: Iterable[str]) -> str:
-    """Return texts, one after the other, until they are so many bytes."""
+    """Return texts, concatenated until they have a number of bytes."""
     pages_taken, total = [], 0
     for text in texts:
         pages_taken.append(text)

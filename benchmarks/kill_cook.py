@@ -2,10 +2,10 @@
 
     benchmarks/kill_cook.py MODEL CALIBRATION EVALUATION --trials 10
 
-MODEL (a checkpoint or a GGUF file) is cooked once undisturbed, which is the reference; then TRIALS times into the empty
-folder, killed with SIGKILL after a random part of the reference's time, up to --kills times in a row, and run to its
-end by the same command. Compared are all files but the state of the cook and of its cache of tensors (times, sizes),
-and seconds that JSON files tell. A trial also fails if a run fails, or leaves behind what belongs to a killed one.
+MODEL (a checkpoint or a GGUF file) is cooked once without interruption, which is the reference; then TRIALS times into
+an empty folder, killed with SIGKILL after a random part of the reference's time, up to --kills times in a row, and
+completed by the same command. All files are compared, except the state of the cook and of its tensor cache (times,
+sizes), and seconds in JSON files. A trial also fails if a run fails, or leaves files of a killed one behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from processes import machine, quantkit, run, sha256, work_folder
 from results import kills_table, parse_options, record_output
 
 TARGETS = "Q4_K_M,IQ4_XS+feedback,Q3_K_M+calibrate,3.5bpw"
-#: Of files that a killed step leaves, and the next run removes.
+#: Names of files that a killed step leaves, and the next run removes.
 UNFINISHED = (".part", ".journal", ".state", ".lock", ".activations")
 CONFIG = """\
 model = {model}
@@ -59,7 +59,7 @@ candidates = 2
 
 @dataclass(frozen=True)
 class Reference:
-    """The undisturbed cook: its command, its folder, and a digest of every file by name."""
+    """The uninterrupted cook: its command, its folder, and a digest of every file by name."""
 
     command: Sequence[str | Path]
     folder: Path
@@ -68,7 +68,7 @@ class Reference:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return a digest of every file of a cook but its state; of its cache of tensors, of the entries."""
+    """Return a digest of every file of a cook except its state; of its tensor cache, only of the entries."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     cache = "work/tensors/"
     return {
@@ -79,17 +79,17 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file; of JSON without the seconds that were measured."""
+    """Return the SHA-256 of a file; of JSON, without measured seconds."""
     if path.suffix != ".json":
         return sha256(path)
-    return hashlib.sha256(json.dumps(timeless(json.loads(path.read_bytes()))).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(without_seconds(json.loads(path.read_bytes()))).encode()).hexdigest()
 
 
-def timeless(data: Any) -> Any:
-    """Return data of JSON without seconds."""
+def without_seconds(data: Any) -> Any:
+    """Return JSON data without seconds."""
     if isinstance(data, dict):
-        return {key: timeless(value) for key, value in data.items() if key != "seconds"}
-    return [timeless(value) for value in data] if isinstance(data, list) else data
+        return {key: without_seconds(value) for key, value in data.items() if key != "seconds"}
+    return [without_seconds(value) for value in data] if isinstance(data, list) else data
 
 
 def config_of(args: argparse.Namespace) -> str:
@@ -99,7 +99,7 @@ def config_of(args: argparse.Namespace) -> str:
 
 
 def reference(args: argparse.Namespace, folder: Path) -> Reference:
-    """Cook undisturbed, after a cook that compiles the kernels unless they are."""
+    """Cook without interruption, after a cook that compiles the kernels if necessary."""
     config, out = folder / "cook.toml", folder / "out"
     config.write_text(config_of(args))
     command = quantkit("cook", config)
@@ -110,7 +110,7 @@ def reference(args: argparse.Namespace, folder: Path) -> Reference:
 
 
 def trial(expected: Reference, rng: random.Random, most: int) -> tuple[list[float], str]:
-    """Kill a cook, go on, compare; return the seconds of each run before its kill, and what is wrong."""
+    """Kill a cook, continue, compare; return the seconds of each run before its kill, and the problems."""
     shutil.rmtree(expected.folder)
     delays: list[float] = []
     times = rng.randint(1, most)
@@ -141,8 +141,8 @@ def main() -> None:
     p.add_argument("--targets", default=TARGETS)
     p.add_argument("--threads", type=int, default=0, help="of the cook (default: 0, all CPUs)")
     p.add_argument("--trials", type=int, default=10)
-    p.add_argument("--kills", type=int, default=MAX_KILLS, help="the most in a trial")
-    p.add_argument("--compiled", action="store_true", help="kernels are compiled: cook the reference at once")
+    p.add_argument("--kills", type=int, default=MAX_KILLS, help="most kills in a trial")
+    p.add_argument("--compiled", action="store_true", help="kernels are already compiled: skip the first cook")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the files (default: a temporary one)")
     args = parse_options(p)
@@ -153,7 +153,7 @@ def main() -> None:
         for number in range(1, args.trials + 1):
             delays, why = trial(expected, rng, args.kills)
             wrong, kills = wrong + bool(why), kills + len(delays)
-            after = ", ".join(f"{delay:.1f} s" for delay in delays) or "nothing: it had ended"
+            after = ", ".join(f"{delay:.1f} s" for delay in delays) or "no kill: the run had ended"
             print(f"{number:4d}  killed after {after}; {f'WRONG: {why}' if why else 'same files'}", flush=True)
     print(f"\n{kills_table('cook', args.trials, kills, args.trials - wrong, None)}")
     sys.exit(1 if wrong or not kills else 0)

@@ -2,11 +2,11 @@
 
     benchmarks/kill_ray.py --trials 50
 
-As kill_resume.py, on a cluster of two nodes of this machine (local_cluster.py), and a head, whose share the driver does
-itself. A trial kills a worker process, a node with all that is on it, which starts again a little later, or the driver;
-the first two must end by themselves with the right file. A driver that was killed is resumed, on the cluster or, as
-often, by threads. Only kills that hit a run count: one that comes when its program has ended, or no worker is left to
-kill, is tried again.
+Like kill_resume.py, on a cluster of two nodes on this machine (local_cluster.py) and a head, whose share the driver
+computes itself. A trial kills a worker process, a node with all of its processes, which is restarted a little later, or
+the driver; in the first two cases the run must end by itself with the right file. A killed driver is resumed, on the
+cluster or, as often, by threads. Only kills during a run count: a trial whose program had ended, or that found no
+worker, is repeated.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ KINDS = ("worker", "node", "driver")
 
 
 @dataclass(frozen=True)
-class Killed:
-    """A trial, and what was killed."""
+class KillResult:
+    """The result of a trial, and the kind of process that was killed."""
 
     kind: str
     trial: Trial
-    #: Whether the run was still under way.
+    #: Whether the run was still in progress.
     hit: bool
 
 
-def trial(case: Case, cluster: LocalCluster, kind: str, rng: random.Random, threads: list[str]) -> Killed:
-    """Kill, resume where that is needed, compare."""
+def trial(case: Case, cluster: LocalCluster, kind: str, rng: random.Random, threads: list[str]) -> KillResult:
+    """Kill, resume if necessary, compare."""
     result, hit = Trial([rng.uniform(0, case.seconds)]), [False]
     case.clear()
 
     def watch(process: subprocess.Popen[bytes]) -> None:
-        """Kill a worker, or a node, after some time; if no worker does anything, the next that does."""
+        """Kill a worker, or a node, after some time; if no worker is busy, the next that is."""
         time.sleep(result.delays[0])
         if kind == "node":
             hit[0] = _is_alive(process.pid)
@@ -66,11 +66,11 @@ def trial(case: Case, cluster: LocalCluster, kind: str, rng: random.Random, thre
         check(case, result, outcome)
     if kind == "node":
         cluster.wait(len(cluster.cpus))
-    return Killed(kind, result, hit[0])
+    return KillResult(kind, result, hit[0])
 
 
 def _is_alive(pid: int) -> bool:
-    """Tell whether a process runs; it is not reaped, so that its usage can be read."""
+    """Return whether a process runs; it is not reaped, so that its usage can be read."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         print(f"{machine()}\nreference: {outcome.seconds:.2f} s on {len(halves)} nodes and the driver, ", end="")
         print(f"{tensors} tensors, ", end="")
         print("the bytes of threads" if is_same else "OTHER BYTES than threads", flush=True)
-        killed: list[Killed] = []
+        killed: list[KillResult] = []
         missed = 0
         while len(killed) < options.trials:
             number = len(killed) + 1
@@ -119,7 +119,7 @@ def main() -> None:
     wrong = sum(bool(record.trial.wrong) for record in killed)
     kinds = ", ".join(f"{n} {kind}s" for kind, n in Counter(record.kind for record in killed).items())
     reused = [record.trial.reused / tensors for record in killed if record.kind == "driver"]
-    print(f"killed: {kinds}; {missed} kills hit nothing: not counted")
+    print(f"killed: {kinds}; {missed} kills missed a run: not counted")
     share = sum(reused) / len(reused) if reused else None
     print(f"\n{kills_table('quantize --ray', len(killed), len(killed), len(killed) - wrong, share)}")
     sys.exit(1 if wrong or not is_same else 0)

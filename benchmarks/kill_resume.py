@@ -5,11 +5,11 @@
     benchmarks/kill_resume.py --trials 50 --export      the export of a model as a checkpoint of several files
     benchmarks/kill_resume.py --trials 50 --model M.gguf --calibrate TEXT       layer by layer; with --no-balance, too
 
-A model of 1.1 GB is generated and quantized once undisturbed (the reference), then TRIALS times: the run is killed with
-SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed to its end.
-A trial fails if a run does not end, its SHA-256 differs, or files are left behind; of an export also if a killed run
-has left anything under a final name that is not whole, or config.json without all of the weights. A run that ends
-before its kill is repeated.
+A model of 1.1 GB is generated and quantized once without interruption (the reference), then TRIALS times: the run is
+killed with SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed
+to its end. A trial fails if a run does not end, its SHA-256 differs, or files are left behind; for an export also if a
+killed run has left an incomplete file under a final name, or config.json without all weights. A run that ends before
+its kill is repeated.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ MAX_KILLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is quantized, and the expected result."""
+    """A command to kill, and its expected result."""
 
     command: Sequence[str]
     output: Path
     sha256: str
     tensors: int
-    #: Seconds of an undisturbed run.
+    #: Seconds of an uninterrupted run.
     seconds: float
 
     @property
     def complete(self) -> bool:
-        """Return whether nothing is left to resume: the output has its name, and the journal is gone."""
+        """Return whether the run is complete: the output has its name, and the journal is removed."""
         return self.output.exists() and not self.output.with_name(self.output.name + ".journal").exists()
 
     def leftovers(self) -> list[str]:
@@ -66,13 +66,13 @@ class Case:
         return sha256(self.output)
 
     def damage(self) -> str:
-        """Return what a killed run has left that should not be there; a single file is not there before it is whole."""
+        """Return the problems of a killed run's files; a single file has its name only when it is complete."""
         return ""
 
 
 @dataclass(frozen=True)
 class Folder(Case):
-    """An export: the output is a directory; ``files`` is the SHA-256 of each file that is expected in it."""
+    """An export: the output is a directory; ``files`` has the SHA-256 of each expected file."""
 
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,10 +87,10 @@ class Folder(Case):
         shutil.rmtree(self.output, ignore_errors=True)
 
     def result(self) -> str:
-        return of_folder(self.output)
+        return folder_digest(self.output)
 
     def damage(self) -> str:
-        """Return which file is not whole, or that weights are missing beside config.json."""
+        """Return the file that is incomplete, or that weights are missing beside config.json."""
         digests = hashes(self.output)
         wrong = [name for name, digest in self.files.items() if digests.get(name, digest) != digest]
         weights = [name for name in self.files if name.endswith(".safetensors")]
@@ -104,7 +104,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def of_folder(folder: Path) -> str:
+def folder_digest(folder: Path) -> str:
     """Return one SHA-256 over the names and bytes of all files."""
     return hashlib.sha256(json.dumps(hashes(folder), sort_keys=True).encode()).hexdigest()
 
@@ -119,7 +119,7 @@ class Trial:
 
 
 def kill_after(delay: float) -> Callable[[subprocess.Popen[bytes]], None]:
-    """Return a watch that kills the process after ``delay`` seconds."""
+    """Return a watcher that kills the process after ``delay`` seconds."""
 
     def watch(process: subprocess.Popen[bytes]) -> None:
         time.sleep(delay)
@@ -169,7 +169,7 @@ def check(case: Case, result: Trial, resume: Outcome | None) -> None:
 
 
 def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
-    """Run once undisturbed, after a run that compiles the kernels."""
+    """Run once without interruption, after a run that compiles the kernels."""
     extra = ["--threads", str(options.threads)] if options.threads else []
     verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
     extra += ["--calibrate", str(options.calibrate), "--calibrate-chunks", "40"] if options.calibrate else []
@@ -181,7 +181,7 @@ def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     outcome = run([*command, "--overwrite"]).checked("the reference run")
     tensors = len(json.loads(outcome.stdout)["tensors"])
     if options.export:
-        return Folder(command, output, of_folder(output), tensors, outcome.seconds, hashes(output))
+        return Folder(command, output, folder_digest(output), tensors, outcome.seconds, hashes(output))
     return Case(command, output, sha256(output), tensors, outcome.seconds)
 
 

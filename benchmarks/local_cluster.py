@@ -1,6 +1,6 @@
-"""A Ray cluster on this machine: a head, and nodes, each with CPUs and kernels of its own.
+"""A Ray cluster on this machine: a head, and nodes, each with its own CPUs and compiled kernels.
 
-Nodes can be killed and started again. What they print lies in ``folder``.
+Nodes can be killed and restarted. Their logs are in ``folder``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import TracebackType
 
 
 class LocalCluster:
-    """A cluster with a node for each list of CPUs; a context, in which ``address`` is what --ray takes.
+    """A cluster with a node for each list of CPUs; a context manager. ``address``: the argument of --ray.
 
     Drivers run on the head, which may have CPUs, too.
     """
@@ -30,11 +30,11 @@ class LocalCluster:
     ) -> None:
         self.folder, self.cpus, self.head = folder, cpus, head
         self.address = f"127.0.0.1:{port}"
-        # A token of this cluster alone, for its nodes and for the drivers that this process starts.
+        # The cluster's own token, for its nodes and for the drivers that this process starts.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._head: subprocess.Popen[bytes] | None = None
         self._nodes: list[subprocess.Popen[bytes]] = []
-        # Sockets lie there, and their paths must be short.
+        # The folder of sockets, whose paths must be short.
         self._temporary = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
 
     def __enter__(self) -> LocalCluster:
@@ -43,7 +43,7 @@ class LocalCluster:
         try:
             self._head = self._start("head", ["--head", "--port", port, "--include-dashboard=false"], self.head)
             self.wait(0)
-            for number in range(len(self.cpus)):  # one by one: they would take each other's ports
+            for number in range(len(self.cpus)):  # one by one, because they would take each other's ports
                 self._nodes.append(self._start_node(number))
                 self.wait(number + 1)
         except BaseException:
@@ -57,14 +57,14 @@ class LocalCluster:
                 _kill(process)
 
     def _start(self, name: str, arguments: Sequence[str], cpus: Sequence[int]) -> subprocess.Popen[bytes]:
-        """Start `ray start --block` in a process group of its own, on CPUs of its own."""
+        """Start `ray start --block` in its own process group, on its own CPUs."""
         ray = Path(sys.executable).with_name("ray")
         common = ["--block", "--disable-usage-stats", f"--num-cpus={len(cpus)}", "--object-store-memory=100000000"]
         if name == "head":
             common.append(f"--temp-dir={self._temporary}")
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         if cpus and name != "head":
-            # Kernels of its own, as a machine of its own has.
+            # A kernel cache of its own, like a separate machine.
             environment["QUANTKIT_CACHE"] = str(self.folder / f"kernels-{name}")
         pinned = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
         with open(self.folder / f"{name}.log", "ab") as log:
@@ -82,7 +82,7 @@ class LocalCluster:
         return self._start(name, [f"--address={self.address}", f"--node-name={name}"], self.cpus[number])
 
     def wait(self, count: int) -> None:
-        """Wait until so many nodes with CPUs are there, beside the head."""
+        """Wait until a number of nodes with CPUs has joined, beside the head."""
         count += bool(self.head)
         script = (
             "import ray, time\n"
@@ -110,12 +110,12 @@ class LocalCluster:
         self._nodes[number] = self._start_node(number)
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds that all processes of the cluster have taken so far."""
+        """Return the CPU seconds of all processes of the cluster so far."""
         alive = [process.pid for process in (self._head, *self._nodes) if process is not None]
         return sum(_cpu_seconds(pid) for process in alive for pid in (process, *_descendants(process)))
 
     def kill_worker(self, rng: random.Random) -> bool:
-        """Kill a worker process that does something; False if there is none."""
+        """Kill a busy worker process; return False if there is none."""
         busy = [pid for process in self._nodes for pid in _descendants(process.pid) if _title(pid) == "ray::_work"]
         if busy:
             with contextlib.suppress(ProcessLookupError):

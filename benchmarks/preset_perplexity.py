@@ -1,12 +1,12 @@
-"""Perplexity of tiny-moe at every preset of both trees: quantized with its imatrix, evaluated on the CPU engine.
+"""Measure the perplexity of tiny-moe at every preset of both projects: quantized with its imatrix, run by quantkit.
 
     benchmarks/preset_perplexity.py --chunks 60 --llama BIN --plot docs/presets.svg
     benchmarks/preset_perplexity.py --record docs/benchmarks/data/presets.json --plot docs/presets.svg
 
-Each preset follows the rules of its tree; --rules ik: presets of both by ik_llama.cpp's. Beside it: llama.cpp's own
-perplexity of the same file, with --no-repack, for types that it has. The plot shows bits per weight of the whole file
-against the rise of perplexity over BF16; with --record it is drawn from the record of an earlier run, and nothing is
-measured.
+Each preset follows the rules of its project; --rules ik: presets of both by ik_llama.cpp's. llama.cpp's perplexity of
+the same file, with --no-repack, is shown beside it for types that it supports. The plot shows bits per weight of the
+whole file against the rise of perplexity over BF16; with --record it is drawn from the record of an earlier run,
+without a measurement.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from quantkit.pipeline.presets import PRESETS, Preset, preset_by_name
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests/data"
 BF16 = DATA / "tiny-moe-bf16.gguf"
-#: Rises below it, in percent, are noise of the text; they are drawn here.
+#: Smaller rises, in percent, are noise of the text; they are drawn at this value.
 LEAST = 0.03
 TREES = (("llama.cpp and ik_llama.cpp", "both"), ("llama.cpp only", "mainline"), ("ik_llama.cpp only", "ik"))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row of the table: bits per weight of the file, our perplexity, its rise over BF16 in percent, llama.cpp's.
+    """A row of the table: bits per weight of the file, quantkit's perplexity, its rise over BF16 in percent,
+    llama.cpp's.
 
-    rules: "by ik" if they are not those of the preset's tree.
+    rules: "by ik" if they are not those of the preset's project.
     """
 
     preset: Preset
@@ -58,7 +59,7 @@ class Measurement:
 
 
 def evaluate(path: Path, args: argparse.Namespace) -> tuple[float, float]:
-    """Return our perplexity, and llama.cpp's (NaN where it does not load the file)."""
+    """Return quantkit's perplexity, and llama.cpp's (NaN if it does not load the file)."""
     text = args.text.read_bytes()
     ppl = quantkit.perplexity(path, text, n_ctx=args.ctx, chunks=args.chunks).ppl.value
     loads = args.llama is not None and inspect(path).runtimes[0].loads
@@ -107,7 +108,8 @@ def _same_place(one: Measurement, second: Measurement) -> bool:
 
 
 def figure(measurements: list[Measurement]) -> Scatter:
-    """Return size against the rise of perplexity; interleaved presets only where they are not those of single rows."""
+    """Return the plot of size against the rise of perplexity; interleaved presets only where they differ from single
+    rows."""
     plain = [m for m in measurements if m.preset.base is not None and m.preset.base.interleave == 1]
     points = plain + [m for m in measurements if m not in plain and not any(_same_place(m, second) for second in plain)]
     place = {m: (m.bits, max(m.rise, LEAST)) for m in points}
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp's programs")
     parser.add_argument("--presets", nargs="*", help="only these")
-    parser.add_argument("--rules", choices=["ik"], help="presets of both trees by ik_llama.cpp's rules")
+    parser.add_argument("--rules", choices=["ik"], help="presets of both projects by ik_llama.cpp's rules")
     parser.add_argument("--record", type=Path, help="do not measure, read this record of an earlier run")
     parser.add_argument("--plot", type=Path, help="draw size against perplexity: .svg, .png, .pdf")
     args = parse_options(parser)

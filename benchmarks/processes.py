@@ -1,7 +1,7 @@
 """Run a program as a process and measure it: wall time, peak memory, exit status.
 
-Peak memory is the kernel's count for that process (wait4's ru_maxrss). It starts with the memory of the parent, so
-programs that measure must stay small: models are generated in a separate process.
+Peak memory is the kernel's count for that process (wait4's ru_maxrss). It starts with the memory of the parent, so a
+benchmark must stay small: models are generated in a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Outcome:
     returncode: int
     stdout: str
     stderr: str
-    #: Of all its threads, in the kernel, too.
+    #: CPU seconds of all threads, in user and kernel mode.
     cpu_seconds: float = 0.0
 
     def checked(self, label: str) -> Outcome:
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run(argv: Sequence[str | Path], *, watch: Callable[[subprocess.Popen[bytes]], None] | None = None) -> Outcome:
-    """Run a program to its end; ``watch`` may act on it meanwhile."""
+    """Run a program to its end; ``watch`` may act on it in the meantime."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.perf_counter()
         process = subprocess.Popen([str(a) for a in argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err)

@@ -1,11 +1,11 @@
-"""Show where the time of a token goes: for every kind of entry of the CPU tape its time, and how fast it reads weights.
+"""Profile a token: the time of every kind of entry of the CPU tape, and its rate of reading weights.
 
     benchmarks/profile_engine.py MODEL.gguf                  tokens one by one
     benchmarks/profile_engine.py MODEL.gguf --batch 512      prompts of 512 tokens
 
-Every second step is run with a clock read after each entry (its barrier included), the others as always, so that what
-is lost between steps shows as the difference of the two sums. Medians over the steps; random tokens, for choosing
-experts is part of the work.
+Every second step is run with a clock read after each entry (its barrier included), the others unchanged: the difference
+of the two sums is the time between entries. Medians over the steps; tokens are random, because choosing experts is part
+of the work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quantkit.model.ops import MulMatId, UpGateId
 
 @dataclass
 class Kind:
-    """All entries of one name within operations of one kind."""
+    """The entries of one name within operations of one kind."""
 
     entries: int = 0
     microseconds: float = 0.0
@@ -37,7 +37,7 @@ class Kind:
 
 
 def weight_bytes(timing: Timing, tokens: int) -> float:
-    """Return the bytes of weights that an entry reads: of experts, about those that random tokens choose."""
+    """Return the bytes of weights that an entry reads; for experts, an estimate for random tokens."""
     op = timing.op
     if not isinstance(op, UpGateId | MulMatId):
         return timing.weight_bytes
@@ -59,7 +59,7 @@ def kinds_of(timings: Sequence[Timing], microseconds: Sequence[float], tokens: i
 def measure(program: CPUProgram, batches: Sequence[Batch]) -> tuple[list[Timing], Any, float]:
     """Return the entries, their median microseconds, and the median microseconds of whole steps."""
     runs, totals = [], []
-    for batch, another in zip(batches[::2], batches[1::2], strict=True):  # of the same one weights would be in caches
+    for batch, another in zip(batches[::2], batches[1::2], strict=True):  # a repeated token would hit caches
         began = time.perf_counter_ns()
         program.run(batch)
         totals.append((time.perf_counter_ns() - began) / 1e3)

@@ -1,10 +1,11 @@
-"""Records of benchmarks: what a run printed, with machine, date, commit and command, as JSON (``--json FILE``).
+"""Records of benchmarks: the output of a run, with machine, date, commit and command, as JSON (``--json FILE``).
 
     options = parse_options(parser)     in place of parser.parse_args(): adds --json
     record_output(main)                 in place of main(): writes what it prints to the file of --json, at its end
 
-Tables are read from the Markdown that a benchmark prints, so that the record cannot differ from it. Records in
-docs/benchmarks/data are what the pages there show (scripts/make_benchmark_pages.py): a rerun with --json replaces them.
+Tables are read from the Markdown that a benchmark prints, so that the record cannot differ from it. The pages in
+docs/benchmarks show the records in docs/benchmarks/data (scripts/make_benchmark_pages.py): a rerun with --json replaces
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from processes import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 UNKNOWN = "unknown"
-#: Columns of the runs that were killed and resumed.
+#: Columns of the table of killed and resumed runs.
 KILLS = ("run", "trials", "kills", "identical results", "tensors reused, %")
 
 
@@ -38,9 +39,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def column(self, name: str) -> list[str]:
-        """Return the texts of a column. Raises KeyError."""
+        """Return the cells of a column. Raises KeyError."""
         if name not in self.columns:
-            raise KeyError(f"{name!r} is none of the columns {self.columns}")
+            raise KeyError(f"{name!r} is not one of the columns {self.columns}")
         i = self.columns.index(name)
         return [row[i] for row in self.rows]
 
@@ -53,7 +54,7 @@ class Table:
 
 def _is_of_numbers(texts: Iterable[str]) -> bool:
     values = [text for text in texts if text not in ("", "-")]
-    return bool(values) and all(re.match(r"[-+−±≈<~]?\d(?!\d{3}-)", text) for text in values)  # and not of dates
+    return bool(values) and all(re.match(r"[-+−±≈<~]?\d(?!\d{3}-)", text) for text in values)  # and not dates
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Record:
     lines: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the record as JSON, a row a line."""
+        """Return the record as JSON, one row per line."""
         data = asdict(self)
         tables = data.pop("tables")
         lines = data.pop("lines")
@@ -101,7 +102,7 @@ def read_record(path: Path) -> Record:
         raise ValueError(f"{path}: no record of a benchmark: {e}") from e
     for table in record.tables:
         if any(len(row) != len(table.columns) for row in table.rows):
-            raise ValueError(f"{path}: a row has other columns than {table.columns}")
+            raise ValueError(f"{path}: a row does not have the columns {table.columns}")
     return record
 
 
@@ -127,7 +128,7 @@ def tables_of(text: str) -> tuple[list[Table], list[str]]:
 
 
 def _cells(line: str) -> list[str]:
-    """Return the cells of a row of a Markdown table; none of another line."""
+    """Return the cells of a row of a Markdown table; empty for another line."""
     line = line.strip()
     if not (line.startswith("|") and line.endswith("|") and len(line) > 1):
         return []
@@ -136,12 +137,12 @@ def _cells(line: str) -> list[str]:
 
 def parse_options(parser: ArgumentParser) -> Namespace:
     """Return the parsed arguments, with --json."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed as a record of the result")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the output as a record")
     return parser.parse_args()
 
 
 def record_output(main: Callable[[], object]) -> None:
-    """Run a benchmark and, if it succeeds, write the record of what it printed to the file of --json."""
+    """Run a benchmark and, if it succeeds, write the record of its output to the file of --json."""
     path = _json_path(sys.argv[1:])
     if path is None:
         main()
@@ -162,7 +163,7 @@ def record_output(main: Callable[[], object]) -> None:
 
 
 def kills_table(run: str, trials: int, kills: int, identical: int, reused: float | None) -> str:
-    """Return the table of runs that were killed and resumed; ``reused``: share of the tensors that a resume found."""
+    """Return the table of killed and resumed runs; ``reused``: share of the tensors that a resume found complete."""
     share = "" if reused is None else f"{100 * reused:.0f}"
     return Table(KILLS, ((run, *map(str, (trials, kills, identical)), share),)).markdown()
 
@@ -182,7 +183,7 @@ def record_of(text: str) -> Record:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Return the command without --json, and without folders of files outside of this tree."""
+    """Return the command without --json, and without the folders of files outside this checkout."""
     words = [_without_folder(word) for word in argv]
     if "--json" in words:
         i = words.index("--json")
@@ -199,7 +200,7 @@ def _without_folder(word: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this tree."""
+    """Return the commit of this checkout."""
     try:
         head = _git("rev-parse", "--short=9", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -213,7 +214,7 @@ def _git(*arguments: str) -> str:
 
 
 class _Copy(io.TextIOBase):
-    """A stream that also keeps what is written to it."""
+    """A stream that also stores a copy of its text."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.text = stream, io.StringIO()
@@ -224,5 +225,5 @@ class _Copy(io.TextIOBase):
         return self.stream.write(text)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Flush the stream."""
         self.stream.flush()

@@ -1,18 +1,18 @@
-"""What a searched recipe gains: divergence from the full-precision model, at the size of each preset.
+"""Measure the gain of a recipe search: divergence from the full-precision model, at the size of each preset.
 
     benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--check N] [--feedback COV.gguf]
         [--calibrate TEXT] [--runtimes mainline,ik] [--no-weights] [--plot FILE]
 
-Made with the same importance matrix, and measured on a text of which the first N chunks (those of S.json, if it is the
-same text) are left out: each preset; what `quantkit search` finds for the bytes of its file; and, for the same bytes,
-the allocation of least squared error of the weights, weighted by the importance matrix and summed over all weights,
-which is the criterion of llama.cpp's PR #15550 (--no-weights leaves it out). The solver and the types are the same for
-both. With --check, the best few of a search are measured on the first N chunks of the text, and the best of these is
-taken. --feedback searches by the costs that S.json has with error feedback, and makes files with it; --calibrate makes
-its allocation again (without --feedback, the first one), calibrated layer by layer. --runtimes searches once for each:
-"mainline" chooses among the types that llama.cpp has, "ik" among those of ik_llama.cpp, which are more. Ratios are
-paired token by token, with intervals of 95 %. At last, how well the predictions rank and match all of these files, and
-some drawn at random.
+Quantized with the same importance matrix, and measured on a text without its first N chunks (those of S.json, if it is
+the same text): each preset; the result of `quantkit search` for the size of its file; and, for the same size, the
+allocation of least squared error of the weights, weighted by the importance matrix and summed over all weights, the
+criterion of llama.cpp's PR #15550 (--no-weights skips it). The solver and the types are the same for both. With
+--check, the best few allocations of a search are measured on the first N chunks of the text, and the best of these is
+used. --feedback searches by the costs with error feedback in S.json, and quantizes with it; --calibrate quantizes its
+allocation again (without --feedback, the first one), calibrated layer by layer. --runtimes searches once for each:
+"mainline" chooses among the types of llama.cpp, "ik" among the larger set of ik_llama.cpp. Ratios are paired token by
+token, with 95 % intervals. Finally, the rank correlation and the error of the predictions over all of these files, and
+some random ones, are printed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PRESETS = "Q5_K_M,Q4_K_M,IQ4_XS,Q3_K_M,IQ3_XXS,Q2_K,IQ2_XXS"
 
 @dataclass(frozen=True)
 class Row:
-    """A file: its kind, the divergence that was predicted, and what was measured."""
+    """A file: its kind, the predicted divergence, and the measured one."""
 
     kind: str
     nbytes: int
@@ -64,7 +64,7 @@ class Row:
 
 
 class Runs:
-    """Files made, measured and replaced, in a folder that has the base logits."""
+    """Quantizes and measures files, one after another, in a folder with the base logits."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
@@ -80,12 +80,12 @@ class Runs:
         return plan_quantize(self.args.model, self.folder / "out.gguf", type_name, options)
 
     def sums(self, plan: Plan, base: str = "base") -> KldSums:
-        """Make a file, and return its divergence on the text, or on the ``first`` chunks of it."""
+        """Quantize a file, and return its divergence on the text, or on its ``first`` chunks."""
         run_quantize(plan, overwrite=True, threads=self.args.threads, cache=self.folder / "cache")
         return quantkit.kld(self.folder / "out.gguf", self.folder / base, threads=self.args.threads).sums
 
     def best(self, finder: Finder, nbytes: int) -> Allocation | None:
-        """Return the best allocation of a size; of several that are checked that which measures best."""
+        """Return the best allocation of a size; with --check, the best measured one."""
         if self.args.check < 2:
             return finder.best_for_size(nbytes)
         finder.options = replace(finder.options, target_size=nbytes)
@@ -102,7 +102,7 @@ class Runs:
 
 
 def by_error_of_weights(measured_costs: Sensitivity, args: argparse.Namespace, folder: Path) -> Sensitivity:
-    """Return costs that are weighted squared errors of weights, summed over each group."""
+    """Return weighted squared errors of weights as costs, summed over each group."""
     costs, owner = [], {name: group.name for group in measured_costs.groups for name in group.tensors}
     types: dict[TensorType, list[str]] = {}
     for cost in measured_costs.costs:
@@ -128,7 +128,7 @@ def _compared(
 
 
 def random_allocations(space: Space, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield allocations drawn at random, each around some number of bits."""
+    """Yield random allocations, each around some number of bits."""
     rng = np.random.default_rng(1)
     bits = [np.array([c.footprint.data for c in unit.choices], float) for unit in space.choice_groups]
     for goal in np.linspace(0.05, 0.95, count):
@@ -160,7 +160,7 @@ def picture(rows: Sequence[Row]) -> Scatter:
 
 
 def columns_of(label: str, args: argparse.Namespace) -> list[str]:
-    """Return the columns of a search: its files, and those that are calibrated, if these are wanted of it."""
+    """Return the columns of a search: its files, and the calibrated ones if requested."""
     best = label.endswith(FEEDBACK) if args.feedback is not None else label != WEIGHTS
     return (
         [label, f"{label.removesuffix(f', {FEEDBACK}')}, {CALIBRATED}"]
@@ -170,7 +170,7 @@ def columns_of(label: str, args: argparse.Namespace) -> list[str]:
 
 
 def options_of(column: str, allocation: Allocation, args: argparse.Namespace) -> QuantizeOptions:
-    """Return how the file of a column is made."""
+    """Return the options with which the file of a column is quantized."""
     if not column.endswith(CALIBRATED):
         return allocation.options
     calibration = {"calibrate_ctx": args.ctx, "calibrate_chunks": args.calibrate_chunks}
@@ -183,15 +183,17 @@ def main() -> None:
     p.add_argument("sensitivity", type=Path)
     p.add_argument("imatrix", type=Path)
     p.add_argument("text", type=Path)
-    p.add_argument("--feedback", type=Path, metavar="COV.gguf", help="also make what is searched with error feedback")
-    p.add_argument("--calibrate", type=Path, metavar="TEXT", help="and calibrated on this text, layer by layer")
+    p.add_argument("--feedback", type=Path, metavar="COV.gguf", help="also search and quantize with error feedback")
+    p.add_argument("--calibrate", type=Path, metavar="TEXT", help="also calibrate on this text, layer by layer")
     p.add_argument("--calibrate-chunks", type=int, metavar="N", help="only the first N chunks of it")
-    p.add_argument("--runtimes", default="", help="whose types a search may choose: mainline, ik; by default any")
-    p.add_argument("--no-weights", action="store_true", help="leave out the least error of the weights")
-    p.add_argument("--check", type=int, default=1, metavar="N", help="measure the best N of a search, take the best")
-    p.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N chunks of the text")
+    p.add_argument(
+        "--runtimes", default="", help="runtimes whose types a search may choose: mainline, ik; by default any"
+    )
+    p.add_argument("--no-weights", action="store_true", help="skip the allocation of least weight error")
+    p.add_argument("--check", type=int, default=1, metavar="N", help="measure the best N of a search, use the best")
+    p.add_argument("--skip", type=int, default=0, metavar="N", help="skip the first N chunks of the text")
     p.add_argument("--presets", default=PRESETS)
-    p.add_argument("--random", type=int, default=12, metavar="N", help="allocations drawn at random")
+    p.add_argument("--random", type=int, default=12, metavar="N", help="number of random allocations")
     p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--chunks", type=int, metavar="N")
     p.add_argument("--threads", type=int)
@@ -230,7 +232,7 @@ def main() -> None:
                 for column in columns_of(label, args):
                     plan_of = runs.plan(allocation.type_name, options_of(column, allocation, args))
                     plain = column == label and not label.endswith(FEEDBACK)
-                    known_by = space if label == WEIGHTS else space_of_label  # whose own costs are no divergences
+                    known_by = space if label == WEIGHTS else space_of_label  # its own costs are not divergences
                     expected = predict_plan(known_by, plan_of) if plain or column == label and fed_costs else None
                     rows.append(runs.row(column, plan_of, expected or math.nan))
                     cells += [rows[-1].actual.text, ratio(rows[-1].actual, first.actual)]

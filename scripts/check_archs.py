@@ -1,12 +1,12 @@
-"""Compare the engine with libllama b11434 on models of every architecture that have all tensors its loader takes.
+"""Compare the engine with libllama b11434 on models of every architecture with all tensors that its loader reads.
 
     scripts/check_archs.py [NAME ...] --lib DIR --seeds 1 2 3
     scripts/check_archs.py --lib DIR --optional
 
-Seed 1 has the sizes of llama.cpp's tests/test-llama-archs.cpp, every other one draws layers, heads, widths, vocabulary
-and experts, too (tests/lib/arch_models.py). A line a model that is not equal: refused with what reason, or how far off;
-then the counts. Exits with 1 if any differs by more than llama.cpp's own batches do. --optional writes
-tests/data/zoo/optional.json anew: without which kinds of tensors llama.cpp loads the models of the zoo.
+Seed 1 has the sizes of llama.cpp's tests/test-llama-archs.cpp; other seeds also vary layers, heads, widths, vocabulary
+and experts (tests/lib/arch_models.py). Prints a line for each model that differs, with the reason of a refusal or the
+error, then the counts. Exits with 1 if any differs by more than llama.cpp's own batches do. --optional rewrites
+tests/data/zoo/optional.json: the kinds of tensors without which llama.cpp loads the models of the zoo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zoo import NAMES, ZOO, write_zoo  # noqa: E402
 
 
 def check(library: Libllama, names: list[str], seeds: list[int], folder: Path) -> Counter[str]:
-    """Print what is not equal, and return how many are, by outcome."""
+    """Print the models that differ, and return the number of models by outcome."""
     outcomes: Counter[str] = Counter()
     for seed in seeds:
         for arch, moe in MODELS:
@@ -44,7 +44,7 @@ def check(library: Libllama, names: list[str], seeds: list[int], folder: Path) -
 
 
 def optional_kinds(library: Libllama, source: GGUFFile, folder: Path) -> list[str]:
-    """Return the kinds of tensors without which llama.cpp loads a model, scales aside."""
+    """Return the kinds of tensors, except scales, without which llama.cpp loads a model."""
     kinds = sorted({kind_of(name) for name in source.tensors})
     return [kind for kind in kinds if not kind.endswith("scale") and _loads_without(library, source, kind, folder)]
 
@@ -70,8 +70,8 @@ def write_optional(library: Libllama, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="as llama-dense; default: all")
-    parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models, such as llama-dense; default: all")
+    parser.add_argument("--lib", type=Path, required=True, help="folder of llama.cpp b11434's libllama.so")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--optional", action="store_true")
     options = parser.parse_args()

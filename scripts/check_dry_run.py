@@ -1,9 +1,10 @@
-"""Compare what a dry run of `quantkit convert` says with what is written: every checkpoint, four ways.
+"""Compare the dry run of `quantkit convert` with its output: every checkpoint, with four types.
 
     PYTHON scripts/check_dry_run.py [NAME ...]
 
-A dry run reads headers alone: its bytes must be those of the file, and the same if all weights are holes (zeros), but
-for the few whose tensors or keys depend on values. Prints what differs, and what a way cannot be used for.
+A dry run reads only headers: its size must be that of the file, and the same if all weights are holes (zeros), except
+for the few whose tensors or keys depend on values. Prints the differences, and the checkpoints that a type cannot be
+used for.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from quantkit.errors import QuantkitError  # noqa: E402
 
 #: TYPE of the command line; None: --outtype f16.
 TYPE_NAMES = (None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE")
-#: A head that is the embeddings' again, tokens never said, scales of one: what is written depends on values.
+#: An output head equal to the embeddings, unused tokens, scales of one: the output depends on values.
 BY_VALUES = {"falcon-mamba", "minimax-m1", "qwen3-nvfp4-trivial"}
 
 
 def planned_bytes(folder: Path, out: Path, type_name: str | None, options: ConvertOptions) -> int:
-    """Return the bytes that a dry run says."""
+    """Return the number of bytes that a dry run prints."""
     report = DryRunReport(plan_convert(folder, out, type_name, options), None).as_dict()
     files: list[dict[str, int]] = report["files"]
     return sum(file["bytes"] for file in files)
 
 
 def empty(folder: Path) -> None:
-    """Make all weights holes: headers and lengths stay."""
+    """Replace all weights by holes; headers and lengths are unchanged."""
     for path in folder.rglob("*.safetensors"):
         size = path.stat().st_size
         with path.open("r+b") as file:
@@ -48,7 +49,7 @@ def empty(folder: Path) -> None:
 
 
 def check(name: str, folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint."""
+    """Return the problems of a checkpoint."""
     description = checkpoints.describe(name)
     checkpoint = checkpoints.write_checkpoint(name, folder)
     names = ("pre", "no_nextn", "fuse_gate_up_exps", "fuse_qkv", "allow_incomplete")

@@ -1,13 +1,13 @@
-"""Does transformers load what `quantkit export` writes, and is it the same model?
+"""Check that transformers loads the checkpoints of `quantkit export`, and that they are the same models.
 
     PYTHON scripts/check_export.py write --out DIR [NAME ...]
     TRANSFORMERS scripts/check_export.py compare --out DIR [NAME ...]
 
-``write``, run with quantkit's PYTHON, draws every checkpoint (tests/lib/checkpoints.py), converts it to float32 and
-exports that: DIR/drawn/NAME and DIR/exported/NAME, with the ids that quantkit's own tokenizer gives of ``TEXTS``.
-``compare``, run with 4.57.6 and with 5.18.0 of transformers, takes the checkpoints that each can run: it loads both,
-and prints the NMSE of the logits of a prompt, weights that differ, and whether the tokenizer gives the same ids. It
-ends with 1 if a model computes something else.
+``write``, run with quantkit's PYTHON, generates every checkpoint (tests/lib/checkpoints.py), converts it to float32 and
+exports that: DIR/drawn/NAME and DIR/exported/NAME, with the ids of ``TEXTS`` by quantkit's own tokenizer. ``compare``,
+run with 4.57.6 and with 5.18.0 of transformers, checks the checkpoints that each can run: it loads both, and prints the
+NMSE of the logits of a prompt, weights that differ, and whether the tokenizer gives the same ids. It exits with 1 if a
+model computes something else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
 import checkpoints  # noqa: E402
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT  # noqa: E402
 
-#: Models are the same below this.
+#: Models whose logits differ by less are the same.
 BOUND = 1e-10
 TEXTS = (
     "Hello World! It's 12345 tests, don't?\n\n  def f(x):\n\treturn x+1  \n",
@@ -35,21 +35,22 @@ TEXTS = (
     "   spaces   and\ttabs\r\n\r\nWE'RE SHOUTING; we'll see...",
     TEXT,
 )
-#: Of classes that transformers has as remote code only.
+#: Classes that exist in transformers as remote code only.
 _REMOTE = ("bailing-moe-v2",)
-#: transformers' class of this name is another: without experts.
+#: transformers' class of this name is a different one: without experts.
 _NOT_RUN = ("nomic-bert-moe",)
-#: Originals that transformers does not load, for they are drawn with a part of a tower, without a head, or as remote
-#: code has them: what was exported of them is run alone.
+#: Originals that transformers does not load, because they are generated with part of a tower, without a head, or in the
+#: format of remote code: only the exported checkpoint is run.
 _ALONE = (
     *("exaone4.5", "granite-moe-swa", "llama-model", "llava", "minimax-m3", "paddleocr", "qwen2-vl"),
-    # Chameleon's norms of heads: a file has that of the first. Hunyuan-VL is drawn with a head of its own, and tied.
+    # Chameleon's norms of heads: a file has only that of the first. Hunyuan-VL is generated with an output head of its
+    # own, and tied.
     *("qwen3-omni-moe", "step3p5", "chameleon", "hunyuan-vl"),
 )
-#: They compute nothing alone: drafts begin with what another model made. That they load is all.
+#: Draft models need the hidden states of another model; only loading is checked.
 _LOADED = ("gemma4-assistant",)
-#: Checkpoint -> what the original's config.json would have to say to be what its file is: as llama.cpp computes it, or
-#: as its converter reads it.
+#: Checkpoint -> changes to the original's config.json that match its file: as llama.cpp computes it, or as its
+#: converter reads it.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "falcon-h1": {"mamba_norm_before_gate": False},
@@ -61,7 +62,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "kimi-linear": {"pad_token_id": None},
     "minicpm3": {"rope_scaling": {"factor": 1.0}, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
 }
-#: What one of the two has and the other has not: parts that no file of a text model holds.
+#: Tensors that only one of the two has: parts that files of text models omit.
 _OPTIONAL_KEYS = (
     *("mtp.", "model.visual.", "vision_tower.", "model.vision", "multi_modal_", "model.multi_modal_", "lm_head."),
     *("model.projector.", "pooler.", "cls.predictions.", "model.vqmodel."),
@@ -77,11 +78,11 @@ def main() -> None:
     names = args.names or [name for name in checkpoints.NAMES if checkpoints.describe(name).quantized is None]
     n_failed = (write if args.what == "write" else compare)(names, args.out)
     if n_failed:
-        sys.exit(f"{len(n_failed)} are not the same: {' '.join(n_failed)}")
+        sys.exit(f"{len(n_failed)} differ: {' '.join(n_failed)}")
 
 
 def write(names: list[str], out: Path) -> list[str]:
-    """Export checkpoints; return those that are refused."""
+    """Export checkpoints; return the refused ones."""
     from quantkit.convert import ConvertOptions, convert
     from quantkit.errors import QuantkitError
     from quantkit.export import export
@@ -111,7 +112,7 @@ def write(names: list[str], out: Path) -> list[str]:
 
 
 def compare(names: list[str], out: Path) -> list[str]:
-    """Load checkpoints and what was exported of them; return those that differ."""
+    """Load checkpoints and their exports; return those that differ."""
     import torch
     import transformers
 
@@ -121,10 +122,10 @@ def compare(names: list[str], out: Path) -> list[str]:
     for name in names:
         description = checkpoints.describe(name)
         exported = out / "exported" / name
-        if not exported.exists() or not is_run(description, exported):
+        if not exported.exists() or not is_supported(description, exported):
             continue
         try:
-            nmse, notes = compared(out / "drawn" / name, exported, description)
+            nmse, notes = compare_checkpoint(out / "drawn" / name, exported, description)
             ok = nmse <= BOUND
             print("same" if ok else "DIFFERENT", name, f"{nmse:.1e}", *notes, sep="  ", flush=True)
         except Exception as error:
@@ -135,8 +136,8 @@ def compare(names: list[str], out: Path) -> list[str]:
     return failures
 
 
-def is_run(description: checkpoints.Description, exported: Path) -> bool:
-    """Tell whether this version of transformers has the class, of the original and of what was exported of it."""
+def is_supported(description: checkpoints.Description, exported: Path) -> bool:
+    """Return whether this version of transformers has the class of the original and of the export."""
     import transformers
 
     version = int(transformers.__version__.split(".")[0])
@@ -147,24 +148,26 @@ def is_run(description: checkpoints.Description, exported: Path) -> bool:
     return all(hasattr(transformers, name) for name in names) and description.name not in _NOT_RUN
 
 
-def compared(checkpoint: Path, exported: Path, description: checkpoints.Description) -> tuple[float, list[str]]:
-    """Return the NMSE of what was exported against the original, and what is worth saying."""
+def compare_checkpoint(
+    checkpoint: Path, exported: Path, description: checkpoints.Description
+) -> tuple[float, list[str]]:
+    """Return the NMSE of the export against the original, and notes."""
     import torch
 
     if description.name in _LOADED:
-        loaded(exported)
-        return 0.0, ["loaded", *tokenizer_notes(exported)]
+        load_model(exported)
+        return 0.0, ["load_model", *tokenizer_notes(exported)]
     if description.name in _ALONE:
-        logits = computed(loaded(exported), torch.tensor([checkpoints.PROMPT]))
+        logits = compute(load_model(exported), torch.tensor([checkpoints.PROMPT]))
         return 0.0 if torch.isfinite(logits).all() else float("nan"), ["alone", *tokenizer_notes(exported)]
-    exported_model = loaded(exported)
+    exported_model = load_model(exported)
     class_name = type(exported_model).__name__ if type(exported_model).__name__.endswith("Model") else description.model
-    original_model = loaded(
-        said_otherwise(checkpoint, _OVERRIDES[description.name]) if description.name in _OVERRIDES else checkpoint,
+    original_model = load_model(
+        with_config(checkpoint, _OVERRIDES[description.name]) if description.name in _OVERRIDES else checkpoint,
         class_name,
     )
     with torch.no_grad():
-        logits = [computed(model, torch.tensor([checkpoints.PROMPT])) for model in (original_model, exported_model)]
+        logits = [compute(model, torch.tensor([checkpoints.PROMPT])) for model in (original_model, exported_model)]
     if not torch.isfinite(logits[0]).all():
         raise ValueError("not finite")
     a, b = original_model.state_dict(), exported_model.state_dict()
@@ -176,8 +179,8 @@ def compared(checkpoint: Path, exported: Path, description: checkpoints.Descript
     return float(((logits[0] - logits[1]) ** 2).sum() / (logits[0] ** 2).sum()), notes + tokenizer_notes(exported)
 
 
-def computed(model: Any, prompt: Any) -> Any:
-    """Return logits, or what an encoder makes of each token."""
+def compute(model: Any, prompt: Any) -> Any:
+    """Return logits, or an encoder's output for each token."""
     parameters = inspect.signature(model.forward).parameters
     keywords = {"use_cache": False} if "use_cache" in parameters else {}
     if "decoder_input_ids" in parameters:
@@ -186,8 +189,8 @@ def computed(model: Any, prompt: Any) -> Any:
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
-def said_otherwise(checkpoint: Path, changes: dict[str, Any]) -> Path:
-    """Return a checkpoint that differs from another in what config.json says."""
+def with_config(checkpoint: Path, changes: dict[str, Any]) -> Path:
+    """Return a copy of a checkpoint with changes to config.json."""
     folder = checkpoint.with_name(f"{checkpoint.name}.said")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -200,7 +203,7 @@ def said_otherwise(checkpoint: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def loaded(path: Path, class_name: str | None = None) -> Any:
+def load_model(path: Path, class_name: str | None = None) -> Any:
     """Return a model in float32; every weight of it must be there."""
     import torch
     import transformers
@@ -220,7 +223,7 @@ def loaded(path: Path, class_name: str | None = None) -> Any:
 
 
 def tokenizer_notes(exported: Path) -> list[str]:
-    """Return what is not as quantkit's own tokenizer has it."""
+    """Return the differences from quantkit's own tokenizer."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Compare quantkit's verdict on whether a model loads with the runtimes themselves: whole models, and damaged ones.
+"""Compare quantkit's verdict on whether a model loads with the runtimes themselves: intact models, and damaged ones.
 
-    scripts/check_verdicts.py 2000              every model whole, then damaged until there are so many
+    scripts/check_verdicts.py 2000              every intact model, then damaged ones, up to this number of cases
     scripts/check_verdicts.py 400 --seed 7      other damages
-    scripts/check_verdicts.py 0                 whole models alone
+    scripts/check_verdicts.py 0                 only intact models
     scripts/check_verdicts.py 2000 --only change_type,add_tensor --model zoo/ --json verdicts.json
 
-Needs libllama.so of llama.cpp b11434 (scripts/peers) and of the wheel ik-llama-cpp-python; their answers are kept
-(tests/lib/peer_cache.py), so that a second run asks only quantkit. Prints how often the verdicts agree, then where they
-do not. Exits with 1 if there is such a case.
+Needs libllama.so of llama.cpp b11434 (scripts/peers) and of the wheel ik-llama-cpp-python; their results are cached
+(tests/lib/peer_cache.py), so that a second run executes only quantkit. Prints how often the verdicts agree, then the
+cases in which they differ. Exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verdicts import RUNTIMES, Verdict, libraries, verdicts  # noqa: E402
 
 @dataclass(frozen=True)
 class Case:
-    """A model, whole or damaged, and a runtime: both verdicts."""
+    """A model, intact or damaged, and a runtime: both verdicts."""
 
     name: str
     architecture: str
@@ -51,7 +51,7 @@ class Case:
 
 
 def draw(options: argparse.Namespace) -> Iterator[tuple[str, int | None, str, str, sparse_models.Model]]:
-    """Yield name, seed, kind, description and model of every case: whole models (seed None), then damaged ones."""
+    """Yield name, seed, kind, description and model of every case: intact models (seed None), then damaged ones."""
     names = [name for name in sparse_models.NAMES if options.model in name]
     for name in names if not options.damaged else []:
         yield name, None, "whole", "", sparse_models.model(name)
@@ -64,14 +64,16 @@ def draw(options: argparse.Namespace) -> Iterator[tuple[str, int | None, str, st
 def judge(options: argparse.Namespace) -> Iterator[Case]:
     runtimes = libraries()
     if missing := set(RUNTIMES) - set(runtimes):
-        sys.exit(f"{', '.join(sorted(missing))} is not here: scripts/peers builds llama.cpp, ik_llama.cpp's is a wheel")
+        sys.exit(
+            f"{', '.join(sorted(missing))} not found: scripts/peers builds llama.cpp, ik_llama.cpp's is in a wheel"
+        )
     for name, seed, kind, text, model in draw(options):
         for runtime, (verdict, expected) in verdicts(model, runtimes).items():
             yield Case(name, model.architecture, seed, kind, text, runtime, verdict, expected)
 
 
 def agreement(cases: list[Case]) -> str:
-    """Return a table: for each runtime and kind of damage, in how many cases the verdicts agree."""
+    """Return a table: the number of cases in which the verdicts agree, for each runtime and kind of damage."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         for kind in (ALL, case.kind):
@@ -80,12 +82,13 @@ def agreement(cases: list[Case]) -> str:
     return table(["runtime", "damage", "cases", "load", "agree", "only ours loads", "only theirs loads"], rows, left=2)
 
 
-#: The row of all cases, first in the order of its letters.
+#: The row of all cases, first in alphabetical order.
 ALL = "(all)"
 
 
 def counts(cases: list[Case]) -> list[int]:
-    """Return how many cases there are, load, agree, load by our verdict alone, and by theirs alone."""
+    """Return the numbers of cases: all, loaded, agreeing, loaded only by quantkit's verdict, and only by the
+    runtime's."""
     wrong = Counter(case.verdict.loads for case in cases if not case.agree)
     loads = sum(case.expected.loads for case in cases)
     return [len(cases), loads, len(cases) - wrong.total(), wrong[True], wrong[False]]
@@ -94,17 +97,17 @@ def counts(cases: list[Case]) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int, metavar="N", help="damaged models")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed of damages (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed of the damages (default: 0)")
     parser.add_argument("--model", default="", metavar="TEXT", help="only models with this in their name")
     kinds = [kind.__name__ for kind in damage.DAMAGES]
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=kinds, metavar="KIND,..", help=", ".join(kinds)
     )
-    parser.add_argument("--damaged", action="store_true", help="leave out whole models")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all cases there")
+    parser.add_argument("--damaged", action="store_true", help="skip intact models")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all cases to a file")
     options = parser.parse_args()
     if unknown := set(options.only) - set(kinds):
-        parser.error(f"no such damage: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown damage: {', '.join(sorted(unknown))}")
     began = time.perf_counter()
     cases = list(judge(options))
     if options.json:

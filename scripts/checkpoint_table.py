@@ -17,21 +17,21 @@ class Row:
     """One checkpoint."""
 
     name: str
-    #: Class of transformers, and its configuration beside BASE.
+    #: Class of transformers, and its configuration in addition to BASE.
     model: str
     args: Json = field(default_factory=dict)
     vocab: Json
-    #: Major version of transformers that makes it. 0: none does; ``args`` is config.json and ``more`` all tensors.
+    #: Major version of transformers that builds it. 0: none; ``args`` is config.json and ``more`` has all tensors.
     version: int = 4
     #: Major version of transformers that runs it, where another one does, or 0: none.
     runs: int | None = None
-    #: Of config.json: keys to add, keys that real ones lack, and keys of its text_config to add.
+    #: Changes to config.json: keys to add, keys that real ones lack, and keys to add to its text_config.
     config: Json = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     text: Json = field(default_factory=dict)
-    #: Other sizes where what is dropped has another default; the model is made of them.
+    #: Other sizes, with which the model is built, where a dropped key has another default.
     sparse: Json = field(default_factory=dict)
-    #: Tensors that transformers does not know, and prefixes whose tensors are copied: (from, to).
+    #: Tensors unknown to transformers, and prefixes whose tensors are copied: (from, to).
     more: dict[str, list[int]] = field(default_factory=dict)
     copies: tuple[tuple[str, str], ...] = ()
     dtype: str = "bfloat16"
@@ -40,7 +40,7 @@ class Row:
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
-    #: The scheme of tests/lib/quantized_checkpoints.py, where there is none that is not quantized.
+    #: The scheme of tests/lib/quantized_checkpoints.py, for models that exist only quantized.
     quantized: Json | None = None
 
 
@@ -101,7 +101,7 @@ _GEMMA = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<
              user_pieces=["<start_of_turn>"], unused=["<unused0>"], chat=_CHAT)  # fmt: skip
 _GEMMA4 = spm("GemmaTokenizer", ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>"),
               chat=_CHAT) | {"kind": "spm_bpe", "pieces": 640}  # fmt: skip
-# llama.cpp looks for <|endoftext|> where the name has phi3 in it.
+# llama.cpp looks for <|endoftext|> if the name contains phi3.
 _PHI3 = spm(special=["<|end|>", "<|user|>", "<|endoftext|>"])
 _ERNIE = spm("Ernie4_5_Tokenizer", config={"add_prefix_space": False}, special=["<|im_start|>"])
 
@@ -148,7 +148,7 @@ _GRANITE: Json = {
 
 
 def _mtp(layer: int) -> dict[str, list[int]]:
-    """Return what a prediction layer has beside its layer (DeepSeek, GLM)."""
+    """Return the additional tensors of a prediction layer (DeepSeek, GLM)."""
     names = {"embed_tokens": [640, 256], "shared_head.head": [640, 256], "eh_proj": [256, 512], "enorm": [256]}
     names |= {"hnorm": [256], "shared_head.norm": [256]}
     return {f"model.layers.{layer}.{name}.weight": shape for name, shape in names.items()}
@@ -223,7 +223,7 @@ ROWS = (
         "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2,
         "norm_topk_prob": True, "rope_theta": 1000000.0, "bos_token_id": _FIRST + 1, "eos_token_id": _FIRST},
         files={"README.md": _README, "generation_config.json": _SAMPLING}),
-    # 4.57.6 leaves yarn's factor out of the scale of its attention.
+    # 4.57.6 omits YaRN's factor from the scale of its attention.
     Row(name="deepseek-v2", model="DeepseekV2ForCausalLM", vocab=_DEEPSEEK | {"pre": "deepseek-llm"}, runs=5, args={
         **_MLA, "q_lora_rank": None, "head_dim": 32, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
         "routed_scaling_factor": 1.0, "norm_topk_prob": False, "n_shared_experts": 2, "rope_scaling": _YARN,
@@ -357,7 +357,7 @@ ROWS = (
         "rope_scaling": _LONGROPE, "pad_token_id": None}),
     Row(name="phi4", model="Phi3ForCausalLM", vocab=_GPT2 | {"pre": "dbrx"}, args={
         "original_max_position_embeddings": 4096, "pad_token_id": None, "rope_theta": 250000.0}),
-    # llama.cpp takes no mscale from the file but computes it; real ones have 1.243.
+    # llama.cpp does not read mscale from the file but computes it; real ones have 1.243.
     Row(name="phimoe", model="PhimoeForCausalLM", vocab=spm(cls="LlamaTokenizer"), args={
         "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
         "original_max_position_embeddings": 4096, "max_position_embeddings": 131072, "sliding_window": 262144,
@@ -511,7 +511,7 @@ class Quantized:
     config: Json
     #: See tests/lib/quantized_checkpoints.py.
     scheme: Json
-    #: convert_hf_to_gguf.py cannot read it: what to expect is what it makes of the float32 weights that are meant.
+    #: convert_hf_to_gguf.py cannot read it: the expected output is its conversion of the dequantized float32 weights.
     formula: bool = False
     files: Json = field(default_factory=dict)
 
@@ -619,7 +619,7 @@ QUANTIZED = (
               scheme={"method": "bitnet"}),
 )  # fmt: skip
 
-#: Rows that are also converted from a config.json without the keys that have their class's default value.
+#: Rows that are also converted from a config.json without keys at their class's default value.
 SPARSE = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "qwen3-next", "gpt-oss", "deepseek-v2",
     "deepseek-v3", "glm4", "glm4-moe", "gemma2", "gemma3", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granite-moe",
@@ -663,7 +663,7 @@ tags: [a, b, a]
 pipeline_tag: text-generation
 ---
 """
-# One name beside default: the converter writes several in the order of a set, another one in every process.
+# Only one name beside default: the converter writes several in the order of a set, which varies between processes.
 _TEMPLATES = [{"name": "default", "template": _CHAT}, {"name": "my-rag!", "template": "{{ documents }}"}]
 _NO_CHAT = {key: value for key, value in _QWEN["config"].items() if key != "chat_template"}
 

@@ -14,7 +14,7 @@ from checkpoint_table import Json, Row, bpe, spm
 _OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 VOCAB = bpe("llama-bpe", "<|eos|>", "<|bos|>", "<|user|>", "<|end|>", bos="<|bos|>", chat=CHAT)
-#: The sizes of all, unless said otherwise.
+#: Default sizes of all models.
 SIZES: Json = {
     "vocab_size": 640, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "max_position_embeddings": 4096, "bos_token_id": 577, "eos_token_id": 576,
@@ -113,7 +113,7 @@ def decoder(layers: dict[str, str], *, head: bool = True) -> dict[str, list[int]
 
 
 def ahead(layer: int) -> dict[str, list[int]]:
-    """Return what a layer that predicts more tokens has beside others."""
+    """Return the additional tensors of a prediction layer."""
     return of(f"model.layers.{layer}.", "eh_proj:64x128 enorm:64 hnorm:64")
 
 
@@ -232,7 +232,7 @@ NAMED = (
                         " self_attn.index_k_norm:32 block_sparse_moe.gate:4x64"
                         " block_sparse_moe.e_score_correction_bias!:4" + W
                         + narrow("block_sparse_moe.shared_experts")}), runs=5),
-    # So many heads that no score of a key is 0: the order of equal ones is open.
+    # Enough heads that no score of a key is 0: the order of equal scores is undefined.
     written("hy-v4", "HYV4ForCausalLM", LATENT | _INDEX | {
         "model_type": "hy_v4", "index_n_heads": 16, "pad_token_id": None, "norm_topk_prob": True,
         "num_key_value_heads": 2, "hc_mult": 2, "hc_eps": 1e-6, "hc_magnitude": 2.0,
@@ -466,7 +466,7 @@ NAMED = (
         "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
         "use_mamba_kernels": False}, version=4, runs=4, vocab=spm(), f32=("A_log",)),
     gemma3n("gemma3n", 4, 16, 32, 32, ["sliding_attention", "full_attention"] * 2, [0.95, 0.95, 0.0, 0.0]),
-    # What llama.cpp has as constants: ten layers with sparse gates, twenty with caches of their own, these two widths.
+    # llama.cpp's constants: ten layers with sparse gates, twenty with their own caches, these two widths.
     gemma3n("gemma3n-deep", 22, 8, 256, 64, (["sliding_attention"] * 4 + ["full_attention"]) * 4
             + ["sliding_attention", "full_attention"], [0.95] * 10 + [0.0] * 12, runs=4),
     written("minimax-m1", "MiniMaxM1ForCausalLM", HEAD | {

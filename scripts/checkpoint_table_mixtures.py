@@ -29,7 +29,7 @@ from checkpoint_table_decoders import (
 
 from checkpoint_table import Json, bpe, spm
 
-#: Pieces as a tokenizer.json has them.
+#: Pieces in the format of tokenizer.json.
 _PIECES = spm("LlamaTokenizer") | {"kind": "spm_bpe"}
 _BLOCKS = [
     {"attention": {"n_heads_in_group": 2, "replace_with_linear": False}, "ffn": {"ffn_mult": 2.625}},

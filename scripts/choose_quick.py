@@ -1,8 +1,9 @@
-"""Enter in tests/quick.json which test of `pytest -m quick` runs each module of quantkit, the cheapest that does.
+"""Enter in tests/quick.json the cheapest test that runs each module of quantkit, for `pytest -m quick`.
 
-    scripts/choose_quick.py [TEST ..]    files or tests to choose from; without any, those that are chosen are run again
+    scripts/choose_quick.py [TEST ..]    files or tests to choose from; by default, the current tests are run again
 
-Modules that none of these runs keep their test; what has none is printed. A test counts if it passes within --limit.
+Modules that none of these runs keep their test; modules without one are printed. A test counts if it passes within
+--limit.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/lib")]
 
 from quick import COMPILED, ELSEWHERE, PACKAGE, TARGET, modules, quick_test_of  # noqa: E402
 
-#: The modules that Python calls in the process of a test.
+#: Modules that count only if Python calls them in the process of a test.
 MODULES = set(modules()) - COMPILED.keys() - ELSEWHERE.keys()
 
 
 class Recorder:
-    """A plugin of pytest: the modules whose functions each test calls, and its seconds."""
+    """A pytest plugin that records the modules whose functions each test calls, and its seconds."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self.prefix = limit, f"{PACKAGE}/"
@@ -47,7 +48,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Watch a test and the fixtures that are made for it."""
+        """Record a test and the setup of its fixtures."""
         self._files.clear()
         began = time.perf_counter()
         threading.setprofile(self._record)
@@ -64,13 +65,13 @@ class Recorder:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Leave out what fails or is skipped."""
+        """Drop failed and skipped tests."""
         if not report.passed:
             self._failures.add(report.nodeid)
 
 
 def choose_tests(recorder: Recorder, entries: dict[str, str]) -> dict[str, str]:
-    """Return a test for each module: few tests, and cheap ones; a module keeps one that was not run now."""
+    """Return a test for each module: few tests, and cheap ones; a module keeps its test if that was not run."""
     tests = {module: test for module, test in entries.items() if module in MODULES and test not in recorder.modules}
     left = MODULES - tests.keys()
     while left:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Fuzz what reads a checkpoint: no crash, no hang, no allocation beyond the files.
+"""Fuzz the reader of checkpoints: no crash, no hang, no allocation beyond the files.
 
     scripts/fuzz_checkpoint.py --mutations 1000000      seeded mutations of the files of small checkpoints
 
-A case is a small checkpoint of which one file is changed: a safetensors file, its index, config.json, tokenizer.json,
+A case is a small checkpoint with one changed file: a safetensors file, its index, config.json, tokenizer.json,
 tokenizer_config.json, tokenizer.model or tekken.json. JSON is changed as a tree three times out of four, so that most
-of it is still JSON, else byte by byte. The checkpoint is opened; if that works, every tensor is read and the header of
-the output is laid out. Only QuantkitError may be raised, with a message that names the checkpoint. A case fails if it
-exceeds the time limit, pushes the process past its memory cap or, for a sample of cases, allocates more than a small
-multiple of its file. Failures are written to the folder --keep.
+of it remains JSON, otherwise byte by byte. The checkpoint is opened; if that succeeds, every tensor is read and the
+header of the output is laid out. Only QuantkitError may be raised, with a message that names the checkpoint. A case
+fails if it exceeds the time limit, pushes the process past its memory cap or, for a sample of cases, allocates more
+than a small multiple of its file. Failures are written to the folder --keep.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ import quantkit.checkpoint.vocab.tokenizer as library  # noqa: E402
 from quantkit.errors import FormatError  # noqa: E402
 from quantkit.foreign.child import Limits  # noqa: E402
 
-#: Values that break readers of JSON, beside numbers.
+#: Values that break readers of JSON, in addition to numbers.
 VALUES: list[Any] = [
     *(None, True, False, -1, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "x", "\0", "\ud800", "0", "1" * 5000),
     *([], {}, [[]], [None], {"": {}}, [1, "a"], "x" * 3000, "<|end|>", "yarn", "llama3", "longrope", "bfloat16", "F32"),
     *(10**30, 1 << 24, (1 << 24) - 1, 16777217, [0] * 500, [1 << 40, 0], [0, 1 << 47], [1 << 31, 1 << 31]),
     *("BPE", "Unigram", "WordPiece", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "modelopt", "bitnet"),
 ]
-#: What tracemalloc may see at most for a case: imports are done, the tables of names are not small.
+#: Limit of tracemalloc's peak for a case, after imports; the tables of names are not small.
 SLACK, FACTOR = 24 << 20, 64
 
 
 @dataclass(frozen=True)
 class Seed:
-    """A file of a checkpoint that is changed."""
+    """A file of a checkpoint to mutate."""
 
     folder: Path
     file: str
     data: bytes
 
-    def mutated(self, rng: random.Random) -> bytes:
+    def mutate(self, rng: random.Random) -> bytes:
         """Return the file with some changes."""
         if self.file.endswith(".safetensors"):
             n = int.from_bytes(self.data[:8], "little")
             if rng.random() < 0.25:
                 return mutate(self.data, rng)
-            header = mutated_json(self.data[8 : 8 + n], rng)
+            header = mutate_json(self.data[8 : 8 + n], rng)
             return struct.pack("<Q", len(header)) + header + self.data[8 + n :]
-        return mutated_json(self.data, rng) if self.file.endswith(".json") else mutate(self.data, rng)
+        return mutate_json(self.data, rng) if self.file.endswith(".json") else mutate(self.data, rng)
 
 
-def mutated_json(data: bytes, rng: random.Random) -> bytes:
+def mutate_json(data: bytes, rng: random.Random) -> bytes:
     """Return JSON with changes to its tree, or to its bytes."""
     if rng.random() < 0.25:
         return mutate(data, rng)
@@ -82,7 +82,7 @@ def mutated_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def places(tree: Any, pairs: list[tuple[Any, Any]], depth: int = 0) -> list[tuple[Any, Any]]:
-    """Return containers in a tree with each of their keys: all of a small one."""
+    """Return containers of a tree with each of their keys: all keys of small containers."""
     if len(pairs) > 2000 or depth > 20:
         return pairs
     items = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
@@ -212,7 +212,7 @@ def _field(data: bytes) -> bytes:
 
 
 class LocalService:
-    """A ``foreign.child.Child`` without a process, which takes longer to start than a case."""
+    """A ``foreign.child.Child`` in the same process, because starting a process takes longer than a case."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class LocalService:
         self.instance: Any = None
 
     def start(self) -> None:
-        """Do nothing: the service is made by the first call."""
+        """Do nothing: the first call creates the service."""
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the child and return its result; any exception counts as a refusal."""
@@ -278,7 +278,7 @@ def main() -> None:
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         starts = seeds(Path(folder))
-        for seed in starts:  # imports everything before the cap, and must work
+        for seed in starts:  # imports everything before the cap, and must succeed
             if (result := run_one(seed, seed.data, 60.0, True)) != ("opened", ""):
                 sys.exit(f"{seed.folder.name} as it is: {result}")
         if options.all:
@@ -289,7 +289,7 @@ def main() -> None:
         try:
             for i in range(options.mutations):
                 seed = rng.choice(starts)
-                data = seed.mutated(rng)
+                data = seed.mutate(rng)
                 start = time.perf_counter()
                 outcome, why = run_one(seed, data, options.limit, i % SAMPLE == 0)
                 slowest = max(slowest, time.perf_counter() - start)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fuzz quantkit's GGUF reader: no crash, no hang, no allocation beyond the file.
 
-    scripts/fuzz_gguf.py --mutations 1000000        seeded mutations of small files; needs nothing else
+    scripts/fuzz_gguf.py --mutations 1000000        seeded mutations of small files; without dependencies
     scripts/fuzz_gguf.py [libFuzzer options]        coverage-guided, until stopped; needs atheris
 
 Each case is opened; if the reader accepts it, every field is decoded, every tensor viewed and the header laid out
@@ -44,7 +44,7 @@ class Hang(Exception):
 
 
 def exercise(path: Path) -> str:
-    """Open a file and use all of it; return ``opened`` or ``refused``."""
+    """Open a file and read all of it; return ``opened`` or ``refused``."""
     from quantkit.errors import FormatError
     from quantkit.formats.gguf import layout_gguf, open_gguf
 
@@ -85,7 +85,7 @@ def seeds() -> list[bytes]:
         alignment=64,
         data=bytes(4096),
     )
-    # Valid files come often: mutations of broken ones rarely get far.
+    # Valid files are frequent: mutations of damaged ones are mostly refused early.
     valid = [Tiny().bytes(), Tiny(version=u32(2)).bytes(), model.bytes()]
     return valid * 40 + [data for data, _ in ATTACKS.values() if len(data) < 10_000]
 
@@ -124,7 +124,7 @@ def on_alarm(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise Hang after so many seconds of CPU time, or where something waits, after 20 times as many."""
+    """Raise Hang after a number of seconds of CPU time, or after 20 times as many of wall time."""
     timers = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, 20 * seconds))
     for timer, number, limit in timers:
         signal.signal(number, on_alarm)
@@ -191,11 +191,11 @@ def mutations(count: int, seed: int, limit: float, memory_mb: int, keep: Path) -
 
 
 def with_atheris(argv: list[str]) -> None:
-    """Fuzz by coverage; libFuzzer stops at the first failure and keeps its input."""
+    """Fuzz by coverage; libFuzzer stops at the first failure and saves its input."""
     try:
         import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
-        sys.exit("fuzz_gguf: atheris is not installed: pip install atheris, or use --mutations N, which needs nothing")
+        sys.exit("fuzz_gguf: atheris is not installed: pip install atheris, or use --mutations N")
     with atheris.instrument_imports(include=["quantkit.formats.gguf"]):
         import quantkit.formats.gguf  # noqa: F401  (instrumented here, used by exercise)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Check the English of everything that users read: documents, helps, messages, docstrings and comments.
+"""Check the English of documents, helps, messages, docstrings and comments, also of benchmarks, scripts and tests.
 
 ``scripts/prose.toml`` has the rules: patterns of phrases, and what to write instead. Each finding is one line with
 file and line number. Spelling is checked by codespell (``[tool.codespell]`` in pyproject.toml).
@@ -19,12 +19,16 @@ ROOT = Path(__file__).parents[1]
 RULES = Path(__file__).parent / "prose.toml"
 DOCUMENTS = ("*.md", "docs/**/*.md")
 SOURCES = "quantkit/**/*.py"
-#: Code in Markdown, which is no prose: spans, addresses of links, HTML.
+#: Developers' files. The strings of tests are data, so only their docstrings and comments are checked.
+DEVELOPER_SOURCES = ("benchmarks/*.py", "scripts/**/*.py", "tests/**/*.py")
+KERNELS = ("quantkit/**/*.cu", "quantkit/**/*.cuh", "tests/**/*.cu", "tests/**/*.cpp", "tests/**/*.h")
+#: Code in Markdown, which is not prose: spans, link targets, HTML.
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|<[^>\n]*>|https?://\S+")
 _FENCE = re.compile(r"\s*(```|~~~)")
-#: A comment of its own line, or behind code: two spaces are before it.
+#: A comment on its own line, or after code and two spaces.
 _COMMENT = re.compile(r"(?:^\s*|  )#:? (.*)")
-#: A sentence has two words; keys, names and patterns have none.
+_KERNEL_COMMENT = re.compile(r"(?:^\s*|  )// ?(.*)")
+#: A sentence has two words; keys, names and patterns do not.
 _WORDS = re.compile(r"[A-Za-z]{2,}[,;:]? +[A-Za-z(`'{-]")
 
 
@@ -115,6 +119,21 @@ def python_passages(text: str, place: str) -> Iterator[Passage]:
     yield from comments(source, {number for span in spans for number in span})
 
 
+def kernel_passages(text: str) -> Iterator[Passage]:
+    """Yield the comments of a CUDA or C++ file; indented lines, which are tables and formulas, separate them."""
+    block: list[tuple[int, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _KERNEL_COMMENT.search(line) if "//" in line else None
+        is_text = match and match[1].strip() and not match[1].startswith("  ")
+        if block and not is_text:
+            yield passage("comment", block)
+            block = []
+        elif match and is_text:
+            block.append((number, match[1]))
+    if block:
+        yield passage("comment", block)
+
+
 def paragraphs(lines: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     """Yield runs of lines that are not empty."""
     block: list[tuple[int, str]] = []
@@ -158,7 +177,7 @@ def string_text(node: ast.Constant | ast.JoinedStr) -> str:
 
 
 def locate(place: str, text: str, node: ast.Constant | ast.JoinedStr, source: list[str]) -> Passage:
-    """Return a string literal as a passage whose lines are those of its pieces in the source."""
+    """Return a string literal as a passage, with the source lines of its pieces."""
     first, last = node.lineno, node.end_lineno or node.lineno
     starts, offset = [(0, first)], 0
     for number in range(first, last + 1):
@@ -189,8 +208,12 @@ def passages(root: Path, path: Path) -> Iterator[Passage]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return markdown_passages(text)
-    helps = path.relative_to(root).parts[1] in ("cli", "options")
-    return python_passages(text, "help" if helps else "message")
+    if path.suffix != ".py":
+        return kernel_passages(text)
+    parts = path.relative_to(root).parts
+    if parts[0] == "tests":
+        return (p for p in python_passages(text, "message") if p.place != "message")
+    return python_passages(text, "help" if parts[1] in ("cli", "options") else "message")
 
 
 def check_file(root: Path, path: Path, rules: list[Rule]) -> Iterator[Finding]:
@@ -214,8 +237,10 @@ def check_file(root: Path, path: Path, rules: list[Rule]) -> Iterator[Finding]:
 
 
 def files(root: Path) -> list[Path]:
-    """Return all files that have prose for users."""
-    return sorted({path for pattern in (*DOCUMENTS, SOURCES) for path in root.glob(pattern)})
+    """Return all files with prose."""
+    return sorted(
+        {path for pattern in (*DOCUMENTS, SOURCES, *DEVELOPER_SOURCES, *KERNELS) for path in root.glob(pattern)}
+    )
 
 
 def main() -> int:

@@ -4,7 +4,7 @@
     scripts/make_benchmark_pages.py --check             exit with 1 if a page is not up to date
     scripts/make_benchmark_pages.py --figures README.md    print the ratios of a text that no record has
 
-The text of the pages is written by hand, and repeats no figures. A marker names the record of the table below it:
+The text of the pages is written by hand, without figures. A marker names the record of the table below it:
 
     <!-- record NAME --> ... <!-- end -->       the tables, with machine, date, commit and command
     <!-- record NAME? --> ... <!-- end -->      the same; without the record, a sentence that says so
@@ -49,7 +49,7 @@ def number(text: str) -> float:
     """Return the number at the start of a cell. Raises ValueError."""
     match = re.match(r"[-+−]?\d+(?:\.\d+)?", text.replace(",", ""))
     if match is None:
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     return float(match[0].replace("−", "-"))
 
 
@@ -59,7 +59,7 @@ def cell(table: Table, row: str, column: str) -> float:
 
 
 def extremes(values: Sequence[tuple[str, float]], digits: int = 1, unit: str = "x") -> str:
-    """Return the least and the largest of named values: 8.7x (IQ3_S) to 16x (IQ1_S)."""
+    """Return the smallest and the largest of named values: 8.7x (IQ3_S) to 16x (IQ1_S)."""
     if not values:
         raise ValueError("no row has such a value")
     (least_name, least), (most_name, most) = min(values, key=_value), max(values, key=_value)
@@ -75,7 +75,7 @@ def _short(value: float, digits: int) -> str:
 
 
 def ratios(table: Table, columns: Sequence[str], is_row: Callable[[str], object]) -> list[tuple[str, float]]:
-    """Return for each row of such a type the least ratio of these columns, which is that to the fastest peer."""
+    """Return the smallest ratio of these columns, that to the fastest peer, for each selected row."""
     values = []
     for i, name in enumerate(table.column("type")):
         cells = [table.column(column)[i] for column in columns]
@@ -96,7 +96,7 @@ def ratios_after(table: Table, pattern: str) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class Result:
-    """A main result: its name, page and record, and the text that the table of the record gives."""
+    """A main result: its name, page and record, and a function that extracts its text from the record's table."""
 
     name: str
     page: str
@@ -106,7 +106,7 @@ class Result:
 
 
 def _times(table: Table, peers: Sequence[str], program: str) -> float:
-    """Return how many times as long as a program its peers take, one after the other."""
+    """Return the total time of the peers relative to that of a program."""
     return sum(cell(table, peer, "wall time") for peer in peers) / cell(table, program, "wall time")
 
 

@@ -1,10 +1,10 @@
-"""Describe the checkpoints of tests/data/checkpoints: scripts/checkpoint_table*.py, and what transformers makes of it.
+"""Write the descriptions in tests/data/checkpoints from scripts/checkpoint_table*.py, with transformers.
 
     for python in PYTHON_WITH_4_57_6 PYTHON_WITH_5_18_0; do $python scripts/make_checkpoints.py [NAME ...]; done
 
-For each row of the table transformers builds the model and saves it; what is kept is config.json, names and shapes of
-the tensors (tests/data/checkpoints/NAME.json). tests/lib/checkpoints.py draws the checkpoint from that with numpy.
-Rows of the other major version of transformers are left out; scripts/make_convert_goldens.py makes what to expect.
+For each row of the table transformers builds the model and saves it; tests/data/checkpoints/NAME.json gets config.json
+and the names and shapes of the tensors. tests/lib/checkpoints.py generates the checkpoint from that with numpy. Rows of
+the other major version of transformers are skipped; scripts/make_convert_goldens.py writes the expected results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def describe(row: Row) -> Json:
 
 
 def saved(row: Row) -> tuple[Json, dict[str, list[int]]]:
-    """Return config.json and the tensors' shapes as transformers saves the model of a row."""
+    """Return config.json and the shapes of the tensors that transformers saves for a row."""
     import torch
     import transformers
 
@@ -71,7 +71,7 @@ def saved(row: Row) -> tuple[Json, dict[str, list[int]]]:
 
 
 def compact(tensors: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return patterns for tests/lib/checkpoints.py's expand(): numbers in names that fill a grid, as ranges."""
+    """Return patterns for expand() of tests/lib/checkpoints.py: numbers in names that form a grid, as ranges."""
     groups: dict[tuple[Any, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, shape in tensors.items():
         parts = re.split(r"(?<=\.)(\d+)(?=\.)", name)
@@ -140,7 +140,7 @@ def describe_sparse(base: str) -> Json:
 
 
 def text_of(description: Json) -> str:
-    """Return JSON: a line per key, of objects in it a line per key, too."""
+    """Return JSON with a line per key, and a line per key of nested objects."""
     lines = []
     for key, value in description.items():
         if isinstance(value, dict) and value:
@@ -169,7 +169,7 @@ def main() -> None:
             continue
         try:
             text = text_of(job())
-        except Exception as error:  # the others can be made all the same
+        except Exception as error:  # continue with the other rows
             n_failed += 1
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue

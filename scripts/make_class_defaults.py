@@ -3,9 +3,8 @@
     scripts/make_class_defaults.py [OUT] [--add MODEL_TYPE]
 
 Needs ``pip install transformers==4.57.6``, the version that llama.cpp b11434 pins. The file has the keys that
-convert_hf_to_gguf.py reads: for a model type that is there already the same keys, for one that ``--add`` names every
-key that any type has. A value is the default of a parameter of ``__init__``; what a class computes from other values is
-code (class_defaults.py).
+convert_hf_to_gguf.py reads: existing model types keep their keys, those of ``--add`` get every key of any type. A value
+is the default of a parameter of ``__init__``; values that a class computes from others are in class_defaults.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PARTS = {
     "qwen3_omni_moe_text": "qwen3_omni_moe.configuration_qwen3_omni_moe.Qwen3OmniMoeTextConfig",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe.configuration_qwen3_omni_moe.Qwen3OmniMoeThinkerConfig",
 }
-#: What ``__init__`` puts in place of a default of None.
+#: Values that ``__init__`` sets instead of a default of None.
 COMPUTED: dict[str, dict[str, Any]] = {
     **{kind: {"num_decoder_layers": lambda config: config.num_layers} for kind in ("t5", "mt5", "umt5")},
     "mpt": {"attn_config": lambda config: {}},
@@ -40,7 +39,7 @@ def class_of(kind: str) -> Any:
 
 
 def parameters(cls: Any) -> dict[str, Any]:
-    """Return the defaults of a class and of those it is made of."""
+    """Return the defaults of a class and of its sub-configurations."""
     values: dict[str, Any] = {}
     for base in cls.__mro__:
         if "__init__" in base.__dict__:
@@ -52,7 +51,7 @@ def parameters(cls: Any) -> dict[str, Any]:
 
 
 def defaults(kind: str, keys: list[str] | None, keys_of_all: list[str]) -> dict[str, Any]:
-    """Return the defaults of a model type; without ``keys``, of those that are ``keys_of_all`` and that it has."""
+    """Return the defaults of a model type; without ``keys``, of those ``keys_of_all`` that it has."""
     cls = class_of(kind)
     class_parameters = parameters(cls)
     values = {

@@ -1,19 +1,21 @@
-"""What is to be expected of `quantkit convert`: the reference's bytes and transformers' logits of every checkpoint.
+"""Record the expected results of `quantkit convert`: the reference's bytes and transformers' logits of every
+checkpoint.
 
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
 
-``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
-torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
-whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
-run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run. ``vocabularies`` enters the hashes of
---vocab-only for the real ones of tests/lib/real_files.py in tests/data/real-vocabularies.json, and prints the seconds.
-The reference runs the program that comes with qwen.tiktoken: --remote-code has it in a folder qwen,
-tokenization_qwen.py, with qwen/tokenizer_config.json (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
+``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
+process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,
+the version whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in
+tests/data/convert-logits.npz; run it with 4.57.6 and with 5.18.0: each handles the checkpoints that it can run.
+``vocabularies`` enters the hashes of --vocab-only for the real vocabularies of tests/lib/real_files.py in
+tests/data/real-vocabularies.json, and prints the seconds. The reference runs the program beside qwen.tiktoken:
+--remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
+(Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
 
-Vocabularies are too small for llama.cpp to know them by their hash: what it would have named them is in the description
-(``pre``; ours is told by --pre).
+Vocabularies are too small for llama.cpp to recognize their hash: the description has the name of the pre-tokenizer
+(``pre``, which quantkit gets by --pre).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
-#: Names of ways to split, and the options.
+#: Names of split settings, and their options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
     "tensors": ("--split-max-tensors", "10"),
@@ -60,10 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("reference", "vocabularies", "logits"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
     parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
-    parser.add_argument("--remote-code", type=Path, help="directory of NAME/, what goes beside a vocabulary")
+    parser.add_argument("--remote-code", type=Path, help="directory of NAME/, the files beside a vocabulary")
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
@@ -90,7 +92,7 @@ def load_reference(args: argparse.Namespace) -> Any:
 
 
 def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
-    """Convert checkpoints; return those that the reference cannot."""
+    """Convert checkpoints; return those that the reference cannot convert."""
     program, failures = load_reference(args), []
     for name in names:
         row = reference_of(program, checkpoints.describe(name), args)
@@ -104,7 +106,7 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
 
 
 def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
-    """Convert real vocabularies; return those that the reference cannot."""
+    """Convert real vocabularies; return those that the reference cannot convert."""
     program, failures = load_reference(args), []
     for name in names:
         shutil.rmtree(args.checkpoints / name, ignore_errors=True)
@@ -115,7 +117,7 @@ def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
         out.unlink(missing_ok=True)
         began = time.perf_counter()
         arguments = [str(source), "--outfile", str(out), "--vocab-only"]
-        forked(program, arguments, out, log, None)
+        fork_converter(program, arguments, out, log, None)
         seconds = time.perf_counter() - began
         if not out.exists():
             failures.append(name)
@@ -127,7 +129,7 @@ def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
 
 
 def reference_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json | None:
-    """Draw a checkpoint, convert it in every way; None where that fails."""
+    """Generate a checkpoint and convert it with every setting; None where that fails."""
     name, source = description.name, args.checkpoints
     shutil.rmtree(source / name, ignore_errors=True)
     row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, source))}
@@ -158,21 +160,21 @@ def run_reference(
     out: Path,
     extra_options: tuple[str, ...],
 ) -> None:
-    """Run the converter in a fork: its classes keep state. Without ``out`` afterwards, it failed."""
+    """Run the converter in a fork, because its classes have state. It failed if ``out`` does not exist afterwards."""
     for old in out.parent.glob(f"{out.stem}*.gguf"):
         if old == out or old.stem.startswith(f"{out.stem}-0"):
             old.unlink()
-    # torch 2.13 cannot shift meta tensors as that scheme does, nor tell a value of one.
+    # torch 2.13 can neither shift meta tensors as that scheme does, nor read a value of one.
     eager = (description.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in description.config[
         "architectures"
     ]
     extra_options += ("--no-lazy",) if eager else ()
     options = ["--outfile", str(out), "--outtype", outtype, *description.options, *extra_options]
-    forked(program, [str(source), *options], out, out.parent / f"{description.name}.log", description.vocab)
+    fork_converter(program, [str(source), *options], out, out.parent / f"{description.name}.log", description.vocab)
 
 
-def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
-    """Run the converter in a fork, with a vocabulary whose names it is told, or None for one that it recognizes."""
+def fork_converter(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
+    """Run the converter in a fork, with the names of a vocabulary, or None for one that it recognizes."""
     if pid := os.fork():
         os.waitpid(pid, 0)
         return
@@ -183,7 +185,7 @@ def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json
             os.dup2(file.fileno(), 2)
         if vocab is not None:
             name_vocabulary(vocab)
-        mend_baichuan()
+        fix_baichuan()
         logging.getLogger("hf-to-gguf").setLevel(logging.INFO)
         logging.getLogger().handlers.clear()
         sys.argv = ["convert_hf_to_gguf.py", *arguments]
@@ -200,7 +202,7 @@ def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json
 
 
 def check_hash(path: Path) -> str:
-    """Return the hash by which the reference would know the vocabulary: of the ids of its check text."""
+    """Return the hash by which the reference identifies the vocabulary: of the ids of its check text."""
     import transformers
     from conversion.base import TextModel
 
@@ -212,14 +214,14 @@ def check_hash(path: Path) -> str:
             return self.ids
 
     recorder = Recorder()
-    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)  # it is not known, and says so at length
+    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)  # the hash is unknown, with a long warning
     with contextlib.suppress(NotImplementedError):
         TextModel.get_vocab_base_pre(None, recorder)
     return hashlib.sha256(str(recorder.ids).encode()).hexdigest()
 
 
 def name_vocabulary(vocab: Json) -> None:
-    """Tell the reference the name of the pre-tokenizer, and give it the tokenizers whose classes are remote code."""
+    """Set the name of the pre-tokenizer in the reference, and the tokenizers whose classes are remote code."""
     import transformers
     from conversion.base import TextModel
 
@@ -228,8 +230,8 @@ def name_vocabulary(vocab: Json) -> None:
         transformers.AutoTokenizer.from_pretrained = lambda path, **_: Ranks(Path(path), vocab)
 
 
-def mend_baichuan() -> None:
-    """Let Baichuan's tensors be named by the map, as is meant: its class calls itself without end instead."""
+def fix_baichuan() -> None:
+    """Let the map name Baichuan's tensors, as intended: its class recurses endlessly instead."""
     from conversion.baichuan import BaichuanModel
     from conversion.base import TextModel
 
@@ -243,7 +245,7 @@ def mend_baichuan() -> None:
 
 
 class Ranks:
-    """What the converter reads of the tokenizers of Kimi, Hunyuan and Qwen."""
+    """The attributes of the tokenizers of Kimi, Hunyuan and Qwen that the converter reads."""
 
     def __init__(self, path: Path, vocab: Json) -> None:
         import base64
@@ -265,8 +267,8 @@ class Ranks:
 
 
 def enter(path: Path, rows: Json) -> None:
-    """Enter rows in a JSON file, sorted, a line per row and way."""
-    with Path(__file__).open() as lock:  # several runs may enter theirs
+    """Enter rows in a JSON file, sorted, a line per row and setting."""
+    with Path(__file__).open() as lock:  # several runs may write at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         _enter(path, rows)
 
@@ -325,7 +327,7 @@ def logits(path: Path, description: checkpoints.Description) -> np.ndarray:
     if class_name in STAND_INS:
         model = STAND_INS[class_name](description)
     elif class_name in _SEEING:
-        model = as_seeing(description)
+        model = as_multimodal(description)
     else:
         cls = getattr(transformers, description.model or description.config["architectures"][0])
         model, info = cls.from_pretrained(
@@ -336,7 +338,7 @@ def logits(path: Path, description: checkpoints.Description) -> np.ndarray:
             bad = [name for name in map(str, info[key]) if not name.startswith(("mtp.", after, "lm_head."))]
             if bad:
                 raise ValueError(f"{key}: {bad[:5]}")
-    shares = bool(description.config.get("num_kv_shared_layers"))  # layers share a cache, or nothing
+    shares = bool(description.config.get("num_kv_shared_layers"))  # layers share a cache, or have none
     with torch.no_grad():
         out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=shares).logits
     result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
@@ -346,8 +348,8 @@ def logits(path: Path, description: checkpoints.Description) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
-    """Change transformers' PhiMoE to what llama.cpp computes: RMS norms, and the softmax of the two best scores.
+def patch_phimoe() -> Iterator[None]:
+    """Patch transformers' PhiMoE to match llama.cpp: RMS norms, and the softmax of the two best scores.
 
     Its own norms subtract the mean, and sparsemixer gives either expert nearly 1.
     """
@@ -370,12 +372,12 @@ def phimoe_as_llama_cpp_has_it() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
-    """Change transformers' Gemma 3n to what llama.cpp computes: a gate's deviation is that of a sample, over n - 1, and
+def patch_gemma3n() -> Iterator[None]:
+    """Patch transformers' Gemma 3n to match llama.cpp: a gate's standard deviation is that of a sample, over n - 1, and
     gelu is rounded to f16 before and after.
 
-    The first is much in narrow models (NMSE 1e-2 at 128 columns), next to nothing in the 8192 columns of the real ones.
-    The other comes to 8e-6 after 22 layers, for these keep no sum of what came before.
+    The first matters in narrow models (NMSE 1e-2 at 128 columns), hardly in the 8192 columns of the real ones. The
+    second causes an NMSE of 8e-6 after 22 layers, which have no residual sum.
     """
     import torch
 
@@ -392,8 +394,8 @@ def gemma3n_as_llama_cpp_has_it() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def minimax_m1_as_llama_cpp_has_it() -> Iterator[None]:
-    """Change transformers' MiniMax to M1, whose heads rotate only ``rotary_dim`` columns."""
+def patch_minimax_m1() -> Iterator[None]:
+    """Patch transformers' MiniMax to M1, whose heads rotate only ``rotary_dim`` columns."""
     import torch
     from transformers.models.minimax import modeling_minimax
 
@@ -412,14 +414,14 @@ def minimax_m1_as_llama_cpp_has_it() -> Iterator[None]:
 
 
 AS_LLAMA_CPP_HAS_IT = {
-    "PhimoeForCausalLM": phimoe_as_llama_cpp_has_it,
-    "Gemma3nForCausalLM": gemma3n_as_llama_cpp_has_it,
-    "MiniMaxM1ForCausalLM": minimax_m1_as_llama_cpp_has_it,
+    "PhimoeForCausalLM": patch_phimoe,
+    "Gemma3nForCausalLM": patch_gemma3n,
+    "MiniMaxM1ForCausalLM": patch_minimax_m1,
 }
 
 
-#: Text models that transformers has only as a part of those which also see: its class and types, what their names
-#: begin with, what config.json says in its own words, and the least that sees.
+#: Text models that transformers has only inside vision-language models: class and types, prefix of the names, differing
+#: keys of config.json, and the smallest vision tower.
 _SEEING: dict[str, tuple[str, str, str, str, Json, Json]] = {
     "MiniMaxM3SparseForCausalLM": (
         *("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "minimax_m3_vl_text", "language_model."),
@@ -438,8 +440,8 @@ _SEEING: dict[str, tuple[str, str, str, str, Json, Json]] = {
 }
 
 
-def as_seeing(description: checkpoints.Description) -> Any:
-    """Return a text model as a part of one that also sees, whose other parts are drawn anew."""
+def as_multimodal(description: checkpoints.Description) -> Any:
+    """Return a text model as part of a vision-language model, whose other parts are randomly initialized."""
     import torch
     import transformers
     from safetensors.torch import save_file

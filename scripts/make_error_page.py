@@ -35,7 +35,7 @@ def _row(name: str, code: ErrorCode) -> str:
 
 
 def error_page() -> str:
-    """Return the page as Markdown: a table for each hundred of codes."""
+    """Return the page as Markdown: a table for each range of a hundred codes."""
     codes: Mapping[str, ErrorCode] = CODES | WARNINGS
     lines = [_HEAD]
     for prefix, (title, text) in _AREAS.items():

@@ -1,6 +1,6 @@
 """Write tests/data/llama-quantize.json: hashes of the tensor data that llama-quantize b11434 writes for tiny-moe.
 
-With it the tests compare whole files with the reference on machines without llama.cpp.
+The tests use it to compare whole files with the reference on machines without llama.cpp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TYPES = [
     "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "MXFP4_MOE", "F16", "BF16", "F32", "COPY",
     "IQ3_S", "IQ3_M",
 ]  # fmt: skip
-#: What llama-quantize makes with an importance matrix only.
+#: Presets that llama-quantize refuses without an importance matrix.
 WITH_IMATRIX = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS"]
 
 

@@ -1,10 +1,11 @@
-"""Enter the reference's bytes of a type in tests/data/golden-*.npz, which tests of encoders and decoders compare with.
+"""Enter the reference's bytes of a type in tests/data/golden-*.npz, for tests of encoders and decoders.
 
     scripts/make_golden_bytes.py TYPE --lib DIR
 
-Bytes of a type of llama.cpp are llama.cpp b11434's, those of ik_llama.cpp's own types ik_llama.cpp 8337e4cd3's, built
-without FMA. A type of both trees that ik_llama.cpp encodes by another search has both: --tree ik enters what differs.
-The rows and the importance matrix are in golden-mainline.npz. All other entries stay as they are.
+Bytes of llama.cpp's types are those of llama.cpp b11434, bytes of ik_llama.cpp's own types those of ik_llama.cpp
+8337e4cd3, built without FMA. A type of both projects that ik_llama.cpp encodes by another search has both: --tree ik
+enters the differing bytes. The rows and the importance matrix are in golden-mainline.npz. All other entries are
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from quantkit.types import TensorType, type_by_name
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 U8 = npt.NDArray[np.uint8]
-#: The library of each tree that has ggml_quantize_chunk.
+#: The library of each project that has ggml_quantize_chunk.
 LIBRARIES = {"mainline": "libggml-base.so", "ik": "libggml.so"}
 
 
 def file_of(t: TensorType, tree: str) -> Path:
-    """Return the file that has a type's bytes as a tree encodes it."""
+    """Return the file with a type's bytes as encoded by a project."""
     if is_interleaved(t):
         return DATA / "golden-interleaved.npz"
     if tree == "ik" and t.trees == "both":
@@ -37,7 +38,7 @@ def file_of(t: TensorType, tree: str) -> Path:
 
 
 def encode(library: ctypes.CDLL, t: TensorType, x: Any, importance: Any) -> U8:
-    """Return the bytes of ggml_quantize_chunk; ik_llama.cpp's has one argument more."""
+    """Return the bytes of ggml_quantize_chunk; ik_llama.cpp's has an additional argument."""
     i64, pointer = ctypes.c_int64, ctypes.c_void_p
     library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer]
     out = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
@@ -52,7 +53,7 @@ def changed_entries(data: dict[str, U8], entries: dict[str, U8]) -> dict[str, U8
 
 
 def enter(t: TensorType, tree: str, folder: Path) -> dict[str, U8]:
-    """Enter the bytes of a type, and return those that are new or others than before."""
+    """Enter the bytes of a type, and return the new and changed entries."""
     library = ctypes.CDLL(str(folder / LIBRARIES[tree]))
     with np.load(DATA / "golden-mainline.npz") as mainline:
         mainline_bytes = dict(mainline)
@@ -75,11 +76,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("type", type=type_by_name, metavar="TYPE")
     parser.add_argument("--lib", type=Path, required=True, help=f"directory of {' or '.join(LIBRARIES.values())}")
-    parser.add_argument("--tree", choices=list(LIBRARIES), help="whose search, if both trees have the type")
+    parser.add_argument("--tree", choices=list(LIBRARIES), help="project whose search is used, if both have the type")
     options = parser.parse_args()
     t, tree = options.type, options.tree or ("ik" if options.type.trees == "ik" else "mainline")
     if not t.is_in(tree):
-        sys.exit(f"{t} is no type of {tree}: there are no bytes of a reference")
+        sys.exit(f"{t} is not a type of {tree}: no reference bytes")
     changed = enter(t, tree, options.lib)
     print(f"{file_of(t, tree).name}: {', '.join(changed) or 'nothing changed'}")
 

@@ -51,8 +51,8 @@ def expected() -> dict[str, Any]:
     return arrays
 
 
-def of_cpu(case: encoding.Case, t: TensorType) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a case's rows, of an interleaved type taken apart."""
+def encode_on_cpu(case: encoding.Case, t: TensorType) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a case's rows; those of an interleaved type are deinterleaved."""
     if case.interleaved is None:
         return quantize(case.x, t, case.importance, case.encoder)
     plain = np.empty((len(case.x), t.row_bytes(case.x.shape[1])), np.uint8)
@@ -61,12 +61,12 @@ def of_cpu(case: encoding.Case, t: TensorType) -> npt.NDArray[np.uint8]:
 
 
 def write_digests(names: list[str]) -> None:
-    """Enter digests of the random rows of types, all that are encoded without ``names``, into gpu-encode.json."""
+    """Enter digests of the encoded random rows of types, by default of all, into gpu-encode.json."""
     path = encoding.EXPECTED
     digests = json.loads(path.read_text()) if path.exists() else {}
     for name in names or [t.name for t in BLOCK_TYPES if has_encoder(t)]:
         for case in encoding.parity_cases(BY_NAME[name]):
-            digests[case.key] = encoding.digests(of_cpu(case, BY_NAME[name]))
+            digests[case.key] = encoding.digests(encode_on_cpu(case, BY_NAME[name]))
         print(name, flush=True)
     path.write_text(json.dumps(dict(sorted(digests.items())), indent=0) + "\n")
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write quantkit/loaders/*.table: the keys, tensors and shapes that each runtime's loader asks for, by architecture.
+"""Write quantkit/loaders/*.table: the keys, tensors and shapes that each runtime's loader requires, by architecture.
 
     pip install tree-sitter tree-sitter-cpp
     scripts/make_loader_tables.py llama.cpp /path/to/llama.cpp > quantkit/loaders/llama_cpp.table
     scripts/make_loader_tables.py ik_llama.cpp /path/to/ik_llama.cpp > quantkit/loaders/ik_llama_cpp.table
 
-A loader is followed symbolically: names, shapes and conditions become expressions over hyperparameters, one row
-for each key and each kind of tensor. A statement that is not understood is printed, and leaves its architecture out.
+A loader is executed symbolically: names, shapes and conditions become expressions over hyperparameters, one row for
+each key and each kind of tensor. A statement that is not understood is printed, and its architecture is skipped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PARSER = tree_sitter.Parser(CPP)
 
 Node = Any
 
-#: Tensors without an operation count as loaded and are never made.
+#: Tensors without an operation count as loaded and are never created.
 SUFFIXES = ("weight", "bias", "scale")
 
-#: Functions of hyperparameters that take a layer, the first by default.
+#: Functions of hyperparameters with a layer as argument, by default the first.
 BY_LAYER = frozenset(
     {
         *("n_head", "n_head_kv", "n_ff", "n_ff_exp", "n_expert_used", "n_embd_head_k", "n_embd_head_v", "n_rot"),
@@ -43,19 +43,19 @@ IGNORED_CALLS = re.compile(
 )
 
 
-#: What is set without an effect on keys and tensors.
+#: Fields without an effect on keys and tensors.
 IGNORED_TARGETS = re.compile(r"adapter_token|ctx_|layers\[|msa_p|hparams\.llm_ffn_op|sep$|use_mmap_buffer|layer\.\w+->")
 
-#: What a loop or a switch must hold to have rows.
+#: Calls without which a loop or a switch has no rows.
 RELEVANT = r"item = |create_tensor|get_key|throw|GGML_A|hparams\.\w+ *=[^=]|\.set\("
 
 
 class NotUnderstood(Exception):
-    """A statement that has no row."""
+    """A statement that cannot be translated to a row."""
 
 
 def children(node: Node) -> list[Node]:
-    """Return the named children that are no comments."""
+    """Return the named children that are not comments."""
     return [c for c in node.named_children if c.type != "comment"]
 
 
@@ -69,7 +69,7 @@ def conjunction(*conditions: str) -> str:
 
 @dataclass
 class Flags:
-    """Under which condition a tensor is optional, and under which only its number of values counts."""
+    """The conditions under which a tensor is optional, and under which only its number of values is checked."""
 
     optional: str = "False"
     reshape: str = "False"
@@ -108,7 +108,7 @@ class Name:
 
 @dataclass
 class Function:
-    """A lambda or a method that is followed where it is called."""
+    """A lambda or a method, executed where it is called."""
 
     parameters: list[str]
     body: Node
@@ -126,13 +126,13 @@ class Row:
 
     @property
     def target(self) -> str:
-        """The name that the row sets, if that is all it does."""
+        """The name that the row sets, if it has no other effect."""
         match = re.match(r"(?:set|let) (\w+)(\[.*?\])? = ", self.body)
         return match[1] if match else ""
 
     @property
     def names(self) -> set[str]:
-        """The names that its expressions use."""
+        """The names used by its expressions."""
         body = re.sub(r"^(set|let) \w+", "", self.body) if self.target else self.body
         return set(re.findall(r"[A-Za-z_]\w*", f"{body} {self.when} {' '.join(self.loops)}"))
 
@@ -203,7 +203,7 @@ def simplify(expression: str) -> str:
 
 
 class Follower:
-    """Follows a loader's functions and collects rows."""
+    """Executes a loader's functions symbolically and collects rows."""
 
     def __init__(self, source: Source, arch: str) -> None:
         self.source, self.arch = source, arch
@@ -220,7 +220,7 @@ class Follower:
             self.rows.append(Row(body, when, tuple(self.loops)))
 
     def add_key(self, target: str, key: str, kind: str, required: str) -> str:
-        """Enter a key that is read into a field; return whether it is there, as an expression."""
+        """Enter a key that is read into a field; return an expression for whether the file has it."""
         mark = {"True": "", "False": " optional"}.get(simplify(required))
         if mark is None:
             raise NotUnderstood(f"a key required by condition: {key}")
@@ -298,7 +298,7 @@ class Follower:
     def _identifier(self, node: Node, scope: dict[str, Any]) -> Any:
         name = text(node)
         if "ctx" in name and name != "n_ctx_train":
-            return "False"  # where a tensor lies
+            return "False"  # the device of a tensor
         if name in scope:
             return scope[name]
         if name in FLAGS:
@@ -339,7 +339,7 @@ class Follower:
         if expression == "type":
             return "model_type"
         if expression.startswith("layer."):
-            return "False"  # never made on this path
+            return "False"  # never created on this path
         if expression == "arch":
             return repr(self.source.arch_enum(self.arch)) if self.arch else "arch"
         raise NotUnderstood(f"field: {expression}")
@@ -376,7 +376,7 @@ class Follower:
             stop = simplify(left) == ("False" if operator == "&&" else "True")
             if stop:
                 return simplify(left)
-            # What follows is evaluated only under the first operand's condition.
+            # The second operand is evaluated only under the first operand's condition.
             self.conditions.append(left if operator == "&&" else f"not ({left})")
         try:
             right = self.expression(node.child_by_field_name("right"), scope)
@@ -387,7 +387,7 @@ class Follower:
             left = Flags() if left == "0" else left
             right = Flags() if right == "0" else right
             if operator in ("==", "!="):
-                return str(operator == "==")  # only beside options that are off
+                return str(operator == "==")  # only with options that are off
             return left & right if operator == "&" else left | right
         left = left.has if isinstance(left, Name) else left
         right = right.has if isinstance(right, Name) else right
@@ -537,7 +537,7 @@ class Follower:
         return repr(pattern) if pattern.startswith(".") else Name(pattern)
 
     def create_view(self, arguments: list[Node], scope: dict[str, Any]) -> Name:
-        """Enter a tensor that is loaded into a part of another."""
+        """Enter a tensor that is loaded into part of another."""
         name: Name = self.expression(arguments[2], scope)
         optional = len(arguments) > 5 and self.value(arguments[5], scope) == "False"
         self.add_tensor(name, [self.value(d, scope) for d in children(arguments[3])], Flags(optional=str(optional)))
@@ -596,7 +596,7 @@ class Follower:
     # Statements
 
     def block(self, nodes: list[Node], scope: dict[str, Any]) -> str:
-        """Follow statements; return the condition under which their end is not reached."""
+        """Execute statements; return the condition under which their end is not reached."""
         added, left = 0, "False"
         for node in nodes:
             is_left = self.statement(node, scope)
@@ -611,7 +611,7 @@ class Follower:
         return left
 
     def statement(self, node: Node, scope: dict[str, Any]) -> str:
-        """Follow a statement; return the condition under which it returns or continues."""
+        """Execute a statement; return the condition under which it returns or continues."""
         kind = node.type
         if kind == "compound_statement":
             return self.block(children(node), scope)
@@ -682,7 +682,7 @@ class Follower:
                 self.bind(name, result, scope)
 
     def bind(self, name: str, value: str, scope: dict[str, Any]) -> None:
-        """Give a value that many rows use a name of its own."""
+        """Bind a value that many rows use to a name."""
         if (
             name not in self.source.by_layer
             and name not in self.source.fields
@@ -761,7 +761,7 @@ class Follower:
             scope[target] = result if operator == "=" else f"({scope[target]} {operator[0]} {result})"
 
     def is_member(self, target: str, scope: dict[str, Any]) -> bool:
-        """Tell whether a variable is the model's own."""
+        """Return whether a variable is a member of the model."""
         return target in self.source.members and f"type {target}" not in scope and target not in scope
 
     def assign_field(self, left: Node, name: str, operator: str, result: Any, scope: dict[str, Any]) -> None:
@@ -811,7 +811,7 @@ class Follower:
         first: dict[str, Any],
         second: dict[str, Any],
     ) -> None:
-        """Set the variables that a branch changed to expressions of its condition."""
+        """Set the variables changed by a branch to expressions of its condition."""
         scope.clear()
         scope.update(before)
         for name in {*first, *second}:
@@ -882,7 +882,7 @@ class Follower:
             labels = []
 
     def attempt(self, node: Node, scope: dict[str, Any]) -> None:
-        """Follow a tensor of one of two shapes."""
+        """Execute the loading of a tensor with one of two shapes."""
         start = len(self.rows)
         self.statement(node.child_by_field_name("body"), scope)
         handler = next(c for c in children(node) if c.type == "catch_clause")
@@ -913,7 +913,7 @@ class Follower:
                 if inner[name] == "0" and "flag" in name:
                     inner[name] = Flags()
         self.statement(function.body, inner)
-        # What the function made stands in the caller's layer.
+        # Tensors created by the function belong to the caller's layer.
         for index, name in enumerate(function.parameters):
             if index < len(arguments) and text(arguments[index]).startswith("layer"):
                 for scope_name, value in inner.items():
@@ -936,7 +936,7 @@ def boolean(value: str) -> str:
 
 @dataclass
 class Source:
-    """llama.cpp's sources: the facts that statements refer to."""
+    """llama.cpp's sources: the declarations that statements refer to."""
 
     root: Path
     by_layer = BY_LAYER
@@ -956,12 +956,12 @@ class Source:
         self.fields = self._fields((src / "llama-hparams.h").read_text())
         self.members: dict[str, str] = {}
         self.functions: dict[str, Function] = {}
-        #: Defaults of parameters, which stand where methods are declared.
+        #: Defaults of parameters, from the declarations of methods.
         self.declared: dict[str, dict[str, Node]] = {}
         self.read()
 
     def read(self) -> None:
-        """Read the functions, and which class loads which architecture."""
+        """Read the functions, and the class that loads each architecture."""
         src = self.root / "src"
         self.parents: dict[str, str] = {}
         for path in (src / "models").glob("*.h"):
@@ -1023,7 +1023,7 @@ class Source:
         return name.removeprefix("LLAMA_")
 
     def constants(self, names: Set[str]) -> list[str]:
-        """Return the values of enumerators and macros that are used."""
+        """Return the values of the used enumerators and macros."""
         values = {}
         for path in self.headers:
             header = re.sub(r"//.*|/\*.*?\*/", "", (self.root / path).read_text())
@@ -1237,7 +1237,7 @@ USED = frozenset(
 
 
 def without_unused(rows: list[Row], common: list[Row]) -> list[Row]:
-    """Return rows less those that set what neither they nor the common rows use."""
+    """Return rows without those that set names unused by them and by the common rows."""
     while True:
         used = USED.union(*(row.names for row in (*rows, *common)))
         rows_used = [row for row in rows if not row.target or row.target in used]
@@ -1247,7 +1247,7 @@ def without_unused(rows: list[Row], common: list[Row]) -> list[Row]:
 
 
 def render(rows: list[Row]) -> list[str]:
-    """Return lines: rows of one loop stand indented below it."""
+    """Return lines; the rows of a loop are indented below it."""
     lines: list[str] = []
     current: tuple[str, ...] = ()
     for row in rows:

@@ -1,15 +1,15 @@
-"""What is to be expected of `quantkit convert-lora`: the bytes of llama.cpp's converter for every adapter.
+"""Record the expected results of `quantkit convert-lora`: the bytes of llama.cpp's converter for every adapter.
 
     PYTHON scripts/make_lora_goldens.py --llama DIR --work DIR [NAME ...]
 
-draws the adapters of tests/lib/adapters.py, runs convert_lora_to_gguf.py of llama.cpp b11434 on each (in forks of one
-process) and enters hashes in tests/data/lora-sha256.json. PYTHON has transformers 4.57.6, as for
-make_convert_goldens.py. Of adapters whose scale is not one for all (rsLoRA, patterns) the reference has another scale
-than PEFT: their hashes only say so.
+generates the adapters of tests/lib/adapters.py, runs convert_lora_to_gguf.py of llama.cpp b11434 on each (in forks of
+one process) and enters hashes in tests/data/lora-sha256.json. PYTHON has transformers 4.57.6, as for
+make_convert_goldens.py. For adapters whose scale varies (rsLoRA, patterns) the reference's scale is not PEFT's: their
+hashes only record this.
 
     PYTHON scripts/make_lora_goldens.py --peft --work DIR [NAME ...]
 
-merges each into its checkpoint with PEFT itself and compares that with what the tests expect of it.
+merges each into its checkpoint with PEFT and compares the result with the tests' expectation.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def main() -> None:
     n_failed = 0
     for name in args.names or list(adapters.ADAPTERS):
         adapter = adapters.ADAPTERS[name]
-        if not adapter.outtypes and not args.peft:  # the reference stops at it
+        if not adapter.outtypes and not args.peft:  # the reference fails on it
             continue
         n_failed += not (compare_with_peft(adapter, args.work) if args.peft else reference_of(adapter, args))
     sys.exit(n_failed)
 
 
 def reference_of(adapter: adapters.Adapter, args: argparse.Namespace) -> bool:
-    """Convert an adapter in every way and enter the hashes; False where that fails."""
+    """Convert an adapter with every setting and enter the hashes; return False if that fails."""
     import torch  # noqa: F401 - before the forks
     import transformers
 
@@ -75,7 +75,7 @@ def reference_of(adapter: adapters.Adapter, args: argparse.Namespace) -> bool:
 
 
 def run_reference(llama: Path, source: Path, base: Path, outtype: str, out: Path) -> None:
-    """Run the converter in a fork. Without ``out`` afterwards, it failed."""
+    """Run the converter in a fork. It failed if ``out`` does not exist afterwards."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     if pid := os.fork():
@@ -99,7 +99,7 @@ def run_reference(llama: Path, source: Path, base: Path, outtype: str, out: Path
 
 
 def compare_with_peft(adapter: adapters.Adapter, work: Path) -> bool:
-    """Merge with PEFT; tell whether every weight is that of the tests but for the rounding of float32."""
+    """Merge with PEFT; return whether every weight equals the tests' one up to float32 rounding."""
     import torch
     import transformers
     from peft import PeftModel
@@ -108,7 +108,7 @@ def compare_with_peft(adapter: adapters.Adapter, work: Path) -> bool:
     about = checkpoints.describe(adapter.base)
     kind = getattr(transformers, about.model or about.config["architectures"][0], None)
     if kind is None:
-        print(adapter.name, "is of a class that this version of transformers does not have", flush=True)
+        print(adapter.name, "has a class that this version of transformers does not know", flush=True)
         return True
     base = checkpoints.write_checkpoint(adapter.base, work / "checkpoints")
     source = adapters.write_adapter(adapter, work / "adapters", str(base))

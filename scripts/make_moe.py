@@ -4,11 +4,11 @@
 
 Architecture qwen3moe; by default a layer has the shapes of Qwen3-30B-A3B (623 M weights, 128 experts). Weights are
 normal with a deviation of 0.02 times a lognormal factor per column, so that an importance matrix matters. Every chunk
-of a tensor has its own generator, seeded by seed, tensor and chunk: the file depends on the options only, not on
-threads, and memory stays at a few chunks whatever the size of the file.
+of a tensor has its own generator, seeded by seed, tensor and chunk: the file depends only on the options, not on
+threads, and memory is a few chunks for any file size.
 
-The importance of a column is lognormal, too, with a token count per expert. The matrix covers what llama-imatrix covers
-by default: every matrix of the layers, not the embeddings and the output.
+The importance of a column is lognormal, too, with a token count per expert. Like llama-imatrix by default, the matrix
+covers every matrix of the layers, not the embeddings and the output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import format_count, format_size, parse_size
 
-#: Weights that a thread generates at once: 8 MiB of float32, which fits a cache.
+#: Weights that a thread generates at once: 8 MiB of float32, which fit a cache.
 CHUNK = 1 << 21
 
 #: Option -> llama.cpp's general.file_type.
@@ -227,7 +227,7 @@ def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
 
 
 def random_imatrix(path: Path, model: Model, seed: int, n_chunks: int = 100, chunk_size: int = 512) -> Imatrix:
-    """Return an importance matrix such as calibration on ``n_chunks`` chunks might give."""
+    """Return an importance matrix like that of calibration on ``n_chunks`` chunks."""
     entries = {}
     for index, (name, shape) in enumerate(model.tensors().items()):
         if len(shape) == 1 or not name.startswith("blk."):
@@ -239,7 +239,7 @@ def random_imatrix(path: Path, model: Model, seed: int, n_chunks: int = 100, chu
             popularity = np.exp(rng.normal(0, 0.7, n_mat))
             share = np.minimum(1, model.used * popularity / popularity.sum())
             counts = rng.binomial(n_chunks * chunk_size, share).astype(np.int64)
-        # Importance is mostly common to all experts; the mean square of a normed activation is about 1.
+        # Importance is mostly shared by all experts; the mean square of a normalized activation is about 1.
         square = np.exp(rng.normal(0, 1, shape[0])) * np.exp(rng.normal(0, 0.3, (n_mat, shape[0])))
         entries[name] = ImatrixEntry((square * counts[:, None]).astype(np.float32), counts)
     return Imatrix(path, entries, ["random"], n_chunks, chunk_size)
@@ -255,9 +255,13 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(Model, name.replace("-", "_"))
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"(default: {default})")
     p.add_argument(
-        "--tokenizer", type=Path, default=TOKENIZER, metavar="GGUF", help="file to copy it from (default: tiny-moe's)"
+        "--tokenizer",
+        type=Path,
+        default=TOKENIZER,
+        metavar="GGUF",
+        help="file to copy the tokenizer from (default: tiny-moe)",
     )
-    p.add_argument("--vocab", type=int, metavar="N", help="no tokenizer; embeddings of N tokens")
+    p.add_argument("--vocab", type=int, metavar="N", help="write no tokenizer, and embeddings of N tokens")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--threads", type=int, default=available_cpus())
     p.add_argument("--imatrix", type=Path, metavar="OUT", help="also write an importance matrix (.gguf or .dat)")

@@ -2,9 +2,9 @@
 
     scripts/make_moe_checkpoint.py OUT --size 3G --vocab ggml-vocab-qwen2.gguf
 
-Class Qwen3MoeForCausalLM; layers are of Qwen3-30B-A3B's shapes, with --experts experts. The tokenizer is made of the
-vocabulary in a GGUF file, by default the one of the tests; llama.cpp's models/ggml-vocab-qwen2.gguf makes Qwen's own,
-which convert_hf_to_gguf.py recognizes. Weights are normal, cut out of one pool at drawn places.
+Class Qwen3MoeForCausalLM; layers have Qwen3-30B-A3B's shapes, with --experts experts. The tokenizer is built from the
+vocabulary in a GGUF file, by default the one of the tests; llama.cpp's models/ggml-vocab-qwen2.gguf gives Qwen's own,
+which convert_hf_to_gguf.py recognizes. Weights are normal values, taken from one pool at random offsets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quantkit.units import format_size, parse_size
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf"
 POOL = 1 << 25
 HIDDEN, HEADS, KV, HEAD, FF = 2048, 32, 4, 128, 768
-#: How Qwen 2 splits a text.
+#: Pre-tokenizer pattern of Qwen 2.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -88,13 +88,13 @@ def config(layers: int, experts: int, vocab: int) -> Json:
 
 
 def pool(seed: int) -> npt.NDArray[np.uint16]:
-    """Return normal values of a deviation of 0.02 as BF16."""
+    """Return normal values with a standard deviation of 0.02 as BF16."""
     bits = (np.random.default_rng(seed).standard_normal(POOL, np.float32) * np.float32(0.02)).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def write(folder: Path, tensors: list[tuple[str, tuple[int, ...]]], shard: int, seed: int) -> int:
-    """Write the shards, of at most ``shard`` bytes, and their index; return the bytes of all."""
+    """Write the shards, of at most ``shard`` bytes, and their index; return the total number of bytes."""
     values, rng = pool(seed), np.random.default_rng(seed + 1)
     groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     n_here = total = 0
@@ -131,9 +131,9 @@ def write(folder: Path, tensors: list[tuple[str, tuple[int, ...]]], shard: int, 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("out", type=Path, metavar="OUT", help="directory to make")
-    p.add_argument("--size", type=parse_size, default=parse_size("3G"), help="bytes, at least (default: 3G)")
-    p.add_argument("--shard", type=parse_size, default=parse_size("1G"), help="bytes of a file, at most (default: 1G)")
+    p.add_argument("out", type=Path, metavar="OUT", help="directory to create")
+    p.add_argument("--size", type=parse_size, default=parse_size("3G"), help="minimum size (default: 3G)")
+    p.add_argument("--shard", type=parse_size, default=parse_size("1G"), help="maximum size of a file (default: 1G)")
     p.add_argument("--experts", type=int, default=64)
     p.add_argument("--vocab", type=Path, default=TOKENIZER, metavar="GGUF", help="file with the vocabulary")
     p.add_argument("--seed", type=int, default=1)

@@ -1,11 +1,12 @@
-"""Pin what real packers store: AutoAWQ's GEMM layers, AutoGPTQ's of 2, 3, 4 and 8 bits, in and out of order.
+"""Record the output of real packers: AutoAWQ's GEMM layers, AutoGPTQ's of 2, 3, 4 and 8 bits, with and without
+act-order.
 
     pip download --no-deps autoawq==0.2.9 auto-gptq==0.7.1    # unpack both below DIR: DIR/awq, DIR/auto_gptq
     PYTHON scripts/make_packed_goldens.py DIR
 
-PYTHON has torch and transformers. Only the modules that pack are loaded, none of what they need to quantize. Weights
-are made of the codes, zero points and scales that are then packed, so that packing rounds nothing;
-tests/data/packed.npz holds what the packers store, and the weights as their own code dequantizes them (float16).
+PYTHON has torch and transformers. Only the packing modules are loaded, not their dependencies for quantization. Weights
+are computed from the codes, zero points and scales that are then packed, so that packing does not round;
+tests/data/packed.npz has the packed arrays, and the weights as dequantized by the packers' own code (float16).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROWS, COLUMNS, GROUP = 64, 128, 32
 
 
 def import_module_alone(name: str, path: Path | None = None) -> None:
-    """Enter a module without running it: a package whose parts alone are wanted, or one that is not there."""
+    """Register a module without running it: a package of which only parts are needed, or a missing one."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=path is not None)
     if path is not None:
@@ -43,7 +44,7 @@ def random_weights(bits: int, half: bool = True) -> tuple[torch.Tensor, torch.Te
 
 
 def linear(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index: torch.Tensor) -> torch.nn.Linear:
-    """Return a layer with the weights that these stand for."""
+    """Return a layer with the dequantized weights."""
     layer = torch.nn.Linear(COLUMNS, ROWS, bias=False)
     layer.weight.data = (codes - zeros[:, index]).float() * scales.float()[:, index]
     return layer
@@ -75,7 +76,7 @@ def gptq(bits: int, act_order: bool) -> dict[str, np.ndarray]:
 
 
 def arrays(name: str, packed_layer: Any, weight: torch.Tensor) -> dict[str, np.ndarray]:
-    """Return what is stored, and the weights."""
+    """Return the stored arrays, and the weights."""
     keys = [key for key in ("qweight", "qzeros", "scales", "g_idx") if hasattr(packed_layer, key)]
     values = {f"{name}/{key}": getattr(packed_layer, key).numpy() for key in keys}
     return values | {f"{name}/weight": weight.detach().to(torch.float16).contiguous().numpy()}

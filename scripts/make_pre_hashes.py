@@ -2,9 +2,9 @@
 
     scripts/make_pre_hashes.py LLAMA_CPP [OUT]
 
-LLAMA_CPP is a tree of llama.cpp, whose conversion/base.py (get_vocab_base_pre) is read, not run. The file has a line
-for each hash: the name in tokenizer.ggml.pre, and the model whose tokenizer was hashed. Of two names with one hash the
-later counts, as there.
+LLAMA_CPP is a source tree of llama.cpp, whose conversion/base.py (get_vocab_base_pre) is parsed, not run. The file has
+a line for each hash: the name in tokenizer.ggml.pre, and the model whose tokenizer was hashed. Of two names with one
+hash the later one is used, as in llama.cpp.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     scripts/make_tensor_names.py LLAMA_CPP [OUT]
 
-LLAMA_CPP is a tree of llama.cpp. tensor_kinds.json (MODEL_TENSORS) has a line for each architecture that is there
-already, and for each that ``--add`` names: its kinds, in the order of the constants. Kinds that share a name with
-others are told apart by what follows a colon. tensor_names.json (TensorNameMap) has a line for each of these kinds:
-its names in checkpoints, in the order of the map, for the later of two kinds has a name that both have.
+LLAMA_CPP is a source tree of llama.cpp. tensor_kinds.json (MODEL_TENSORS) has a line for each existing architecture,
+and for each of ``--add``: its kinds, in the order of the constants. Kinds with equal names are distinguished by a
+suffix after a colon. tensor_names.json (TensorNameMap) has a line for each of these kinds: its names in checkpoints, in
+the order of the map, because the later of two kinds gets a name that both have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).parent.parent / "quantkit/checkpoint"
-#: Kinds whose names are those of others, and what tells them apart; with an architecture, only there.
+#: Kinds with the names of others, and their suffixes; with an architecture, only there.
 SUFFIXES = {
     (None, "FFN_PRE_NORM"): ":pre",
     (None, "ATTN_KV_NORM"): ":kv",
@@ -30,7 +30,7 @@ SUFFIXES = {
 
 
 def kind_of(constants: Mapping[str, Any], tensor: Any, arch: str | None) -> str:
-    """Return a kind of tensor as an architecture names it; ``*`` stands for a layer's number."""
+    """Return the name of a kind of tensor in an architecture; ``*`` is the layer's number."""
     suffix = SUFFIXES.get((None, tensor.name), SUFFIXES.get((arch, tensor.name), ""))
     name: str = constants["TENSOR_NAMES"][tensor]
     return name.replace("blk.{bid}.", "*").replace("{bid}", "*") + suffix
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path, metavar="LLAMA_CPP")
     parser.add_argument("out", type=Path, nargs="?", default=TARGET, metavar="OUT", help="a directory")
-    parser.add_argument("--add", action="append", default=[], metavar="ARCH", help="an architecture that is new")
+    parser.add_argument("--add", action="append", default=[], metavar="ARCH", help="a new architecture")
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.tree / "gguf-py"))
     constants, names = vars(import_module("gguf.constants")), import_module("gguf.tensor_mapping").TensorNameMap

@@ -2,7 +2,7 @@
 
     scripts/make_tiny_checkpoint.py OUT
 
-What was BF16 in the checkpoint and is F32 in the file (norms, routers) is BF16 again: no value changes.
+Tensors that are F32 in the file (norms, routers) become BF16 again, as in the original checkpoint: no value changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYER = {
 }
 
 
-def stored(file: GGUFFile) -> Iterator[tuple[str, tuple[int, ...], npt.NDArray[np.uint16]]]:
+def tensors_of(file: GGUFFile) -> Iterator[tuple[str, tuple[int, ...], npt.NDArray[np.uint16]]]:
     """Yield names, shapes and BF16 values of the checkpoint's tensors."""
     for info in file.tensors.values():
         data, shape = np.asarray(file.data(info)).reshape(-1), info.shape[::-1]
@@ -75,7 +75,7 @@ def main() -> None:
     blobs, offset = [], 0
     with open_gguf(SOURCE) as file:
         (out / "config.json").write_text(json.dumps(config(file), indent=1))
-        for name, shape, values in stored(file):
+        for name, shape, values in tensors_of(file):
             header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + values.nbytes]}
             blobs.append(values.tobytes())
             offset += values.nbytes

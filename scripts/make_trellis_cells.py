@@ -1,9 +1,9 @@
 """Sort the points of trellis codebooks into cells of 16 and families of 16 cells: quantkit/kernels/trellis_cells.npz.
 
-A search ranks centers of cells, so it looks through the fewer cells the nearer their points are to them. Cells are
-clusters of equal size: split along each dimension in turn, then points of two cells are exchanged as long as their
-squared distances from centers fall. Distances are in units that grow as a search's weights do (``_warped``). Of points,
-cells and families the best of each of 16 lanes remain, so neighbours get different lanes.
+A search ranks the centers of cells, so compact cells let it search fewer of them. Cells are clusters of equal size:
+split along each dimension in turn, then points of two cells are exchanged while their squared distances from the
+centers decrease. Distances are weighted like a search's errors (``_warped``). A search keeps the best point, cell and
+family of each of 16 lanes, so neighbours are assigned to different lanes.
 
     scripts/make_trellis_cells.py            # minutes; the same on every machine
 """
@@ -22,16 +22,17 @@ from quantkit.kernels.grids import trellis_levels
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
-#: Of IQ1_KT, IQ2_KT and IQ3_KT: points of a codebook, values of a point, whether these are magnitudes.
+#: Per type, IQ1_KT, IQ2_KT and IQ3_KT: points of a codebook, values of a point, whether these are magnitudes.
 CODEBOOKS = ((8192, 8, False), (65536, 8, False), (65536, 8, True))
-#: Clusters near an item that it may move to; passes over all items at most; clusters whose items share its lanes.
+#: Nearest clusters to which an item may move; maximum number of passes over all items; nearest clusters compared for
+#: lanes.
 N_NEAREST, PASSES, NEIGHBOURS = 10, 40, 32
 
 
 def _warped(levels: Numbers) -> Floats:
     """Return coordinates in which squared distances are weighted as ``3 m + v^2``, m the mean square of levels.
 
-    That is between the weights of searches with importances and without.
+    This is between the weights of searches with and without importances.
     """
     m = 3 * (levels**2).mean()
     v = levels.astype(np.float64)
@@ -40,7 +41,7 @@ def _warped(levels: Numbers) -> Floats:
 
 
 def _split(points: Floats, size: int) -> Numbers:
-    """Return the numbers of items in groups of ``size``: halves along each dimension in turn, again and again."""
+    """Return the numbers of items in groups of ``size``: halved along each dimension in turn, repeatedly."""
     groups, splits = np.arange(len(points))[None], 0
     while groups.shape[1] > size:
         projections = points[groups][:, :, splits % points.shape[1]]
@@ -51,7 +52,7 @@ def _split(points: Floats, size: int) -> Numbers:
 
 @nb.njit
 def _nearest(points: Floats, centers: Floats, out: Numbers) -> None:
-    """Write the numbers of the centers nearest to each item, nearest first."""
+    """Write the indices of the centers nearest to each item, nearest first."""
     distances, count = np.empty(len(centers)), out.shape[1]
     for i in range(len(points)):
         for c in range(len(centers)):
@@ -73,7 +74,7 @@ def _nearest(points: Floats, centers: Floats, out: Numbers) -> None:
 def _exchange(
     points: Floats, groups: Numbers, group_of: Numbers, place_of: Numbers, sums: Floats, neighbours: Numbers
 ) -> int:
-    """Exchange each item with that of a near group that lowers squared distances from centers the most."""
+    """Exchange each item with the one of a near group that reduces squared distances from centers the most."""
     moved = 0
     for i in range(len(points)):
         own_group, best, target_group, place = group_of[i], 1e-9, -1, -1
@@ -99,7 +100,7 @@ def _exchange(
     return moved
 
 
-def clustered(points: Floats, size: int) -> Numbers:
+def cluster(points: Floats, size: int) -> Numbers:
     """Return the numbers of items in clusters of ``size``."""
     groups = _split(points, size)
     group_of, place_of = np.empty(len(points), np.int64), np.empty(len(points), np.int64)
@@ -115,7 +116,7 @@ def clustered(points: Floats, size: int) -> Numbers:
 
 @nb.njit
 def _exchange_lanes(points: Floats, groups: Numbers, neighbours: Numbers, scale: float) -> int:
-    """Exchange lanes of the items of each group, while the closeness of those of a lane in near groups falls."""
+    """Exchange lanes within each group while items in the same lane of near groups move further apart."""
     lanes, moved = groups.shape[1], 0
     close = np.empty((lanes, lanes))
     for g in range(len(groups)):
@@ -144,8 +145,8 @@ def _exchange_lanes(points: Floats, groups: Numbers, neighbours: Numbers, scale:
     return moved
 
 
-def in_lanes(points: Floats, groups: Numbers) -> Numbers:
-    """Return the groups, each in such an order that an item's neighbours in other groups are at other places."""
+def assign_lanes(points: Floats, groups: Numbers) -> Numbers:
+    """Return the groups, ordered such that an item's neighbours in other groups have other positions."""
     groups, points_of_group = groups.copy(), points[groups]
     centers = points_of_group.mean(1)
     scale = 2 * ((points_of_group - centers[:, None]) ** 2).sum(2).mean()
@@ -160,12 +161,12 @@ def in_lanes(points: Floats, groups: Numbers) -> Numbers:
 def sorted_points(levels: Numbers) -> Numbers:
     """Return the numbers of points [points, size], cell by cell, family by family."""
     points = _warped(levels)
-    cells = in_lanes(points, clustered(points, 16))
+    cells = assign_lanes(points, cluster(points, 16))
     centers = points[cells].mean(1)
-    families = in_lanes(centers, clustered(centers, 16))
+    families = assign_lanes(centers, cluster(centers, 16))
     of_families = centers[families].mean(1)
     lines = np.random.default_rng(0).permutation(len(families)).reshape(-1, 16)
-    lines = in_lanes(of_families, lines)
+    lines = assign_lanes(of_families, lines)
     order: Numbers = cells[families[lines].reshape(-1)].reshape(-1)
     return order
 

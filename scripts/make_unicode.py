@@ -1,6 +1,6 @@
 """Write quantkit/formats/tokenizer/unicode.npz from Unicode 15.1, reproducibly.
 
-Needs ``pip install unicodedata2==15.1.0``: Python's own tables change with its version, token ids must not. Names,
+Needs ``pip install unicodedata2==15.1.0``: Python's own tables change with its version, but token ids must not. Names,
 shapes and meaning are listed in quantkit/formats/tokenizer/unicode.py.
 """
 

@@ -2,9 +2,9 @@
 
     scripts/make_zoo.py [NAME ...] --lib DIR
 
-The models are those described here; the headers of the others came from llama.cpp itself and have every key that it
-knows. Logits are computed for the weights of seed 1, as tests/data/zoo/README.md says. They are those of a program that
-may be compiled for any machine: a model that is named here is entered anew, every other one stays as it is.
+The models are those described here; the headers of the others were written by llama.cpp itself and have every key that
+it knows. Logits are computed for the weights of seed 1, as described in tests/data/zoo/README.md. They depend on the
+machine for which the program was compiled: only the given models are entered again, all others are unchanged.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ N_EXPERT, WIDTH = 8, 256
 
 
 def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **extra: Any) -> dict[str, Any]:
-    """Return the fields that every model has, and more; ``__`` in a name is a point.
+    """Return the fields of every model, and further ones; ``__`` in a name is a dot.
 
-    Names are given without the architecture's; one that begins with a point stands alone.
+    Names have no architecture prefix; one that begins with a dot is used without a prefix.
     """
     fields: dict[str, Any] = {
         "block_count": n_layer,
@@ -77,7 +77,7 @@ def attention(
 
 
 def fused(layer: int, n_kv: int, bias: Sequence[str] = ("attn_qkv", "attn_output")) -> Shapes:
-    """Attention with q, k and v in one matrix; bias: which have one."""
+    """Attention with q, k and v in one matrix; bias: the projections that have one."""
     shapes = {"attn_qkv": (E, E + 2 * HEAD * n_kv), "attn_output": (E, E)}
     named_shapes: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     return named_shapes | {f"blk.{layer}.{name}.bias": shapes[name][1:] for name in bias}
@@ -133,7 +133,7 @@ def command_r() -> tuple[dict[str, Any], Shapes]:
 
 
 def starcoder(n_kv: int = 1, **extra: Any) -> tuple[dict[str, Any], Shapes]:
-    """Layers as GPT 2 has them: norms with biases, q, k and v in one matrix, no gate."""
+    """Layers like GPT-2's: norms with biases, q, k and v in one matrix, no gate."""
     fields = usual(3, "layer_norm_epsilon", **extra) | {"attention.head_count_kv": n_kv}
     return fields, ends(output=False, bias=True) | {"position_embd.weight": (E, N_CTX)} | layers(
         3,
@@ -162,7 +162,7 @@ def codeshell() -> tuple[dict[str, Any], Shapes]:
 
 
 def falcon(n_kv: int, *of_layer: str) -> tuple[dict[str, Any], Shapes]:
-    """of_layer: norms; large ones have two, attention's input is normed apart from the feed-forward layer's."""
+    """Large models have two norms: attention's input has its own."""
     fields = usual(3, "layer_norm_epsilon") | {"attention.head_count_kv": n_kv}
     return fields, ends(output=False, bias=True) | layers(
         3,
@@ -182,7 +182,7 @@ def chatglm() -> tuple[dict[str, Any], Shapes]:
 
 
 def llama(bias: bool = False, head_norms: bool = False, **extra: Any) -> tuple[dict[str, Any], Shapes]:
-    """Layers as Llama has them; bias: of attention."""
+    """Layers like Llama's; bias: of attention."""
     return usual(3, **extra), ends() | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm"),
@@ -197,7 +197,7 @@ def exaone() -> tuple[dict[str, Any], Shapes]:
 
 
 def layer_normed(gate: bool, bias: bool, **extra: Any) -> tuple[dict[str, Any], Shapes]:
-    """Layers as Llama has them, but for norms with biases; bias: of the others."""
+    """Layers like Llama's, but norms have biases; bias: of the other tensors."""
     return usual(3, "layer_norm_epsilon", **extra), ends(bias=True) | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
@@ -219,7 +219,7 @@ def qwen2vl() -> tuple[dict[str, Any], Shapes]:
 
 
 def bitnet() -> tuple[dict[str, Any], Shapes]:
-    """Norms before the second matrix of each part; scales, as packed weights have them."""
+    """Norms before the second matrix of each part; scales, like those of packed weights."""
     fields, shapes = llama()
     del shapes["output.weight"]
     for i in range(3):
@@ -241,7 +241,7 @@ def apertus() -> tuple[dict[str, Any], Shapes]:
 
 
 def spark() -> tuple[dict[str, Any], Shapes]:
-    """Windowed layers rotate whole heads, by a base of their own; a gate a head."""
+    """Windowed layers rotate whole heads, with their own base; one gate per head."""
     extra: dict[str, Any] = {
         "attention.sliding_window": 32,
         "attention.sliding_window_pattern": [True, True, False],
@@ -321,7 +321,7 @@ def granite_swa() -> tuple[dict[str, Any], Shapes]:
     fields = usual(4, embedding_scale=3.0, residual_scale=0.5, logit_scale=2.0) | _EXPERTS | _SHARED
     fields |= {"feed_forward_length": WIDTH, "attention.scale": 0.2, "attention.sliding_window": 32}
     fields |= {"attention.sliding_window_pattern": [False, True, True, False], "attention.rope_pattern": [0, 1, 1, 1]}
-    fields |= {"rope.freq_base": 2e4, "rope.freq_base_swa": 1e3}  # which holds for none
+    fields |= {"rope.freq_base": 2e4, "rope.freq_base_swa": 1e3}  # true for no layer
 
     def experts(layer: int) -> Shapes:
         shapes = mixture(layer) | one(layer, "ffn_gate_up_exps.weight", E, 2 * WIDTH, N_EXPERT)
@@ -336,7 +336,7 @@ def granite_swa() -> tuple[dict[str, Any], Shapes]:
 
 def exaone_moe() -> tuple[dict[str, Any], Shapes]:
     fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | {"attention.sliding_window": 32}
-    fields |= {"rope.freq_base": 1e5, "rope.freq_base_swa": 1e3}  # which holds for none
+    fields |= {"rope.freq_base": 1e5, "rope.freq_base_swa": 1e3}  # true for no layer
     return fields, ends() | {"rope_freqs.weight": (HEAD // 2,)} | layers(
         5, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias=_CHOICE)
     )
@@ -344,19 +344,19 @@ def exaone_moe() -> tuple[dict[str, Any], Shapes]:
 
 def cohere2moe() -> tuple[dict[str, Any], Shapes]:
     fields = usual(5, "layer_norm_epsilon", logit_scale=0.25) | _EXPERTS | _SHARED | _DENSE_LEAD
-    fields |= {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}  # which holds for none
+    fields |= {"attention.sliding_window": 32, "rope.freq_base_swa": 1e3}  # true for no layer
     return fields, ends(output=False) | layers(5, lambda i: norms(i, "attn_norm"), attention, _after_dense)
 
 
 def hy_v3() -> tuple[dict[str, Any], Shapes]:
-    """The bias of the router's choice has no ending."""
+    """The name of the router's selection bias has no suffix."""
     return usual(3) | _EXPERTS | _SHARED, ends() | layers(
         3, _norms, lambda i: attention(i, head_norms=True), lambda i: _after_dense(i, bias="exp_probs_b")
     )
 
 
 def laguna() -> tuple[dict[str, Any], Shapes]:
-    """Windowed layers have more heads, which rotate whole and without yarn; a gate for each head."""
+    """Windowed layers have more heads, which rotate entirely and without YaRN; one gate per head."""
     n_head = [4, 8, 8, 8, 4]
     fields = usual(5) | _EXPERTS | _SHARED | _DENSE_LEAD | _yarn(32) | {"attention.head_count": n_head}
     fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "attention.sliding_window": 32}
@@ -399,13 +399,13 @@ def afmoe() -> tuple[dict[str, Any], Shapes]:
 
 
 def smallthinker() -> tuple[dict[str, Any], Shapes]:
-    """Its windows are of 4096 tokens, whatever its metadata say."""
+    """llama.cpp uses windows of 4096 tokens regardless of the metadata."""
     fields = usual(5) | _EXPERTS | _SIGMOID | {"attention.sliding_window": 32}
     return fields, ends() | layers(5, _norms, attention, mixture)
 
 
 def mimo2() -> tuple[dict[str, Any], Shapes]:
-    """Heads of values narrower than those of keys, sinks in windowed layers; q, k and v of one in one tensor."""
+    """Value heads narrower than key heads, sinks in windowed layers; q, k and v of one layer in one tensor."""
     n_kv = [1, 2, 2]
     fields = usual(3) | _EXPERTS | {"attention.head_count_kv": n_kv, "attention.value_scale": 0.7}
     fields |= {"attention.key_length": HEAD, "attention.value_length": 32, "attention.sliding_window": 32}
@@ -421,7 +421,7 @@ def mimo2() -> tuple[dict[str, Any], Shapes]:
 
 
 def step35() -> tuple[dict[str, Any], Shapes]:
-    """Layers without a window rotate half the columns, and only they by factors; limits, of some layers."""
+    """Layers without a window rotate half the columns, and only they use frequency factors; some layers have limits."""
     n_head = [4, 8, 8, 8, 4]
     fields = usual(5) | _EXPERTS | _SHARED | {"attention.head_count": n_head, "attention.sliding_window": 32}
     fields |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.freq_base": 1e6}
@@ -437,14 +437,14 @@ def step35() -> tuple[dict[str, Any], Shapes]:
 
 
 def _latent(layer: int, n_head: int, rank: int, nope: int, head_v: int, n_rot: int = 32) -> Shapes:
-    """Return latent attention, absorbed; queries are made of rows of 128 columns."""
+    """Return latent attention (absorbed); queries are projected from rows of 128 columns."""
     shapes: Shapes = {"attn_q_a": (E, 128), "attn_q_a_norm": (128,), "attn_q_b": (128, n_head * (nope + n_rot))}
     shapes |= {"attn_kv_a_mqa": (E, rank + n_rot), "attn_kv_a_norm": (rank,), "attn_k_b": (nope, rank, n_head)}
     shapes |= {"attn_v_b": (rank, head_v, n_head), "attn_output": (n_head * head_v, E)}
     return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-#: So many heads that no score is 0: llama.cpp leaves the order of equal scores open.
+#: Enough heads that no score is 0: llama.cpp does not define the order of equal scores.
 _INDEXER = {"attention.indexer.head_count": 16, "attention.indexer.key_length": 64, "attention.indexer.top_k": 20}
 
 
@@ -455,7 +455,7 @@ def _indexer(layer: int) -> Shapes:
 
 
 def dots3note() -> tuple[dict[str, Any], Shapes]:
-    """Latent attention of two geometries: to the keys that an indexer selects, or within a window."""
+    """Latent attention of two kinds: to the keys selected by an indexer, or within a window."""
     slides, n_head = [False, True, True, False], [4, 2, 2, 4]
     fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count": n_head}
     fields |= {"attention.head_count_kv": 1, "rope.dimension_count": 32, "rope.freq_base": 1e6}
@@ -478,7 +478,7 @@ def dots3note() -> tuple[dict[str, Any], Shapes]:
 
 
 def minimax_m3() -> tuple[dict[str, Any], Shapes]:
-    """llama.cpp selects blocks of keys only with flash attention; here are as many as there can be."""
+    """llama.cpp selects blocks of keys only with flash attention; the number selected here is the maximum."""
     fields = usual(3, rope__dimension_count=32) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID
     fields |= {"attention.indexer.head_count": N_KV, "attention.indexer.key_length": 64}
     fields |= {"attention.indexer.top_k": 4, "attention.indexer.block_size": 128, "attention.indexer.local_blocks": 1}
@@ -493,7 +493,7 @@ def minimax_m3() -> tuple[dict[str, Any], Shapes]:
 
 
 def hy_v4() -> tuple[dict[str, Any], Shapes]:
-    """Streams beside the layers; every other layer attends to the keys that the one before has selected."""
+    """Parallel residual streams; every other layer attends to the keys selected by the previous one."""
     n_stream, has_indexer = 4, [True, False, True, False]
     fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count_kv": 1}
     fields |= {"rope.dimension_count": 32, "attention.q_lora_rank": 128, "attention.kv_lora_rank": 128}
@@ -517,15 +517,15 @@ def hy_v4() -> tuple[dict[str, Any], Shapes]:
 
 
 def streams_of_deepseek4(layer: int, n_embd: int = E) -> Shapes:
-    """Four streams, and how they mix."""
+    """Four residual streams and their mixing weights."""
     shapes: Shapes = {"fn": (4 * n_embd, 24), "base": (24,), "scale": (3,)}
     return {f"blk.{layer}.hc_{part}_{name}.weight": ne for part in ("attn", "ffn") for name, ne in shapes.items()}
 
 
 def deepseek4() -> tuple[dict[str, Any], Shapes]:
-    """Windows, and beyond them blocks: those that an indexer selects, none, all (there are none yet), selected ones.
+    """Windows, and beyond them blocks: selected by an indexer, none, all (there are none yet), selected.
 
-    llama.cpp dies if its keys are as long as attention's.
+    llama.cpp crashes if the indexer's keys are as long as attention's.
     """
     ratios, head, rank, groups, index_head = [4, 0, 128, 4], 64, 64, 2, 128
     fields = usual(4) | _EXPERTS | _SHARED | _INDEXER | {"attention.head_count_kv": 1, "hash_layer_count": 2}
@@ -559,7 +559,7 @@ def deepseek4() -> tuple[dict[str, Any], Shapes]:
 
 
 def talkie() -> tuple[dict[str, Any], Shapes]:
-    """Norms without weights, factors of heads and of what a layer gives; the model's input in every layer."""
+    """Norms without weights, factors of heads and of a layer's output; the model's input in every layer."""
 
     def gains(layer: int) -> Shapes:
         shapes: Shapes = {"attn_q_norm.weight": (1, N_HEAD), "layer_output_scale.weight": (1,)}
@@ -583,7 +583,7 @@ def grovemoe() -> tuple[dict[str, Any], Shapes]:
 
 
 def diffusion() -> tuple[dict[str, Any], Shapes]:
-    """Every token sees all others."""
+    """Every token attends to all others."""
     return usual(3) | _EXPERTS, ends() | layers(3, _norms, lambda i: attention(i, head_norms=True), mixture)
 
 
@@ -630,7 +630,7 @@ def gemma4() -> tuple[dict[str, Any], Shapes]:
 
 
 def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
-    """Experts beside dense layers; layers without a window have one head of keys, which are their values, too."""
+    """Experts beside dense layers; layers without a window have one key head, which is also the value head."""
     n, n_expert, width = 4, 8, 256
     n_kv = [N_KV if _WINDOWED[i] else 1 for i in range(n)]
     pattern = {"attention.sliding_window_pattern": _WINDOWED[:n], "attention.head_count_kv": n_kv}
@@ -652,7 +652,7 @@ def gemma4_moe() -> tuple[dict[str, Any], Shapes]:
     }
 
 
-# ---------------------------------------------------------------- layers that remember a sequence
+# ---------------------------------------------------------------- recurrent layers
 
 _SSM: dict[str, Any] = {
     "ssm.conv_kernel": 4,
@@ -830,7 +830,8 @@ def minimax_01() -> tuple[dict[str, Any], Shapes]:
 
 
 def bailing_v3() -> tuple[dict[str, Any], Shapes]:
-    """As Kimi Linear, with decays and gates of one matrix, gates of whole heads, and limits in feed-forward layers."""
+    """Like Kimi Linear, with decays and gates from a single matrix, one gate per head, and limits in feed-forward
+    layers."""
     fields, shapes = kimi_linear()
     for i in (0, 2):
         shapes |= {f"blk.{i}.ssm_{c}_a.weight": (E, N_HEAD * 32) for c in "fg"} | {f"blk.{i}.ssm_a": (1, N_HEAD)}
@@ -841,7 +842,7 @@ def bailing_v3() -> tuple[dict[str, Any], Shapes]:
 
 
 def kimi_k3() -> tuple[dict[str, Any], Shapes]:
-    """As Kimi Linear, with gates of one matrix, experts of shorter rows, and mixtures of the layers before."""
+    """Like Kimi Linear, with gates from a single matrix, experts of shorter rows, and mixes of previous layers."""
     fields, shapes = kimi_linear()
     latent, width, n = 128, N_HEAD * 32, 8
     shapes |= {f"blk.{i}.{part}_res_score.weight": (E,) for i in range(3) for part in ("attn", "ffn")}
@@ -891,7 +892,7 @@ def kimi_linear() -> tuple[dict[str, Any], Shapes]:
 
 
 def _rwkv(layer: int, channels: int = 0, n_head: int = N_HEAD, *, norms: bool = True) -> Shapes:
-    """Return what both versions of time mixing have; channels: columns of those that a layer mixes, too."""
+    """Return the tensors of both versions of time mixing; channels: width of channel mixing, if a layer has it."""
     shapes: Shapes = {f"time_mix_{name}.weight": (E, E) for name in ("receptance", "output")}
     shapes |= {f"time_mix_{name}.weight": (E, n_head * HEAD) for name in ("key", "value")}
     if norms:
@@ -903,14 +904,14 @@ def _rwkv(layer: int, channels: int = 0, n_head: int = N_HEAD, *, norms: bool = 
 
 
 def _of_token(layer: int, low: int = 32, slow: int = 64) -> Shapes:
-    """Return what RWKV 6 mixes and decays by."""
+    """Return the mix and decay tensors of RWKV 6."""
     shapes: Shapes = {"lerp_x": (E, 1, 1), "lerp_fused": (E, 1, 1, 5), "w1": (E, 5 * low), "w2": (low, E, 5)}
     shapes |= {"decay": (E,), "decay_w1": (E, slow), "decay_w2": (slow, E), "gate": (E, E)}
     return {f"blk.{layer}.time_mix_{name}.weight": shape for name, shape in shapes.items()}
 
 
 def _low_ranks(layer: int, rank: int = 32, *, gate: bool = True) -> Shapes:
-    """Return what RWKV 7 mixes, decays, learns and gates by."""
+    """Return the mix, decay, learning-rate and gate tensors of RWKV 7."""
     shapes: Shapes = {"lerp_fused": (E, 1, 1, 6 if gate else 5)} | {f"{c}0": (E,) for c in "wav"}
     shapes |= {f"{c}1": (E, rank) for c in "wavg"[: 3 + gate]} | {f"{c}2": (rank, E) for c in "wavg"[: 3 + gate]}
     shapes |= dict.fromkeys(("k_k", "k_a", "r_k"), (E,))
@@ -959,7 +960,7 @@ def rwkv7() -> tuple[dict[str, Any], Shapes]:
 
 
 def arwkv7() -> tuple[dict[str, Any], Shapes]:
-    """Without gates and norms of heads."""
+    """Without gates and head norms."""
     fields = usual(2, token_shift_count=1) | _WKV | _RANKS | {"attention.gate_lora_rank": 0}
     del fields["attention.head_count_kv"]
     return fields, ends() | layers(
@@ -972,7 +973,7 @@ def arwkv7() -> tuple[dict[str, Any], Shapes]:
 
 
 def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
-    """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
+    """Sizes are llama.cpp's constants; layers from the 21st on would share caches."""
     e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
     windowed = [i % 5 < 4 for i in range(n - 1)] + [False]
     fields = usual(n) | {"embedding_length": e, "feed_forward_length": ff, "rope.freq_base": 1e6}
@@ -994,17 +995,17 @@ def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
     return fields, shapes | {f"blk.{i}.{name}.weight": shape for i in range(n) for name, shape in of_layer.items()}
 
 
-# ---------------------------------------------------------------- older ones, and some alone of their kind
+# ---------------------------------------------------------------- older and single architectures
 
 
 def small(fields: dict[str, Any], shapes: Shapes) -> tuple[dict[str, Any], Shapes]:
-    """Return two layers of a model: what is new about it is in each of them."""
+    """Return two layers of a model, each with its special features."""
     beyond = tuple(f"blk.{i}." for i in range(2, fields["block_count"]))
     return fields | {"block_count": 2}, {k: v for k, v in shapes.items() if not k.startswith(beyond)}
 
 
 def baichuan(n_layer: int) -> tuple[dict[str, Any], Shapes]:
-    """By the number of layers they rotate, or have the bias by distance."""
+    """Depending on the number of layers, attention uses rotary positions or ALiBi."""
     e, head = 64, 16
     fields = usual(n_layer) | {"embedding_length": e, "feed_forward_length": e}
     shapes: Shapes = {"attn_norm": (e,), "ffn_norm": (e,), "attn_q": (e, e), "attn_k": (e, N_KV * head)}
@@ -1017,7 +1018,7 @@ def baichuan(n_layer: int) -> tuple[dict[str, Any], Shapes]:
 
 
 def fused_llama(bias: Sequence[str] = (), n_kv: int = N_HEAD) -> tuple[dict[str, Any], Shapes]:
-    """Layers as Llama has them, with q, k and v in one matrix."""
+    """Layers like Llama's, with q, k and v in one matrix."""
     fields = usual(2) | {"attention.head_count_kv": n_kv}
     return fields, ends() | layers(2, _norms, lambda i: fused(i, n_kv, bias), dense)
 
@@ -1028,7 +1029,7 @@ def qwen() -> tuple[dict[str, Any], Shapes]:
 
 
 def mpt() -> tuple[dict[str, Any], Shapes]:
-    """Of norms of q and k, which its class may have, too, llama.cpp's program dies."""
+    """Without norms of q and k, which its class may have: llama.cpp crashes on them."""
     fields = usual(2, "layer_norm_epsilon", attention__clamp_kqv=1.25, attention__max_alibi_bias=6.0)
     return fields, ends(output=False) | {"position_embd.weight": (E, N_CTX)} | layers(
         2,
@@ -1054,7 +1055,7 @@ def plamo() -> tuple[dict[str, Any], Shapes]:
 
 
 def plamo3() -> tuple[dict[str, Any], Shapes]:
-    """Heads of values narrower than those of keys; norms after each part, whose names have no ending."""
+    """Value heads narrower than key heads; norms after each part, whose names have no suffix."""
     fields = usual(3, rope__freq_base_swa=1e3, attention__sliding_window=32)
     fields |= {"attention.sliding_window_pattern": [True, False, True]}
     fields |= {"attention.key_length": HEAD, "attention.value_length": 32, "rope.dimension_count": HEAD // 2}
@@ -1069,9 +1070,9 @@ def plamo3() -> tuple[dict[str, Any], Shapes]:
 
 
 def plamo2() -> tuple[dict[str, Any], Shapes]:
-    """Mamba, attention, Mamba; steps of heads come of a short row, and norms' names have no ending.
+    """Mamba, attention, Mamba; steps of heads are projected from a short row, and the names of norms have no suffix.
 
-    llama.cpp does not get through a model whose first layer has no heads, as files of real ones say.
+    llama.cpp fails on a model whose first layer has no heads, like the real ones.
     """
     width, n_head, state, rank = 512, 8, 16, 64
     fields = usual(3) | {"attention.head_count_kv": [0, N_KV, 0]}
@@ -1094,7 +1095,7 @@ def plamo2() -> tuple[dict[str, Any], Shapes]:
 
 
 def openelm() -> tuple[dict[str, Any], Shapes]:
-    """Every layer has heads and a width of its own."""
+    """Every layer has its own number of heads and width."""
     n_head, n_kv, width = [4, 6, 8], [2, 3, 2], [256, 512, 768]
     fields = usual(3) | {"attention.head_count": n_head, "attention.head_count_kv": n_kv}
     fields |= {"feed_forward_length": width, "attention.key_length": HEAD, "attention.value_length": HEAD}
@@ -1135,7 +1136,7 @@ def grok(two: bool) -> tuple[dict[str, Any], Shapes]:
 
 
 def arctic() -> tuple[dict[str, Any], Shapes]:
-    """Experts of the layer's input, beside a dense feed-forward layer."""
+    """Experts read the layer's input, beside a dense feed-forward layer."""
     fields = usual(2, expert_count=N_EXPERT, expert_used_count=2) | {"feed_forward_length": WIDTH}
     return fields, ends() | layers(
         2,
@@ -1147,7 +1148,7 @@ def arctic() -> tuple[dict[str, Any], Shapes]:
 
 
 def deci() -> tuple[dict[str, Any], Shapes]:
-    """Attention, one matrix in its place, nothing in its place, nothing at all, attention of one head."""
+    """Layers with attention, a matrix instead, no attention, nothing at all, attention with one head."""
     n_head, n_kv, width = [4, 4, 0, 0, 4], [2, 0, 0, 0, 1], [512, 256, 512, 0, 256]
     fields = usual(5) | {"attention.head_count": n_head, "attention.head_count_kv": n_kv, "feed_forward_length": width}
 
@@ -1279,7 +1280,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
 
 
 def write_header(name: str) -> None:
-    """Write the beginning of a model's file, up to its tensors' data."""
+    """Write the header of a model's file, up to the tensor data."""
     arch = name.rpartition("-")[0]
     fields, shapes = MODELS[name]()
     header_fields = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
@@ -1297,8 +1298,8 @@ def write_header(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
-    parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all models described here")
+    parser.add_argument("--lib", type=Path, required=True, help="folder of llama.cpp b11434's libllama.so")
     options = parser.parse_args()
     logits_path = ZOO / "logits.npz"
     with np.load(logits_path) as npz:

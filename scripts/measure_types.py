@@ -1,10 +1,9 @@
-"""Measure types that can be encoded (has_encoder) and enter them in the table; all others stay as they are.
+"""Measure types with an encoder (has_encoder) and enter them in the table; all others are unchanged.
 
     scripts/measure_types.py TYPE ..
     scripts/measure_types.py --all
 
-The sample, and the table, are in quantkit/pipeline/quality.py. Run it on a machine where nothing else runs: speeds are
-of one core.
+The sample and the table are in quantkit/pipeline/quality.py. Run it on an idle machine: speeds are those of one core.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def measure(t: TensorType) -> quality.Quality:
 
 
 def with_figures(text: str, figures: Mapping[str, quality.Quality]) -> str:
-    """Return the source of the table with the lines of these types new, in the order of ``TYPES``."""
+    """Return the source of the table with new lines for these types, in the order of ``TYPES``."""
     match = re.search(r"(?<=QUALITY: dict\[str, Quality\] = \{\n).*?(?=\}\n)", text, re.DOTALL)
     assert match is not None
     lines = {line.split('"')[1]: line for line in match[0].splitlines(keepends=True)}
@@ -61,12 +60,12 @@ def with_figures(text: str, figures: Mapping[str, quality.Quality]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", type=type_by_name, metavar="TYPE")
-    parser.add_argument("--all", action="store_true", help="every type that can be encoded")
+    parser.add_argument("--all", action="store_true", help="every type with an encoder")
     options = parser.parse_args()
     if bool(options.types) == options.all:
         parser.error("give types, or --all")
     if missing := [t.name for t in options.types if not has_encoder(t)]:
-        parser.error(f"there is no encoder for {', '.join(missing)}")
+        parser.error(f"no encoder for {', '.join(missing)}")
     types = options.types or [t for t in TYPES if has_encoder(t)]
     TARGET.write_text(with_figures(TARGET.read_text(), {t.name: measure(t) for t in types}))
 

@@ -1,11 +1,11 @@
-"""Write quantkit/checkpoint/export/biases.json: which modules of transformers' classes have biases, by switch.
+"""Write quantkit/checkpoint/export/biases.json: the modules of transformers' classes that have biases, by switch.
 
     PYTHON scripts/record_biases.py DIR [DIR ...]
 
 Each DIR holds the unpacked wheel of a version of transformers (4.57.6, then 5.18.0): ``pip download --no-deps``, unzip.
-Nothing of it is run: what a class makes is read from its source. Of the exported classes each is looked for in the
-first version that has it; of those that none has there is no entry. An entry has, by switch of config.json, the names
-of the modules that have a bias if it is true; by "" those that always have one.
+The code is not run: the modules of a class are read from its source. Each exported class is read from the first version
+that has it; classes that no version has get no entry. An entry has, by switch of config.json, the names of the modules
+that have a bias if it is true, and by "" those that always have one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ sys.path[:0] = [str(ROOT)]
 from quantkit.checkpoint.registry import CLASSES  # noqa: E402
 
 OUTPUT = ROOT / "quantkit/checkpoint/export/biases.json"
-#: Classes that are made of another's layers, in code of their own.
+#: Classes with code of their own that use another class's layers.
 ALIASES = {
     "LlamaBidirectionalModel": "LlamaForCausalLM",
     "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
     "MuseGlimmerForConditionalGeneration": "MuseGlimmerTextModel",
 }
-#: Classes whose tensors have other names in their checkpoints than in transformers.
+#: Classes whose tensors are named differently in checkpoints than in transformers.
 OTHER_NAMES = {"DeepseekV4ForCausalLM", "NomicBertModel"}
-#: Parts of models that no file of a text model holds.
+#: Parts of models that files of text models omit.
 _OTHER_CLASSES = re.compile(
     r"Vision|Audio|Image|Video|Projector|Merger|QuestionAnswering|MultipleChoice|TokenClassification"
 )
-#: Modules that the code of a class names and its text model never has a bias in: cross attention, heads that only
-#: _init_weights knows, and what is called with bias=False.
+#: Modules named in the code of a class that never have a bias in its text model: cross attention, heads used only by
+#: _init_weights, and modules created with bias=False.
 ABSENT: dict[str, set[str]] = {
     **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), {"ln_cross_attn", "q_attn"}),
     **dict.fromkeys(
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def biases(source: str, class_name: str) -> dict[str, str]:
-    """Return switches and the modules that have a bias by each, of a class and those that it makes."""
+    """Return the switches of a class, and of the classes that it uses, with the modules that have a bias by each."""
     tree = ast.parse(source)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     modules_by_switch: dict[str, set[str]] = {}
@@ -85,7 +85,7 @@ def biases(source: str, class_name: str) -> dict[str, str]:
 
 
 def _parts(tree: ast.Module, class_name: str) -> set[str]:
-    """Return the classes that a class names, its bases included, and those that they name."""
+    """Return the classes that a class refers to, including its bases, recursively."""
     nodes: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     classes = set(nodes)
     for node in tree.body:
@@ -116,7 +116,7 @@ def _modules(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[t
 
 
 def _nulled(node: ast.ClassDef) -> Iterator[tuple[str, None]]:
-    """Yield modules whose bias is taken away: self.norm.bias = None."""
+    """Yield modules whose bias is removed: self.norm.bias = None."""
     for statement in ast.walk(node):
         if isinstance(statement, ast.Assign) and re.fullmatch(
             r"self\.\w+\.bias", target := ast.unparse(statement.targets[0])
@@ -125,7 +125,7 @@ def _nulled(node: ast.ClassDef) -> Iterator[tuple[str, None]]:
 
 
 def _switch(call: ast.Call, classes: dict[str, ast.ClassDef]) -> str | None:
-    """Return the expression that gives the module of a call a bias, "" for always, None for never."""
+    """Return the expression that decides whether the module of a call has a bias: "" for always, None for never."""
     name = ast.unparse(call.func).rpartition(".")[2]
     keyword_value = next((ast.unparse(k.value) for k in call.keywords if k.arg == "bias"), None)
     if name.endswith("Linear") and keyword_value is None and len(call.args) > 2:

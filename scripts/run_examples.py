@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Run the code blocks of pages, and say which lines of their output differ from what pages show.
+"""Run the code blocks of pages, and print the lines of their output that differ from the pages.
 
     scripts/run_examples.py [--write] [PAGE ...]
 
-Without PAGE: README.md, docs/tutorial/ and docs/how-to/. --write enters what they print now: the numbers,
-and for a line that is no longer printed the one most like it. tests/test_examples.py holds pages to it.
+Without PAGE: README.md, docs/tutorial/ and docs/how-to/. --write enters the current output: the numbers, and for a line
+that is no longer printed the most similar one. tests/test_examples.py checks the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from examples import (  # noqa: E402
 
 
 def write_output(page: Path, block: Block, current: list[str]) -> None:
-    """Replace the output that a page shows."""
+    """Replace the output in a page."""
     old, new = ("".join(f"{line}\n" for line in lines) for lines in (block.output, current))
     text = page.read_text("utf-8")
     start = text.index(block.text)
@@ -39,7 +39,7 @@ def write_output(page: Path, block: Block, current: list[str]) -> None:
 
 
 def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tuple[int, int]:
-    """Run the blocks of a page; return how many, and how many were not as the page says."""
+    """Run the blocks of a page; return their number, and how many differ from the page."""
     files.provide(files_of(page), folder)
     name, n_bad, blocks = page.relative_to(ROOT), 0, [b for b in blocks_of(page) if b.is_executed]
     for block in blocks:
@@ -60,7 +60,7 @@ def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=lambda text: Path(text).resolve(), metavar="PAGE")
-    parser.add_argument("--write", action="store_true", help="enter what the blocks print")
+    parser.add_argument("--write", action="store_true", help="enter the output of the blocks")
     arguments = parser.parse_args()
     n_run = n_wrong = n_parsed = 0
     with tempfile.TemporaryDirectory() as work:
@@ -70,7 +70,7 @@ def main() -> None:
             run, wrong = run_page(page, files, Path(work) / f"{n}", arguments.write)
             n_run, n_wrong = n_run + run, n_wrong + wrong
             n_parsed += sum(not block.is_executed for block in blocks_of(page))
-    print(f"{n_run} blocks were executed, {n_wrong} are not as shown; {n_parsed} are only parsed")
+    print(f"{n_run} blocks were executed, {n_wrong} differ from the page; {n_parsed} are only parsed")
     sys.exit(n_wrong > 0)
 
 

@@ -4,8 +4,8 @@
     scripts/run_notebooks.py --check [NAME ..]    run only; exit with 1 for a cell that fails or has
                                                   other outputs, or a page that is not the notebook's
 
-A page needs no plugin: code and texts are fenced, tables are HTML, pictures are files beside it. stderr is left out, on
-which a first run reports compilation.
+A page needs no plugin: code and texts are fenced, tables are HTML, pictures are files beside it. stderr, on which a
+first run reports compilation, is omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs/research"
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb")))
-#: Seconds of a cell: the first run on a machine compiles kernels.
+#: Time limit of a cell in seconds: the first run on a machine compiles kernels.
 TIMEOUT = 600
 
 
@@ -44,7 +44,7 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def output_kinds(notebook: Any) -> list[list[str]]:
-    """Return the kinds of each code cell's outputs: texts hold times and last digits, which differ."""
+    """Return the kinds of each code cell's outputs; texts have times and last digits, which differ."""
     return [[kind for output in cell.outputs for kind in _kinds(output)] for cell in code_cells(notebook)]
 
 
@@ -96,7 +96,7 @@ def read(name: str) -> Any:
 
 
 def check(name: str) -> bool:
-    """Run a notebook; return whether its outputs are of the kinds that the file has, and the page is the file's."""
+    """Run a notebook; return whether the kinds of its outputs and its page match the files."""
     notebook = read(name)
     problems = list(_differences(notebook, run(notebook))) + list(_stale_files(Page(name, notebook)))
     for problem in problems:
@@ -111,7 +111,7 @@ def _differences(notebook: Any, fresh: Any) -> Iterator[str]:
 
 
 def _stale_files(page: Page) -> Iterator[str]:
-    """Yield the files of a page that are not what the notebook gives."""
+    """Yield the files of a page that differ from the notebook's output."""
     files = {f"{page.name}.md": page.text.encode(), **page.pictures}
     for path, data in files.items():
         if not (FOLDER / path).is_file() or (FOLDER / path).read_bytes() != data:

@@ -57,7 +57,7 @@ def split_rows(state: State, name: str, part: str, rows: Tensor, q: int, kv: int
 
 
 def text_of(cls: str, renamed: Mapping[str, str]) -> Callable[[checkpoints.Description], Any]:
-    """Return what makes a model of this class of the text part of another: other parts are left out."""
+    """Return a factory of models of this class from the text part of another; other parts are omitted."""
 
     def make(description: checkpoints.Description) -> Any:
         config = description.config.get("text_config") or description.config

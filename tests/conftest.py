@@ -122,7 +122,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def has_driver() -> bool:
-    """Tell whether there is a CUDA driver, without waiting for CuPy."""
+    """Return whether a CUDA driver is installed, without importing CuPy."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -130,8 +130,8 @@ def has_driver() -> bool:
     return True
 
 
-#: On a card, where there may be one.
-CARDS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
+#: On a GPU, where there may be one.
+GPUS = [pytest.param("cuda", marks=pytest.mark.gpu)] if has_driver() else []
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -186,7 +186,7 @@ def names_of(mark: pytest.Mark) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a card where there may be one."""
+    """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a GPU where there may be one."""
     everything = metafunc.config.getoption("--all-ptx")
     values = {"device": ["ptx"], "cuda_devices": list[str]()}
     if everything:
@@ -194,7 +194,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrized = {name for mark in metafunc.definition.iter_markers("parametrize") for name in names_of(mark)}
     for fixture, ptx in values.items():
         if fixture in metafunc.fixturenames and fixture not in parametrized:
-            metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
+            metafunc.parametrize(fixture, ["host", *ptx, *GPUS], indirect=True)
 
 
 #: The tests of ``-m quick``: one that runs it for each module of quantkit.
@@ -228,7 +228,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"no such tests: {missing}; scripts/choose_quick.py chooses others")
     if config.getoption("--all-ptx"):
         return
-    left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
+    left_out = {i for i in items if i.name.startswith("test_every_kernel_is_translated")}
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
 
@@ -300,7 +300,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         session.shouldstop = session.shouldstop or f"worker {node.gateway.id} was killed: {error}"
 
 
-#: What a run says last of tests that were skipped, by a word of the reason.
+#: Final messages about skipped tests, by a word of the reason.
 MISSING = {
     "C++ compiler": "KERNELS FOR THE GPU WERE NOT TESTED",
     "NVRTC": "KERNELS FOR THE GPU WERE NOT TESTED",
@@ -311,12 +311,12 @@ MISSING = {
 
 
 def pytest_report_header() -> str:
-    return "CUDA kernels: on the host shim, as PTX" + (", on a card" if CARDS else "; no driver for a card is here")
+    return "CUDA kernels: on the host shim, as PTX" + (", on a GPU" if GPUS else "; no NVIDIA driver found")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Say loudly, last, what was not tested for want of a program or a library."""
+    """Print, at the end, what was not tested because a program or library is missing."""
     keep_seconds(terminalreporter)
     yield
     if terminalreporter.config.getoption("--ptx-counts"):
@@ -331,7 +331,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 
 def skip_unless_there(device: str) -> None:
-    """Skip a test whose device, the host shim or a card, cannot be had."""
+    """Skip a test whose device, the host shim or a GPU, cannot be had."""
     import host_device
 
     from quantkit.kernels.cuda.core.device import count_devices, why_none

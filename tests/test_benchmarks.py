@@ -36,7 +36,7 @@ def results(pages: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
-def test_pages_are_made_of_the_records(pages: Any, path: Path) -> None:
+def test_pages_match_the_records(pages: Any, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert pages.page_text(text, pages.read_records()) == text, "run scripts/make_benchmark_pages.py"
 
@@ -52,7 +52,7 @@ def test_every_record_is_on_a_page_and_has_an_origin(pages: Any) -> None:
         assert record.tables or record.lines
 
 
-def test_the_summary_follows_its_records(pages: Any) -> None:
+def test_the_summary_matches_its_records(pages: Any) -> None:
     """Twice the time of llama-quantize doubles the ratio, which no page has by hand."""
     records = pages.read_records()
     table = records["quantize-file"].tables[0]
@@ -82,7 +82,7 @@ def test_ratios_in_the_readme_are_in_a_record(pages: Any) -> None:
     assert pages.unknown_ratios((ROOT / "README.md").read_text(encoding="utf-8"), pages.read_records()) == []
 
 
-def test_a_ratio_of_no_record_is_named(pages: Any) -> None:
+def test_an_unrecorded_ratio_is_named(pages: Any) -> None:
     assert pages.unknown_ratios("It is 12345.6x as fast, 9.0x, and 98765 times", pages.read_records()) == [
         "12345.6x",
         "98765 times",
@@ -117,7 +117,7 @@ def run_benchmark(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=folder)
 
 
-def test_a_benchmark_records_what_it_prints(results: Any, tmp_path: Path) -> None:
+def test_a_benchmark_records_its_output(results: Any, tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     plain = run_benchmark(tmp_path, "--rounds", "2")
     result = run_benchmark(tmp_path, "--rounds", "2", "--json", str(file), "--end", "0")
@@ -130,7 +130,7 @@ def test_a_benchmark_records_what_it_prints(results: Any, tmp_path: Path) -> Non
     assert results.Record(**{**vars(record)}).to_json() == file.read_text()
 
 
-def test_a_benchmark_that_fails_records_nothing(tmp_path: Path) -> None:
+def test_a_failing_benchmark_records_nothing(tmp_path: Path) -> None:
     assert run_benchmark(tmp_path, "--rounds", "1", "--end", "3", "--json", str(tmp_path / "x.json")).returncode == 3
     assert not (tmp_path / "x.json").exists()
 
@@ -154,13 +154,13 @@ def test_a_damaged_record_is_named(results: Any, tmp_path: Path, damage: str) ->
         results.read_record(path)
 
 
-def test_records_survive_a_file(results: Any) -> None:
+def test_records_round_trip(results: Any) -> None:
     for path in DATA.glob("*.json"):
         assert results.read_record(path).to_json() == path.read_text(encoding="utf-8")
         assert json.loads(path.read_text(encoding="utf-8"))["tables"]
 
 
-def test_kills_of_several_runs_are_one_table(pages: Any, results: Any) -> None:
+def test_kills_of_several_runs_form_one_table(pages: Any, results: Any) -> None:
     (table,), _ = results.tables_of(results.kills_table("cook", 20, 24, 20, None))
     assert table.columns == results.KILLS
     records = {name: record for name, record in pages.read_records().items() if name.startswith("kills-")}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.kernels.cuda.core.generated import headers
-from site_sources import PAGES, ROOT, generated
+from site_sources import PAGES, ROOT, generated_pages
 
 FOLDERS = ("quantkit", "tests", "scripts", "benchmarks")
 KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
@@ -49,7 +49,7 @@ EXTERNAL |= {
 
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
 FILES |= headers().keys()  # made when a module is compiled
-FILES |= generated().keys()  # made when the site is built
+FILES |= generated_pages().keys()  # made when the site is built
 #: The same, and what remains of them without the first folders.
 SUFFIXES = {name[start:] for name in FILES for start in (0, *(i + 1 for i, letter in enumerate(name) if letter == "/"))}
 SOURCES = sorted(p for f in FOLDERS for kind in ("py", "cu", "cuh") for p in (ROOT / f).rglob(f"*.{kind}"))
@@ -77,18 +77,18 @@ def missing(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_files_that_docstrings_name_exist(folder: str) -> None:
+def test_files_named_in_docstrings_exist(folder: str) -> None:
     wrong = {p: missing("\n".join(prose(p))) for p in SOURCES if p.is_relative_to(ROOT / folder)}
     assert not {p.relative_to(ROOT).as_posix(): names for p, names in wrong.items() if names}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_files_that_pages_name_exist(page: Path) -> None:
+def test_files_named_in_pages_exist(page: Path) -> None:
     assert not missing(page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_functions_that_pages_name_exist(page: Path) -> None:
+def test_functions_named_in_pages_exist(page: Path) -> None:
     """Named behind their file."""
     for name, function in re.findall(r"`([\w/]+\.py): (\w+)`", page.read_text(encoding="utf-8")):
         sources = [p.read_text(encoding="utf-8") for p in SOURCES if p.as_posix().endswith(f"/{name}")]
@@ -96,5 +96,5 @@ def test_functions_that_pages_name_exist(page: Path) -> None:
         assert any(re.search(defined, text, re.MULTILINE) for text in sources), f"{name}: {function}"
 
 
-def test_a_missing_file_is_found() -> None:
+def test_a_missing_file_is_detected() -> None:
     assert missing("see kernels/cpu/core/jit.py, attention.cuh and no_such.py, x*.py, {name}.py") == {"no_such.py"}

@@ -79,7 +79,7 @@ def test_files_of_a_page_are_known(page: Path) -> None:
     assert set(files_of(page)) <= NAMES
 
 
-def test_an_unknown_option_is_found() -> None:
+def test_an_unknown_option_is_detected() -> None:
     (arguments,) = examples.command_lines(
         Block("sh", "quantkit quantize \\\n  --no-such-option a.gguf b.gguf Q4_K  # text\n", 1)
     )
@@ -87,6 +87,6 @@ def test_an_unknown_option_is_found() -> None:
         examples.parse(arguments)
 
 
-def test_a_line_that_is_not_printed_is_found() -> None:
+def test_a_line_that_is_not_printed_is_detected() -> None:
     block = Block("sh", "", 1, output=["1.5 s on 2 threads", "...", "wrote b.gguf"])
     assert examples.stale_lines(block, "0.3 s on 16 threads\nwrote a.gguf\n") == ["wrote b.gguf"]

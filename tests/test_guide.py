@@ -33,7 +33,7 @@ def quoted(title: str) -> set[int]:
 
 
 @pytest.mark.parametrize("title", GUIDES)
-def test_places_of_a_guide_are_there(title: str) -> None:
+def test_places_of_a_guide_exist(title: str) -> None:
     assert list(steps(title)) == list(range(1, len(steps(title)) + 1))
     for place, action in steps(title).values():
         assert places(place), place
@@ -55,7 +55,7 @@ def test_layers_have_every_part() -> None:
     assert not missing, f"{missing}: {step('Add a command', 8)}"
 
 
-def test_places_of_answers_are_there() -> None:
+def test_places_of_answers_exist() -> None:
     """In the table of ARCHITECTURE.md, paths of the package."""
     table = ARCHITECTURE.split("\n## Where is ..?\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| [^|]+ \| (.+) \|$", table, re.MULTILINE)
@@ -76,7 +76,7 @@ def tree() -> dict[str, str]:
     return folders
 
 
-def test_the_tree_is_whole() -> None:
+def test_the_tree_is_complete() -> None:
     """All folders at the top, and all packages of quantkit; of those within packages some."""
     folders = {"quantkit/", "benchmarks/", "docs/", "scripts/", "tests/"}
     packages = {f"quantkit/{p.parent.name}/" for p in (ROOT / "quantkit").glob("*/__init__.py")}

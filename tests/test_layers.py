@@ -162,7 +162,7 @@ MODULES = {dotted(p): p for p in sorted(ROOT.rglob("*.py"))}
 
 @cache
 def imported(name: str) -> set[str]:
-    """Return what a module imports of ours: modules, the longest names that are some."""
+    """Return the quantkit modules that a module imports, by their longest names."""
     return {m for m in imports(MODULES[name]) if m in MODULES} - {name}
 
 
@@ -195,7 +195,7 @@ def test_imports_within_a_package(package: str) -> None:
         assert child_package not in rows or used <= rows[child_package], f"{name} imports {used - rows[child_package]}"
 
 
-def test_there_are_no_import_circles() -> None:
+def test_there_are_no_import_cycles() -> None:
     left = {name: {m for m in imported(name) if m != "quantkit" and not name.startswith(f"{m}.")} for name in MODULES}
     while free := [name for name, dependencies in left.items() if not dependencies & left.keys()]:
         for name in free:

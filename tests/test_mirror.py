@@ -27,7 +27,7 @@ def test_every_folder_of_tests_is_in_the_table() -> None:
     assert folders == {f"tests/{path.parent.name}/" for path in TESTS.glob("*/test_*.py")}
 
 
-def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
+def test_only_tests_of_the_whole_tree_are_at_the_top() -> None:
     names = {path.stem for path in TESTS.glob("test_*.py")}
     assert names == {
         f"test_{name}"
@@ -49,6 +49,6 @@ def test_tests_of_the_whole_tree_alone_are_at_the_top() -> None:
     }
 
 
-def test_helpers_are_apart() -> None:
+def test_helpers_are_in_lib() -> None:
     assert {path.name for path in TESTS.glob("*.py") if not path.name.startswith("test_")} == {"conftest.py"}
     assert not list((TESTS / "lib").glob("test_*.py"))

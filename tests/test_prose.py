@@ -47,9 +47,11 @@ PLANTED = {
         [2, 5, 6],
     ),
     "quantkit/names.py": (
-        '"""Tensor names."""\n\n\ndef base_name() -> str:\n    """Say what it is."""\n    x = 1  # as ever\n',
+        '"""Tensor names."""\n\n\ndef base_name() -> str:\n    """Say what it is."""\n    x = 1 \x20# as ever\n',
         [5, 6],
     ),
+    "quantkit/kernels/cuda/scale.cu": ("// out = x,\n//     as ever\nint a = 1;  // by turns\n", [3]),
+    "tests/test_names.py": ('"""Test names, as ever."""\n\nX = "data, as ever"\n', [1]),
 }
 
 
@@ -68,7 +70,7 @@ def findings(root: Path, rules: list[Rule]) -> Iterator[tuple[str, int]]:
         yield from ((finding.path, finding.line) for finding in check_file(root, path, rules))
 
 
-def test_phrases_are_found_where_they_are_written(planted: Path, rules: list[Rule]) -> None:
+def test_findings_have_the_right_lines(planted: Path, rules: list[Rule]) -> None:
     expected = {(name, line) for name, (_, lines) in PLANTED.items() for line in lines}
     assert set(findings(planted, rules)) == expected
 

@@ -16,13 +16,13 @@ def test_every_module_has_a_quick_test() -> None:
     assert not missing, f"{missing}: scripts/choose_quick.py TEST enters a test that takes little time and runs them"
 
 
-def test_quick_tests_are_of_modules_that_are_there() -> None:
+def test_quick_tests_belong_to_existing_modules() -> None:
     assert not quick_test_of().keys() - set(MODULES), "scripts/choose_quick.py drops them"
     assert {*COMPILED, *ELSEWHERE} <= set(MODULES), "tests/lib/quick.py lists them"
 
 
 @pytest.mark.parametrize("path", sorted({test.partition("::")[0] for test in quick_tests()}))
-def test_quick_tests_are_there(path: str) -> None:
+def test_quick_tests_exist(path: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
     names = {test.split("::")[1].partition("[")[0] for test in quick_tests() if test.startswith(f"{path}::")}
     missing = [name for name in names if f"def {name}(" not in source]

@@ -40,7 +40,7 @@ def readings(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def test_messages_are_not_read() -> None:
+def test_no_code_reads_messages() -> None:
     lines = {str(path.relative_to(ROOT)): list(readings(ast.parse(path.read_text("utf-8")))) for path in SOURCES}
     assert not {path: numbers for path, numbers in lines.items() if numbers}
 
@@ -55,7 +55,7 @@ def test_messages_are_not_read() -> None:
         'e.message == "x"',
     ],
 )
-def test_readings_are_noticed(line: str) -> None:
+def test_reads_of_messages_are_detected(line: str) -> None:
     assert list(readings(ast.parse(line)))
 
 
@@ -76,7 +76,7 @@ def subclasses(kind: type) -> Iterator[type]:
         yield from subclasses(child)
 
 
-def test_tests_ask_for_codes() -> None:
+def test_tests_check_codes() -> None:
     """So that the English of an error can be mended: tests/lib/refusals.py."""
     paths = sorted((ROOT / "tests").glob("*/test_*.py"))
     lines = {path.name: list(errors_by_words(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
@@ -95,12 +95,12 @@ def test_the_command_line_shows_the_code(tmp_path: Path) -> None:
     assert re.search(r" \[QK-E\d{3}\]$", result.output.strip())
 
 
-def test_an_error_keeps_its_code() -> None:
+def test_errors_keep_their_codes() -> None:
     error = FormatError("a", "QK-E115").extended("; b")
     assert (type(error), error.message, error.code) == (FormatError, "a; b", "QK-E115")
     assert [kind("a").code for kind in (QuantkitError, FormatError, ClusterError)] == ["QK-E400", "QK-E100", "QK-E450"]
 
 
-def test_a_reason_prints_itself() -> None:
+def test_a_reason_has_a_text() -> None:
     reason = Reason("class", "--attn-v-type", ("--attn-v-type",)).adjusted("rows of 5: Q4_0").adjusted("c")
     assert str(reason) == "--attn-v-type; rows of 5: Q4_0; c"

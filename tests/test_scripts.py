@@ -52,7 +52,7 @@ def test_shell_script_parses(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in SHELL if not p.name.startswith("_")], ids=lambda p: p.name)
-def test_shell_script_can_be_run(path: Path) -> None:
+def test_shell_script_is_executable(path: Path) -> None:
     assert path.read_text().startswith("#!/usr/bin/env bash\n")
     assert os.access(path, os.X_OK)
 
@@ -92,13 +92,13 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
 
 
 @pytest.mark.parametrize("name", [path.name for path in COMMANDS])
-def test_python_script_explains_itself(name: str, explained: dict[str, tuple[str, str, str]]) -> None:
+def test_python_script_has_help(name: str, explained: dict[str, tuple[str, str, str]]) -> None:
     code, out, err = explained[name]
     assert (code, err) == ("0", "")
     assert out.startswith("usage:")
 
 
-def test_make_moe_writes_the_model_asked_for(tmp_path: Path, tiny_moe: Path) -> None:
+def test_make_moe_writes_the_requested_model(tmp_path: Path, tiny_moe: Path) -> None:
     make_moe(tmp_path / "m.gguf", "--type", "bf16")
     with open_gguf(tmp_path / "m.gguf") as file, open_gguf(tiny_moe) as tiny:
         assert file.get("general.architecture") == "qwen3moe"
@@ -112,7 +112,7 @@ def test_make_moe_writes_the_model_asked_for(tmp_path: Path, tiny_moe: Path) -> 
         assert (file.data("output_norm.weight").view("<f4") == 1).all()
 
 
-def test_make_moe_depends_on_the_seed_alone(tmp_path: Path) -> None:
+def test_make_moe_depends_only_on_the_seed(tmp_path: Path) -> None:
     for name, options in {"a": "--threads 1", "b": "--threads 3", "c": "--threads 1 --seed 2"}.items():
         make_moe(tmp_path / f"{name}.gguf", *options.split(), "--imatrix", str(tmp_path / f"{name}-imatrix.gguf"))
     for suffix in (".gguf", "-imatrix.gguf"):
@@ -148,7 +148,7 @@ def test_make_moe_reaches_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nbytes(layers - 1) < 2_000_000_000 <= nbytes(layers)
 
 
-def test_make_moe_refuses_nonsense(tmp_path: Path) -> None:
+def test_make_moe_refuses_invalid_options(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts/make_moe.py", tmp_path / "m.gguf", "--experts", "0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
@@ -158,7 +158,7 @@ def test_make_moe_refuses_nonsense(tmp_path: Path) -> None:
 
 
 @pytest.mark.peer
-def test_llama_quantize_takes_what_make_moe_makes(tmp_path: Path, llama_bin: Path) -> None:
+def test_llama_quantize_reads_the_output_of_make_moe(tmp_path: Path, llama_bin: Path) -> None:
     make_moe(tmp_path / "m.gguf", "--imatrix", str(tmp_path / "imatrix.gguf"))
     command = [llama_bin / "llama-quantize", "--imatrix", tmp_path / "imatrix.gguf", tmp_path / "m.gguf"]
     result = subprocess.run([*command, tmp_path / "out.gguf", "Q4_0", "1"], capture_output=True, text=True, timeout=60)
@@ -190,7 +190,7 @@ def test_run_survives_a_kill_before_and_after_the_end(monkeypatch: pytest.Monkey
     assert processes.run(["true"], watch=kill_resume.kill_after(0.2)).returncode == 0
 
 
-def test_benchmark_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_names_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_quantize", monkeypatch)
     monkeypatch.setattr(bench, "llama_bin", lambda: None)
     monkeypatch.setattr(bench, "package_folder", lambda name: None)
@@ -200,7 +200,7 @@ def test_benchmark_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "scripts/peers" in missing["ggml"]
 
 
-def test_benchmark_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_detects_different_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_quantize", monkeypatch)
     x, weights = bench.matrix(8, 32)
 
@@ -216,7 +216,7 @@ def test_benchmark_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.differing_rows(bench.BY_NAME["Q8_0"], measurement, weights, encode, encode_other) == 1
 
 
-def test_benchmark_of_engines_takes_the_faster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_of_engines_reports_the_faster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_engine", monkeypatch)
 
     def runner(engine: str, setting: str, *seconds: float, reason: str = "") -> object:
@@ -233,7 +233,7 @@ def test_benchmark_of_engines_takes_the_faster_setting(monkeypatch: pytest.Monke
     assert bench.header(["quantkit", "ik"]).startswith("| model | test | quantkit t/s | read | ik t/s | / ik |\n|---|")
 
 
-def test_benchmark_of_engines_says_why_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_of_engines_reports_the_reason_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_engine", monkeypatch)
     log = "loading\ninvalid ggml type 144\nbye\n"
     assert bench.reason_of(3, log) == "invalid ggml type 144"
@@ -246,7 +246,7 @@ def worker(engine: str, *arguments: str | Path, lines: str = "") -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, input=lines, timeout=120)
 
 
-def test_worker_runs_what_it_is_told(tiny_moe: Path) -> None:
+def test_worker_runs_requested_tests(tiny_moe: Path) -> None:
     output = worker("quantkit", tiny_moe, "--set", "mmap=0", lines="pp 8\ntg 2\n")
     assert output.returncode == 0, output.stderr
     ready, *seconds = output.stdout.split()
@@ -265,7 +265,7 @@ def test_worker_runs_ik(tiny_moe: Path, ik_bin: Path) -> None:
     assert "no such parameter" in refused.stderr
 
 
-def test_profile_of_the_engine_names_what_runs(tiny_moe: Path) -> None:
+def test_profile_of_the_engine_names_operations(tiny_moe: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks/profile_engine.py", tiny_moe, "--steps", "3", "--batch", "2"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
@@ -274,8 +274,8 @@ def test_profile_of_the_engine_names_what_runs(tiny_moe: Path) -> None:
     assert [row[0] for row in rows if "mul_mat" in row[0] and row[4] == " |"] == []
 
 
-def test_kinds_of_tensors_are_those_of_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are stars, and kinds of one name are told apart."""
+def test_tensor_kinds_equal_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer numbers are stars, and kinds with equal names are distinguished."""
     script = load("make_tensor_names", monkeypatch)
     kind = Enum("kind", ["TOKEN_EMBD", "FFN_NORM", "FFN_PRE_NORM", "ENC"])
     names = {
@@ -335,7 +335,7 @@ class TinyOtherHead(nn.Module):
 """
 
 
-def test_biases_are_those_of_the_modules_that_a_class_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_biases_equal_the_modules_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of classes that it does not name, of towers, and biases that are taken away do not count."""
     script = load("record_biases", monkeypatch)
     assert script.biases(_MODELING, "TinyModel") == {"": "norm", "attention_bias": "q_proj"}
@@ -354,7 +354,7 @@ def test_pre_tokenizers_are_read_from_the_converter(monkeypatch: pytest.MonkeyPa
     assert list(script.hashes_of(source).items()) == [(one, ("falcon", "e/f")), (two, ("mpt", "c/d"))]
 
 
-def test_defaults_of_classes_are_those_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_defaults_equal_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class's own defaults come before those of what it is made of."""
     script = load("make_class_defaults", monkeypatch)
 
@@ -370,7 +370,7 @@ def test_defaults_of_classes_are_those_of_their_parameters(monkeypatch: pytest.M
     assert script.defaults("own", None, ["heads", "theta"]) == {"heads": 2}
 
 
-def test_one_type_is_measured_and_others_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_one_type_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("measure_types", monkeypatch)
     before = script.TARGET.read_text()
     after = script.with_figures(before, {"Q4_K": script.quality.Quality(1.23456, "slow")})
@@ -388,9 +388,7 @@ def test_a_missing_type_takes_its_place_in_the_table(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.peer
-def test_golden_bytes_of_a_type_are_the_references(
-    monkeypatch: pytest.MonkeyPatch, llama_bin: Path, tmp_path: Path
-) -> None:
+def test_golden_bytes_equal_the_references(monkeypatch: pytest.MonkeyPatch, llama_bin: Path, tmp_path: Path) -> None:
     """A type whose bytes are lost is entered again; nothing else changes."""
     script = load("make_golden_bytes", monkeypatch)
     with np.load(script.DATA / "golden-mainline.npz") as file:
@@ -421,7 +419,7 @@ def test_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert citation["license"] == settings["project"]["license"]
 
 
-def test_the_sdist_has_what_its_tests_read() -> None:
+def test_the_sdist_has_the_files_of_its_tests() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert all((ROOT / path).exists() for path in included)

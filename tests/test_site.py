@@ -21,7 +21,7 @@ from quantkit.errors import WARNINGS
 from quantkit.model.arch import ARCHS
 from quantkit.pipeline.presets import PRESETS
 from quantkit.types import TYPES
-from site_sources import DOCS, PAGES, ROOT, generated
+from site_sources import DOCS, PAGES, ROOT, generated_pages
 
 SOURCES = sorted((ROOT / "quantkit").rglob("*.py"))
 
@@ -45,7 +45,7 @@ def trees() -> dict[str, ast.AST]:
     return {p.relative_to(ROOT).as_posix(): ast.parse(p.read_text(encoding="utf-8")) for p in SOURCES}
 
 
-def test_warnings_of_the_source_are_in_the_table(trees: dict[str, ast.AST]) -> None:
+def test_every_warning_is_in_the_table(trees: dict[str, ast.AST]) -> None:
     """And those of the table are in the source."""
     sources = [tree for name, tree in trees.items() if name != "quantkit/errors.py"]
     used = {code for tree in sources for value in strings(tree) for code in re.findall(r"QK-W\d{3}", value)}
@@ -78,7 +78,7 @@ def environment_variables(tree: ast.AST) -> Iterator[str]:
                 yield str(constants[name.id])
 
 
-def test_variables_of_the_environment_have_an_entry(trees: dict[str, ast.AST]) -> None:
+def test_environment_variables_have_an_entry(trees: dict[str, ast.AST]) -> None:
     read = {name for tree in trees.values() for name in environment_variables(tree)}
     read |= {
         name
@@ -147,7 +147,7 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 def headings(path: str) -> set[str]:
     """Return the anchors of a page, of a file or generated."""
-    page = generated().get(path) or (ROOT / path).read_text(encoding="utf-8")
+    page = generated_pages().get(path) or (ROOT / path).read_text(encoding="utf-8")
     return {slug(heading) for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
 
 
@@ -157,16 +157,16 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     targets = set(links(page))
-    assert not {path for path, _ in targets if path not in generated() and not (ROOT / path).exists()}
+    assert not {path for path, _ in targets if path not in generated_pages() and not (ROOT / path).exists()}
     anchors = {(path, anchor) for path, anchor in targets if anchor and path.endswith(".md")}
     assert not {(path, anchor) for path, anchor in anchors if anchor not in headings(path)}
 
 
 def test_every_command_has_a_page_with_its_options() -> None:
     for name in COMMANDS:
-        page = generated()[f"docs/reference/commands/{name}.md"]
+        page = generated_pages()[f"docs/reference/commands/{name}.md"]
         for command in commands(name):
             visible = [o for o in command.params if isinstance(o, click.Option) and not o.hidden]
             missing = [o.opts[-1] for o in visible if o.opts[-1] not in page]
@@ -183,13 +183,13 @@ def commands(name: str) -> Iterator[click.Command]:
 
 
 def test_every_type_and_preset_has_a_row() -> None:
-    types, presets = generated()["docs/reference/types.md"], generated()["docs/reference/presets.md"]
+    types, presets = generated_pages()["docs/reference/types.md"], generated_pages()["docs/reference/presets.md"]
     assert [t.name for t in TYPES if f"| `{t}` | {t.id} |" not in types] == []
     assert [p.name for p in PRESETS if f"| `{p}` | {p.ftype} |" not in presets] == []
 
 
 def test_every_public_name_is_in_the_api() -> None:
-    page = generated()["docs/reference/api.md"]
+    page = generated_pages()["docs/reference/api.md"]
     members = {name: getattr(quantkit, name) for name in quantkit.__all__}
     paths = {n: f"::: {m.__module__}.{m.__qualname__}\n" for n, m in members.items() if hasattr(m, "__qualname__")}
     for name, module in members.items():
@@ -205,6 +205,6 @@ def test_every_public_name_is_in_the_api() -> None:
 
 
 def test_every_model_has_a_row() -> None:
-    page = generated()["docs/reference/models.md"]
+    page = generated_pages()["docs/reference/models.md"]
     assert [name for name in architectures() if f"`{name.rpartition('.')[2]}`" not in page] == []
     assert [name for name in ARCHS if f"| `{name}` | yes |" not in page] == []

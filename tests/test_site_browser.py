@@ -131,7 +131,7 @@ def test_axe_finds_nothing(browser: Any, address: str, page: str, theme: str) ->
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_nothing_is_wider_than_a_phone(browser: Any, address: str, page: str) -> None:
+def test_pages_fit_a_phone(browser: Any, address: str, page: str) -> None:
     """Wide tables and code scroll within the page."""
     show(browser, f"{address}/{page}.html", width=NARROW)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= NARROW
@@ -141,7 +141,7 @@ def test_nothing_is_wider_than_a_phone(browser: Any, address: str, page: str) ->
     assert browser.execute_script(beyond) == []
 
 
-def test_no_request_leaves_the_site(browser: Any, address: str) -> None:
+def test_the_site_makes_no_external_request(browser: Any, address: str) -> None:
     show(browser, f"{address}/explanation/error-feedback.html")
     names = browser.execute_script("return performance.getEntriesByType('resource').map((e) => e.name)")
     assert names
@@ -194,7 +194,7 @@ def pages_of(links: list[str]) -> list[str]:
         ("mmproj", "explanation/limits.html"),
     ],
 )
-def test_search_finds(browser: Any, address: str, words: str, page: str) -> None:
+def test_search_finds_pages(browser: Any, address: str, words: str, page: str) -> None:
     assert page in pages_of(ask(browser, address, open_search(browser, address), words))[:4]
 
 

@@ -1,7 +1,7 @@
 """Grids: the vectors of levels of types whose groups of columns have one index.
 
-A *grid* lists points, 2 to 8 levels each. A group of columns takes its levels from a point, or from two, one behind the
-other; where points are magnitudes, signs belong to the group, too. The q of a group holds everything that it may
+A *grid* lists points, 2 to 8 levels each. A group of columns takes its levels from a point, or from two, one after
+another; where points are magnitudes, signs belong to the group, too. The q of a group holds everything that it may
 choose: the indices of its points, lowest bits first, then its signs. reference.py is the specification.
 """
 

@@ -43,7 +43,7 @@ class Layout:
     """Layout of the rows of an interleaved type in a group of ``type.interleave`` rows.
 
     A *unit* is rearranged at a time: ``values`` values of each row, one block or several. source_bits: for each bit of
-    an interleaved unit, the bit of the rows' units that it holds, these one behind the other; None if rows can only be
+    an interleaved unit, the bit of the rows' units that it holds, these one after another; None if rows can only be
     deinterleaved. target_bits: for each bit of the rows' units, the bit of the interleaved one.
     """
 
@@ -133,7 +133,7 @@ EIGHTHS = ((0, 4, 8, 12, 16, 20, 24, 28),)
 
 
 def _flat(*fields: Bits) -> Bits:
-    """Return fields as bytes one behind the other, flat."""
+    """Return fields as bytes one after another, flat."""
     return np.concatenate([field.reshape(-1) for field in fields])
 
 

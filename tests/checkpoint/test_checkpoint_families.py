@@ -46,7 +46,7 @@ def values(converted: ConvertedTensor) -> np.ndarray:
 # --- Qwen3-Next, Qwen 3.5 --------------------------------------------------------------------------------------------
 
 
-def test_layers_that_predict_ahead_are_those_that_are_stored(tmp_path: Path) -> None:
+def test_prediction_layers_are_the_stored_ones(tmp_path: Path) -> None:
     checkpoint = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path)
     assert (checkpoint.get("qwen3next.block_count"), checkpoint.get("qwen3next.nextn_predict_layers")) == (5, 1)
     assert len(checkpoint.get("qwen3next.attention.recurrent_layers")) == 5
@@ -54,23 +54,23 @@ def test_layers_that_predict_ahead_are_those_that_are_stored(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "arch"), [("qwen3-next", "qwen3next"), ("qwen3.5", "qwen35")])
-def test_a_model_without_layers_ahead_needs_no_option(name: str, arch: str, tmp_path: Path) -> None:
+def test_a_model_without_prediction_layers_needs_no_option(name: str, arch: str, tmp_path: Path) -> None:
     checkpoint = opened(checkpoints.describe(name), tmp_path, changes={"mtp_num_hidden_layers": 1})
     assert (checkpoint.get(f"{arch}.block_count"), checkpoint.get(f"{arch}.nextn_predict_layers")) == (4, None)
 
 
-def test_no_nextn_leaves_layers_ahead_out(tmp_path: Path) -> None:
+def test_no_nextn_drops_prediction_layers(tmp_path: Path) -> None:
     checkpoint = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path, nextn="without")
     assert (checkpoint.get("qwen3next.block_count"), checkpoint.get("qwen3next.nextn_predict_layers")) == (4, None)
     assert not [name for name in checkpoint.tensors if name.startswith("blk.4.")]
 
 
-def test_heads_of_values_that_keys_do_not_divide_are_refused(tmp_path: Path) -> None:
+def test_value_heads_that_are_no_multiple_of_key_heads_are_refused(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E112 3 2"):
         opened(checkpoints.describe("qwen3.5"), tmp_path, changes={"linear_num_value_heads": 3})
 
 
-def test_projections_of_other_sizes_name_the_tensor(tmp_path: Path) -> None:
+def test_projections_of_wrong_size_name_the_tensor(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E106 in_proj_qkvz 2 512"):
         opened(checkpoints.describe("qwen3-next"), tmp_path, changes={"linear_value_head_dim": 96})
 
@@ -97,7 +97,7 @@ def test_norms_of_heads_become_one_tensor(tmp_path: Path) -> None:
         assert np.allclose(values(converted), np.stack(expected), rtol=2**-8)
 
 
-def test_a_norm_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_norm_is_named(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E105 norms.0.weight"):
         opened(with_norms(3), tmp_path)
 
@@ -105,13 +105,13 @@ def test_a_norm_that_is_missing_is_named(tmp_path: Path) -> None:
 # --- Phi -------------------------------------------------------------------------------------------------------------
 
 
-def test_phimoe_as_transformers_names_it(tmp_path: Path) -> None:
+def test_phimoe_with_names_of_transformers(tmp_path: Path) -> None:
     description = checkpoints.describe("phimoe")
     checkpoint = opened(description, tmp_path, changes={"architectures": ["PhimoeForCausalLM"]})
     assert checkpoint.get("general.architecture") == "phimoe"
 
 
-def test_phimoe_without_scaling_was_trained_on_the_whole(tmp_path: Path) -> None:
+def test_phimoe_without_rope_scaling_keeps_its_context_length(tmp_path: Path) -> None:
     description = checkpoints.describe("phimoe")
     checkpoint = opened(description, tmp_path, without=("rope_scaling", "original_max_position_embeddings"))
     assert (
@@ -123,7 +123,7 @@ def test_phimoe_without_scaling_was_trained_on_the_whole(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("wrong", [[1.0] * 31, "1.0", [1.0] * 31 + ["x"]])
-def test_factors_of_rope_that_do_not_fit_are_refused(wrong: Any, tmp_path: Path) -> None:
+def test_rope_factors_of_wrong_length_are_refused(wrong: Any, tmp_path: Path) -> None:
     description = checkpoints.describe("phi3-long")
     rope = description.config["rope_scaling"] | {"short_factor": wrong}
     with refuses(FormatError, "QK-E112 short_factor 32"):
@@ -133,13 +133,13 @@ def test_factors_of_rope_that_do_not_fit_are_refused(wrong: Any, tmp_path: Path)
 # --- others ----------------------------------------------------------------------------------------------------------
 
 
-def test_cohere_turns_whole_heads_unless_it_is_said(tmp_path: Path) -> None:
+def test_cohere_rotates_whole_heads_by_default(tmp_path: Path) -> None:
     description = checkpoints.describe("cohere2")
     assert opened(description, tmp_path / "a", without=("rotary_pct",)).get("cohere2.rope.dimension_count") == 64
     assert opened(description, tmp_path / "b", changes={"rotary_pct": 0.5}).get("cohere2.rope.dimension_count") == 32
 
 
-def test_a_bias_must_be_zero_where_there_is_none(tmp_path: Path) -> None:
+def test_a_nonzero_bias_without_a_tensor_is_refused(tmp_path: Path) -> None:
     description = checkpoints.describe("cohere2")
     with refuses(FormatError, "QK-E106 q_proj.bias"):
         opened(
@@ -166,7 +166,7 @@ def test_norms_before_the_gate_are_refused(changes: Json, without: tuple[str, ..
     ("name", "tensor", "factor"),
     [("q", "attn_q", 1.0), ("k", "attn_k", 0.3), ("v", "attn_v", 1.0), ("o", "attn_output", 1.1)],
 )
-def test_multipliers_of_inputs_leave_biases_alone(name: str, tensor: str, factor: float, tmp_path: Path) -> None:
+def test_input_multipliers_do_not_scale_biases(name: str, tensor: str, factor: float, tmp_path: Path) -> None:
     """transformers multiplies what a layer reads (0.9), a bias does not see it; the reference multiplies both."""
     description = checkpoints.describe("falcon-h1")
     source = f"model.layers.0.self_attn.{name}_proj"
@@ -178,12 +178,12 @@ def test_multipliers_of_inputs_leave_biases_alone(name: str, tensor: str, factor
     np.testing.assert_allclose(values(checkpoint.converted[f"blk.0.{tensor}.bias"]), expected * factor, rtol=1e-2)
 
 
-def test_olmo_with_a_window_of_null_has_none(tmp_path: Path) -> None:
+def test_olmo_with_a_null_window_has_no_window(tmp_path: Path) -> None:
     checkpoint = opened(checkpoints.describe("olmo3"), tmp_path, changes={"sliding_window": None})
     assert checkpoint.get("olmo2.attention.sliding_window") is None
 
 
-def test_bitnet_by_the_names_of_transformers(tmp_path: Path) -> None:
+def test_bitnet_with_names_of_transformers(tmp_path: Path) -> None:
     description = checkpoints.describe("bitnet")
     renamed = {
         name.replace("inner_attn_ln", "attn_sub_norm").replace("ffn_layernorm", "ffn_sub_norm"): shape
@@ -195,13 +195,13 @@ def test_bitnet_by_the_names_of_transformers(tmp_path: Path) -> None:
         assert len(np.unique(values(checkpoint.converted[name]))) == 3
 
 
-def test_gemma_4_says_how_wide_heads_are_or_is_refused(tmp_path: Path) -> None:
+def test_gemma_4_without_head_sizes_is_refused(tmp_path: Path) -> None:
     description = checkpoints.describe("gemma4")
     with refuses(FormatError, "QK-E112 global_head_dim"):
         opened(description, tmp_path, without=("per_layer_config", "global_head_dim"))
 
 
-def test_a_qwen_with_another_rwkv_than_7_is_refused(tmp_path: Path) -> None:
+def test_a_qwen_with_rwkv_other_than_7_is_refused(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E305 wkv_version 6 7"):
         opened(checkpoints.describe("arwkv7"), tmp_path, changes={"wkv_version": 6})
 
@@ -209,7 +209,7 @@ def test_a_qwen_with_another_rwkv_than_7_is_refused(tmp_path: Path) -> None:
 # --- tensors made one ------------------------------------------------------------------------------------------------
 
 
-def test_gate_and_up_of_experts_lie_one_behind_the_other(tmp_path: Path) -> None:
+def test_gate_and_up_of_experts_are_concatenated(tmp_path: Path) -> None:
     description = checkpoints.describe("qwen3-next")
     separate, fused = opened(description, tmp_path), opened(description, tmp_path, fuse=["--fuse-gate-up-exps"])
     gate, up = (values(separate.converted[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up"))
@@ -217,12 +217,12 @@ def test_gate_and_up_of_experts_lie_one_behind_the_other(tmp_path: Path) -> None
     assert not [name for name in fused.tensors if "ffn_gate_exps" in name or "ffn_up_exps" in name]
 
 
-def test_gate_and_up_stay_apart_where_they_must(tmp_path: Path) -> None:
+def test_gate_and_up_that_cannot_be_merged_stay_separate(tmp_path: Path) -> None:
     with refuses(RecipeError, "QK-E211 --fuse-gate-up-exps"):
         opened(checkpoints.describe("olmoe"), tmp_path, fuse=["--fuse-gate-up-exps"])
 
 
-def test_queries_keys_and_values_become_one_with_all_their_biases_only(tmp_path: Path) -> None:
+def test_q_k_and_v_are_fused_only_with_all_biases(tmp_path: Path) -> None:
     description = checkpoints.describe("qwen2")
     fused = opened(description, tmp_path / "all", fuse=["--fuse-qkv"])
     assert {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"} <= fused.tensors.keys()

@@ -109,7 +109,7 @@ def scales(*shape: int) -> Array:
 
 
 def powers(exponents: Array) -> Array:
-    """Return what E8M0 stands for."""
+    """Return the values of E8M0 codes."""
     return np.asarray(np.ldexp(F32(1), exponents.astype(int) - 127), F32)
 
 
@@ -129,7 +129,7 @@ def spread(x: Array, *block: int) -> Array:
 FP8 = {"quant_method": "fp8", "weight_block_size": [4, 6]}
 
 
-def test_fp8_in_blocks_cut_at_the_edges(tmp_path: Path) -> None:
+def test_fp8_with_partial_blocks_at_the_edges(tmp_path: Path) -> None:
     codes, s = e4m3(10, 20), scales(3, 4)
     actual = read(tmp_path, {f"{W}.weight": ("F8_E4M3", codes), f"{W}.weight_scale_inv": s}, FP8)
     assert list(actual.tensors) == [f"{W}.weight"]
@@ -137,7 +137,7 @@ def test_fp8_in_blocks_cut_at_the_edges(tmp_path: Path) -> None:
     assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
-def test_fp8_of_experts_in_one_tensor(tmp_path: Path) -> None:
+def test_fp8_experts_in_one_tensor(tmp_path: Path) -> None:
     codes, s = e4m3(3, 10, 20), scales(3, 3, 4)
     parts: Parts = {"experts.gate_up_proj": ("F8_E4M3", codes), "experts.gate_up_proj_scale_inv": bf16(s)}
     actual = read(tmp_path, parts, FP8)
@@ -158,7 +158,7 @@ def test_fp8_of_experts_in_one_tensor(tmp_path: Path) -> None:
         (None, "_scale_inv", ()),
     ],
 )
-def test_fp8_with_a_scale_of_rows_or_all(
+def test_fp8_with_a_scale_per_row_or_tensor(
     tmp_path: Path, quantization: dict[str, Any] | None, end: str, shape: tuple[int, ...]
 ) -> None:
     codes, s = e5m2(8, 6), scales(*shape)
@@ -181,7 +181,7 @@ def test_mxfp8_and_blocks_of_modelopt(tmp_path: Path) -> None:
     assert (full_array(actual["b.weight"]) == E4M3[tiles] * spread(s.reshape(2, 2), 128, 128)[:200, :130]).all()
 
 
-def test_exponents_as_scales_of_blocks(tmp_path: Path) -> None:
+def test_exponents_as_block_scales(tmp_path: Path) -> None:
     codes, s = e4m3(10, 20), rng().integers(110, 130, (3, 4)).astype(np.uint8)
     parts: Parts = {f"{W}.weight": ("F8_E4M3", codes), f"{W}.scale": ("F8_E8M0", s)}
     actual = read(tmp_path, parts, FP8)
@@ -196,7 +196,7 @@ def pairs(codes: Array) -> Array:
     return np.asarray(codes[..., ::2] | codes[..., 1::2] << 4, np.uint8)
 
 
-def test_mxfp4_of_gpt_oss_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_mxfp4_of_gpt_oss_is_copied(tmp_path: Path) -> None:
     codes = rng().integers(0, 16, (2, 6, 64)).astype(np.uint8)
     exponents = rng(2).integers(100, 140, (2, 6, 2)).astype(np.uint8)
     parts: Parts = {"norm": scales(4), "experts.down_proj_blocks": pairs(codes).reshape(2, 6, 2, 16)}
@@ -226,7 +226,9 @@ def test_mxfp4_of_gpt_oss_is_taken_as_it_is(tmp_path: Path) -> None:
         ({"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}, ("weight", "weight_scale"), "U8"),
     ],
 )
-def test_mxfp4_of_others(tmp_path: Path, quantization: dict[str, Any], names: tuple[str, str], dtypes: str) -> None:
+def test_mxfp4_of_other_schemes(
+    tmp_path: Path, quantization: dict[str, Any], names: tuple[str, str], dtypes: str
+) -> None:
     codes = rng().integers(0, 16, (6, 96)).astype(np.uint8)
     exponents = rng(2).integers(100, 140, (6, 3)).astype(np.uint8)
     parts: Parts = {f"{W}.{names[0]}": pairs(codes), f"{W}.{names[1]}": (dtypes, exponents)}
@@ -261,7 +263,7 @@ def test_nvfp4_of_modelopt(tmp_path: Path) -> None:
     ).all()
 
 
-def test_nvfp4_of_compressed_tensors_divides(tmp_path: Path) -> None:
+def test_nvfp4_of_compressed_tensors_divides_by_the_global_scale(tmp_path: Path) -> None:
     parts, want = nvfp4()
     parts = {f"{W}.weight_packed": parts[f"{W}.weight"], f"{W}.weight_scale": parts[f"{W}.weight_scale"]}
     parts |= {f"{W}.weight_global_scale": np.array([3], F32), f"{W}.input_global_scale": np.array([1], F32)}
@@ -271,7 +273,7 @@ def test_nvfp4_of_compressed_tensors_divides(tmp_path: Path) -> None:
     assert (full_array(x) == want).all()
 
 
-def test_a_scale_of_one_is_left_out(tmp_path: Path) -> None:
+def test_a_scale_of_one_is_omitted(tmp_path: Path) -> None:
     one, neighbour = (
         read(_new(tmp_path, str(s)), nvfp4(scale=s)[0], MODELOPT).first[f"{W}.weight"] for s in (1, 1 + 5e-6)
     )
@@ -287,7 +289,7 @@ def _new(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def test_a_scale_of_the_model_is_multiplied_into_that_of_the_weight(tmp_path: Path) -> None:
+def test_a_model_scale_is_multiplied_into_the_weight_scale(tmp_path: Path) -> None:
     parts, _ = nvfp4()
     actual = read(tmp_path, parts | {"own": np.array([3, 5], F32)}, MODELOPT)
     x = ex.stack([actual.first[f"{W}.weight"]] * 2)
@@ -297,7 +299,7 @@ def test_a_scale_of_the_model_is_multiplied_into_that_of_the_weight(tmp_path: Pa
     assert full_array(scaled["blk.0.down.scale"].x).tolist() == [0.75, 1.25]
 
 
-def test_nvfp4_that_blocks_cannot_hold_becomes_floats(tmp_path: Path) -> None:
+def test_nvfp4_that_does_not_fit_blocks_becomes_floats(tmp_path: Path) -> None:
     parts, want = nvfp4(48)
     actual = read(tmp_path, parts, MODELOPT)
     x = actual.tensors[f"{W}.weight"]
@@ -306,7 +308,7 @@ def test_nvfp4_that_blocks_cannot_hold_becomes_floats(tmp_path: Path) -> None:
     assert (full_array(x) == want * F32(0.25)).all()
 
 
-def test_blocks_beside_floats_and_with_other_scales(tmp_path: Path) -> None:
+def test_a_model_may_mix_blocks_and_floats(tmp_path: Path) -> None:
     one = read(_new(tmp_path, "a"), nvfp4()[0], MODELOPT).first[f"{W}.weight"]
     two = read(_new(tmp_path, "b"), nvfp4(scale=0.5)[0], MODELOPT).first[f"{W}.weight"]
     want = nvfp4()[1]
@@ -323,7 +325,7 @@ def test_blocks_beside_floats_and_with_other_scales(tmp_path: Path) -> None:
 
 
 def stream(values: Array, bits: int, axis: int) -> Array:
-    """Return integers one behind the other in 32-bit words along an axis, low bits first."""
+    """Return integers one after another in 32-bit words along an axis, low bits first."""
     moved = np.moveaxis(values, axis, -1)
     flat = ((moved[..., None] >> np.arange(bits)) & 1).reshape(*moved.shape[:-1], -1)
     flat = np.concatenate([flat, np.zeros((*flat.shape[:-1], -flat.shape[-1] % 32), int)], axis=-1)
@@ -377,7 +379,7 @@ def test_packed_zero_points(tmp_path: Path, bits: int, pack: Callable[[Array, in
 
 
 @pytest.mark.parametrize("cells", ["channel", "row", "all"])
-def test_packed_with_a_scale_of_rows_or_all(tmp_path: Path, cells: str) -> None:
+def test_packed_with_a_scale_per_row_or_tensor(tmp_path: Path, cells: str) -> None:
     parts, codes, s = packed_tensors(4, 96)
     stored = {"channel": s, "row": s[:, 0], "all": s[:1, 0]}[cells]
     actual = read(tmp_path, parts | {f"{W}.weight_scale": bf16(stored)}, compressed(4, None))
@@ -385,7 +387,7 @@ def test_packed_with_a_scale_of_rows_or_all(tmp_path: Path, cells: str) -> None:
     assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
-def test_packed_rows_that_words_and_groups_do_not_divide(tmp_path: Path) -> None:
+def test_packed_rows_with_partial_words_and_groups(tmp_path: Path) -> None:
     parts, codes, s = packed_tensors(4, 32, columns=77)
     actual = read(tmp_path, parts, compressed(4, 32), lossless=True)
     want = (codes - 8).astype(F32) * spread(s, 1, 32)[:, :77]
@@ -400,7 +402,7 @@ def test_packed_act_order(tmp_path: Path) -> None:
     assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
-def test_groups_of_several_kinds(tmp_path: Path) -> None:
+def test_several_config_groups(tmp_path: Path) -> None:
     four, eight = packed_tensors(4, 32), packed_tensors(8, 96)
     quantization = compressed(4, 32)
     quantization["config_groups"]["group_1"] = compressed(8, None)["config_groups"]["group_0"]
@@ -455,7 +457,7 @@ def test_gptq(tmp_path: Path, bits: int, v2: bool, act_order: bool, lossless: bo
     assert (bits_of(full_array(actual[f"{W}.weight"])) == bits_of(want)).all()
 
 
-def test_gptq_without_an_index_and_with_bits_of_its_own(tmp_path: Path) -> None:
+def test_gptq_without_group_index_and_with_dynamic_bits(tmp_path: Path) -> None:
     parts, want = gptq(4)
     eight, four = gptq(8)
     y_proj = {name.replace("x_proj", "y_proj"): x for name, x in eight.items()}
@@ -553,7 +555,7 @@ def test_int8_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["scale", "columns", "group", "float32"])
-def test_what_would_change_is_not_kept(tmp_path: Path, why: str) -> None:
+def test_blocks_are_not_kept_if_values_would_change(tmp_path: Path, why: str) -> None:
     group = 48 if why == "group" else 32
     parts, codes, s = packed_tensors(4, group, columns=80 if why == "columns" else 96)
     if why == "scale":
@@ -584,7 +586,7 @@ def quantized_moe(folder: Path, bits: int = 4) -> tuple[Path, dict[str, Array]]:
     return path, want
 
 
-def test_a_model_without_a_loss(tmp_path: Path) -> None:
+def test_a_model_is_kept_without_loss(tmp_path: Path) -> None:
     path, want = quantized_moe(tmp_path / "moe")
     out = tmp_path / "x.gguf"
     convert(path, out, None, ConvertOptions(pre="gpt-2", lossless=True))
@@ -617,7 +619,7 @@ def nvfp4_moe(folder: Path, **quantization: Any) -> Path:
     return path
 
 
-def test_experts_of_nvfp4_and_what_their_inputs_are(tmp_path: Path) -> None:
+def test_nvfp4_experts_and_their_input_scales(tmp_path: Path) -> None:
     layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}}
     path = nvfp4_moe(tmp_path / "moe", quant_algo="MIXED_PRECISION", quantized_layers=layers)
     opened = open_checkpoint(path, OpenOptions(pre="gpt-2"))
@@ -635,7 +637,7 @@ def test_experts_of_nvfp4_and_what_their_inputs_are(tmp_path: Path) -> None:
         plan_convert(path, tmp_path / "x.gguf", "Q8_0", ConvertOptions(pre="gpt-2"))
 
 
-def test_nvfp4_across_shards_comes_in_the_order_of_the_reference(tmp_path: Path) -> None:
+def test_nvfp4_across_shards_has_the_references_order(tmp_path: Path) -> None:
     """Weights by their own places, not those of their scales; experts of each kind when the last of them is there."""
     path = nvfp4_moe(tmp_path / "moe")
     file = path / "model.safetensors"
@@ -658,14 +660,14 @@ def test_nvfp4_across_shards_comes_in_the_order_of_the_reference(tmp_path: Path)
     assert weights == [f"blk.{layer}.ffn_{kind}_exps.weight" for kind, layer in kinds]
 
 
-def test_weights_of_mlx_are_called_so(tmp_path: Path) -> None:
+def test_mlx_weights_are_named_in_the_refusal(tmp_path: Path) -> None:
     parts: Parts = {f"{W}.weight": ("U32", np.zeros((8, 8), np.uint32))}
     parts |= {f"{W}.{name}": bf16(scales(8, 1)) for name in ("scales", "biases")}
     with refuses(TypeNotSupported, "QK-E300 model.safetensors x_proj MLX"):
         read(tmp_path, parts, None)
 
 
-def test_rows_are_made_one_by_one(tmp_path: Path) -> None:
+def test_rows_are_converted_independently(tmp_path: Path) -> None:
     rows, columns = 1 << 12, 1 << 13
     header = {
         "a.weight": {"dtype": "F8_E4M3", "shape": [rows, columns], "data_offsets": [0, rows * columns]},
@@ -865,7 +867,7 @@ def read_values(folder: Path, parts: Parts, quantization: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("quantization", "parts", "change", "refusal"), HOSTILE)
-def test_what_does_not_fit(
+def test_inconsistent_shapes_are_refused(
     tmp_path: Path, quantization: dict[str, Any], parts: Parts, change: Callable[[Parts], Parts], refusal: str
 ) -> None:
     with refuses(FormatError, refusal, tmp_path / "model.safetensors") as caught:
@@ -889,12 +891,12 @@ def test_what_does_not_fit(
         ["fp8"],
     ],
 )
-def test_configurations_that_are_none(tmp_path: Path, quantization: Any) -> None:
+def test_invalid_configurations_are_refused(tmp_path: Path, quantization: Any) -> None:
     with refuses((FormatError, TypeNotSupported), "QK-E112|QK-E300 config.json"):
         read(tmp_path, _fp8_parts(), quantization)
 
 
-def test_experts_of_which_some_are_quantized(tmp_path: Path) -> None:
+def test_experts_that_are_partly_quantized(tmp_path: Path) -> None:
     path, want = quantized_moe(tmp_path / "moe")
     opened = open_checkpoint(path, OpenOptions(pre="gpt-2", lossless=True, exact=True))
     expr = opened.converted["blk.0.ffn_down_exps.weight"].expr
@@ -904,7 +906,7 @@ def test_experts_of_which_some_are_quantized(tmp_path: Path) -> None:
     assert (full_array(mixture) == np.stack([want[n] for n in names])).all()
 
 
-def test_errors_of_a_run_name_the_tensor(tmp_path: Path) -> None:
+def test_errors_during_a_run_name_the_tensor(tmp_path: Path) -> None:
     path, _ = quantized_moe(tmp_path / "moe")
     stored = dict(read_header(path / "model.safetensors"))
     t = stored["model.layers.1.mlp.experts.2.up_proj.weight_scale"]
@@ -921,7 +923,7 @@ REAL_CHECKPOINTS = np.load(Path(__file__).parents[1] / "data" / "packed.npz")
 
 
 @pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in REAL_CHECKPOINTS}))
-def test_what_real_packers_store_is_read_as_they_mean_it(name: str, tmp_path: Path) -> None:
+def test_arrays_of_real_packers_decode_to_their_weights(name: str, tmp_path: Path) -> None:
     method, _, bits = name.removesuffix("-act").partition("-")
     settings = {"quant_method": method, "bits": int(bits or 4), "group_size": 32, "version": "gemm"}
     keys = [key for key in REAL_CHECKPOINTS if key.startswith(f"{name}/") and not key.endswith("/weight")]

@@ -1,4 +1,4 @@
-"""Checkpoints are drawn the same everywhere, and what quantized ones store means what they say it does.
+"""Checkpoints are generated identically everywhere, and quantized ones decode to their weights.
 
 A forgotten step of CONTRIBUTING.md, "Add a class to `convert`", fails here.
 """
@@ -65,7 +65,7 @@ def test_every_row_has_a_checkpoint() -> None:
     assert missing == WITHOUT_CHECKPOINT.keys(), f"{missing ^ WITHOUT_CHECKPOINT.keys()}: {guide_step(4)}"
 
 
-def test_every_checkpoint_is_of_a_class() -> None:
+def test_every_checkpoint_has_a_model_class() -> None:
     assert ARCHITECTURES.keys() >= DESCRIBED, f"{DESCRIBED - ARCHITECTURES.keys()}: {guide_step(1)}"
 
 
@@ -120,7 +120,7 @@ def _names_only() -> list[str]:
 _OUTER = {"StepVLForConditionalGeneration", "UnlimitedOCRForCausalLM"}
 
 
-def test_a_class_that_is_only_a_name_takes_two_places() -> None:
+def test_an_alias_class_needs_two_table_rows() -> None:
     """One row in its family's module, one in a table of checkpoints."""
     product = [path.read_text() for path in sorted((ROOT / "quantkit").rglob("*.py"))]
     tables = [path.read_text() for path in sorted((ROOT / "scripts").glob("checkpoint_table*.py"))]
@@ -139,7 +139,9 @@ def test_every_architecture_has_kinds_of_tensors() -> None:
     assert {"token_embd", "*attn_q", "*ffn_down_exps"} <= kinds
 
 
-def test_an_architecture_without_kinds_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_architecture_without_tensor_kinds_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delitem(KINDS, "qwen3moe")
     with refuses(TypeNotSupported, "QK-E304 qwen3moe") as error:
         plan_convert(checkpoints.write_checkpoint("qwen3-moe", tmp_path), tmp_path / "o.gguf")
@@ -154,7 +156,7 @@ def test_a_class_is_in_one_module() -> None:
         assert getattr(module, "CLASSES", {}).keys() <= module.ARCHITECTURES.keys(), module.__name__
 
 
-def test_logits_are_those_of_described_checkpoints() -> None:
+def test_logits_belong_to_described_checkpoints() -> None:
     with np.load(DATA / "convert-logits.npz") as logits:
         runs = {name for name in checkpoints.NAMES if checkpoints.describe(name).transformers}
         assert set(logits) == runs, f"{set(logits) ^ runs}: {guide_step(6)}"
@@ -164,7 +166,7 @@ def test_logits_are_those_of_described_checkpoints() -> None:
             assert max(checkpoints.PROMPT) < logits[name].shape[1]
 
 
-def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
+def test_shards_match_the_index(tmp_path: Path) -> None:
     path = checkpoints.write_checkpoint("qwen3-moe", tmp_path)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     actual: dict[str, str] = {}
@@ -181,7 +183,7 @@ def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
     assert total == index["metadata"]["total_size"]
 
 
-def test_patterns_expand_to_whole_grids_in_order_of_layers() -> None:
+def test_patterns_expand_to_full_grids_in_layer_order() -> None:
     names = checkpoints.expand({"b.{0,2}.x.{9-10}.w": [2], "a": [1], "b.{1}.y": [3]})
     assert names == [
         ("a", (1,)),
@@ -194,7 +196,7 @@ def test_patterns_expand_to_whole_grids_in_order_of_layers() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_stored_floats_are_the_nearest(dtype: str) -> None:
+def test_stored_floats_are_rounded_to_nearest(dtype: str) -> None:
     x = checkpoints.draw("key", "w", (64, 64))
     kind, shape, data = checkpoints.encode(x, dtype)
     if kind == "BF16":
@@ -221,7 +223,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize(("name", "scheme"), SCHEMES)
-def test_quantized_weights_are_close_to_the_drawn_ones(name: str, scheme: dict[str, Any]) -> None:
+def test_quantized_weights_are_close_to_the_originals(name: str, scheme: dict[str, Any]) -> None:
     scheme = dict(scheme)
     method, bits = scheme.pop("method"), scheme.get("bits", 4)
     stacked = method == "mxfp4" and not scheme.get("packed")
@@ -233,7 +235,7 @@ def test_quantized_weights_are_close_to_the_drawn_ones(name: str, scheme: dict[s
     assert error < (bound * 2 if "E5M2" in scheme.get("codes", "") else bound)
 
 
-def test_words_are_a_stream_of_bits() -> None:
+def test_packed_words_are_a_bit_stream() -> None:
     values = np.arange(64).reshape(2, 32) % 8
     words = quantized_checkpoints._words(values, 3, 1).view(np.uint32)
     streams = [sum(int(word) << 32 * i for i, word in enumerate(row)) for row in words]

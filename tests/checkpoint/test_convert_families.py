@@ -70,7 +70,7 @@ def plain_parts(ranks: dict[bytes, int], token: bytes, below: int) -> list[bytes
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-def test_merges_are_what_ranks_would_join() -> None:
+def test_merges_follow_from_ranks() -> None:
     rng = np.random.default_rng(5)
     tokens = [bytes([i]) for i in range(97, 101)]
     while len(tokens) < 300:
@@ -113,14 +113,14 @@ def test_ranks_become_a_vocabulary(tmp_path: Path) -> None:
         (base64.b64encode(bytes(5000)) + b" 0\n", "QK-E114 1 5000"),
     ],
 )
-def test_a_broken_file_of_ranks_is_refused(tmp_path: Path, data: bytes, refusal: str) -> None:
+def test_a_damaged_rank_file_is_refused(tmp_path: Path, data: bytes, refusal: str) -> None:
     folder = latent(tmp_path)
     (folder / "tiktoken.model").write_bytes(data)
     with refuses(FormatError, refusal):
         open_checkpoint(folder)
 
 
-def test_latent_heads_are_taken_apart(tmp_path: Path) -> None:
+def test_latent_heads_are_split(tmp_path: Path) -> None:
     opened = open_checkpoint(latent(tmp_path))
     rng = np.random.default_rng(1)
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_latent_heads_are_taken_apart(tmp_path: Path) -> None:
     assert not any("eh_proj" in name for name in opened.tensors)
 
 
-def test_latent_heads_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_latent_heads_of_wrong_shape_are_refused(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E106 kv_b_proj.weight 2 16 24", "[64, 32]"):
         open_checkpoint(latent(tmp_path, rows=64))
 
@@ -166,7 +166,7 @@ def test_special_tokens_of_glm_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", ["0.5", 2.0, -1.0, float("nan"), [1]])
-def test_a_part_of_a_head_that_is_none_is_refused(tmp_path: Path, factor: object) -> None:
+def test_an_invalid_partial_rotary_factor_is_refused(tmp_path: Path, factor: object) -> None:
     folder = write_checkpoint(tmp_path, glm(partial_rotary_factor=factor), moe_arrays())
     with refuses(FormatError, "QK-E112 partial_rotary_factor"):
         open_checkpoint(folder, OpenOptions(pre="glm4"))

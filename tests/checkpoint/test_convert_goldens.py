@@ -37,9 +37,9 @@ LOGITS = np.load(DATA / "convert-logits.npz")
 BOUND = 1e-5
 #: Converted as the reference does it, and refused by the engine as by llama.cpp: a bias of attention is missing.
 INCOMPLETE = {"pangu"}
-#: llama.cpp does not load what its converter makes of these, and says so.
+#: llama.cpp does not load its converter's output for these.
 REFUSED = {
-    "chameleon": "ggml_nelements",  # it dies of a vocabulary without its 8192 tokens of pictures
+    "chameleon": "ggml_nelements",  # it crashes on a vocabulary without its 8192 tokens of pictures
     "command-r": "wrong number of tensors",  # norms of q and k, in fewer than 64 layers
     "gpt2": "wrong shape",  # n_positions and n_ctx differ
     "exaone": "layer_norm_rms_epsilon",  # config.json says layer_norm_epsilon, and so does the file
@@ -60,7 +60,7 @@ REFUSED = {
 #: the others, and HY V4 turns neighbouring columns, where transformers pairs them over half a head. Baichuan of other
 #: than 32 layers does not turn columns at all.
 DIFFERENT_LOGITS = {"baichuan", "bamba", "hy-v4", "mamba2", "mellum"}
-#: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
+#: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers without a residual sum.
 TOLERANCES = {"gemma3n-deep": 1e-6}
 SPLITS: dict[str, dict[str, Any]] = {
     "bf16 by size": {"split_max_size": "2M"},
@@ -142,13 +142,13 @@ def test_the_bytes_are_the_references(name: str, checkpoint: Path, in_f32: Calla
 
 
 @of_each(EXPECTED)
-def test_only_what_no_key_holds_is_said_to_be_lost(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_only_settings_without_a_key_are_reported_as_lost(name: str, checkpoint: Path, tmp_path: Path) -> None:
     notes = plan_convert(checkpoint, tmp_path / "x.gguf", None, options_of(checkpoints.describe(name))).notes
     assert checkpoints.settings_in(notes) == checkpoints.OMISSIONS.get(name, set())
 
 
 @pytest.mark.parametrize("checkpoint", [BLOCKS], indirect=True)
-def test_beside_blocks_that_are_kept_all_is_the_references(checkpoint: Path, in_f32: Callable[[], Path]) -> None:
+def test_with_kept_blocks_the_other_tensors_equal_the_references(checkpoint: Path, in_f32: Callable[[], Path]) -> None:
     assert checkpoints.digest(checkpoint) == EXPECTED[BLOCKS]["checkpoint"]
     expected = EXPECTED[BLOCKS]["f32"]["tensors"]
     sums = {expected[i : i + 8] for i in range(0, len(expected), 8)}
@@ -199,11 +199,11 @@ def last_logits(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("checkpoint", ["gpt-oss"], indirect=True)
-def test_gpt_oss_differs_by_whole_dimensions_alone(
+def test_gpt_oss_differs_only_by_rounded_yarn_dimensions(
     checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its yarn goes between dimensions that are no whole numbers (``truncate`` false); ggml's always are, and no key of
-    GGUF says otherwise."""
+    """Its yarn goes between dimensions that are not integers (``truncate`` false); ggml's always are, and GGUF has no
+    key for it."""
 
     def between(c: RopeConfig) -> tuple[float, float]:
         low, high = (math.log(c.n_ctx_orig / (beta * 2 * math.pi)) for beta in (c.beta_fast, c.beta_slow))
@@ -217,7 +217,7 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
 
 
 @pytest.mark.parametrize("checkpoint", ["mamba2"], indirect=True)
-def test_mamba2_differs_by_its_norm_alone(
+def test_mamba2_differs_only_by_its_norm(
     checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers norms the whole row; llama.cpp norms groups, as mamba_ssm does, whose models these are."""
@@ -244,7 +244,7 @@ def with_its_own_base(row: Arch) -> Arch:
     ],
     indirect=["checkpoint"],
 )
-def test_a_difference_is_of_one_number_alone(
+def test_a_known_difference_is_a_single_number(
     checkpoint: Path,
     name: str,
     arch: str,

@@ -43,7 +43,7 @@ def test_fuzz_script() -> None:
     ],
     ids=str,
 )
-def test_values_of_other_kinds(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_values_of_wrong_kinds_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = write_checkpoint(tmp_path / "m", moe_config(**changes), moe_arrays(layers=1))
     with pytest.raises(QuantkitError) as e:
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
@@ -86,7 +86,7 @@ def _card(text: str) -> Callable[[Path], None]:
         (_json("config.json", num_hidden_layers=1), "config.json", "layers.1."),
     ],
 )
-def test_the_file_at_fault_is_blamed(tmp_path: Path, change: Callable[[Path], None], file: str, name: str) -> None:
+def test_an_error_names_the_file(tmp_path: Path, change: Callable[[Path], None], file: str, name: str) -> None:
     folder = write_checkpoint(tmp_path / "m")
     change(folder)
     with pytest.raises(FormatError) as e:
@@ -104,7 +104,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_shard_that_names_promise_is_missed(tmp_path: Path, number: int) -> None:
+def test_a_missing_shard_is_detected_by_file_names(tmp_path: Path, number: int) -> None:
     folder = write_checkpoint(tmp_path / "m", shards=3)
     (folder / "model.safetensors.index.json").unlink()
     (folder / f"model-{number:05}-of-00003.safetensors").rename(tmp_path / "lost")
@@ -114,7 +114,7 @@ def test_a_shard_that_names_promise_is_missed(tmp_path: Path, number: int) -> No
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_the_shards_that_are_there_are_converted_if_asked(tmp_path: Path, index: bool) -> None:
+def test_present_shards_are_converted_on_request(tmp_path: Path, index: bool) -> None:
     folder, options = write_checkpoint(tmp_path / "m", shards=3), ConvertOptions(pre="gpt-2", allow_incomplete=True)
     names = {t.name for t in plan_convert(folder, tmp_path / "x.gguf", None, options).tensors}
     (folder / "model-00003-of-00003.safetensors").unlink()
@@ -124,7 +124,7 @@ def test_the_shards_that_are_there_are_converted_if_asked(tmp_path: Path, index:
     assert set() < remainder < names
 
 
-def test_a_shard_of_the_output_alone_is_missed(tmp_path: Path) -> None:
+def test_a_missing_shard_with_only_the_output_is_detected(tmp_path: Path) -> None:
     """Without it a runtime takes the embeddings for the output."""
     arrays = moe_arrays()
     del arrays["lm_head.weight"]
@@ -134,14 +134,14 @@ def test_a_shard_of_the_output_alone_is_missed(tmp_path: Path) -> None:
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
 
 
-def test_an_empty_tokenizer_model_is_no_vocabulary(tmp_path: Path) -> None:
+def test_an_empty_tokenizer_model_is_refused(tmp_path: Path) -> None:
     folder = checkpoints.write_checkpoint("llama", tmp_path)
     (folder / "tokenizer.model").write_bytes(b"")
     with refuses(FormatError, "QK-E114 tokenizer.model"):
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
 
 
-def test_what_is_refused_says_what_there_is(tmp_path: Path) -> None:
+def test_a_refusal_lists_the_supported_values(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["convert", str(tmp_path), "--dspark"])
     assert result.exit_code == 2
     assert "draft" in result.stderr
@@ -149,7 +149,7 @@ def test_what_is_refused_says_what_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["x" * 3000, "\ud800", "a/b", "..", ""])
-def test_names_of_files_in_the_index(tmp_path: Path, file: str) -> None:
+def test_file_names_in_the_index_are_checked(tmp_path: Path, file: str) -> None:
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
     with refuses(QuantkitError, "QK-E110 model.safetensors.index.json model.norm.weight"):

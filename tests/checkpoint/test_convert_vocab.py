@@ -46,7 +46,7 @@ def write_tekken(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def test_tekken_is_the_references(tmp_path: Path) -> None:
+def test_tekken_equals_the_references(tmp_path: Path) -> None:
     (path,) = convert(write_tekken(tmp_path / "Tiny-Tekken"), tmp_path / "x.gguf", None, VOCAB).paths
     assert sha256(path.read_bytes()).hexdigest() == TEKKEN
 
@@ -69,7 +69,7 @@ _A = base64.b64encode(b"a").decode()
         ({"special_tokens": [{"token_str": "x"}]}, "QK-E114 <s>"),
     ],
 )
-def test_tekken_files_that_are_broken(tmp_path: Path, changes: dict[str, Any], refusal: str) -> None:
+def test_damaged_tekken_files_are_refused(tmp_path: Path, changes: dict[str, Any], refusal: str) -> None:
     with refuses(FormatError, refusal, "tekken.json"):
         convert(write_tekken(tmp_path / "m", **changes), tmp_path / "x.gguf", None, VOCAB)
 
@@ -102,13 +102,13 @@ def test_vocab_json_and_merges(tmp_path: Path, name: str) -> None:
         assert file.get("tokenizer.ggml.token_type")[94:] == [1, 3]
 
 
-def test_a_class_that_is_not_known(tmp_path: Path) -> None:
+def test_an_unknown_class_is_refused(tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "m", "MyTokenizer")
     with refuses(FormatError, "QK-E114 GPT2"):
         convert(folder, tmp_path / "x.gguf", None, replace(VOCAB, pre="gpt-2"))
 
 
-def test_what_to_try_for_an_unknown_hash(tmp_path: Path) -> None:
+def test_an_unknown_hash_suggests_pre_tokenizers(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     with refuses(FormatError, "QK-E115 --pre gpt-2") as e:
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
@@ -119,7 +119,7 @@ def test_what_to_try_for_an_unknown_hash(tmp_path: Path) -> None:
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
 
 
-def test_the_nearest_splits_alike() -> None:
+def test_the_suggested_pre_tokenizer_splits_alike() -> None:
     from itertools import accumulate
 
     from quantkit.checkpoint.vocab.pre_tokenizers import TEXT
@@ -162,7 +162,7 @@ def pieces_of(folder: Path, out: Path, options: ConvertOptions = WORDPIECE) -> t
     return keys["tokens"], keys["token_type"], keys.get
 
 
-def test_words_begin_with_a_space_and_pieces_do_not(tmp_path: Path) -> None:
+def test_wordpiece_words_get_a_space_prefix(tmp_path: Path) -> None:
     """Numbers without a token are filled up; a control token stays what it is, an added one for users does not."""
     added = {"9": {"content": "b", "special": False, "normalized": False}}
     folder = write_bert(tmp_path / "m", "\r\n".join(WORDS), added_tokens_decoder=added)
@@ -173,13 +173,13 @@ def test_words_begin_with_a_space_and_pieces_do_not(tmp_path: Path) -> None:
     assert key("seperator_token_id") is None  # there is no tokenizer.json, in which it would be looked for
 
 
-def test_the_last_of_equal_words_counts(tmp_path: Path) -> None:
+def test_the_last_of_duplicate_words_is_used(tmp_path: Path) -> None:
     tokens, types, _ = pieces_of(write_bert(tmp_path / "m", "\n".join([*WORDS, "a", ""])), tmp_path / "x.gguf")
     assert (tokens[7], types[7]) == ("▁[PAD7]", 5)
     assert (tokens[10], types[10]) == ("▁a", 1)
 
 
-def test_special_tokens_that_are_missing_follow_the_others(tmp_path: Path) -> None:
+def test_missing_special_tokens_are_appended(tmp_path: Path) -> None:
     """In the order in which transformers adds them; a vocabulary that they do not fit is refused."""
     words = [word for word in WORDS if word not in ("[UNK]", "[MASK]")]
     tokens, types, _ = pieces_of(write_bert(tmp_path / "m", "\n".join(words)), tmp_path / "x.gguf")
@@ -191,19 +191,19 @@ def test_special_tokens_that_are_missing_follow_the_others(tmp_path: Path) -> No
         )
 
 
-def test_an_unknown_hash_of_words_names_what_does(tmp_path: Path) -> None:
+def test_an_unknown_wordpiece_hash_suggests_pre_tokenizers(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E115 vocab.txt --pre jina-v2-en"):
         convert(write_bert(tmp_path / "m", "\n".join(WORDS)), tmp_path / "x.gguf", None, VOCAB)
 
 
-def test_a_vocab_txt_that_is_no_text(tmp_path: Path) -> None:
+def test_a_binary_vocab_txt_is_refused(tmp_path: Path) -> None:
     folder = write_bert(tmp_path / "m", "")
     (folder / "vocab.txt").write_bytes(b"a\n\xff\n")
     with refuses(FormatError, "QK-E121 vocab.txt UTF-8"):
         convert(folder, tmp_path / "x.gguf", None, WORDPIECE)
 
 
-def test_a_tokenizer_without_its_token_for_what_is_unknown(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_unknown_token_is_refused(tmp_path: Path) -> None:
     """The package tokenizers stops at a text of such characters."""
     folder = checkpoints.write_checkpoint("bert", tmp_path)
     values = json.loads((folder / "tokenizer.json").read_text())
@@ -228,7 +228,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["plain", "truncated and padded"])
 @pytest.mark.parametrize("name", WORDPIECE_NAMES)
-def test_the_hash_of_words_is_the_references(name: str, lengths: dict[str, Any], tmp_path: Path) -> None:
+def test_the_wordpiece_hash_is_the_references(name: str, lengths: dict[str, Any], tmp_path: Path) -> None:
     expected = json.loads((Path(__file__).parents[1] / "data" / "convert-sha256.json").read_text())[name]["check"]
     folder = checkpoints.write_checkpoint(name, tmp_path)
     if (path := folder / "tokenizer.json").is_file():
@@ -237,7 +237,7 @@ def test_the_hash_of_words_is_the_references(name: str, lengths: dict[str, Any],
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
 
 
-def test_added_tokens_go_in_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_tokens_are_encoded_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call compiles the search for all of them: one at a time, 6,415 tokens of Gemma 3 took 20 seconds."""
     import tokenizers
 
@@ -282,7 +282,7 @@ def write_bytes(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["jamba", "deci", "deci-7b", "xverse"])
-def test_byte_level_bpe_is_written_as_what_it_is(name: str, tmp_path: Path) -> None:
+def test_byte_level_bpe_is_written_as_gpt2(name: str, tmp_path: Path) -> None:
     """Whatever the class: not as pieces, of which none would ever match."""
     folder, out = write_bytes(name, tmp_path), tmp_path / "x.gguf"
     convert(folder, out, None, replace(VOCAB, pre="gpt-2"))
@@ -294,7 +294,7 @@ def test_byte_level_bpe_is_written_as_what_it_is(name: str, tmp_path: Path) -> N
         plan_convert(folder, tmp_path / "y.gguf", None, VOCAB)
 
 
-def test_a_pre_tokenizer_that_splits_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_pre_tokenizer_with_other_splits_is_refused(tmp_path: Path) -> None:
     folder, wrong = write_bytes("deci", tmp_path), replace(VOCAB, pre="llama-bpe")
     with refuses(FormatError, "QK-E115 --pre gpt-2 --allow-other-ids"):
         convert(folder, tmp_path / "x.gguf", None, wrong)

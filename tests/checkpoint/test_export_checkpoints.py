@@ -156,7 +156,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_and_back(name: str, folder: Path) -> None:
+def test_round_trip(name: str, folder: Path) -> None:
     description = checkpoints.describe(name)
     checkpoint = checkpoints.write_checkpoint(name, folder / "drawn")
     for outtype in outtypes(description):
@@ -263,7 +263,7 @@ def equal(x: Stored, y: Stored) -> bool:
     return x.shape == y.shape and np.array_equal(read_f32(x, 0, size_of(x)), read_f32(y, 0, size_of(y)))
 
 
-def test_what_is_not_exported_says_so(folder: Path) -> None:
+def test_unsupported_exports_are_refused(folder: Path) -> None:
     refusal = "QK-E304 rwkv5 --list"
     path = vocabs.write_vocab(folder / "a.gguf")
     with open_gguf(path, header_only=True) as file, refuses(TypeNotSupported, refusal):
@@ -271,7 +271,7 @@ def test_what_is_not_exported_says_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_files_do_not_hold_is_refused(name: str, folder: Path) -> None:
+def test_tensors_missing_from_the_file_are_refused(name: str, folder: Path) -> None:
     convert(checkpoints.write_checkpoint(name, folder), folder / "a.gguf", None, options_of(checkpoints.describe(name)))
     with refuses(TypeNotSupported, REFUSED[name]):
         plan_export(folder / "a.gguf", folder / "back")
@@ -283,7 +283,7 @@ def test_every_architecture_is_exported() -> None:
 
 
 @pytest.mark.parametrize(("name", "error"), [("qwen3-moe-nvfp4", 1e-6), ("llama-nvfp4", 1e-6), ("gpt-oss-mxfp4", 0)])
-def test_floats_of_blocks_are_those_that_are_meant(name: str, error: float, folder: Path) -> None:
+def test_decoded_blocks_are_the_intended_floats(name: str, error: float, folder: Path) -> None:
     """NVFP4's up to the order of two products."""
     description = checkpoints.describe(name)
     checkpoint = checkpoints.write_checkpoint(name, folder / "drawn")

@@ -1,4 +1,4 @@
-"""Tokenizers that are exported give the ids of our own: of every pre-tokenizer that has a counterpart."""
+"""Exported tokenizers give the ids of quantkit's tokenizer, for every pre-tokenizer that has a counterpart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts() -> list[str]:
 
 
 def is_compared(name: str, text: str) -> bool:
-    """Tell whether llama.cpp splits a text as the original tokenizer does, whose pattern is exported."""
+    """Return whether llama.cpp splits a text like the original tokenizer, whose pattern is exported."""
     if text is TEXT:
         return True
     marks = any(unicodedata.category(c)[0] == "M" for c in text)
@@ -69,7 +69,7 @@ def vocabulary() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_are_those_of_our_own(name: str, tmp_path: Path) -> None:
+def test_ids_equal_quantkits_tokenizer(name: str, tmp_path: Path) -> None:
     path = vocabs.write_vocab(tmp_path / "x.gguf", pre=name, **vocabulary())
     with open_gguf(path, header_only=True) as file:
         tokenizer = Tokenizer.from_gguf(file)
@@ -83,7 +83,7 @@ def test_ids_are_those_of_our_own(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT))
-def test_others_are_refused(name: str, tmp_path: Path) -> None:
+def test_other_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
     path = vocabs.write_vocab(tmp_path / "x.gguf", pre=name, **vocabulary())
     with (
         open_gguf(path, header_only=True) as file,
@@ -92,7 +92,7 @@ def test_others_are_refused(name: str, tmp_path: Path) -> None:
         tokenizer_files(file)
 
 
-def test_merges_of_what_is_no_token_are_left_out(tmp_path: Path) -> None:
+def test_merges_of_unknown_tokens_are_dropped(tmp_path: Path) -> None:
     path = vocabs.write_vocab(tmp_path / "x.gguf", pre="gpt-2", **vocabs.telltale())
     with open_gguf(path, header_only=True) as file:
         files, (note,) = tokenizer_files(file)
@@ -127,7 +127,7 @@ def test_words(flags: dict[str, bool], tmp_path: Path) -> None:
     assert len(plain) > 20
 
 
-def test_a_plain_token_may_begin_texts(tmp_path: Path) -> None:
+def test_a_normal_token_may_be_bos(tmp_path: Path) -> None:
     """It is put before them, and is nothing special within them."""
     path = vocabs.spm(tmp_path / "x.gguf", bos_token_id=300)
     with open_gguf(path, header_only=True) as file:
@@ -147,7 +147,7 @@ def test_a_plain_token_may_begin_texts(tmp_path: Path) -> None:
         ({}, "[CLS] a [SEP] b"),
     ],
 )
-def test_what_is_put_between_two_texts(flags: dict[str, bool], pair: str, tmp_path: Path) -> None:
+def test_separator_between_two_texts(flags: dict[str, bool], pair: str, tmp_path: Path) -> None:
     with open_gguf(vocabs.wordpiece(tmp_path / "x.gguf", **flags), header_only=True) as file:
         files, _ = tokenizer_files(file)
     template = json.loads(files["tokenizer.json"])["post_processor"]["pair"]

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Any, npt.NDArray[Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_run_of_values(tmp_path: Path, name: str) -> None:
+def test_any_range_of_values_is_evaluated(tmp_path: Path, name: str) -> None:
     stored = read_header(write_safetensors(tmp_path / "x.safetensors", ARRAYS))
     make, expected = CASES[name]
     x = make({key: ex.Stored(tensor) for key, tensor in stored.items()})

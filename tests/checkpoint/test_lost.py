@@ -92,7 +92,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "config", "setting"), CASES)
-def test_a_setting_that_no_key_holds_is_named(name: str, config: dict[str, Any], setting: str, tmp_path: Path) -> None:
+def test_a_setting_without_a_key_is_named(name: str, config: dict[str, Any], setting: str, tmp_path: Path) -> None:
     assert checkpoints.settings_in(notes_of(name, tmp_path, config)) - checkpoints.OMISSIONS.get(name, set()) == {
         setting
     }
@@ -121,7 +121,7 @@ def test_a_setting_that_no_key_holds_is_named(name: str, config: dict[str, Any],
         ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=512, beta_fast=32, beta_slow=1)),
     ],
 )
-def test_what_a_file_holds_or_no_model_reads_is_not(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_stored_and_unused_settings_are_not_reported(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     config = {**config}
     if name == "llama" and "original_max_position_embeddings" not in config.get("rope_scaling", {}):
         config.setdefault("rope_scaling", None)
@@ -186,7 +186,7 @@ def with_files(**files: str) -> Callable[[Path], Path]:
     ],
 )
 @pytest.mark.parametrize("type_name", [None, "Q8_0"])
-def test_strict_makes_an_error_of_the_note(
+def test_strict_turns_the_note_into_an_error(
     write: Callable[[Path], Path], type_name: str | None, tmp_path: Path
 ) -> None:
     folder, out = write(tmp_path / "m"), tmp_path / "x.gguf"
@@ -211,7 +211,7 @@ def test_strict_on_the_command_line_and_in_a_cook(tmp_path: Path) -> None:
     assert config_from(settings, "cook.toml", Path()).convert == ConvertOptions(strict=True)
 
 
-def test_a_template_that_names_none_blames_its_file(tmp_path: Path) -> None:
+def test_an_error_in_a_template_names_its_file(tmp_path: Path) -> None:
     for template in ([{"name": "x", "template": "{{ x }}"}, "str"], [{"name": "x", "template": 5}]):
         folder = with_template(template)(tmp_path / "m")
         with refuses(FormatError, "QK-E114 tokenizer_config.json"):
@@ -233,7 +233,7 @@ def test_a_pipe_is_not_a_missing_file(name: str, tmp_path: Path) -> None:
     assert name in e.value.message
 
 
-def test_of_a_vocabulary_alone_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_vocabulary_alone_loses_no_setting(tmp_path: Path) -> None:
     folder = without_a_setting(tmp_path / "m")
     plan = plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2", vocab_only=True))
     assert unsupported_settings(plan.source) == []  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(cli, ["export", *map(str, args)])
 
 
-def test_a_dry_run_shows_alike_tensors_in_a_line(model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_groups_equal_tensors(model: Path, tmp_path: Path) -> None:
     result = run(model, tmp_path / "back", "--dry-run")
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.stdout.splitlines() if "experts.*.down_proj" in line)
@@ -38,14 +38,14 @@ def test_a_dry_run_shows_alike_tensors_in_a_line(model: Path, tmp_path: Path) ->
     assert not (tmp_path / "back").exists()
 
 
-def test_a_dry_run_says_why_the_run_would_refuse(model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_reports_the_runs_refusal(model: Path, tmp_path: Path) -> None:
     assert "no such directory; create it first" in run(model, tmp_path / "a" / "b", "--dry-run").stdout
     (tmp_path / "config.json").touch()
     assert "exists; choose another name, or use --overwrite" in run(model, tmp_path, "--dry-run").stdout
     assert json.loads(run(model, tmp_path, "--dry-run", "--json").stdout)["refused"] is not None
 
 
-def test_json_is_all_of_stdout(model: Path, tmp_path: Path) -> None:
+def test_stdout_is_only_json(model: Path, tmp_path: Path) -> None:
     """It says what is written as safetensors has it, and of which tensors of the file."""
     result = run("--json", model, tmp_path / "back")
     output = json.loads(result.stdout)
@@ -86,7 +86,7 @@ def test_errors_are_one_line(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
-def test_what_only_the_text_model_holds_is_said(tmp_path: Path) -> None:
+def test_an_export_of_only_the_text_model_is_noted(tmp_path: Path) -> None:
     """A class that also has a vision tower: it is in no file, and a note says so."""
     checkpoint = checkpoints.write_checkpoint("qwen3-vl", tmp_path)
     convert(checkpoint, tmp_path / "x.gguf", None, options_of(checkpoints.describe("qwen3-vl")))

@@ -30,7 +30,7 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 @pytest.mark.parametrize("path", list(commands(cli)), ids=" ".join)
 @pytest.mark.parametrize("name", ["-hxy", "-oq", "-fab", "-mx.gguf", "-xyz", "-xy=1"])
-def test_no_cluster_is_taken_apart(path: tuple[str, ...], name: str) -> None:
+def test_clusters_of_short_options_are_not_split(path: tuple[str, ...], name: str) -> None:
     result = CliRunner().invoke(cli, [*path, name])
     assert result.exit_code == 2
     assert f"No such option '{name}'" in result.stderr
@@ -66,7 +66,7 @@ def test_every_declared_option_is_on_the_command_line(name: str) -> None:
         assert parameters[field].help == declaration.help
 
 
-def test_imatrix_compare_is_diff() -> None:
+def test_imatrix_compare_is_an_alias_of_diff() -> None:
     by_name = [CliRunner().invoke(cli, ["imatrix", name, "-h"]).stdout.splitlines()[2:] for name in ("diff", "compare")]
     assert by_name[0] == by_name[1]
 

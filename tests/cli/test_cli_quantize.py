@@ -30,7 +30,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(cli, ["quantize", *map(str, args)])
 
 
-def test_the_order_of_llama_quantize(llama: Path, tmp_path: Path) -> None:
+def test_arguments_in_the_order_of_llama_quantize(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     result = run(llama, out, "q8_0", 2)
     assert result.exit_code == 0, result.output
@@ -40,12 +40,12 @@ def test_the_order_of_llama_quantize(llama: Path, tmp_path: Path) -> None:
     assert "blk.0.ffn_up.weight" in result.stderr
 
 
-def test_a_negative_number_of_threads_means_all(llama: Path, tmp_path: Path) -> None:
+def test_negative_threads_means_all(llama: Path, tmp_path: Path) -> None:
     assert run(llama, tmp_path / "o.gguf", "q8_0", -1).exit_code == 0
     assert run(llama, tmp_path / "p.gguf", "q8_0", "--prune-layers", -1).exit_code == 2
 
 
-def test_without_an_output_it_lies_beside_the_input(llama: Path) -> None:
+def test_the_default_output_is_beside_the_input(llama: Path) -> None:
     result = run(llama, "7")
     assert result.exit_code == 0, result.output
     output = llama.with_name("ggml-model-Q8_0.gguf")
@@ -55,7 +55,7 @@ def test_without_an_output_it_lies_beside_the_input(llama: Path) -> None:
         assert f"ggml-model-{name}.gguf: " in run("--dry-run", llama, number).stdout
 
 
-def test_json_is_all_of_stdout(llama: Path, tmp_path: Path) -> None:
+def test_stdout_is_only_json(llama: Path, tmp_path: Path) -> None:
     result = run("--json", llama, tmp_path / "o.gguf", "Q8_0")
     summary = json.loads(result.stdout)
     assert summary["bits_per_weight"] == pytest.approx(8.5, abs=0.1)
@@ -89,7 +89,7 @@ def test_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
     assert sum(t["bytes"] for t in plan["tensors"]) < plan["files"][0]["bytes"]
 
 
-def test_the_encoder_of_ik_is_asked_for(llama: Path, tmp_path: Path) -> None:
+def test_encoder_ik_is_selected(llama: Path, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain.gguf", tmp_path / "o.gguf"
     assert run(llama, plain, "IQ4_XS").exit_code == 0
     tensors = json.loads(run("--dry-run", "--json", "--encoder", "ik", llama, out, "IQ4_XS").stdout)["tensors"]
@@ -152,7 +152,9 @@ def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list[str], code: int, message: str) -> None:
+def test_invalid_input_is_an_error_of_one_line(
+    llama: Path, tmp_path: Path, args: list[str], code: int, message: str
+) -> None:
     paths = {"IN": str(llama), "OUT": str(tmp_path / "o.gguf")}
     result = run(*(paths.get(a, a) for a in args))
     assert result.exit_code == code, result.output
@@ -161,7 +163,7 @@ def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_buffer_size_that_llama_quantize_takes_is_taken(llama: Path, tmp_path: Path) -> None:
+def test_buffer_sizes_of_llama_quantize_are_accepted(llama: Path, tmp_path: Path) -> None:
     small = run("--max-buffer-size", 1, llama, tmp_path / "a.gguf", "Q8_0", 3)
     assert small.exit_code == 0, small.output
     assert "note: --max-buffer-size 1: 3 threads need at least 3.02 MiB" in small.stderr
@@ -171,7 +173,7 @@ def test_a_buffer_size_that_llama_quantize_takes_is_taken(llama: Path, tmp_path:
 
 
 @pytest.mark.parametrize("fallback", ["ERROR", "Error"])
-def test_fallback_is_read_in_any_case(tmp_path: Path, fallback: str) -> None:
+def test_fallback_is_case_insensitive(tmp_path: Path, fallback: str) -> None:
     source = write_model(tmp_path / "s.gguf", {"blk.0.ffn_up.weight": ((320, 8), "F16")})
     result = run("--fallback", fallback, source, tmp_path / "o.gguf", "Q4_K_S")
     assert result.exit_code == 1
@@ -187,7 +189,7 @@ def odd(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
-def test_fallbacks_are_one_line_of_the_summary(odd: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_the_summary_has_one_line_of_fallbacks(odd: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     result = run(*options, "--pure", odd, tmp_path / "o.gguf", "Q3_K")
     (line,) = (" ".join(line.split()) for line in result.stdout.splitlines() if line.startswith("fallback"))
     assert "3 of 6 matrices: 3 Q3_K to Q4_0" in line
@@ -237,19 +239,19 @@ main()
 
 
 @pytest.mark.parametrize("moment", ["click", "quantkit.cli.quantize", "numpy", "quantkit.formats.imatrix"])
-def test_ctrl_c_takes_one_line_while_all_is_being_imported(llama: Path, tmp_path: Path, moment: str) -> None:
+def test_ctrl_c_during_imports_prints_one_line(llama: Path, tmp_path: Path, moment: str) -> None:
     command = [sys.executable, "-c", _INTERRUPTED, moment, "quantize", llama, tmp_path / "o.gguf", "Q8_0"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr.strip()) == (130, "interrupted")
 
 
-def test_rules_that_match_nothing_are_reported_first(llama: Path, tmp_path: Path) -> None:
+def test_unmatched_rules_are_reported_first(llama: Path, tmp_path: Path) -> None:
     result = run("--custom-q", "ffn_up_shexp=q8_0", "--dry-run", llama, tmp_path / "o.gguf", "Q4_0")
     assert "note: QK-W" in result.stderr
     assert "ffn_up_shexp" in result.stderr
 
 
-def test_a_recipe_decides(llama: Path, tmp_path: Path) -> None:
+def test_a_recipe_selects_types(llama: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "my.recipe"
     recipe.write_text("# attention\nattn_[qk] = q8_0\n\nblk\\.1\\. = q5_0  # the rest of layer 1\n")
     result = run("--recipe", recipe, llama, tmp_path / "o.gguf", "Q4_0")
@@ -260,7 +262,7 @@ def test_a_recipe_decides(llama: Path, tmp_path: Path) -> None:
     assert types["blk.0.ffn_up.weight"] == "Q4_0"
 
 
-def test_killed_and_resumed(llama: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed(llama: Path, tmp_path: Path) -> None:
     """A real process, really killed, at several moments."""
     reference = tmp_path / "whole.gguf"
     assert run(llama, reference, "Q4_0").exit_code == 0
@@ -277,7 +279,7 @@ def test_killed_and_resumed(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_behind_stdout_gets_one_line() -> None:
+def test_a_full_disk_at_stdout_is_an_error_of_one_line() -> None:
     with open("/dev/full", "wb") as full:
         process = subprocess.run(
             [sys.executable, "-m", "quantkit", "types"], stdout=full, stderr=subprocess.PIPE, check=False
@@ -286,7 +288,7 @@ def test_a_full_disk_behind_stdout_gets_one_line() -> None:
     assert process.stderr == b"Error: No space left on device\n"
 
 
-def test_control_characters_of_names_are_escaped(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     source = write_model(tmp_path / "x.gguf", {**llama_tensors(), "blk.0.\x1b[31m\n.weight": ((256, 8), "F16")})
     result = run("--dry-run", source, tmp_path / "o.gguf", "Q4_0")
     assert result.exit_code == 0, result.output
@@ -294,7 +296,7 @@ def test_control_characters_of_names_are_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in result.output
 
 
-def test_partial_requant_makes_only_what_is_missing(llama: Path, tmp_path: Path) -> None:
+def test_partial_requant_writes_only_missing_shards(llama: Path, tmp_path: Path) -> None:
     assert run(llama, tmp_path / "s.gguf", "COPY", "--split-max-size", "300K").exit_code == 0
     source, out = next(tmp_path.glob("s-00001-*")), tmp_path / "o.gguf"
     command = ("--keep-split", "--partial-requant", source, out, "Q8_0")
@@ -313,7 +315,7 @@ def test_partial_requant_makes_only_what_is_missing(llama: Path, tmp_path: Path)
     plan = json.loads(run("--json", *command).stdout)
     assert plan["files"] == plan["tensors"] == []
     assert not list(tmp_path.glob("*.part"))
-    # Other metadata are no reason to make a file again; other tensors are one to stop.
+    # Different metadata do not cause a file to be written again; different tensors are an error.
     assert run("--no-provenance", *command).exit_code == 0
     shards[3].write_bytes(shards[2].read_bytes())
     refused = run(*command)
@@ -348,7 +350,7 @@ def test_a_second_output(llama: Path, tmp_path: Path) -> None:
         assert "llama.cpp: does not load" in result.stdout
 
 
-def test_embeddings_per_layer_have_an_option(tmp_path: Path) -> None:
+def test_per_layer_embeddings_have_an_option(tmp_path: Path) -> None:
     per_layer = "per_layer_token_embd.weight"
     model = write_model(tmp_path / "m.gguf", {**llama_tensors(), per_layer: ((256, 64), "F16")})
 
@@ -387,7 +389,7 @@ NEW_OPTIONS = {"--per-layer-token-embedding-type", "--extra-output-tensor", "--s
 
 
 @pytest.mark.peer
-def test_every_option_of_the_peers_is_known(llama_bin: Path, ik_bin: Path) -> None:
+def test_every_option_of_the_peers_is_handled(llama_bin: Path, ik_bin: Path) -> None:
     libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"
     peer_options = options_of(llama_bin / "llama-quantize")
     peer_options |= options_of(ik_bin / "llama-quantize", {"LD_LIBRARY_PATH": libraries})
@@ -398,7 +400,7 @@ def test_every_option_of_the_peers_is_known(llama_bin: Path, ik_bin: Path) -> No
     assert peer_options | NEW_OPTIONS <= options
 
 
-def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
+def test_tensors_skipped_by_repack_are_noted(llama: Path, tmp_path: Path) -> None:
     def notes(*args: object) -> str:
         result = run("--dry-run", *args, tmp_path / "o.gguf")
         assert result.exit_code == 0, result.output
@@ -424,7 +426,7 @@ def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
     assert "cuts" not in text
 
 
-def test_repack_needs_no_type_but_a_wrong_one_is_an_error(llama: Path, tmp_path: Path) -> None:
+def test_repack_accepts_no_type_and_refuses_a_wrong_one(llama: Path, tmp_path: Path) -> None:
     assert "ggml-model-REPACK.gguf: " in run("--dry-run", "--repack", llama).stdout
     assert "ggml-model-Q4_K_R4.gguf: " in run("--dry-run", "--repack", llama, "Q4_K_R4").stdout
     assert json.loads(run("--dry-run", "--json", "--unrepack", llama).stdout)["rules"] == ""
@@ -433,6 +435,6 @@ def test_repack_needs_no_type_but_a_wrong_one_is_an_error(llama: Path, tmp_path:
     check_refused(refused.stderr, "QK-E301 Q4_K_X Q4_K_S")
 
 
-def test_rules_and_encoders_are_named_in_any_case(llama: Path) -> None:
+def test_rules_and_encoders_are_case_insensitive(llama: Path) -> None:
     plan = json.loads(run("--dry-run", "--json", "--rules", "IK", "--encoder", "Ik", llama, "Q4_K_M").stdout)
     assert (plan["rules"], {t["encoder"] for t in plan["tensors"]}) == ("ik", {"ik", None})

@@ -39,14 +39,14 @@ def test_every_type_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("tree", ["mainline", "ik"])
-def test_one_tree(tree: str) -> None:
+def test_types_of_one_project(tree: str) -> None:
     output = run_json("--tree", tree, "--presets")
     assert {t["trees"] for t in output["types"]} == {tree, "both"}
     assert [t["name"] for t in output["types"]] == [t.name for t in TYPES if t.is_in(tree)]
     assert {p["trees"] for p in output["presets"]} == {tree, "both"}
 
 
-def test_json_holds_the_whole_table() -> None:
+def test_json_has_the_whole_table() -> None:
     output = run_json()
     assert "presets" not in output
     assert len(output["types"]) == len(TYPES)
@@ -61,7 +61,7 @@ def test_json_holds_the_whole_table() -> None:
         assert row["bits_per_weight"] == t.bpw
 
 
-def test_encoders_and_decoders_are_those_there_are() -> None:
+def test_listed_encoders_and_decoders_exist() -> None:
     for row in run_json()["types"]:
         t = BY_NAME[row["name"]]
         assert (row["encoder"], row["decoder"]) == (has_encoder(t), has_decoder(t) or t.name == "I2_S")

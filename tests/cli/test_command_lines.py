@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.command)
-def test_a_line_runs_or_is_answered(line: Line, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line_runs_or_gets_advice(line: Line, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     program, *arguments = shlex.split(line.command.replace("$(nproc)", "2"))
@@ -87,7 +87,7 @@ def _commands() -> dict[str, click.Command]:
 
 
 @pytest.mark.parametrize("name", ["perplexity", "kld", "logits", "imatrix", "bench", "sweep-bench", "report"])
-def test_commands_that_run_a_model_take_all_options(name: str) -> None:
+def test_commands_that_run_a_model_share_options(name: str) -> None:
     options = {n for p in _commands()[name].params for n in (*p.opts, *p.secondary_opts)}
     missing = {n for table in (_IGNORED, _REFUSED) for names, _, _ in _parsed(table) for n in names} - options
     assert not missing
@@ -101,12 +101,12 @@ def test_a_name_belongs_to_one_option() -> None:
 
 @pytest.mark.parametrize("name", ["--verbosity", "--overwrit", "--over-write", "--overwrite-all", "--delete-splits"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_suggestion_destroys(command: str, name: str) -> None:
+def test_no_suggestion_is_destructive(command: str, name: str) -> None:
     result = CliRunner().invoke(cli, [command, name])
     assert not any("mean" in line and "--overwrite" in line for line in result.stderr.splitlines())
 
 
-def test_names_of_answers_are_no_commands() -> None:
+def test_advised_names_are_not_commands() -> None:
     assert not (ALIASES.keys() | ANSWERS.keys()) & COMMANDS.keys()
     assert ALIASES.keys().isdisjoint(ANSWERS)
     assert set(ALIASES.values()) <= COMMANDS.keys()
@@ -114,7 +114,7 @@ def test_names_of_answers_are_no_commands() -> None:
         assert len(answer(name, [], list(COMMANDS))) > len(f"No such command '{name}'; type: ")
 
 
-def test_ignored_options_are_in_the_long_help_alone() -> None:
+def test_ignored_options_are_only_in_the_long_help() -> None:
     short, long = (CliRunner().invoke(cli, ["kld", option]).stdout for option in ("--help", "--help-all"))
     names = [p.opts[0] for p in _commands()["kld"].params if hasattr(p, "note")]
     assert len(names) > 60
@@ -123,7 +123,7 @@ def test_ignored_options_are_in_the_long_help_alone() -> None:
     assert all(not p.help for p in _commands()["kld"].params if is_compatible_only(p) and isinstance(p, click.Option))
 
 
-def test_a_model_of_a_hub(folder: Path, tmp_path: Path) -> None:
+def test_a_model_from_a_hub(folder: Path, tmp_path: Path) -> None:
     """-hf downloads once, the file of the type, in a process of its own: the Hub's address is read once."""
     repository = tmp_path / "Tiny-GGUF"
     repository.mkdir()
@@ -159,7 +159,7 @@ def test_a_model_of_a_hub(folder: Path, tmp_path: Path) -> None:
     assert "QK-E210" in process.stdout
 
 
-def test_json_goes_beside_the_text(folder: Path, tmp_path: Path) -> None:
+def test_json_to_a_file_keeps_the_text(folder: Path, tmp_path: Path) -> None:
     def run(*arguments: Any) -> Any:
         return CliRunner().invoke(cli, [*map(str, arguments)])
 
@@ -167,14 +167,14 @@ def test_json_goes_beside_the_text(folder: Path, tmp_path: Path) -> None:
     plain, dash, both = (run("inspect", model, *json) for json in (("--json",), ("--json", "-"), ("--json", file)))
     assert plain.stdout == dash.stdout == file.read_text()
     assert both.stdout == run("inspect", model).stdout
-    assert run("inspect", "--json", model).stdout == plain.stdout  # the model is no value of --json
+    assert run("inspect", "--json", model).stdout == plain.stdout  # the model is not the argument of --json
     repeated = run("inspect", model, "--json", file)
     assert repeated.exit_code == 1
     assert "QK-E402" in repeated.stderr
     assert run("inspect", model, "--json", file, "--overwrite").exit_code == 0
 
 
-def test_what_is_no_checkpoint_names_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_instead_of_a_checkpoint_suggests_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for name, text in (("ggml-model-f16.gguf", "quantkit quantize"), ("Qwen/Qwen3-0.6B", "hf://Qwen/Qwen3-0.6B")):
         result = CliRunner().invoke(cli, ["convert", name, "x.gguf"])

@@ -72,7 +72,7 @@ def test_a_command_is_a_function_of_its_name(name: str) -> None:
     assert inspect.isfunction(getattr(quantkit, verb)), guide_step(1)
 
 
-def test_a_group_with_options_is_a_function_too() -> None:
+def test_a_group_with_options_is_also_a_function() -> None:
     """`quantkit imatrix -m ..` collects."""
     groups = {name for name, command in COMMANDS_BY_NAME.items() if isinstance(command, click.Group) and command.params}
     assert groups == {"imatrix"}
@@ -125,7 +125,7 @@ def test_a_public_name_has_a_docstring(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_public_function_says_what_it_raises(name: str) -> None:
+def test_a_public_function_documents_its_exceptions(name: str) -> None:
     """Or it does no more than look up a table."""
     if name not in WITHOUT_ERRORS:
         assert re.search(r"[Rr]aises|[Ee]rrors? as", inspect.getdoc(PUBLIC[name]) or ""), name
@@ -151,5 +151,5 @@ def test_paths_may_be_urls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_page_shows_it(name: str) -> None:
+def test_a_page_documents_it(name: str) -> None:
     assert name in EXAMPLES, guide_step(7)

@@ -65,7 +65,7 @@ def test_values(line: str, expected: list[str]) -> None:
         ("convert-lora emp", "dir"),
     ],
 )
-def test_what_the_shell_completes_itself(line: str, kind: str) -> None:
+def test_paths_are_completed_by_the_shell(line: str, kind: str) -> None:
     assert [(item.type, item.value) for item in items(line)] == [(kind, line.split()[1])]
 
 
@@ -78,12 +78,12 @@ def test_caches_are_directories(line: str) -> None:
     assert [item.type for item in items(f"{line}emp")] == ["dir"]
 
 
-def test_types_that_cannot_be_encoded_are_left_out() -> None:
+def test_types_without_an_encoder_are_not_completed() -> None:
     assert not {"Q8_1", "I8", "IQ1_S_ROW"} & set(values("quantize m.gguf "))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_by_bash(tmp_path: Path) -> None:
+def test_completion_in_bash(tmp_path: Path) -> None:
     command = tmp_path / "quantkit"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quantkit "$@"\n')
     command.chmod(0o755)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MODULE = sys.modules[Diagnosis.__module__]
 
 
-def test_this_machine_works() -> None:
+def test_this_machine_passes() -> None:
     diagnosis = quantkit.doctor()
     names = [f.name for f in diagnosis.findings]
     assert {"Python", "packages", "CPU", "kernel cache", "memory", "disk", "[search]", "[ray]"} <= set(names)
@@ -37,7 +37,7 @@ def test_json_and_text_agree() -> None:
 @pytest.mark.parametrize(
     ("states", "code"), [(("ok",), 0), (("ok", "warning"), 1), (("warning", "error", "ok"), 2)], ids=str
 )
-def test_the_worst_finding_decides(states: tuple[State, ...], code: int) -> None:
+def test_the_worst_finding_is_the_exit_code(states: tuple[State, ...], code: int) -> None:
     assert Diagnosis(tuple(Finding("x", state, "") for state in states)).exit_code == code
 
 
@@ -49,7 +49,7 @@ def test_a_missing_extra_is_a_warning_with_its_command(monkeypatch: pytest.Monke
     assert finding.remedy == "pip install 'gguf-quantkit[plot]'"
 
 
-def test_a_check_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> int:
         raise OSError("no disk")
 
@@ -59,7 +59,7 @@ def test_a_check_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert "no disk" in finding.text
 
 
-def test_extras_are_those_of_the_package() -> None:
+def test_listed_extras_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     for extra in (*ALL, *ON_REQUEST):
         line = next(line for line in text.splitlines() if line.startswith(f"{extra.name} = "))

@@ -21,7 +21,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, room: str, **options: object) -> list
     return rows
 
 
-def test_a_table_without_a_terminal_has_a_line_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_without_a_terminal_has_one_line_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines(monkeypatch, "") == [
         "id  name                 rel. error    shape  why it is so",
         "--  -------------------  ----------  -------  ---------------------------------",
@@ -41,7 +41,7 @@ def test_headings_and_text_fold_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_then_spare_columns_go_and_at_last_columns_continue_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_tables_drop_optional_columns_then_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shape" not in " ".join(lines(monkeypatch, "54", droppable=(4,)))
     below = lines(monkeypatch, "50")
     assert [line.split() for line in below if line.startswith("id")] == [
@@ -50,7 +50,7 @@ def test_then_spare_columns_go_and_at_last_columns_continue_below(monkeypatch: p
     ]
 
 
-def test_a_folded_line_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_lines_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     assert fold("  added  some-key: value", 9) == "  added  some-key:\n         value"
     monkeypatch.delenv("COLUMNS")

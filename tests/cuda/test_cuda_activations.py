@@ -50,7 +50,7 @@ def test_rows_equal_the_cpus(memory: Memory, kind: str, n: int, gap: int, lead: 
     row_bytes = activations.row_bytes(kind, n)
     spread = np.full(lead + ROWS * (n + gap), np.nan, np.float32)
     spread[lead:].reshape(ROWS, n + gap)[:, :n] = x
-    out = memory.room((ROWS + 1, row_bytes), np.uint8)
+    out = memory.allocate((ROWS + 1, row_bytes), np.uint8)
     slots = {"rows": ROWS, "x": memory.put(spread) + 4 * lead, "x_stride": 4 * (n + gap), "n": n, "out": out}
     memory.run(activations.quantize(kind, n, ROWS), **slots)
     actual = memory.get(out, (ROWS + 1, row_bytes), np.uint8)
@@ -58,7 +58,7 @@ def test_rows_equal_the_cpus(memory: Memory, kind: str, n: int, gap: int, lead: 
     assert (actual[ROWS] == 255).all()
 
 
-def test_every_format_is_known() -> None:
+def test_every_format_is_supported() -> None:
     kinds = {activation_format(BY_NAME[name]) for name in ("F32", "Q8_0", "Q5_1", "IQ2_S", *OF_FORMAT.values())}
     assert kinds == {"f32", *activations.KINDS}
     with pytest.raises(ValueError, match="not f32"):

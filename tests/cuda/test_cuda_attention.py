@@ -22,14 +22,14 @@ from quantkit.types import BY_NAME
 
 
 @pytest.mark.parametrize("kind", cache.TYPES)
-def test_cache_bytes_are_ggmls(memory: Memory, kind: str) -> None:
+def test_cache_bytes_equal_ggmls(memory: Memory, kind: str) -> None:
     n_ctx, n, widths = 16, 12, (288, 64)
     rng = np.random.default_rng(3)
     k, v = (rng.normal(0, 1.5, (n, w)).astype(np.float32) for w in widths)
     k[3], k[4], k[5, :32], k[6] = 0, -7, 1e-42, k[6] * 1e4
     k[7], v[8, 5], v[9] = -0.0, 6e4, np.round(v[9]) / 2
     positions, sequences = rng.permutation(n_ctx)[:n], rng.integers(0, 3, n)
-    caches = [memory.room((3 * n_ctx, cache.row_bytes(kind, w)), np.uint8) for w in widths]
+    caches = [memory.allocate((3 * n_ctx, cache.row_bytes(kind, w)), np.uint8) for w in widths]
     memory.run(
         cache.cache_write(kind, n, *widths),
         batch=memory.batch(np.zeros(n), positions, sequences, n_ctx=n_ctx),
@@ -46,7 +46,7 @@ def test_cache_bytes_are_ggmls(memory: Memory, kind: str) -> None:
 
 def test_rows_of_odd_widths_and_without_values(memory: Memory) -> None:
     x = np.random.default_rng(1).normal(0, 1, (3, 60)).astype(np.float32)
-    address = memory.room((8, 60), np.float16)
+    address = memory.allocate((8, 60), np.float16)
     memory.run(
         cache.cache_write("f16", 3, 60, 0),
         batch=memory.batch(np.zeros(3), [5, 0, 2], n_ctx=8),
@@ -109,9 +109,9 @@ class Model:
         capability = memory.device.capability
         layer = AttentionLayer(case.kind, *sizes, self.n_ctx, case.mla, case.selected)
         plan = attention(layer, n, capability=capability, algorithm=algorithm, splits=splits)
-        out = memory.room((n, case.n_head * case.head_v))
+        out = memory.allocate((n, case.n_head * case.head_v))
         sinks = memory.put(self.sinks) if case.sinks else 0
-        scratch = memory.room((plan.scratch,), np.uint8) if plan.scratch else 0
+        scratch = memory.allocate((plan.scratch,), np.uint8) if plan.scratch else 0
         shared = {"out": out, "sinks": sinks, "splits": plan.splits, "scratch": scratch}
         memory.run(
             plan.attend,
@@ -146,7 +146,11 @@ class Model:
         for q_width, form in ((width, "q8_k"), (self.case.head_v, "q8_0"), (width, "f16")):
             rows, units = n * width // q_width, -(-q_width // 256)
             size = rows, activations.row_bytes(form, q_width)
-            want, actual, rerun = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
+            want, actual, rerun = (
+                memory.allocate(size, np.uint8),
+                memory.allocate(size, np.uint8),
+                memory.allocate((n, width)),
+            )
             counters = memory.put(np.zeros(rows * units, np.int32))
             of_rows = {"rows": rows, "x": out, "x_stride": 4 * q_width, "n": q_width, "out": want}
             memory.run(activations.quantize(form, q_width, rows), **of_rows)
@@ -232,7 +236,7 @@ def test_shapes(memory: Memory, name: str, algorithm: int) -> None:
     [Case(17, 1, 96, 96), Case(4, 2, 192, 128), Case(4, 2, 256, 256), Case(16, 1, 576, 512, mla=True, sinks=True)],
     ids=lambda case: f"{case.head_k}_{case.head_v}",
 )
-def test_shapes_of_levels(memory: Memory, case: Case) -> None:
+def test_shapes_with_quantized_caches(memory: Memory, case: Case) -> None:
     """Heads of an odd number of blocks begin anywhere in pieces of 16 bytes."""
     skip_without_room(memory, case.head_k)
     Model(memory, replace(case, kind="q8_0"), (70,), 70).check([68, 3, 40], algorithm=TENSOR, splits=2)
@@ -241,7 +245,7 @@ def test_shapes_of_levels(memory: Memory, case: Case) -> None:
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("latent", [False, True])
-def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool, kind: str) -> None:
+def test_warp_layouts(memory: Memory, rows: int, latent: bool, kind: str) -> None:
     """Rows of 16, 32 and 64, with the columns of the values shared by 4, 2 and 1 warps."""
     model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind=kind), (150,), 150)
     model.check(np.arange(149, 149 - rows, -1), algorithm=TENSOR, splits=1)
@@ -271,12 +275,12 @@ def test_scales_of_any_size(memory: Memory) -> None:
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("algorithm", [VECTOR, TILE])
 def test_cache_types(memory: Memory, kind: str, algorithm: int) -> None:
-    """Compared with what the cache holds: its rounding is no error of attention."""
+    """The reference uses the rounded values of the cache, because rounding is not an error of attention."""
     Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], algorithm=algorithm)
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), [("f16", VECTOR), ("q8_0", TILE)])
-def test_values_within_the_keys(memory: Memory, kind: str, algorithm: int) -> None:
+def test_values_that_are_part_of_the_keys(memory: Memory, kind: str, algorithm: int) -> None:
     Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], algorithm=algorithm)
 
 
@@ -308,7 +312,7 @@ def test_long_contexts_in_parts(memory: Memory, algorithm: int, kind: str, split
 
 @ALGORITHMS
 @pytest.mark.parametrize("grows", [0.05, -0.05])
-def test_parts_of_very_different_scores(memory: Memory, algorithm: int, kind: str, grows: float) -> None:
+def test_key_splits_with_very_different_scores(memory: Memory, algorithm: int, kind: str, grows: float) -> None:
     """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
     model = Model(memory, Case(2, 1, sinks=True, kind=kind, grows=grows), (600,), 600)
     q = np.ones((1, 128), np.float32)
@@ -333,7 +337,7 @@ def test_rows_of_any_size(memory: Memory, algorithm: int, kind: str) -> None:
         assert nmse(actual[i], want[i]) < (1e-7 if i == 0 else 1e-11), i
 
 
-def test_the_way_follows_from_the_rows() -> None:
+def test_the_variant_depends_on_the_number_of_rows() -> None:
     def chosen_algorithm(kind: str, rows: int, group: int = 8, head: int = 128, **options: int) -> int:
         plan = attention(AttentionLayer(kind, 4 * group, 4, head, head, 4096), rows, **options)
         assert (plan.combine is None) == (plan.splits == 1)
@@ -353,7 +357,7 @@ def test_the_way_follows_from_the_rows() -> None:
     assert attention(layer, 512, capability=75).attend.shared <= 64 << 10
 
 
-def test_turing_has_smaller_instructions(device: Any) -> None:
+def test_turing_uses_smaller_instructions(device: Any) -> None:
     if device.name != "CUDA0" or not hasattr(device, "order"):
         pytest.skip("the host runs any capability")
     device.capability = 75

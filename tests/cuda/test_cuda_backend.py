@@ -1,4 +1,4 @@
-"""Whole models on CUDA devices, the host shim's where there is no card: logits, placements, memory, sums."""
+"""Whole models on CUDA devices, the host shim's where there is no GPU: logits, placements, memory, sums."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_zoo(zoo: Zoo, name: str, placement: Placement, **options: Any) -> Model
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_llama_cpps(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
+def test_logits_equal_llama_cpps(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     """Of a tile of tokens; or so many that windows, of 32, hide the first."""
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
@@ -57,7 +57,7 @@ def test_logits_are_llama_cpps(zoo: Zoo, name: str, cuda_devices: Devices) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "deepseek2-moe", "gemma2-dense", "gemma4-dense"])
-def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
+def test_single_tokens_equal_a_batch(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     """Launches of one token are recorded and run again at other positions; pieces of other sizes between."""
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
@@ -93,7 +93,7 @@ def test_merged_experts_give_the_same_logits(zoo: Zoo, name: str, cuda_devices: 
 
 
 @pytest.mark.parametrize("name", ["qwen3next-moe", "olmo2-dense"])
-def test_sequences_do_not_see_each_other(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
+def test_sequences_are_independent(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
         session = model.session(32, n_seq=3)
@@ -188,7 +188,7 @@ def test_the_last_layers_go_to_the_device(zoo: Zoo, cuda_devices: Devices) -> No
 
 
 @pytest.mark.parametrize("layers", [2, 3, 5])
-def test_caches_that_layers_of_two_devices_read(zoo: Zoo, layers: int, cuda_devices: Devices) -> None:
+def test_caches_shared_by_layers_on_two_devices(zoo: Zoo, layers: int, cuda_devices: Devices) -> None:
     """Layers 4 and 5 read what 2 and 3 keep: on the CPU, or on both devices."""
     tokens, logits = tokens_and_logits("gemma4-dense")
     with open_zoo(zoo, "gemma4-dense", Placement(layers)) as model:
@@ -198,7 +198,7 @@ def test_caches_that_layers_of_two_devices_read(zoo: Zoo, layers: int, cuda_devi
 
 
 @pytest.mark.parametrize("budget", [0, 2_000_000])
-def test_weights_beyond_the_budget_are_sent_for_every_batch(zoo: Zoo, budget: int, cuda_devices: Devices) -> None:
+def test_weights_beyond_the_budget_are_uploaded_per_batch(zoo: Zoo, budget: int, cuda_devices: Devices) -> None:
     tokens, logits = tokens_and_logits("qwen3moe-moe")
     with open_zoo(zoo, "qwen3moe-moe", everywhere("CUDA0"), max_vram=budget) as model:
         assert any("more than --max-vram" in note for note in model.notes)
@@ -210,7 +210,7 @@ def test_weights_beyond_the_budget_are_sent_for_every_batch(zoo: Zoo, budget: in
         assert weights._staged
 
 
-def test_a_device_gets_its_memory_back(zoo: Zoo, cuda_devices: Devices) -> None:
+def test_device_memory_is_freed(zoo: Zoo, cuda_devices: Devices) -> None:
     from quantkit.kernels.cuda.core import device
 
     opened = device.open_device("CUDA0")
@@ -231,7 +231,7 @@ def everything(graph: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense"])
-def test_sums_are_those_of_the_reference(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
+def test_sums_equal_the_references(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0][:24]
     actual = []
     for placement in (everywhere("CUDA0"), everywhere("REFERENCE")):
@@ -250,7 +250,7 @@ def test_sums_are_those_of_the_reference(zoo: Zoo, name: str, cuda_devices: Devi
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
-def test_sums_that_are_cleared_begin_anew(zoo: Zoo, cuda_devices: Devices) -> None:
+def test_cleared_sums_start_at_zero(zoo: Zoo, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits("cohere2-dense")[0]
     with open_zoo(zoo, "cohere2-dense", everywhere("CUDA0"), fusion=Fusion.none(), rewrite=observe) as model:
         session = model.session(64)
@@ -276,7 +276,7 @@ def with_observers(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def test_an_observer_sees_what_it_sees_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
+def test_observers_get_the_same_values_as_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits("qwen3moe-moe")[0][:10]
     records: list[dict[str, Any]] = []
     for placement in (everywhere("CUDA0"), Placement()):
@@ -296,7 +296,7 @@ def test_an_observer_sees_what_it_sees_on_the_cpu(zoo: Zoo, cuda_devices: Device
         assert ids is None or np.array_equal(ids, records[1][name][1])
 
 
-def test_covariances_are_those_of_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
+def test_covariances_equal_the_cpus(zoo: Zoo, cuda_devices: Devices) -> None:
     def record(graph: Graph) -> Graph:
         items = inputs(every_token(graph))
         requests = [CovarianceRequest(item.names[0], (0, item.n_mat)) for item in items if item.reader.layer == 0]
@@ -318,7 +318,7 @@ def test_covariances_are_those_of_the_cpu(zoo: Zoo, cuda_devices: Devices) -> No
 # ---------------------------------------------------------------- the command line
 
 
-def test_without_a_device_one_line_says_so(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_an_error_of_one_line(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.model.placement.cuda_devices", lambda: ())
     monkeypatch.setattr("quantkit.kernels.cuda.core.device.why_none", lambda: "there is no card")
     for options in (["--backend", "cuda"], ["-ot", "exps=CUDA0"]):
@@ -335,7 +335,7 @@ def test_a_device_that_does_not_exist_is_named(zoo: Zoo, cuda_devices: Devices) 
         open_zoo(zoo, "llama-dense", everywhere("CUDA9"))
 
 
-def test_commands_take_the_backend(zoo: Zoo, tmp_path: Path, cuda_devices: Devices) -> None:
+def test_commands_accept_the_backend(zoo: Zoo, tmp_path: Path, cuda_devices: Devices) -> None:
     tokens, logits = tokens_and_logits("qwen3moe-moe")
     ids, out = ",".join(map(str, tokens[:12])), tmp_path / "out.npy"
     result = CliRunner().invoke(

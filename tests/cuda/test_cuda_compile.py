@@ -27,9 +27,9 @@ FAMILIES = sorted(
 
 #: All modules are compiled for the last one, some for the others: test_cuda_compile_older.py.
 CAPABILITIES = (75, 80, NEWEST)
-#: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
-#: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
-#: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
+#: Bytes of registers that a family's kernels may spill. mat_mat: 128 registers, so that two blocks run at once;
+#: a few values that do not change are spilled across its loop, and none within the inner ones. attention: q of long
+#: heads lies in registers, too; almost nothing is spilled in the loop over keys. mat_vec: a word, for 8 columns.
 #: feedback: what changes once for some columns, so that three blocks run at once; groups: some of the losses of 64
 #: lines of roots, which are read once, so that two do. trellis: two words, before sm_90, but of IQ3_KT.
 PUT_ASIDE = {
@@ -46,7 +46,7 @@ PUT_ASIDE = {
 REDUCES_ANGLES = {"rope_table"}
 
 
-#: Kernels, one of each module, and the names of all that are wanted of it.
+#: Kernels, one of each module, with the names of all kernels needed from it.
 Modules = list[tuple[Kernel, list[str]]]
 
 
@@ -65,7 +65,7 @@ def modules(family: str) -> Iterator[tuple[Kernel, list[str]]]:
 
 
 def fits(kernel: Kernel, capability: int) -> bool:
-    """Tell whether a card runs a kernel: the 64 KiB of Turing hold no 64 keys of latent attention."""
+    """Return whether a GPU runs a kernel: 64 keys of latent attention do not fit the 64 KiB of Turing."""
     macros = dict(kernel.defines)
     return capability > 75 or (macros.get("HEAD_K"), macros.get("KEYS")) != ("576", "64")
 
@@ -83,7 +83,7 @@ def nvrtc_or_skip() -> Any:
         pytest.skip("no NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12")
 
 
-def test_some_family_yields_kernels_of_every_source() -> None:
+def test_every_source_has_kernels() -> None:
     sources = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu")}
     assert sources
     assert sources <= {kernel.file for family in FAMILIES for kernel in kernels(family)}
@@ -108,7 +108,7 @@ def test_kernels_compile_and_do_not_spill(family: str) -> None:
     check_modules(family, [module for module in modules(family) if fits(module[0], NEWEST)], NEWEST)
 
 
-def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code_is_cached_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.cuda.core import compile as compiling
     from quantkit.kernels.cuda.layer.norms_rope import norm
 
@@ -138,17 +138,17 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch
         (87, (75, 80, 86), "compute_86"),
     ],
 )
-def test_a_card_newer_than_the_compiler(capability: int, targets: tuple[int, ...], target: str) -> None:
+def test_a_gpu_newer_than_the_compiler(capability: int, targets: tuple[int, ...], target: str) -> None:
     assert target_of(capability, targets) == target
 
 
-def test_a_card_too_old_for_the_compiler() -> None:
+def test_a_gpu_too_old_for_the_compiler() -> None:
     nvrtc_or_skip()
     with refuses(ResourceError, "QK-E411 NVRTC 7.0"):
         target_of(70, (75, 80))
 
 
-def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_generations_get_ptx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.cuda.core import compile as compiling
     from quantkit.kernels.cuda.layer.norms_rope import norm
 
@@ -166,7 +166,7 @@ def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.suffix for path in (tmp_path / "cuda").rglob("*.*")) == [".cubin", ".ptx"]
 
 
-def test_a_source_that_does_not_compile_says_where() -> None:
+def test_a_compilation_error_names_the_source() -> None:
     nvrtc_or_skip()
     with pytest.raises(RuntimeError, match=r"NO_SUCH_KIND.*undefined"):
         compile_module(Kernel("layer/norms.cu", "norm").bind(KIND="NO_SUCH_KIND"), 90)

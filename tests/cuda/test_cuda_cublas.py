@@ -1,4 +1,4 @@
-"""Products by cuBLAS (--cublas) beside our own; on the host shim numpy stands for it, where there is no card."""
+"""Products by cuBLAS (--cublas) compared with quantkit's; without a GPU, numpy replaces cuBLAS on the host shim."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ c
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with fake_cupy.installed(monkeypatch) as fake:
+    with fake_cupy.install(monkeypatch) as fake:
         yield fake
 
 
@@ -43,7 +43,7 @@ def launch(shape: Shape, **slots: int | float) -> Launch:
     return Launch(shape.kernel, shape.grid, shape.kernel.block(**slots), shape.shared)
 
 
-def test_arrays_go_there_and_back(cupy: Any) -> None:
+def test_arrays_are_uploaded_and_downloaded(cupy: Any) -> None:
     device = CUDADevice(0)
     assert (device.name, device.capability, device.multiprocessors) == ("CUDA0", 90, 4)
     x = np.arange(100, dtype=np.float32)
@@ -61,7 +61,7 @@ def test_arrays_go_there_and_back(cupy: Any) -> None:
 
 
 def test_an_array_may_change_after_its_upload(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card reads the host's memory later, pinned or not."""
+    """The GPU reads the host's memory later, pinned or not."""
     monkeypatch.setattr(uploads, "SLOT_BYTES", 256)
     device = CUDADevice(0)
     for x in (np.arange(1000, dtype=np.float32), device.host_array(1000, np.float32)):
@@ -125,7 +125,7 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         device.gemm_bf16(5, 7, 16, *addresses)
 
 
-def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programmatic_dependent_launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # include/cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute
     assert (ctypes.sizeof(dependent_launch.LaunchConfig), dependent_launch.LaunchConfig.stream.offset) == (56, 32)
     assert (ctypes.sizeof(dependent_launch.Attribute), dependent_launch.Attribute.value.offset) == (72, 8)
@@ -143,7 +143,7 @@ def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(actual, 16 * x)
 
 
-def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_recording_names_its_cause(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a broken recording fails too, and says only that it is broken."""
     device = CUDADevice(0)
     a = device.allocate(256)
@@ -167,7 +167,7 @@ def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyP
     device.run([doubled])
 
 
-def test_shared_memory_that_a_source_declares_counts(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_shared_memory_counts(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """47 KiB at its launch, and 2 KiB of its own, are more than a kernel has without asking."""
     device = CUDADevice(0)
     a = device.allocate(256)
@@ -182,8 +182,8 @@ def test_shared_memory_that_a_source_declares_counts(cupy: Any, monkeypatch: pyt
         device.run([replace(doubled, shared=226 << 10)])
 
 
-def test_lanes_that_load_at_once_load_once(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel may ask for the most that one of them does, whoever is the last to say so."""
+def test_concurrent_loads_load_once(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel may use the largest requested shared memory, independent of the order of requests."""
     device = CUDADevice(0)
     a = device.allocate(256)
     doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
@@ -229,13 +229,13 @@ def test_modules_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_
     assert len(set(loaded)) > 1
 
 
-def test_a_device_that_is_full_says_so(cupy: Any) -> None:
+def test_a_full_device_is_an_error(cupy: Any) -> None:
     with refuses(ResourceError, "QK-E407 CUDA0 4294967296"):
         CUDADevice(0).allocate(1 << 32)
 
 
-def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked of it next raises what went wrong before."""
+def test_a_gpu_error_has_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next operation raises the error before."""
     device, array = CUDADevice(0), np.zeros(4, np.float32)
     a = device.allocate(array.nbytes)
 
@@ -256,8 +256,8 @@ def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pyt
             ask()
 
 
-def test_a_card_that_nobody_asked_for_is_left_alone(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes a card the current one makes a context there: half a gigabyte, refused on a card that is another's."""
+def test_unselected_gpus_are_not_used(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a GPU the current one makes a context there: half a gigabyte, refused on a GPU that is another's."""
     used, use = set[int](), cupy.cuda.runtime.setDevice
 
     def noted(card: int) -> None:
@@ -285,7 +285,7 @@ def test_a_card_that_nobody_asked_for_is_left_alone(cupy: Any, monkeypatch: pyte
     assert used == {1}
 
 
-def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_cupys_pool_counts_as_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is closed leaves its memory to CuPy's pool, which gives it to others when the driver has no more."""
     pool_bytes = [600]
     monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1000 - sum(pool_bytes), 1000))
@@ -294,7 +294,7 @@ def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, 513, 36 << 20, (4 << 20) + 1])
-def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
+def test_pinned_memory_is_counted_as_allocated_by_cupy(nbytes: int) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):
             from cupy.cuda import PinnedMemoryPool
@@ -311,14 +311,14 @@ def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
     assert sizes == [devices.pinned_bytes(nbytes)]
 
 
-def test_devices_that_are_not_there(cupy: Any) -> None:
+def test_missing_devices_are_refused(cupy: Any) -> None:
     assert devices.count_devices() == 2
     with refuses(ResourceError, "QK-E411 CUDA2"):
         devices.open_device("CUDA2")
 
 
-def test_a_whole_model_through_cupy_on_two_cards(cupy: Any, tmp_path: Path) -> None:
-    """The first card goes on with the next tokens before the second has copied what these became on the first."""
+def test_a_whole_model_through_cupy_on_two_gpus(cupy: Any, tmp_path: Path) -> None:
+    """The first GPU computes the next tokens before the second has copied its previous results."""
     from libllama import nmse
     from quantkit.model.engine import load
     from quantkit.model.placement import cuda_devices, placement_of
@@ -336,7 +336,7 @@ def test_a_whole_model_through_cupy_on_two_cards(cupy: Any, tmp_path: Path) -> N
         assert nmse(np.concatenate(actual), logits[23:28]) <= 1e-8
 
 
-def test_cupy_has_what_is_asked_of_it() -> None:
+def test_cupy_has_the_used_names() -> None:
     try:
         with warnings.catch_warnings(action="ignore"):
             import cupy

@@ -35,7 +35,7 @@ def test_a_form_is_exact(memory: Memory, name: str, several: int) -> None:
         if activation_format(t) == "q8_k64":
             x = by_words(x[None])[0]
         for shift in range(0, 16, format_of(t).align):
-            out = memory.room((32,))
+            out = memory.allocate((32,))
             slots = {"w": memory.put(w), "levels": memory.put(x), "out": out, "bytes": w.size, "shift": shift}
             kernel = Kernel(ALL, "dot_forms_all")
             memory.run(Shape(kernel, (1, 1, 1)), **slots, type=NAMES.index(name), several=several)

@@ -49,7 +49,7 @@ def out(width: int, **options: Any) -> Value:
 def launched(memory: Memory, shape: Any, size: tuple[int, int], **slots: Any) -> Any:
     """Return out of a launch; arrays among the slots are brought to the device."""
     addresses = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
-    out = memory.room((size[0] + 1, size[1]))
+    out = memory.allocate((size[0] + 1, size[1]))
     addresses = {"out": out, "width": size[1], "rows": size[0], **addresses}
     memory.run(shape, **{k: v for k, v in addresses.items() if k in shape.kernel.slots})
     actual = memory.get(out, (size[0] + 1, size[1]))
@@ -158,7 +158,7 @@ def test_select_outputs(memory: Memory, width: int) -> None:
     np.testing.assert_array_equal(actual, want)
 
 
-def test_no_rows_are_no_harm(memory: Memory) -> None:
+def test_empty_inputs_are_valid(memory: Memory) -> None:
     batch = memory.batch(np.zeros(2), np.arange(2))
     actual = launched(memory, elementwise.select_outputs(8, 0), (0, 8), batch=batch, x=values(2, 8))
     assert actual.shape == (0, 8)
@@ -189,7 +189,7 @@ def test_activate(memory: Memory, a: Activation) -> None:
     close(a, actual, activated(a, x), tolerance=3e-6)
 
 
-def test_gelu_leaves_its_table_at_ten(memory: Memory) -> None:
+def test_gelu_beyond_its_table(memory: Memory) -> None:
     a = Activation("gelu")
     x = np.array([[-np.inf, -10, -9.999, 9.999, 10.0001, 12345.678, np.inf, 0, np.nan]], np.float32)
     actual = launched(memory, glu.activate(a, 9, 1), x.shape, x=x, **glu.limits(a))
@@ -198,7 +198,7 @@ def test_gelu_leaves_its_table_at_ten(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("kind", ["relu", "silu", "sigmoid"])
-def test_a_nan_stays_one_through_limits(memory: Memory, kind: str) -> None:
+def test_limits_propagate_nan(memory: Memory, kind: str) -> None:
     a = Activation(kind, gate_limit=1.0, act_limit=0.5, up_limit=2.0)
     x = np.array([[np.nan, 1.0, 3.0, -3.0]], np.float32)
     up = np.array([[1.0, np.nan, 5.0, -5.0]], np.float32)

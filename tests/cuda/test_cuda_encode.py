@@ -32,7 +32,7 @@ def on_device(
     """Encode rows; what is before and after the bytes must stay as it was."""
     rows, n = x.shape
     size = rows * t.row_bytes(n)
-    out, work = memory.room((size + 64,), np.uint8), memory.room((working_bytes(t, rows, n),), np.uint8)
+    out, work = memory.allocate((size + 64,), np.uint8), memory.allocate((working_bytes(t, rows, n),), np.uint8)
     importance = memory.put(weights) if weights.size else 0
     r = Rows(memory.put(x), rows, n, out, importance, work)
     encode_rows(memory.device, t, r, search=search, interleaved=interleaved)
@@ -42,7 +42,7 @@ def on_device(
 
 
 @pytest.mark.parametrize(("t", "search"), ENCODERS, ids=str)
-def test_bytes_are_the_cpus(memory: Memory, t: TensorType, search: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_equal_the_cpus(memory: Memory, t: TensorType, search: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows of every awkward kind; lanes of the last block of threads idle, or blocks take some rows each.
 
     Searches take seconds: every third row of these. As PTX, where the shim's bytes are known, three rows for each way.
@@ -60,7 +60,7 @@ def test_bytes_are_the_cpus(memory: Memory, t: TensorType, search: str, monkeypa
 
 @pytest.mark.parametrize("device", ["host"], indirect=True)
 @pytest.mark.parametrize(("t", "search"), ENCODERS, ids=str)
-def test_values_that_are_not_finite_are_no_addresses(memory: Memory, t: TensorType, search: str) -> None:
+def test_nonfinite_values_do_not_cause_invalid_accesses(memory: Memory, t: TensorType, search: str) -> None:
     """Rows are refused when they have been encoded: nothing may be read or written elsewhere for them."""
     n = max(t.block, 64)
     x = np.random.default_rng(9).standard_normal((4, n)).astype(np.float32)
@@ -73,7 +73,7 @@ USUAL = [(t, search) for t, search in ENCODERS if search or (t.family in ("k_qua
 
 
 @pytest.mark.parametrize(("t", "search"), USUAL, ids=str)
-def test_warps_of_usual_values(memory: Memory, t: TensorType, search: str) -> None:
+def test_warps_of_ordinary_values(memory: Memory, t: TensorType, search: str) -> None:
     """Where no lane of a warp has awkward values, shorter ways are taken, and candidates skipped.
 
     A few values among zeros are fitted so well that errors of candidates differ by their rounding only.
@@ -88,7 +88,7 @@ def test_warps_of_usual_values(memory: Memory, t: TensorType, search: str) -> No
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
-def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) -> None:
+def test_rows_longer_than_a_thread_block(memory: Memory, t: TensorType) -> None:
     """The scale of a row, and sums over it, are of all its parts. Where these are searched, one row for each way.
 
     Trellis types try several scales of the second row, as few parts make most of its error, but one of the first.
@@ -102,7 +102,7 @@ def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) ->
 
 
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
-def test_rows_are_searched_for_as_their_values_require(memory: Memory, t: TensorType) -> None:
+def test_search_settings_depend_on_the_row(memory: Memory, t: TensorType) -> None:
     """Short and even; of unequal weights; uneven, where several scales are tried, all points ranked for some groups."""
     rng = np.random.default_rng(5)
     unequal = np.exp(2 * rng.standard_normal(768)).astype(np.float32)
@@ -132,7 +132,7 @@ def interleaved_rows(t: TensorType, weights: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("t", [t for t in map(BY_NAME.__getitem__, BASES) if is_changed(base_of(t))], ids=str)
-def test_interleaved_rows_are_iks(memory: Memory, t: TensorType) -> None:
+def test_interleaved_rows_equal_iks(memory: Memory, t: TensorType) -> None:
     """As those of the CPU, which are ik_llama.cpp's, and others than those of the base type."""
     base = base_of(t)
     search = "ik" if base.name in encoders("ik") else ""
@@ -150,7 +150,7 @@ def test_interleaved_rows_are_iks(memory: Memory, t: TensorType) -> None:
 
 
 @pytest.mark.parametrize("t", [BY_NAME[name] for name in INTERLEAVED_ENCODERS], ids=str)
-def test_groups_of_rows_as_activations(memory: Memory, t: TensorType) -> None:
+def test_groups_of_rows_like_activations(memory: Memory, t: TensorType) -> None:
     """Where values are so small that 127 divided by the largest overflows, too."""
     x = awkward_rows(512, 5)[:32]
     np.testing.assert_array_equal(on_device(memory, t, x, NO_WEIGHTS), on_cpu(t, x, NO_WEIGHTS))
@@ -158,7 +158,7 @@ def test_groups_of_rows_as_activations(memory: Memory, t: TensorType) -> None:
         on_device(memory, t, x[:1], NO_WEIGHTS)
 
 
-def test_every_encoder_is_in_the_file_of_its_type() -> None:
+def test_every_encoder_is_in_its_types_file() -> None:
     """That of the CPU's encoder, and of the unpacker."""
     for t, search in ENCODERS:
         file = encoders(search)[t.name]
@@ -168,6 +168,6 @@ def test_every_encoder_is_in_the_file_of_its_type() -> None:
         assert f'#include "encode/{file}"' in (SOURCES / "encode/all.cuh").read_text()
 
 
-def test_what_cannot_be_encoded_is_said() -> None:
+def test_unsupported_types_are_refused() -> None:
     with refuses(TypeNotSupported, "QK-E302 33 Q4_0"):
         encode(BY_NAME["Q4_0"], 1, 33)

@@ -53,10 +53,10 @@ def on_device(
         start = np.zeros((rows, t.row_bytes(n)), np.uint8)
         reference(t, target, start)
         begin = memory.put(start)
-    losses = [memory.room((rows + 1,), np.float64) for _ in range(2)]
+    losses = [memory.allocate((rows + 1,), np.float64) for _ in range(2)]
     target_address = memory.put(x if target is None else target)
     device_metric = upload(memory.device, metric_of_x)
-    work = memory.room((working_bytes(t, rows, n, rounding),), np.uint8)
+    work = memory.allocate((working_bytes(t, rows, n, rounding),), np.uint8)
     round_rows(
         memory.device, t, RowAddresses(rows, target_address, address, begin, *losses), device_metric, rounding, work
     )
@@ -80,7 +80,7 @@ def check(memory: Memory, t: TensorType, x: F32, rounding: Rounding, target: F32
 
 
 @pytest.mark.parametrize("t", TYPES, ids=str)
-def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
+def test_bytes_and_losses_equal_the_cpus(memory: Memory, t: TensorType) -> None:
     """Rows of two tiles, with all that narrow ones have; then three with a target, as wide ones are done."""
     n = t.block if t.block > 64 else 3 * max(t.block, 32)
     x = random_values(5, 33, n)
@@ -105,7 +105,7 @@ def test_rows_of_many_windows(memory: Memory, t: TensorType) -> None:
 
 
 @pytest.mark.parametrize("t", GROUPED, ids=str)
-def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -> None:
+def test_groups_of_columns_choose_the_cpus_points(memory: Memory, t: TensorType) -> None:
     """Rows of one tile, which start from a target's bytes; for two rounds and tiles the one of the fewest points."""
     rows, rounding = (33, Rounding(rounds=2, sweeps=2)) if t.name == "IQ2_KL" else (3, Rounding())
     x = random_values(5, rows, 256)
@@ -114,6 +114,6 @@ def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -
     assert (actual.after < actual.before).mean() > 0.5
 
 
-def test_every_generation_has_room_for_every_grid() -> None:
+def test_every_grid_fits_every_generation() -> None:
     assert all(can_round(t, capability) for t in GROUPED for capability in (75, 80, 86, 90, 120))
     assert not can_round(GROUPED[0], 0)

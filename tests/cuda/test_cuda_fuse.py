@@ -60,7 +60,7 @@ def fused_and_not(path: Path, tokens: Any, **options: Any) -> list[Any]:
         ("deepseek2-moe", "f32"),
     ],
 )
-def test_fused_and_not_agree(zoo: Zoo, name: str, kv_type: str, cuda_devices: Devices) -> None:
+def test_fused_and_unfused_results_agree(zoo: Zoo, name: str, kv_type: str, cuda_devices: Devices) -> None:
     assert nmse(*fused_and_not(zoo(name), expected(name)[0][:14], kv_type=kv_type)) <= 1e-12
 
 
@@ -70,7 +70,7 @@ MAMBA = ("groups", "moe")
 
 
 @pytest.mark.parametrize("variant", [*LATENT, "minicpm3", *DELTA, *MAMBA])
-def test_other_forms_fused_and_not_agree(variant: str, tmp_path: Path, cuda_devices: Devices) -> None:
+def test_other_forms_fused_and_unfused_agree(variant: str, tmp_path: Path, cuda_devices: Devices) -> None:
     """Latent attention whose keys are expanded, or without latent queries; delta nets of old files; hybrids."""
     path = tmp_path / "model.gguf"
     if variant in DELTA:
@@ -94,7 +94,7 @@ QUANTIZED += [("qwen3moe-moe", "Q8_KV"), ("qwen2-dense", "Q8_KV")]  # scales of 
 
 
 @pytest.mark.parametrize(("name", "preset"), QUANTIZED)
-def test_quantized_weights_find_their_activations(
+def test_quantized_weights_reuse_converted_activations(
     zoo: Zoo, tmp_path: Path, name: str, preset: str, cuda_devices: Devices
 ) -> None:
     """A last bit of a norm may make a level another; such a step is small."""
@@ -120,7 +120,7 @@ def test_a_cache_in_several_parts(zoo: Zoo, tmp_path: Path, preset: str, cuda_de
 # ---------------------------------------------------------------- decisions
 
 
-def test_every_decision_says_what_and_why(zoo: Zoo, tmp_path: Path, cuda_devices: Devices) -> None:
+def test_every_decision_has_a_reason(zoo: Zoo, tmp_path: Path, cuda_devices: Devices) -> None:
     path = tmp_path / "quantized.gguf"
     quantkit.quantize(zoo("qwen2moe-moe"), path, "Q8_0", QuantizeOptions(custom_q=("ffn_down_shexp=q5_1",)))
     summaries = ("up+gate: 2", "MoE up+gate: 2", "q/k/v: 4", "router and selection: 2", "per-head operations: 2")
@@ -152,8 +152,8 @@ def watched(graph: Graph, values: set[str]) -> Graph:
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "bailingmoe2-moe", "deepseek2-moe", "qwen3next-moe"])
-def test_what_is_looked_at_is_there(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
-    """Whatever part of the values somebody sees, they and the logits are those of a run in which all are seen."""
+def test_observed_values_are_available(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
+    """For any subset of observed values, they and the logits equal those of a run that observes all."""
     tokens, values = expected(name)[0][:4], list[Value]()
 
     def collect(graph: Graph) -> Graph:

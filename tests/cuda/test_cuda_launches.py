@@ -311,7 +311,7 @@ def test_every_model_of_the_zoo_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_token_of_every_architecture(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_token_of_every_architecture(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, total = LAYERS[name]
     names = of_a_token(
         monkeypatch, zoo(name), n_ctx=512 if name in ("gpt2-dense", "mpt-dense", "starcoder-dense") else 4096
@@ -359,7 +359,7 @@ def test_layers_of_mamba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names[2 : 2 + len(MAMBA.split())] == MAMBA.split()
 
 
-def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_q_k_and_v_may_have_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "q4.gguf"
     write_quantized(zoo("qwen2-dense"), path, "Q4_K_S")
     with open_gguf(path) as file:
@@ -369,7 +369,7 @@ def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "qwen3next-moe", "llama4-moe"])
-def test_many_tokens_take_kernels_for_many(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_use_mat_mat_kernels(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for one token in one launch is not left out for more, nor done twice."""
     short, long = (of_a_token(monkeypatch, zoo(name), n) for n in (8, 9))
     for names in (short, long):
@@ -384,7 +384,7 @@ def test_many_tokens_take_kernels_for_many(zoo: Zoo, name: str, monkeypatch: pyt
         assert len(of_few) == len(of_many) > 0
 
 
-def test_every_switch_shows_in_the_launches(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_switch_changes_the_launches(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without qkv nothing multiplies by several matrices; without launches every operation has its own."""
     path = zoo("qwen2moe-moe")
     plain, no_qkv = (launches_of(monkeypatch, path, fusion=Fusion(qkv=on)) for on in (True, False))
@@ -398,7 +398,7 @@ def test_every_switch_shows_in_the_launches(zoo: Zoo, monkeypatch: pytest.Monkey
     assert len(nothing) > len(single_launches) > len(no_qkv)
 
 
-# ---------------------------------------------------------------- what a batch costs before its launches
+# ---------------------------------------------------------------- cost of a batch before its launches
 
 
 class NotedDevice(NullDevice):
@@ -428,7 +428,7 @@ class NotedDevice(NullDevice):
         super().run(launches)
 
 
-def test_a_new_length_is_launched_while_it_is_packed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_length_is_launched_while_it_is_recorded(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then recorded; and a token sends no more than its own words."""
     device, n_packed, launch = NotedDevice(), list[int](), CUDAProgram._launch
 
@@ -453,7 +453,7 @@ def test_a_new_length_is_launched_while_it_is_packed(zoo: Zoo, monkeypatch: pyte
         assert device.runs[-3:] == [of_a_run] * 3
 
 
-def test_nothing_is_compiled_for_a_token(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_compiled_during_generation(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     device = NotedDevice()
     with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=512) as model:
         session = model.session(4096)
@@ -465,8 +465,8 @@ def test_nothing_is_compiled_for_a_token(zoo: Zoo, monkeypatch: pytest.MonkeyPat
     assert {launch.kernel for launch in device.launches} <= device.prepared
 
 
-def test_logits_take_pinned_memory_when_they_are_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every row of a prompt, of which the last alone is wanted."""
+def test_logits_allocate_pinned_memory_when_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every row of a prompt, because only the last is needed."""
     device = NotedDevice()
     with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=64) as model:
         session, n = model.session(4096), model.n_vocab
@@ -475,7 +475,7 @@ def test_logits_take_pinned_memory_when_they_are_read(zoo: Zoo, monkeypatch: pyt
     assert device.pinned == [n, 8 * n]
 
 
-def test_experts_are_read_back_once_a_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_ids_are_read_back_once_per_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """For weights that are sent for every batch: gate, up and down."""
     device = NotedDevice()
     with load_on(monkeypatch, device, zoo("qwen3moe-moe"), max_vram=0) as model:

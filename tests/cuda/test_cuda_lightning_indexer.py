@@ -33,9 +33,9 @@ def run(
     shared |= {
         "n_selected": case.n_selected,
         "ratio": case.ratio,
-        "scores": memory.room((scratch_bytes(n_ctx, n_at_once),), np.uint8),
+        "scores": memory.allocate((scratch_bytes(n_ctx, n_at_once),), np.uint8),
     }
-    out = memory.room((n, case.n_selected), np.int32)
+    out = memory.allocate((n, case.n_selected), np.int32)
     slots: dict[str, Any] = {"q": memory.put(q), "weights": memory.put(weights), "k_cache": memory.put(cache)}
     slots |= {"n_head": case.n_head, "scale": case.scale}
     for first in range(0, n + n_at_once, n_at_once):  # once more than there are
@@ -70,5 +70,5 @@ def test_cache_types(memory: Memory, kind: str) -> None:
     check(memory, replace(CASES["plain"], kind=kind), [10, 99], 100, 2)
 
 
-def test_more_keys_than_threads_take_at_once(memory: Memory) -> None:
+def test_more_keys_than_a_thread_block(memory: Memory) -> None:
     check(memory, replace(CASES["equal"], n_selected=300), [4999], 5000, 1)

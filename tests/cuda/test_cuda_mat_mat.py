@@ -101,7 +101,7 @@ def multiplied(memory: Memory, t: TensorType, w: Any, x: Any) -> tuple[Any, Any]
 
 
 @pytest.mark.parametrize("name", ["Q3_K", "Q6_K", "IQ6_K"])
-def test_levels_at_the_ends_of_their_range(memory: Memory, name: str) -> None:
+def test_extreme_levels(memory: Memory, name: str) -> None:
     """Folded levels: the largest products of a level and a scale, which need all their bits."""
     t, n_in, n_out, rows = BY_NAME[name], 256, 32, 9
     w = np.zeros((n_out, t.block_bytes), np.uint8)  # q: the least

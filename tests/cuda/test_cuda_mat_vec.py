@@ -87,7 +87,7 @@ def test_mul_mat_of_several_rows_by_several_warps(memory: Memory, monkeypatch: p
 
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), [SMALL[0], LARGE[1], SMALL[5], LARGE[-1]])
-def test_turing_copies_through_registers(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
+def test_turing_copies_by_registers(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     on(memory, 75)
     check_one(memory, name, n_in, n_out, rows)
 
@@ -99,11 +99,11 @@ def check_one(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> No
 
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F16", "IQ1_KT", "IQ2_KT", "IQ3_KT"])
-def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> None:
+def test_a_row_does_not_depend_on_the_others(memory: Memory, name: str) -> None:
     t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 2048, 11
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((8, n_in)).astype(f32)
     place, _, _ = put_rows(memory, x, t)
-    weights, alone, out = memory.put(w), memory.room((8, n_out)), memory.room((8, n_out))
+    weights, alone, out = memory.put(w), memory.allocate((8, n_out)), memory.allocate((8, n_out))
     common = {"x_stride": place["x_stride"], "w": weights, "row_bytes": w.shape[1], "n_in": n_in, "n_out": n_out}
     common |= {"out_stride": 4 * n_out, "bias": 0, "scale": 0}
     for i in range(8):
@@ -118,14 +118,14 @@ def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> N
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler: install g++")
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("name", ["Q8_0", "IQ1_S", "F16", "IQ2_KT"])
-def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> None:
+def test_dependent_launches_prefetch_only_weights(name: str) -> None:
     """x, what the launch before writes, is forbidden memory until then (and not for the test's own copy)."""
     device = HostDevice()
     memory = Memory(device)
     t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 1024, 11
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((1, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
-    out = memory.room((1, n_out))
+    out = memory.allocate((1, n_out))
     slots = {**place, "w": memory.put(w), "row_bytes": w.shape[1], "n_in": n_in, "n_out": n_out, "out": out}
     try:
         device.not_ready(place["x"], place["x_stride"])
@@ -138,7 +138,7 @@ def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> Non
 
 @pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 @pytest.mark.parametrize("name", ["Q4_K", "F32", "BF16"])
-def test_weights_are_asked_for_before_a_kernel_waits(name: str) -> None:
+def test_weights_are_prefetched_before_the_wait(name: str) -> None:
     kernel = mat_vec.mul_mat(BY_NAME[name], 2048, 128).kernel  # a router's sizes
     text = ptx_of(kernel.file, kernel.defines, 90)
     entry = text[text.index(".entry quantkit_mul_mat(") :]

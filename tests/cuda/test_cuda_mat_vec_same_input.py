@@ -30,7 +30,7 @@ def test_several_matrices_at_once(memory: Memory, name: str, n_in: int, rows: in
         matrices, want = list[dict[str, int]](), list[Any]()
         for i, (t, n_out) in enumerate(zip(types, n_outs, strict=False)):
             w, bias = draw_weights(t, (n_out, n_in), rng), rng.standard_normal(n_out).astype(f32)
-            slots = {"w": memory.put(w), "n_out": n_out, "out": memory.room((rows, n_out)), "bias": 0, "scale": 0}
+            slots = {"w": memory.put(w), "n_out": n_out, "out": memory.allocate((rows, n_out)), "bias": 0, "scale": 0}
             y = products(w, t, values, excess)
             if i == 1:
                 slots |= {"bias": memory.put(bias), "scale": memory.put(np.array([0.75], f32))}
@@ -53,12 +53,13 @@ def test_a_router_chooses(memory: Memory, name: str, rows: int, groups: int) -> 
     place, _, _ = put_rows(memory, rng.standard_normal((rows, n_in)).astype(f32), t)
     bias, counter = memory.put(rng.standard_normal(40).astype(f32)), memory.put(np.zeros(1, np.int32))
     matrices = [
-        {"w": memory.put(draw_weights(t, (n, n_in), rng)), "n_out": n, "out": memory.room((rows, n))} for n in n_outs
+        {"w": memory.put(draw_weights(t, (n, n_in), rng)), "n_out": n, "out": memory.allocate((rows, n))}
+        for n in n_outs
     ]
     both = mat_vec_same_input.slots([{**matrix, "bias": 0, "scale": 0} for matrix in matrices])
     common = {"rows": rows, "n_in": n_in, "n_first": 2, **place, "row_bytes": t.row_bytes(n_in), "other_row_bytes": 0}
     router_slots = {"logits": matrices[1]["out"], "bias": bias, **routing.slots()}
-    actual, want = ([memory.room((rows, 6), np.int32), memory.room((rows, 6))] for _ in range(2))
+    actual, want = ([memory.allocate((rows, 6), np.int32), memory.allocate((rows, 6))] for _ in range(2))
     shape = mat_vec_same_input.mul_mats_route([t, t], n_in, n_outs, routing, rows)
     for _ in range(2):
         memory.run(shape, **common, **both, **router_slots, ids=actual[0], weights=actual[1], counter=counter)

@@ -38,7 +38,7 @@ def run(memory: Memory, *launches: matrices.Launch) -> None:
 
 
 @pytest.mark.parametrize("n", [96, 208])
-def test_the_factor_is_the_cpus(memory: Memory, n: int) -> None:
+def test_the_factor_equals_the_cpus(memory: Memory, n: int) -> None:
     """Rows and columns in another order; a matrix that is not positive definite says at which column."""
     h = covariance(1, n)
     order = np.random.default_rng(2).permutation(n).astype(np.int32)
@@ -47,8 +47,8 @@ def test_the_factor_is_the_cpus(memory: Memory, n: int) -> None:
     np.fill_diagonal(r, raised[order])
     expected = np.triu(on_cpu.cholesky(r.copy()))
     address, pivots, bad = (
-        memory.room((n, n), np.float64),
-        memory.room((2, n), np.float64),
+        memory.allocate((n, n), np.float64),
+        memory.allocate((2, n), np.float64),
         memory.put(np.zeros(1, np.int64)),
     )
     run(memory, matrices.permute(memory.put(h), memory.put(raised), memory.put(order), address, n))
@@ -64,7 +64,7 @@ def test_the_factor_is_the_cpus(memory: Memory, n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(96, 48), (160, 240)])
-def test_what_is_solved_is_the_cpus(memory: Memory, n: int, m: int) -> None:
+def test_solutions_equal_the_cpus(memory: Memory, n: int, m: int) -> None:
     """Sums over runs of rows, of which the last is short; then the product with the inverse, packed and not."""
     rng = np.random.default_rng(3)
     sums, square, cross = Products(n, m, 1), memory.put(np.zeros((n, n))), memory.put(np.zeros((n, m)))
@@ -80,27 +80,31 @@ def test_what_is_solved_is_the_cpus(memory: Memory, n: int, m: int) -> None:
     assert (sums.cross == memory.get(cross, (n, m), np.float64).T).all()
     expected = times_inverse(sums.cross, sums.square, 0.05)
     raised = np.diagonal(sums.square) + 0.05 * np.diagonal(sums.square).mean()
-    r, pivots, bad = memory.room((n, n), np.float64), memory.room((2, n), np.float64), memory.put(np.zeros(1, np.int64))
+    r, pivots, bad = (
+        memory.allocate((n, n), np.float64),
+        memory.allocate((2, n), np.float64),
+        memory.put(np.zeros(1, np.int64)),
+    )
     run(memory, matrices.permute(square, memory.put(raised), memory.put(np.arange(n, dtype=np.int32)), r, n))
     run(memory, *matrices.cholesky(r, pivots, bad, n), *matrices.solve(cross, r, pivots + 8 * n, m, n))
     assert (expected == memory.get(cross, (n, m), np.float64).T).all()
     rows, first = 20, m - 20
-    out = memory.room((rows, n))
+    out = memory.allocate((rows, n))
     run(memory, matrices.to_f32(cross, out, n, rows, first, m))
     assert (memory.get(out, (rows, n)) == expected[first:].astype(np.float32)).all()
     if m >= n:
-        packed_columns = memory.room((n // 4, n, 4))
+        packed_columns = memory.allocate((n // 4, n, 4))
         run(memory, matrices.pack_columns(cross, packed_columns, n, stride=m, transposed=True))
         assert (memory.get(packed_columns, (n // 4, n, 4)) == pack_columns(expected[:n])).all()
 
 
-def test_targets_are_the_cpus(memory: Memory) -> None:
+def test_targets_equal_the_cpus(memory: Memory) -> None:
     rng, rows, n = np.random.default_rng(4), 70, 96
     x, offset = (rng.standard_normal((rows, n)).astype(np.float32) for _ in range(2))
     packed_columns = pack_columns(rng.standard_normal((n, n)).astype(np.float32))
     expected, out, places = (
         corrected_on_cpu(x, packed_columns),
-        memory.room((rows, n)),
+        memory.allocate((rows, n)),
         [memory.put(a) for a in (x, packed_columns)],
     )
     run(memory, matrices.correct(*places, 0, out, rows, n))
@@ -110,7 +114,7 @@ def test_targets_are_the_cpus(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_sums_that_are_not_finite_are_found(memory: Memory, bad: float) -> None:
+def test_nonfinite_sums_are_detected(memory: Memory, bad: float) -> None:
     sums, flag = np.full(700, 1e300), memory.put(np.zeros(1, np.int32))
     run(memory, matrices.not_finite_sum(memory.put(sums), flag, 700))
     assert memory.get(flag, (1,), np.int32)[0] == 0
@@ -147,7 +151,7 @@ def assert_same(memory: Memory, actual: DeviceMetric, expected: Metric) -> None:
 
 
 @pytest.mark.parametrize("grouping", [None, Grouping(8), levels_of(BY_NAME["IQ4_KSS"]).grouping], ids=["", "8", "kss"])
-def test_a_metric_is_the_cpus(memory: Memory, grouping: Grouping | None) -> None:
+def test_a_metric_equals_the_cpus(memory: Memory, grouping: Grouping | None) -> None:
     h = covariance(5, 256)
     carrier = PinnedTransfer(memory.device.new_stream())
     assert_same(memory, on_device.metric(carrier, h, 0.02, grouping), metric(h, 0.02, 1, grouping))
@@ -180,7 +184,9 @@ def watched(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("residual", [0, 384])
-def test_a_metric_of_two_streams_is_the_cpus(memory: Memory, residual: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_of_two_streams_equals_the_cpus(
+    memory: Memory, residual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums over rows that come in parts, targets' corrections, what a residual stream lacks; in no more room than told.
 
     Of as few columns, rows on their way would take more than all else.

@@ -51,7 +51,7 @@ def test_a_plan_has_every_pair_once_by_expert(
         assert tiles == sorted(want, key=lambda tile: len(tile[1]) < tokens)  # stable: by expert
 
 
-def test_so_many_experts_that_few_warps_have_counters(memory: Memory) -> None:
+def test_many_experts_reduce_the_number_of_runs(memory: Memory) -> None:
     """A counter a warp and expert is 272 KiB for the most that can be routed to, more than any card has."""
     for card in (75, 86, 90, 100, 120):
         assert moe.bucket(512, card).shared == 4 * 17 * 512 or card == 75
@@ -68,21 +68,21 @@ def test_so_many_experts_that_few_warps_have_counters(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_rows_go_into_the_order_of_a_plan_and_back(memory: Memory, per_token: bool) -> None:
+def test_gather_and_scatter_are_inverse(memory: Memory, per_token: bool) -> None:
     rows, n_used, n_expert, width, rng = 21, 3, 5, 70, np.random.default_rng(6)
     ids = routed(rows, n_used, n_expert, rng)
     pairs, order = rows * n_used, np.argsort(ids.ravel(), kind="stable")
     plan_slots = plan_for(memory, ids, n_expert)
     plan, ids_address = plan_slots["plan"], plan_slots["ids"]
     x = rng.standard_normal((rows if per_token else pairs, width)).astype(np.float32)
-    x_per, gathered = n_used if per_token else 1, memory.room((pairs, width), np.uint16)
+    x_per, gathered = n_used if per_token else 1, memory.allocate((pairs, width), np.uint16)
     memory.run(moe.gather(pairs), plan=plan, x=memory.put(x), out=gathered, rows=pairs, x_per=x_per, width=width)
     bits = x.view(np.uint32)[order // x_per]
     np.testing.assert_array_equal(
         memory.get(gathered, (pairs, width), np.uint16), (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     )
 
-    y, out = rng.standard_normal((pairs, width)).astype(np.float32), memory.room((pairs, width))
+    y, out = rng.standard_normal((pairs, width)).astype(np.float32), memory.allocate((pairs, width))
     bias = rng.standard_normal((n_expert, width + 1)).astype(np.float32)
     scale = rng.standard_normal(n_expert).astype(np.float32)
     b, s, experts = memory.put(bias), memory.put(scale), ids.ravel()[order]

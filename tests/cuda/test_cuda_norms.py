@@ -16,7 +16,7 @@ def test_norms_agree_with_numpy(memory: Memory, kind: str, rows: int, width: int
     rng = np.random.default_rng(7)
     x = rng.standard_normal((rows, width)).astype(np.float32) + 0.5
     weight, bias = rng.standard_normal((2, n_weight)).astype(np.float32)
-    out = memory.room(x.shape)
+    out = memory.allocate(x.shape)
     groups = rows * width // group
     for w, b in ((weight, bias), (weight, None), (None, None)):
         memory.run(

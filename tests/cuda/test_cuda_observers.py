@@ -36,7 +36,7 @@ def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
     assert memory.get(bad, (1,), np.int64)[0] == 42
 
 
-def test_what_cancels_is_kept(memory: Memory) -> None:
+def test_cancelling_sums_are_exact(memory: Memory) -> None:
     x = np.array([[1e30], [1.0], [-1e30], [2.0**-40]] * 9, np.float32)
     sums = zeros(memory, 4, 8)
     slots = {"count": zeros(memory, 1), "bad": zeros(memory, 1), "width": 1}
@@ -115,7 +115,7 @@ def test_similarity(memory: Memory, width: int) -> None:
     a, b = random_rows(width, 9), random_rows(width, 10)[1:]
     a[4] = 0
     va, vb = Value("a", width), Value("b", width)
-    total, count, bad, cosines = zeros(memory, 1), zeros(memory, 1), zeros(memory, 1), memory.room((9,), np.float64)
+    total, count, bad, cosines = zeros(memory, 1), zeros(memory, 1), zeros(memory, 1), memory.allocate((9,), np.float64)
     slots = {"width": width, "rows": 9, "cosines": cosines, "bad": bad}
 
     def launch() -> None:
@@ -133,7 +133,7 @@ def test_similarity(memory: Memory, width: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite(memory: Memory, wrong: float) -> None:
+def test_nonfinite_rows_are_detected(memory: Memory, wrong: float) -> None:
     x, bad = random_rows(67, 21), zeros(memory, 1)
     x[0, 0] = 3e38
     memory.run(observe.not_finite(21), x=memory.put(x), width=67, rows=21, bad=bad)
@@ -145,7 +145,7 @@ def test_rows_that_are_not_finite(memory: Memory, wrong: float) -> None:
 
 def test_count_up(memory: Memory) -> None:
     like, out = Value("x", 4), Value("ids", 7, integer=True)
-    address = memory.room((41, 7), np.int32)
+    address = memory.allocate((41, 7), np.int32)
     memory.run(observe.count_up(7, 40), out=address, first=5, n_used=7, rows=40)
     actual = memory.get(address, (41, 7), np.int32)
     np.testing.assert_array_equal(actual[:-1], meaning(CountUp(out=out, like=like, first=5), {}, rows=40))

@@ -24,18 +24,18 @@ class OneByOne:
         self.memory = memory
 
     def map(self, shape: Any, x: int, width: int, **slots: Any) -> int:
-        out = self.memory.room((ROWS, width))
+        out = self.memory.allocate((ROWS, width))
         self.memory.run(shape, x=x, out=out, width=width, rows=ROWS, **slots)
         return out
 
     def norm(self, x: int, width: int, group: int, weight: int, n_weight: int, kind: str) -> int:
-        out, groups = self.memory.room((ROWS, width)), ROWS * width // group
+        out, groups = self.memory.allocate((ROWS, width)), ROWS * width // group
         slots = {"groups": groups, "group": group, "per_row": width // group, "n_weight": n_weight, "bias": 0}
         self.memory.run(norms_rope.norm(kind, groups), x=x, out=out, weight=weight, eps=1e-5, **slots)
         return out
 
     def turn(self, x: int, width: int, head: int, table: int, start: int, n_rot: int, kind: str) -> int:
-        out = self.memory.room((ROWS, width))
+        out = self.memory.allocate((ROWS, width))
         slots = {"width": width, "head": head, "table": table, "start": start, "n_rot": n_rot}
         self.memory.run(norms_rope.rope(kind, ROWS, width, head, n_rot), x=x, out=out, **slots)
         return out
@@ -49,14 +49,14 @@ class OneByOne:
         return self.map(shape, x, width, vector=vector, n=n)
 
     def gated(self, gate: int, x: int, width: int, kind: str) -> int:
-        out, limits = self.memory.room((ROWS, width)), glu.limits(Activation(kind))
+        out, limits = self.memory.allocate((ROWS, width)), glu.limits(Activation(kind))
         slots = {"gate": gate, "up": x, "width": width, "gate_width": width, "rows": ROWS}
         self.memory.run(glu.glu(Activation(kind), width, ROWS), out=out, **slots, **limits)
         return out
 
     def quantize(self, x: int, n: int, rows: int, kind: str) -> Any:
         size = rows, activations.row_bytes(kind, n)
-        out = self.memory.room(size, np.uint8)
+        out = self.memory.allocate(size, np.uint8)
         slots = {"rows": rows, "x": x, "x_stride": 4 * n, "n": n, "out": out}
         self.memory.run(activations.quantize(kind, n, rows), **slots)
         return self.memory.get(out, size, np.uint8)
@@ -72,7 +72,7 @@ def run(memory: Memory, kind: str, batch: int, chains: list[dict[str, Any]]) -> 
     ("kv", "head", "v_head", "start", "n_rot", "kind"),
     [("f32", 24, 20, 4, 16, "normal"), ("f16", 64, 32, 0, 64, "neox"), ("q8_0", 96, 64, 0, 32, "neox")],
 )
-def test_heads_on_their_way_to_attention(
+def test_heads_before_attention(
     memory: Memory, when: int, kv: str, head: int, v_head: int, start: int, n_rot: int, kind: str
 ) -> None:
     rng, n_head, n_kv, kernels = np.random.default_rng(head), 6, 3, OneByOne(memory)
@@ -95,12 +95,12 @@ def test_heads_on_their_way_to_attention(
     want_q = part(memory.put(q), widths[0], w_q, widths[0])
     want_k, want_v = part(memory.put(k), widths[1], w_k, head), memory.put(v)
     sizes = [(N_SEQ * N_CTX, cache.row_bytes(kv, width)) for width in widths[1:]]
-    want = [memory.room(size, np.uint8) for size in sizes]
-    formats = [memory.room(size, np.uint8) for size in sizes]
+    want = [memory.allocate(size, np.uint8) for size in sizes]
+    formats = [memory.allocate(size, np.uint8) for size in sizes]
     slots: dict[str, Any] = {"batch": batch, "k": want_k, "v": want_v, "k_cache": want[0], "v_cache": want[1]}
     memory.run(cache.cache_write(kv, ROWS, *widths[1:]), k_width=widths[1], v_width=widths[2], **slots)
 
-    out_q, out_k = memory.room((ROWS, widths[0])), memory.room((ROWS, widths[1]))
+    out_q, out_k = memory.allocate((ROWS, widths[0])), memory.allocate((ROWS, widths[1]))
     steps = {"norm": when, "kind": norms_rope.NORM_KINDS.index("layer"), "group": head, "eps": 1e-5, "stride": stride}
     steps |= {
         "table": table,
@@ -128,7 +128,7 @@ def test_heads_on_their_way_to_attention(
 
 @pytest.mark.parametrize("form", [kind for kind in activations.KINDS if kind not in activations.OF_ROWS])
 @pytest.mark.parametrize(("group", "width"), [(64, 640), (128, 200), (256, 512)])
-def test_gated_norms_and_their_format(memory: Memory, form: str, group: int, width: int) -> None:
+def test_gated_norms_with_a_format(memory: Memory, form: str, group: int, width: int) -> None:
     """What a delta net ends with: the norm of heads, times silu of a gate that lies among other columns."""
     width, kernels, rng = width // group * group, OneByOne(memory), np.random.default_rng(width)
     x, weight = (rng.standard_normal(size).astype(f32) for size in ((ROWS, width), group))
@@ -137,7 +137,7 @@ def test_gated_norms_and_their_format(memory: Memory, form: str, group: int, wid
     address, w, batch = memory.put(x), memory.put(weight), memory.batch([1, 2, 3], [5, 0, 6])
     want = kernels.gated(memory.put(gate), kernels.norm(address, width, group, w, group, "rms"), width, "silu")
     size = ROWS, activations.row_bytes(form, width)
-    out, formats = memory.room((ROWS, width)), memory.room(size, np.uint8)
+    out, formats = memory.allocate((ROWS, width)), memory.allocate(size, np.uint8)
     part = {
         "width": width,
         "n": 256,
@@ -157,7 +157,7 @@ def test_gated_norms_and_their_format(memory: Memory, form: str, group: int, wid
 
 @pytest.mark.parametrize("kind", [kind for kind in glu.ACTIVATIONS if kind != "swiglu_oai"])
 def test_vectors_and_activations(memory: Memory, kind: str) -> None:
-    """What a delta net makes of its rates; the position scales the other part, whose heads are rows of a format."""
+    """The rates of a delta net; the position scales the other part, whose heads are rows of a format."""
     width, kernels, rng = 300, OneByOne(memory), np.random.default_rng(6)
     x, y = (memory.put(3 * rng.standard_normal((ROWS, width)).astype(f32)) for _ in range(2))
     addend, times = (memory.put(rng.standard_normal(n).astype(f32)) for n in (300, 100))
@@ -169,7 +169,7 @@ def test_vectors_and_activations(memory: Memory, kind: str) -> None:
     slots = {**scaling, "batch": batch, "rows_of": 0, "per": 1}
     scaled = kernels.map(elementwise.scale_by_position(width, ROWS), y, width, **slots)
     size = ROWS * 3, activations.row_bytes("q8_0", 100)
-    outs, formats = [memory.room((ROWS, width)) for _ in range(2)], memory.room(size, np.uint8)
+    outs, formats = [memory.allocate((ROWS, width)) for _ in range(2)], memory.allocate(size, np.uint8)
     first = {"width": width, "n": 256, "x": x, "stride": width, "plus": addend, "n_plus": 300, "times": times}
     first |= {"n_times": 100, "activation": glu.ACTIVATIONS[kind], "out": outs[0], "out_stride": width}
     second = {"width": width, "n": 100, "x": y, "stride": width, **scaling, "out": outs[1], "out_stride": width}
@@ -186,7 +186,7 @@ def test_rows_by_a_block(memory: Memory, group: int) -> None:
     width, head, kernels, rng = 1152, 96, OneByOne(memory), np.random.default_rng(7)
     x, weight = memory.put(rng.standard_normal((ROWS, width)).astype(f32)), rng.standard_normal(group).astype(f32)
     table, w = memory.put(rng.standard_normal((ROWS, 64)).astype(f32)), memory.put(weight)
-    batch, out = memory.batch([1, 2, 3], [5, 0, 6]), memory.room((ROWS, width))
+    batch, out = memory.batch([1, 2, 3], [5, 0, 6]), memory.allocate((ROWS, width))
     want = kernels.turn(kernels.norm(x, width, group, w, group, "layer"), width, head, table, 8, 64, "neox")
     part = {"width": width, "n": width, "x": x, "stride": width, "norm": per_head.BEFORE, "group": group, "weight": w}
     part |= {"kind": 1, "n_weight": group, "eps": 1e-5, "table": table, "head": head, "start": 8, "n_rot": 64}
@@ -198,11 +198,11 @@ def test_rows_by_a_block(memory: Memory, group: int) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_columns_that_repeat(memory: Memory) -> None:
+def test_repeated_columns(memory: Memory) -> None:
     """One rotated key behind every head's own columns."""
     rng = np.random.default_rng(1)
     columns, shared = (rng.standard_normal((ROWS, n)).astype(f32) for n in (3 * 20, 50))
-    batch, state = memory.batch([1, 2, 3], [5, 0, 6], n_ctx=N_CTX), memory.room((N_CTX, 3 * 30))
+    batch, state = memory.batch([1, 2, 3], [5, 0, 6], n_ctx=N_CTX), memory.allocate((N_CTX, 3 * 30))
     place = {"cache": state, "cache_width": 90, "cache_step": 30}
     chains = [
         {"width": 60, "n": 256, "x": memory.put(columns), "stride": 60, "cache_each": 20, **place},
@@ -214,15 +214,15 @@ def test_columns_that_repeat(memory: Memory) -> None:
     assert np.array_equal(memory.get(state, (N_CTX, 90))[[5, 0, 6]], want.reshape(ROWS, 90))
 
 
-def test_rows_that_are_repeated(memory: Memory) -> None:
+def test_repeated_rows(memory: Memory) -> None:
     """The input of experts that is weighted before them (Llama 4), and its format."""
     width, n_used, kernels, rng = 300, ROWS, OneByOne(memory), np.random.default_rng(8)
     x, weights = rng.standard_normal((1, width)).astype(f32), rng.random(n_used).astype(f32)
-    address, w, out = memory.put(x), memory.put(weights), memory.room((n_used, width))
+    address, w, out = memory.put(x), memory.put(weights), memory.allocate((n_used, width))
     slots = {"x": address, "weights": w, "width": width, "n_used": n_used, "rows": 1}
     memory.run(route.repeat(width, n_used, 1), out=out, **slots)
     size = ROWS, activations.row_bytes("q8_0", width)
-    out_rows, formats = memory.room((ROWS, width)), memory.room(size, np.uint8)
+    out_rows, formats = memory.allocate((ROWS, width)), memory.allocate(size, np.uint8)
     part = {"width": width, "n": 256, "x": address, "stride": width, "repeat": n_used, "by": w, "out": out_rows}
     part |= {"out_stride": width, "quantized": formats, "format": activations.KINDS.index("q8_0"), "q_width": width}
     run(memory, "f32", memory.batch([1], [0]), [part])
@@ -230,6 +230,6 @@ def test_rows_that_are_repeated(memory: Memory) -> None:
     assert np.array_equal(memory.get(formats, size, np.uint8), kernels.quantize(out, width, ROWS, "q8_0"))
 
 
-def test_pieces_that_are_too_long_are_refused() -> None:
+def test_long_pieces_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 8192 columns"):
         per_head.per_head("f32", 1, [(9000, 9000)])

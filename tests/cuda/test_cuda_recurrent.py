@@ -60,11 +60,11 @@ class Layer:
             self.shape = wkv(case.heads[0], case.head)
         else:
             self.shape = delta_net(case.heads[1], case.head_k, case.head_v, by_row=case.by_row)
-        self.state = memory.room((N_SEQ, case.empty.size))
+        self.state = memory.allocate((N_SEQ, case.empty.size))
 
     def run(self, tokens: Tokens, values: Arrays) -> Any:
         n = len(tokens)
-        out = self.memory.room((n + 1, self.case.n_out))
+        out = self.memory.allocate((n + 1, self.case.n_out))
         self.memory.run(
             self.shape,
             batch=self.memory.batch(np.zeros(n), [p for _, p in tokens], [s for s, _ in tokens]),
@@ -159,7 +159,7 @@ def operation(case: Case, settings: dict[str, Any], out: Value) -> Op:
     ],
     ids=str,
 )
-def test_as_the_reference_does(memory: Memory, case: Case) -> None:
+def test_results_equal_the_references(memory: Memory, case: Case) -> None:
     values = {name: Value(name, width) for name, width in case.widths.items()}
     # In a file the rates of a column lie side by side.
     stored = {name: x.T.copy() if x.ndim == 2 and name == "a" else x for name, x in case.weights.items()}
@@ -186,8 +186,8 @@ def test_as_the_reference_does(memory: Memory, case: Case) -> None:
     ],
     ids=["convolve", "delta_net", "delta_net_by_row", "ssm_scan", "wkv", "column_scan"],
 )
-def test_what_there_is_no_room_for(make: Callable[[int], Shape], most: int) -> None:
-    """It is refused with what to do; whole models are so (test_a_state_that_cuda_has_no_room_for)."""
+def test_states_without_kernel_memory_are_refused(make: Callable[[int], Shape], most: int) -> None:
+    """It is refused with what to do; whole models are so (test_a_state_too_large_for_cuda_is_refused)."""
     assert make(most)
     for n in (0, most + 1):
         with refuses(TypeNotSupported, "QK-E306 1 --gpu-layers 0", n, most):

@@ -21,7 +21,7 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
     factors = np.linspace(1, 8, pairs).astype(f32) if with_factors else None
     positions = np.array([0, 1, 2, 77, 1000, 4095, 131071], np.int32)
     period, inverse = (5, 1) if with_factors else (1, 0)
-    out = memory.room((len(positions), pairs, 2))
+    out = memory.allocate((len(positions), pairs, 2))
     memory.run(
         norms_rope.rope_table(len(positions), pairs),
         batch=memory.batch(np.zeros(len(positions)), positions),
@@ -42,12 +42,12 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
 
 @pytest.mark.parametrize("kind", norms_rope.ROPE_KINDS)
 @pytest.mark.parametrize(("rows", "heads", "head", "start", "n_rot"), TURNS)
-def test_turning(memory: Memory, kind: str, rows: int, heads: int, head: int, start: int, n_rot: int) -> None:
+def test_rotation(memory: Memory, kind: str, rows: int, heads: int, head: int, start: int, n_rot: int) -> None:
     x, angles, want = turn(kind, rows, heads, head, start, n_rot)
     table = memory.put(angles)
     for in_place in (False, True):
         source = memory.put(x)
-        out = source if in_place else memory.room(x.shape)
+        out = source if in_place else memory.allocate(x.shape)
         slots = {"width": heads * head, "head": head, "start": start, "n_rot": n_rot}
         memory.run(norms_rope.rope(kind, rows, heads * head, head, n_rot), out=out, x=source, table=table, **slots)
         np.testing.assert_allclose(memory.get(out, x.shape), want, atol=1e-6)

@@ -18,7 +18,7 @@ from quantkit.model.ops import Combine, Repeat, Routing, Value
 
 def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None, experts: Any = None) -> tuple[Any, Any]:
     n = len(logits)
-    ids, weights = memory.room((n + 1, r.n_used), np.int32), memory.room((n + 1, r.n_used))
+    ids, weights = memory.allocate((n + 1, r.n_used), np.int32), memory.allocate((n + 1, r.n_used))
     memory.run(
         route(r, n),
         ids=ids,
@@ -45,7 +45,7 @@ def test_route(memory: Memory, r: Routing, with_bias: bool) -> None:
     np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
 
 
-def test_experts_that_are_chosen_elsewhere(memory: Memory) -> None:
+def test_given_experts_keep_their_weights(memory: Memory) -> None:
     check_chosen(partial(routed, memory))
 
 
@@ -54,7 +54,7 @@ def test_the_lower_number_wins_a_tie(memory: Memory, gating: str) -> None:
     check_ties(partial(routed, memory), gating)
 
 
-def test_the_first_of_equal_groups(memory: Memory) -> None:
+def test_the_first_of_equal_groups_wins(memory: Memory) -> None:
     r = Routing(48, 6, "sigmoid", n_group=6, n_group_used=3)
     logits = np.zeros((2, 48), np.float32)
     logits[1, 40:42] = logits[1, 17:19] = 2
@@ -63,15 +63,15 @@ def test_the_first_of_equal_groups(memory: Memory) -> None:
     assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [17, 18, 40, 41, 0, 1]]
 
 
-def test_a_nan_never_makes_an_expert_come_twice(memory: Memory) -> None:
+def test_a_nan_does_not_duplicate_an_expert(memory: Memory) -> None:
     check_nans(partial(routed, memory))
 
 
-def test_weights_that_vanish_are_divided_by_the_floor(memory: Memory) -> None:
+def test_vanishing_weights_are_divided_by_the_floor(memory: Memory) -> None:
     check_floor(partial(routed, memory))
 
 
-def test_the_most_experts_fit_the_shared_memory() -> None:
+def test_the_maximum_of_experts_fits_shared_memory() -> None:
     assert route(Routing(MAX_EXPERTS, MAX_EXPERTS), 3).shared <= 48 << 10
     assert route(Routing(1024, 1024), 3).shared <= 48 << 10
 
@@ -87,14 +87,14 @@ def test_repeat_and_combine(memory: Memory, width: int, weighted: bool) -> None:
     v, p, w = Value("x", width), Value("parts", width, per=n_used), Value("w", n_used)
     values = {v: x, p: parts, w: weights}
     slots = {"weights": memory.put(weights) if weighted else 0, "width": width, "n_used": n_used, "rows": n}
-    out = memory.room((n + 1, width))
+    out = memory.allocate((n + 1, width))
     memory.run(combine(width, n), x=memory.put(parts), out=out, **slots)
     want = meaning(Combine(out=Value("out", width), x=p, weights=w if weighted else None), values, rows=n)
     actual = memory.get(out, (n + 1, width))
     np.testing.assert_array_equal(actual[:-1], want)
     assert np.isnan(actual[-1]).all()
     if weighted:
-        out = memory.room((n * n_used + 1, width))
+        out = memory.allocate((n * n_used + 1, width))
         memory.run(repeat(width, n_used, n), x=memory.put(x), out=out, **slots)
         want = meaning(Repeat(out=Value("out", width, per=n_used), x=v, weights=w), values, rows=n)
         actual = memory.get(out, (n * n_used + 1, width))

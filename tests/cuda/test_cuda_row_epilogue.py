@@ -20,34 +20,34 @@ class OneByOne:
     def __init__(self, memory: Memory, rows: int, width: int) -> None:
         self.memory, self.rows, self.width = memory, rows, width
 
-    def room(self) -> int:
-        return self.memory.room((self.rows, self.width))
+    def allocate(self) -> int:
+        return self.memory.allocate((self.rows, self.width))
 
     def add(self, a: int, b: int) -> int:
-        out = self.room()
+        out = self.allocate()
         slots = {"a": a, "b": b, "out": out, "width": self.width, "rows": self.rows}
         self.memory.run(elementwise.add(self.width, self.rows), **slots)
         return out
 
     def scale(self, x: int, factor: float) -> int:
-        out = self.room()
+        out = self.allocate()
         slots = {"x": x, "out": out, "width": self.width, "rows": self.rows}
         self.memory.run(elementwise.scale(self.width, self.rows), by=factor, **slots)
         return out
 
     def combine(self, x: int, weights: int, n_used: int) -> int:
-        out = self.room()
+        out = self.allocate()
         slots = {"x": x, "weights": weights, "out": out, "width": self.width, "rows": self.rows, "n_used": n_used}
         self.memory.run(route.combine(self.width, self.rows), **slots)
         return out
 
     def norm(self, x: int, **slots: Any) -> int:
-        out = self.room()
+        out = self.allocate()
         self.epilogue(x, normed=out, **slots)
         return out
 
     def quantize(self, kind: str, x: int) -> int:
-        out = self.memory.room((self.rows, activations.row_bytes(kind, self.width)), np.uint8)
+        out = self.memory.allocate((self.rows, activations.row_bytes(kind, self.width)), np.uint8)
         slots = {"rows": self.rows, "x": x, "x_stride": 4 * self.width, "n": self.width, "out": out}
         self.memory.run(activations.quantize(kind, self.width, self.rows), **slots)
         return out
@@ -64,7 +64,7 @@ SIZES = [(1, 256), (3, 200), (2, 1030), (2, 2048)]
 
 
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
+def test_all_steps_together(memory: Memory, rows: int, width: int) -> None:
     rng, n_used = np.random.default_rng(width), 3
     kernels = OneByOne(memory, rows, width)
     x = memory.put(rng.standard_normal((rows * n_used, width)).astype(np.float32))
@@ -85,7 +85,7 @@ def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
         z = kernels.norm(y, **of_norm)
         q = kernels.quantize(form, z)
         size = rows, activations.row_bytes(form, width)
-        actual = kernels.room(), kernels.room(), memory.room(size, np.uint8)
+        actual = kernels.allocate(), kernels.allocate(), memory.allocate(size, np.uint8)
         of_post = {"post_kind": post, "post_weight": w2, "post_bias": b, "post_eps": 1e-6}
         all_slots = {
             **of_norm,
@@ -105,7 +105,7 @@ def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("form", activations.KINDS)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_a_sum_and_its_format_alone(memory: Memory, rows: int, width: int, form: str) -> None:
+def test_a_sum_with_its_format(memory: Memory, rows: int, width: int, form: str) -> None:
     """No norm; the sum lies where one of its parts was."""
     rng = np.random.default_rng(3)
     kernels = OneByOne(memory, rows, width)
@@ -113,7 +113,7 @@ def test_a_sum_and_its_format_alone(memory: Memory, rows: int, width: int, form:
     y = kernels.add(x, addend)
     q = kernels.quantize(form, y)
     size = rows, activations.row_bytes(form, width)
-    actual = memory.room(size, np.uint8)
+    actual = memory.allocate(size, np.uint8)
     kernels.epilogue(x, plus=addend, sum=addend, format=row_epilogue.format_of(form), quantized=actual)
     assert np.array_equal(kernels.get(addend), kernels.get(y))
     assert np.array_equal(memory.get(actual, size, np.uint8), memory.get(q, size, np.uint8))
@@ -125,20 +125,20 @@ def test_a_plain_sum_of_experts(memory: Memory, plain: bool) -> None:
     kernels = OneByOne(memory, rows, width)
     x = memory.put(rng.standard_normal((rows * n_used, width)).astype(np.float32))
     weights = 0 if plain else memory.put(rng.random((rows, n_used)).astype(np.float32))
-    out = kernels.room()
+    out = kernels.allocate()
     kernels.epilogue(x, weights=weights, n_used=n_used, sum=out)
     assert np.array_equal(kernels.get(out), kernels.get(kernels.combine(x, weights, n_used)))
 
 
-def test_a_gate_and_rows_that_are_outputs(memory: Memory) -> None:
+def test_a_gate_and_output_rows(memory: Memory) -> None:
     rng, rows, width = np.random.default_rng(5), 3, 300
     kernels = OneByOne(memory, rows, width)
     x, addend = (rng.standard_normal((7, width)).astype(np.float32) for _ in range(2))
     gate, outputs = rng.standard_normal((rows, 1)).astype(np.float32), np.array([1, 2, 6])
-    limits, gated = glu.limits(Activation("sigmoid")), kernels.room()
+    limits, gated = glu.limits(Activation("sigmoid")), kernels.allocate()
     slots = {"gate": memory.put(gate), "up": memory.put(addend[:rows]), "width": width, "gate_width": 1, "rows": rows}
     memory.run(glu.glu(Activation("sigmoid"), width, rows), out=gated, **slots, **limits)
-    out = kernels.room()
+    out = kernels.allocate()
     kernels.epilogue(memory.put(x[:rows]), plus=slots["up"], gate=slots["gate"], sum=out)
     assert np.array_equal(kernels.get(out), kernels.get(kernels.add(memory.put(x[:rows]), gated)))
     batch = memory.batch(range(7), range(7), outputs=outputs)
@@ -164,6 +164,6 @@ def test_norms_of_rows_agree_with_numpy(memory: Memory, kind: str, rows: int, wi
     np.testing.assert_allclose(actual, normed(x, kind, width, weight, bias), rtol=2e-6, atol=2e-6)
 
 
-def test_rows_that_are_too_wide_are_refused() -> None:
+def test_wide_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 12288 columns"):
         row_epilogue.row_epilogue(12289, 1)

@@ -22,7 +22,7 @@ NO_BOTH = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
 def to_format(memory: Memory, kind: str, out: int, n: int, rows: int) -> Any:
     """Return rows of a result brought to a format by the kernel that does nothing else."""
     size = rows, activations.row_bytes(kind, n)
-    target = memory.room(size, np.uint8)
+    target = memory.allocate(size, np.uint8)
     slots = {"rows": rows, "x": out, "x_stride": 4 * n, "n": n, "out": target}
     memory.run(activations.quantize(kind, n, rows), **slots)
     return memory.get(target, size, np.uint8)
@@ -35,7 +35,7 @@ class Format:
         self.memory, self.kind, self.n, self.rows = memory, kind, n, rows
         self.size = rows, activations.row_bytes(kind, n)
         self.counters = memory.put(np.zeros(rows * -(-n // 256), np.int32))
-        self.quantized = memory.room(self.size, np.uint8)
+        self.quantized = memory.allocate(self.size, np.uint8)
         self.slots = {"format": activations.KINDS.index(kind), "quantized": self.quantized, "counters": self.counters}
 
     def check(self, out: int) -> None:
@@ -54,7 +54,7 @@ def test_up_gate(memory: Memory, name: str, n_in: int, n_out: int, kind: str) ->
     place, _, _ = put_rows(memory, rng.standard_normal((1, n_in)).astype(f32), t)
     slots = {"rows": 1, **place, "up": memory.put(up), "gate": memory.put(gate), "row_bytes": up.shape[1], "n_in": n_in}
     slots |= {"n_out": n_out, "out_stride": 4 * n_out, **NO_BOTH, **limits(SILU)}
-    plain, out, target = memory.room((1, n_out)), memory.room((1, n_out)), Format(memory, kind, n_out, 1)
+    plain, out, target = memory.allocate((1, n_out)), memory.allocate((1, n_out)), Format(memory, kind, n_out, 1)
     memory.run(mat_vec.up_gate(t, SILU, n_in, n_out), **slots, out=plain)
     for _ in range(2):
         memory.run(mat_vec.up_gate_to(t, SILU, n_in, n_out), **slots, out=out, **target.slots)
@@ -72,7 +72,11 @@ def test_up_gate_of_experts(memory: Memory) -> None:
     slots |= {"up_expert_bytes": up[0].nbytes, "gate_expert_bytes": up[0].nbytes, "up_bias_stride": 0, **NO_BOTH}
     slots |= {"gate_bias_stride": 0, **limits(SILU)}
     rows = tokens * n_used
-    plain, out, target = memory.room((rows, n_out)), memory.room((rows, n_out)), Format(memory, "q8_1", n_out, rows)
+    plain, out, target = (
+        memory.allocate((rows, n_out)),
+        memory.allocate((rows, n_out)),
+        Format(memory, "q8_1", n_out, rows),
+    )
     memory.run(mat_vec.up_gate_id(t, SILU, n_in, n_out, tokens, n_used), **slots, out=plain)
     memory.run(mat_vec.up_gate_id_to(t, SILU, n_in, n_out, tokens, n_used), **slots, out=out, **target.slots)
     assert np.array_equal(memory.get(out, (rows, n_out)), memory.get(plain, (rows, n_out)))
@@ -89,7 +93,7 @@ def test_mul_mat_heads(memory: Memory, n_in: int, n_out: int, heads: int, kind: 
     slots = {"rows": 1, "x": place["x"], "x_stride": heads * place["x_stride"], "x_head_bytes": place["x_stride"]}
     slots |= {"w": memory.put(w), "row_bytes": w.shape[2], "head_bytes": w[0].nbytes, "heads": heads, "n_in": n_in}
     slots |= {"n_out": n_out, "out_stride": 4 * width, "out_head_bytes": 4 * n_out}
-    plain, out, target = memory.room((1, width)), memory.room((1, width)), Format(memory, kind, width, 1)
+    plain, out, target = memory.allocate((1, width)), memory.allocate((1, width)), Format(memory, kind, width, 1)
     memory.run(mat_vec.mul_mat_heads(t, n_in, n_out, 1, heads), **slots, out=plain)
     shape = mat_vec.mul_mat_heads_to(t, n_in, n_out, heads)
     assert shape is not None
@@ -98,7 +102,7 @@ def test_mul_mat_heads(memory: Memory, n_in: int, n_out: int, heads: int, kind: 
     target.check(plain)
 
 
-def test_heads_that_do_not_make_up_a_unit_are_left_to_another_launch() -> None:
+def test_heads_narrower_than_a_unit_use_another_launch() -> None:
     assert mat_vec.mul_mat_heads_to(BY_NAME["Q8_0"], 64, 96, 4) is None
 
 
@@ -109,14 +113,16 @@ SHARED_CASES = [("Q8_0", "Q8_0", 64, 40, 300), ("Q4_K", "Q6_K", 512, 70, 30), ("
 
 
 @pytest.mark.parametrize(("name", "dense_name", "n_in", "n_out", "dense_n_out"), SHARED_CASES)
-def test_up_gate_beside(memory: Memory, name: str, dense_name: str, n_in: int, n_out: int, dense_n_out: int) -> None:
+def test_up_gate_with_a_shared_expert(
+    memory: Memory, name: str, dense_name: str, n_in: int, n_out: int, dense_n_out: int
+) -> None:
     t, dense, rng, n_used = BY_NAME[name], BY_NAME[dense_name], np.random.default_rng(4), 3
     up, gate = draw_weights(t, (2, 5, n_out, n_in), rng)
     dense_up, dense_gate = draw_weights(dense, (2, dense_n_out, n_in), rng)
     ids, biases = np.array([4, 0, 2], np.int32), rng.standard_normal((4, dense_n_out)).astype(f32)
     scales = rng.uniform(0.5, 2, (2, 5)).astype(f32)
     place, values, excess = put_rows(memory, rng.standard_normal((1, n_in)).astype(f32), t)
-    outs = memory.room((n_used, n_out)), memory.room((1, dense_n_out))
+    outs = memory.allocate((n_used, n_out)), memory.allocate((1, dense_n_out))
     slots = {"rows": 1, **place, "x_per": n_used, "ids": memory.put(ids), "plan": 0, "n_expert": 5, "n_used": n_used}
     slots |= {"up": memory.put(up), "gate": memory.put(gate), "row_bytes": up.shape[2], "n_in": n_in, "n_out": n_out}
     slots |= {"up_expert_bytes": up[0].nbytes, "gate_expert_bytes": up[0].nbytes, "up_bias_stride": 0, **NO_BOTH}
@@ -151,14 +157,16 @@ def test_up_gate_beside(memory: Memory, name: str, dense_name: str, n_in: int, n
 
 
 @pytest.mark.parametrize(("name", "dense_name", "n_in", "n_out", "dense_n_out"), SHARED_CASES)
-def test_mul_mat_beside(memory: Memory, name: str, dense_name: str, n_in: int, n_out: int, dense_n_out: int) -> None:
+def test_mul_mat_with_a_shared_expert(
+    memory: Memory, name: str, dense_name: str, n_in: int, n_out: int, dense_n_out: int
+) -> None:
     """Inputs of the shared expert are longer than those of the experts, each of which has its own."""
     t, dense, rng, n_used, dense_n_in = BY_NAME[name], BY_NAME[dense_name], np.random.default_rng(5), 3, 2 * n_in
     w, dense_w = draw_weights(t, (5, n_out, n_in), rng), draw_weights(dense, (dense_n_out, dense_n_in), rng)
     ids, bias = np.array([4, 0, 2], np.int32), rng.standard_normal((5, n_out)).astype(f32)
     place, values, excess = put_rows(memory, rng.standard_normal((n_used, n_in)).astype(f32), t)
     other_place, dense_address, other_excess = put_rows(memory, rng.standard_normal((1, dense_n_in)).astype(f32), dense)
-    outs = memory.room((n_used, n_out)), memory.room((1, dense_n_out))
+    outs = memory.allocate((n_used, n_out)), memory.allocate((1, dense_n_out))
     slots = {"rows": 1, **place, "x_per": 1, "ids": memory.put(ids), "plan": 0, "n_expert": 5, "n_used": n_used}
     slots |= {"w": memory.put(w), "row_bytes": w.shape[2], "expert_bytes": w[0].nbytes, "n_in": n_in, "n_out": n_out}
     slots |= {"bias": memory.put(bias), "bias_stride": bias[0].nbytes, "scale": 0, "out": outs[0]}

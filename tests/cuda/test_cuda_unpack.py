@@ -40,7 +40,7 @@ def assert_same_bits(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> No
 def unpack(memory: Memory, t: TensorType, blocks: npt.NDArray[np.uint8], shared_grid: bool) -> Any:
     """Return levels [parts, 2, 16], scales and minimums [parts, 2] of blocks."""
     parts = len(blocks) * t.block // 32
-    out = memory.room((parts, 12))
+    out = memory.allocate((parts, 12))
     slots = {"w": memory.put(blocks), "out": out, "blocks": len(blocks), "type": INDEX[t], "shared_grid": shared_grid}
     memory.run(Shape(Kernel(ALL, "unpack_all").bind(**SAMPLE_TYPES), (1, 1, 1)), **slots)
     words = memory.get(out, (parts, 12))
@@ -48,7 +48,7 @@ def unpack(memory: Memory, t: TensorType, blocks: npt.NDArray[np.uint8], shared_
 
 
 @by_name
-def test_levels_scales_and_minimums_make_the_values(memory: Memory, t: TensorType, golden: Any) -> None:
+def test_levels_scales_and_minimums_decode_to_values(memory: Memory, t: TensorType, golden: Any) -> None:
     key = t.name if t.name in golden else f"{t.name}+imatrix"
     golden_rows = [golden[key][:2]] if key in golden else []  # none of a type of neither tree
     rows, record = np.concatenate([random_rows(t, 8, 1024, seed=1), *golden_rows]), FORMATS[t.name]
@@ -76,12 +76,12 @@ def test_rows_of_every_type(memory: Memory, t: TensorType) -> None:
     w, ids = memory.put(data), memory.put(tokens)
     common = {"row_bytes": data.shape[1], "n": n, "out_stride": 4 * n, "type": INDEX[t]}
     run = Shape(Kernel(ALL, "write_all").bind(**SAMPLE_TYPES), (11 * -(-n // 32) // 256 + 1, 1, 1))
-    out = memory.room((12, n))
+    out = memory.allocate((12, n))
     memory.run(run, w=w, out=out, rows=11, tokens=0, scale=1, **common)
     actual = memory.get(out, (12, n))
     assert_same_bits(actual[:11], want)
     assert np.isnan(actual[11]).all()
-    out = memory.room((5, n))
+    out = memory.allocate((5, n))
     memory.run(run, w=w, out=out, rows=5, tokens=ids, scale=float(scale), **common)
     assert_same_bits(memory.get(out, (5, n)), want[tokens] * scale)
 
@@ -106,14 +106,14 @@ def test_kernels_of_one_type(memory: Memory, name: str) -> None:
     for output_index, kind in enumerate(dequantize.OUTPUTS):
         values = expected[kind]
         stride = values.itemsize * n + gap
-        out = memory.room((rows, stride), np.uint8)
+        out = memory.allocate((rows, stride), np.uint8)
         run = dequantize.dequantize(t, n, rows)
         memory.run(run, w=w, row_bytes=data.shape[1], rows=rows, n=n, out=out, out_stride=stride, to=output_index)
         actual = memory.get(out, (rows, stride), np.uint8)
         assert_same_bits(np.ascontiguousarray(actual[:, :-gap]).view(values.dtype), values)
         assert (actual[:, -gap:] == 255).all()
     tokens = [5, 36, 0]
-    out, batch = memory.room((3, n)), memory.batch(tokens, [0, 1, 2])
+    out, batch = memory.allocate((3, n)), memory.batch(tokens, [0, 1, 2])
     slots = {"batch": batch, "w": w, "row_bytes": data.shape[1], "rows": 3, "n": n, "out": out, "out_stride": 4 * n}
     for by_position, rows_of_tokens in enumerate((tokens, [0, 1, 2])):
         memory.run(dequantize.embed(t, n, 3), **slots, scale=2.5, by_position=by_position)

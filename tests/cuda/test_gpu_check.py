@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a card: its checks on the shim, its measurements in small, and what it must do without."""
+"""scripts/gpu_check without a GPU: its checks on the shim, its measurements in small, and what it must do without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quantkit.kernels import first_run
 ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 
-#: Nothing but numpy and the standard library, as where the card is; CuPy is found missing.
+#: Nothing but numpy and the standard library, as where the GPU is; CuPy is found missing.
 BLOCK = """
 import sys
 class Blocked:
@@ -38,7 +38,7 @@ sys.path[:0] = ["scripts", "tests", "tests/lib"]
 from gpu import cases, check, speed
 check.use_shim()
 from quantkit.kernels.cuda.core.device import open_device
-speed._CARD[:] = [speed.Card(open_device("CUDA0"), 1.0, float(sys.argv[2]))]
+speed._GPU[:] = [speed.Card(open_device("CUDA0"), 1.0, float(sys.argv[2]))]
 speed.SIZES = speed.Sizes(
     matrix_bytes=1 << 18, in_turn=2, in_graph=2, token_counts=(1, 4), n_in=512, dense=256, wide=288, tokens=12,
     experts=4, used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2,
@@ -57,7 +57,7 @@ sys.exit(run.n_failed)
 
 #: What begins a process that does steps of a Run on the shim.
 ON_SHIM = (
-    SMALL.partition("speed._CARD")[0]
+    SMALL.partition("speed._GPU")[0]
     + """
 from pathlib import Path
 import time
@@ -76,13 +76,13 @@ def gpu_check(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_it_needs_numpy_and_cupy_only() -> None:
+def test_it_needs_only_numpy_and_cupy() -> None:
     process = python(BLOCK + 'sys.path[:0] = ["tests", "tests/lib"]\nfrom gpu import check\nprint(len(check.STEPS))')
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) >= 10
 
 
-def test_without_a_card_it_says_so() -> None:
+def test_without_a_gpu_it_reports_an_error() -> None:
     from quantkit.kernels.cuda.core.device import count_devices
 
     if count_devices():
@@ -121,7 +121,7 @@ def test_models_of_the_zoo_in_parts_or_at_once(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_whole_files_with_error_feedback(tmp_path: Path) -> None:
+def test_error_feedback_of_whole_files(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     process = gpu_check("--shim", "--out", out, "--types", "Q4_K", "--only", "feedback")
     assert process.returncode == 0, process.stdout + process.stderr
@@ -156,7 +156,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/lib"]
 from gpu import run as gpu_run
-gpu_run.card_answers = lambda: False
+gpu_run.gpu_answers = lambda: False
 run = gpu_run.Run(Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), ())
 def part(name):
     run.say(f"{name} begins")
@@ -178,7 +178,7 @@ run.do("later", lambda: run.for_each("later", ["good"], part))
 """
 
 
-def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
+def test_a_crash_or_hang_fails_only_one_check(tmp_path: Path) -> None:
     from gpu import run as gpu_run
 
     out, work = tmp_path / "out.md", tmp_path / "work"
@@ -206,8 +206,8 @@ def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 7])
-def test_a_process_that_never_begins_is_no_success(tmp_path: Path, code: int) -> None:
-    """Nor started for ever; 1 is what Python ends with after a traceback."""
+def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path, code: int) -> None:
+    """Processes are not restarted forever; 1 is what Python ends with after a traceback."""
     from gpu import run as gpu_run
 
     out = tmp_path / "out.md"
@@ -219,7 +219,7 @@ def test_a_process_that_never_begins_is_no_success(tmp_path: Path, code: int) ->
     assert gpu_run.verdict(out.read_text()) == "1 FAILED"
 
 
-def test_what_was_left_out_is_no_success() -> None:
+def test_a_skipped_check_is_not_a_success() -> None:
     from gpu import run as gpu_run
 
     assert gpu_run.verdict("zoo: 35 done\n") == "all checks passed"
@@ -227,8 +227,8 @@ def test_what_was_left_out_is_no_success() -> None:
     assert gpu_run.verdict("FAILED a\nNOT RUN: b\nFAILED c\n") == "2 FAILED"
 
 
-def test_an_old_numba_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a card's image has may be older than the CPU's kernels need: they would break, type by type."""
+def test_an_old_numba_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's image has may be older than the CPU's kernels need: they would break, type by type."""
     from gpu import run as gpu_run
 
     needs = re.search(r"numba>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
@@ -266,15 +266,15 @@ def test_one_token_is_timed_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_compiler
-def test_without_cublas_only_what_is_beside_it_is_missing(tmp_path: Path) -> None:
-    without = SMALL.replace("speed._CARD", "type(open_device('CUDA0')).gemm_bf16 = None\nspeed._CARD")
+def test_without_cublas_only_its_comparison_is_missing(tmp_path: Path) -> None:
+    without = SMALL.replace("speed._GPU", "type(open_device('CUDA0')).gemm_bf16 = None\nspeed._GPU")
     process = python(without, tmp_path, "nan", "mat-mat", "model")
     assert process.returncode == 0, process.stderr[-3000:]
     assert "nan" not in process.stdout
     assert process.stdout.count("| no cuBLAS |") >= 2
 
 
-def test_the_card_without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import speed
     from quantkit.errors import ResourceError
@@ -282,15 +282,15 @@ def test_the_card_without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(device: object) -> float:
         raise ResourceError("--cublas needs cuBLAS")
 
-    monkeypatch.setattr(speed, "_CARD", [])
+    monkeypatch.setattr(speed, "_GPU", [])
     monkeypatch.setattr(speed, "open_device", lambda name: name)
     monkeypatch.setattr(speed.peak, "copy_gb_s", lambda device: 3000.0)
     monkeypatch.setattr(speed.peak, "gemm_gops", missing)
-    assert speed.the_card().copy_gb_s == 3000
+    assert speed.the_gpu().copy_gb_s == 3000
     assert not speed.has_cublas()
 
 
-def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_are_ordered_by_importance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part once, those of FIRST before all others."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import check
@@ -330,8 +330,8 @@ esac
 """
 
 
-def test_what_a_sanitizer_finds_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what the checks it watches find; a card that it cannot watch has not passed."""
+def test_sanitizer_findings_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the checks it watches find; a GPU that it cannot watch has not passed."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import run as gpu_run
     from gpu import sanitizer
@@ -370,7 +370,7 @@ def test_what_a_sanitizer_finds_is_a_failure(tmp_path: Path, monkeypatch: pytest
     assert all("--sanitized" in line and "--types Q4_K" in line for line in commands)
 
 
-def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
+def test_a_long_compilation_reports_progress(tmp_path: Path) -> None:
     """Its lines move the file that the watching process looks at."""
     from gpu.run import Run
 
@@ -387,8 +387,8 @@ def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
     assert run.begun_file.stat().st_mtime > 1e9
 
 
-def test_a_file_that_is_written_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 18 GB takes minutes on a slow disk; one that stands still shows nothing."""
+def test_a_growing_file_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing a model of 18 GB takes minutes on a slow disk; a stalled write reports no progress."""
     from gpu.run import Run
 
     run, path, lines = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ()), tmp_path / "model", list[str]()
@@ -413,10 +413,10 @@ def test_parity_compares_both_searches_of_a_type(tmp_path: Path) -> None:
     assert "random rows: 4 cases of 64 x 2048 values have the CPU's bytes" in out.read_text()
 
 
-def test_digests_are_of_the_cpus_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_match_the_cpus_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all cases of all encoders; the first rows of each."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    from make_gpu_expected import of_cpu
+    from make_gpu_expected import encode_on_cpu
 
     from gpu import encoding
     from quantkit.kernels.cuda.encode.encode import SEARCHES, encoders
@@ -427,11 +427,11 @@ def test_digests_are_of_the_cpus_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name for search in SEARCHES for name in encoders(search)} | {*INTERLEAVED_ENCODERS}
     for t in map(BY_NAME.__getitem__, sorted(names)):
         for case in encoding.parity_cases(t):
-            actual = encoding.digests(of_cpu(replace(case, x=case.x[:16]), t), rows=16)
+            actual = encoding.digests(encode_on_cpu(replace(case, x=case.x[:16]), t), rows=16)
             assert recorded.get(case.key, "").startswith(actual), step("Add a type", 10, TYPE=t.name)
 
 
-def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:
+def test_expected_values_equal_the_cpu_backends(tmp_path: Path) -> None:
     from gpu import cases
     from quantkit.formats.gguf import open_gguf
     from quantkit.model.backends.cpu.backend import CPUBackend

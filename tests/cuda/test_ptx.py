@@ -1,4 +1,4 @@
-"""PTX on the CPU (tests/ptx): instructions mean what the PTX ISA says, and what is not known is an error.
+"""PTX on the CPU (tests/ptx): instructions follow the PTX ISA, and unknown ones are an error.
 
 The families' own tests run on it as well, for sm_90 (`device` of conftest.py), and what sm_75 has of its own: smaller
 mma, copies without cp.async. Every opcode and every statement of inline assembly is run so. Left to `--all-ptx`: two of
@@ -98,7 +98,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("body", UNKNOWN)
-def test_what_is_not_known_is_an_error(body: str) -> None:
+def test_an_unknown_instruction_is_an_error(body: str) -> None:
     with pytest.raises(PTXError, match="line 26"):
         translate(parse(module("ret;", body)), "quantkit_try")
 
@@ -112,7 +112,7 @@ def test_an_unknown_directive_is_an_error() -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kernel_is_understood(family: str, capability: int) -> None:
+def test_every_kernel_is_translated(family: str, capability: int) -> None:
     """Of all families: --all-ptx."""
     for operation, names in modules(family):
         module = module_of(operation.file, operation.defines, capability)
@@ -243,7 +243,7 @@ def dot2_unsigned(a: int, b: int, c: int) -> int:
     return (c + sum((a >> 16 * i & 65535) * (b >> 8 * i & 255) for i in range(2))) & M32
 
 
-#: Instructions of 32-bit registers a, b, c (%r1 to %r3, of which d is %r4) and what they make of them; None: anything.
+#: Instructions of 32-bit registers a, b, c (%r1 to %r3, of which d is %r4) and their results; None: anything.
 MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "prmt.b32 %r4, %r1, %r2, %r3;": prmt,
     "dp4a.s32.s32 %r4, %r1, %r2, %r3;": dot4,
@@ -347,7 +347,7 @@ def operands() -> Any:
     return words
 
 
-def test_instructions_are_what_the_document_says() -> None:
+def test_instructions_follow_the_isa_document() -> None:
     words = operands()
     load_all = "".join(
         f"ld.global.u32 %r{i}, [%rd7+{8 * i - 8}]; ld.global.f32 %f{i}, [%rd7+{8 * i - 8}];" for i in (1, 2, 3)
@@ -362,7 +362,7 @@ def test_instructions_are_what_the_document_says() -> None:
                 assert is_same, f"{text} {a:#x} {b:#x} {c:#x}: {result:#x}, not {want:#x}"
 
 
-def test_shuffles_keep_to_their_segments() -> None:
+def test_shuffles_stay_within_segments() -> None:
     """c: the last (up: the first) lane there is, and bits of a lane's number that tell its segment."""
     words = np.arange(32, dtype=np.uint64)[:, None].repeat(4, 1)
     cases = {
@@ -382,14 +382,14 @@ def test_shuffles_keep_to_their_segments() -> None:
     assert set(run(vote + "st.global.u32 [%rd8], %r4;", words)[:, 0].tolist()) == {3 << 30}
 
 
-def test_a_kernel_leaves_what_the_shim_does() -> None:
+def test_kernels_as_ptx_equal_the_shim() -> None:
     """One that is made of exact operations, to the last bit; any that is not the same is told."""
     from quantkit.kernels.cuda.layer import elementwise
 
     device = TwinDevice()
     memory = Memory(device)
     x = np.random.default_rng(1).standard_normal((3, 70)).astype(f32)
-    out = memory.room(x.shape)
+    out = memory.allocate(x.shape)
     for make in (elementwise.scale, elementwise.softcap):
         memory.run(make(70, 3), x=memory.put(x), out=out, width=70, rows=3, by=0.37)
     assert [d.kernel.name for d in device.differences] == ["softcap"]

@@ -66,7 +66,7 @@ def run(
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_end_the_process_with_a_reason(tmp_path: Path, mistake: str) -> None:
+def test_invalid_kernels_abort_with_a_message(tmp_path: Path, mistake: str) -> None:
     body, message = MISTAKES[mistake]
     process = run(tmp_path, body)
     assert process.returncode != 0
@@ -74,14 +74,14 @@ def test_mistakes_end_the_process_with_a_reason(tmp_path: Path, mistake: str) ->
 
 
 def outputs(tmp_path: Path, body: str, orders: Sequence[int] = range(8)) -> set[str]:
-    """Return what a kernel makes in some orders."""
+    """Return the results of a kernel in several orders."""
     process = run(tmp_path, body, orders)
     assert process.returncode == 0, process.stderr
     return set(process.stdout.splitlines())
 
 
-def test_a_missing_barrier_gives_another_result_in_another_order(tmp_path: Path) -> None:
-    """Also one between warps that go on by turns as long as they wait for their own lanes."""
+def test_a_missing_barrier_changes_the_result_between_orders(tmp_path: Path) -> None:
+    """Also one between warps that alternate as long as they wait for their own lanes."""
     body = "__shared__ float s[64]; s[threadIdx.x] = a.x[threadIdx.x];{}a.x[threadIdx.x] = s[63 - threadIdx.x];"
     assert len(outputs(tmp_path, body.format("__syncthreads();"))) == 1
     assert len(outputs(tmp_path, body.format(""), (0, 1))) == 2
@@ -90,7 +90,7 @@ def test_a_missing_barrier_gives_another_result_in_another_order(tmp_path: Path)
     assert len(outputs(tmp_path, between)) > 1
 
 
-def test_what_nobody_wrote_to_shared_memory_shows(tmp_path: Path) -> None:
+def test_uninitialized_shared_memory_is_detected(tmp_path: Path) -> None:
     """That of a function, of a template, and sized at launch."""
     for body in (
         "__shared__ float s[64]; if (a.n < 0) s[0] = 1; a.x[threadIdx.x] = s[threadIdx.x];",
@@ -101,7 +101,7 @@ def test_what_nobody_wrote_to_shared_memory_shows(tmp_path: Path) -> None:
         assert len(outputs(tmp_path, body, (0, 2))) == 2
 
 
-def test_an_early_launch_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_a_dependent_launch_waits_for_the_previous_one(tmp_path: Path) -> None:
     uses = "a.x[threadIdx.x] += 1;"
     assert run(tmp_path, f"wait_for_previous(); {uses}", dependent=True).returncode == 0
     assert "use-after-poison" in run(tmp_path, f"{uses} wait_for_previous();", dependent=True).stderr

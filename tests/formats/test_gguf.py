@@ -59,7 +59,7 @@ FIELDS = [
 TENSORS: list[Tensor] = [("a.weight", (32,), F32, bytes(range(128))), ("b.weight", (32, 2), Q8_0, bytes(68))]
 
 
-def test_whole_file_as_literal(tmp_path: Path) -> None:
+def test_a_whole_file_as_a_literal(tmp_path: Path) -> None:
     write_gguf(tmp_path / "t.gguf", [Field.of("k", 7), Field.of("s", "é")], [("t", (2,), F32, b"01234567")])
     assert (tmp_path / "t.gguf").read_bytes() == (
         b"GGUF\x03\0\0\0"  # magic, version
@@ -72,13 +72,13 @@ def test_whole_file_as_literal(tmp_path: Path) -> None:
     )
 
 
-def test_writes_what_was_built_by_hand(tmp_path: Path) -> None:
+def test_the_writer_equals_a_handmade_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "t.gguf", FIELDS, TENSORS)
     data = Tiny().bytes()
     assert (tmp_path / "t.gguf").read_bytes() == data + bytes(-len(data) % 32)
 
 
-def test_reads_what_was_built_by_hand(tmp_path: Path) -> None:
+def test_a_handmade_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "t.gguf"
     path.write_bytes(Tiny().bytes())
     with open_gguf(path) as file:
@@ -99,7 +99,7 @@ def test_reads_what_was_built_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack(name: str, tmp_path: Path) -> None:
+def test_every_attack_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "attack.gguf"
     data, expected = ATTACKS[name]
     path.write_bytes(data)
@@ -184,7 +184,7 @@ def opened(path: Path, data: bytes) -> GGUFFile:
     return open_gguf(path)
 
 
-def test_odd_but_clear_files_are_read(tmp_path: Path) -> None:
+def test_unusual_valid_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     long_name = b"n" * 200
     backwards = [tensor(b"u", (32,), 0, 512), tensor(long_name, (32,), 0, 0)]  # a gap, the later first, no end padding
@@ -412,7 +412,7 @@ def test_inferred_arrays(value: Any, kind: ValueType) -> None:
         ("\udcff", 1, {}, "QK-E203"),
     ],
 )
-def test_values_that_do_not_fit(key: str, value: Any, kwargs: dict[str, Any], refusal: str) -> None:
+def test_values_out_of_range_are_refused(key: str, value: Any, kwargs: dict[str, Any], refusal: str) -> None:
     with refuses(RecipeError, refusal):
         Field.of(key, value, **kwargs)
 
@@ -512,7 +512,7 @@ def test_layout_refuses(fields: Any, given_tensors: Any, kwargs: dict[str, Any],
         layout_gguf(fields, given_tensors, **kwargs)
 
 
-def test_layout_refuses_rows_that_do_not_divide() -> None:
+def test_layout_refuses_rows_of_partial_blocks() -> None:
     with refuses(TypeNotSupported, "QK-E303 t Q8_0 32"):
         layout_gguf([], [("t", (33,), Q8_0)])
 
@@ -583,7 +583,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         ({"name": "t0"}, "QK-E107 t0 m-00001-of-00003.gguf"),
     ],
 )
-def test_shards_that_contradict(overrides: dict[str, Any], refusal: str, tmp_path: Path) -> None:
+def test_contradictory_shards_are_refused(overrides: dict[str, Any], refusal: str, tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "m", **overrides)
     with refuses(FormatError, refusal):
         open_gguf(paths[0])
@@ -595,7 +595,7 @@ def test_a_renamed_shard(tmp_path: Path) -> None:
         open_gguf(paths[1].rename(tmp_path / "renamed.gguf"))
 
 
-def test_a_broken_shard_is_named(tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "m")
     paths[2].write_bytes(paths[2].read_bytes()[:100])
     with refuses(FormatError, "QK-E103 m-00003-of-00003.gguf"):
@@ -629,7 +629,7 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path: Path) -> None:
 
 
 def assert_laid_out_again(path: Path) -> None:
-    """Laying out what a file holds must give its header and offsets, bit for bit."""
+    """The layout of a file's content must give its header and offsets, bit for bit."""
     with open_gguf(path) as file:
         given_tensors = [(t.name, t.shape, t.type) for t in file.tensors.values()]
         layout = layout_gguf(file.fields.values(), given_tensors, version=file.version)
@@ -643,12 +643,12 @@ def assert_laid_out_again(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-moe-bf16.gguf", "tiny-moe-imatrix.gguf"])
-def test_real_file_laid_out_again(name: str, data: Path) -> None:
+def test_a_real_file_keeps_its_layout(name: str, data: Path) -> None:
     assert_laid_out_again(data / name)
 
 
 @pytest.mark.peer
-def test_smollm2_laid_out_again(smollm2: Path) -> None:
+def test_smollm2_keeps_its_layout(smollm2: Path) -> None:
     assert_laid_out_again(smollm2)
 
 
@@ -667,7 +667,7 @@ def test_equal_to_pypi_gguf(tiny_moe: Path) -> None:
             assert np.array_equal(file.data(tensor), peer.data.reshape(-1).view(np.uint8))
 
 
-def test_pypi_gguf_reads_ours(tmp_path: Path) -> None:
+def test_pypi_gguf_reads_the_written_file(tmp_path: Path) -> None:
     path = tmp_path / "t.gguf"
     write_gguf(path, FIELDS, TENSORS)
     reader = gguf.GGUFReader(path)
@@ -723,7 +723,7 @@ def test_header_equals_llama_cpp_writers(alignment: int | None, ggml: ctypes.CDL
 
 
 @pytest.mark.peer
-def test_llama_quantize_output_laid_out_again(llama_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
+def test_llama_quantize_output_keeps_its_layout(llama_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
     out = tmp_path / "q.gguf"
     run(llama_bin, "llama-quantize", tiny_moe, out, "Q4_0", "1")
     assert_laid_out_again(out)
@@ -731,7 +731,7 @@ def test_llama_quantize_output_laid_out_again(llama_bin: Path, tiny_moe: Path, t
 
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", ["Q8_KV", "Q4_K_R4"])
-def test_ik_quantize_output_laid_out_again(kind: str, ik_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
+def test_ik_quantize_output_keeps_its_layout(kind: str, ik_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
     """Row headers and interleaved rows: ik's writer places its tensors where our sizes say."""
     out = tmp_path / "q.gguf"
     libs = [ik_bin.parents[1] / "ik_llama_cpp_python.libs", ik_bin.parent / "lib"]
@@ -743,7 +743,7 @@ def test_ik_quantize_output_laid_out_again(kind: str, ik_bin: Path, tiny_moe: Pa
 
 @pytest.mark.peer
 def test_shards_of_llama_gguf_split(llama_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
-    """Their shards open as the whole model, and they merge shards of ours."""
+    """llama-gguf-split's shards open as one model, and it merges quantkit's shards."""
     run(llama_bin, "llama-gguf-split", "--split", "--split-max-tensors", "20", tiny_moe, tmp_path / "theirs")
     with open_gguf(tiny_moe) as full, open_gguf(split_path(tmp_path / "theirs", 1, 3)) as parts:
         assert list(parts.tensors) == list(full.tensors)

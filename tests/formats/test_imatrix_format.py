@@ -89,7 +89,7 @@ def test_gguf_of_llama_cpp(data: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", ["", "-ik"])
-def test_dat_of_both_trees(data: Path, tree: str) -> None:
+def test_dat_of_both_projects(data: Path, tree: str) -> None:
     imatrix = read_imatrix(data / f"tiny-moe-imatrix{tree}.dat")
     assert (imatrix.format, imatrix.chunk_count, imatrix.datasets) == ("dat", 343, ["calibration.txt"])
     assert imatrix.entries.keys() == read_imatrix(data / "tiny-moe-imatrix.gguf").entries.keys()
@@ -102,7 +102,7 @@ def test_both_formats_of_one_calibration_agree(data: Path) -> None:
         np.testing.assert_allclose(a.values(name), b.values(name), rtol=2e-7, atol=0)
 
 
-def test_both_trees_saw_the_same_text(data: Path) -> None:
+def test_both_projects_collected_on_the_same_text(data: Path) -> None:
     a, b = (read_imatrix(data / f"tiny-moe-imatrix{tree}.dat") for tree in ("", "-ik"))
     for name in a.entries:
         ratio = np.median(b.values(name) / a.values(name))
@@ -152,7 +152,7 @@ def test_one_division_in_float32(tmp_path: Path) -> None:
     assert np.array_equal(values[2], sums[2] / np.float32(2**24))
 
 
-def test_counts_are_rounded_as_lround_does(tmp_path: Path) -> None:
+def test_counts_are_rounded_like_lround(tmp_path: Path) -> None:
     counts = [0.4, 0.5, 1.5, 2.5]
     path = write_file(tmp_path / "x.gguf", [f32("w.in_sum2", ONE), f32("w.counts", counts, (1, 4))])
     assert read_imatrix(path).entries["w"].counts.tolist() == [0, 1, 2, 3]
@@ -301,7 +301,7 @@ def test_limits_of_the_formats(tmp_path: Path) -> None:
         (ImatrixEntry(ONE[None], np.array([1]), ONE), "in_sum must have"),
     ],
 )
-def test_misshapen_entries_are_a_programmers_error(tmp_path: Path, entry: ImatrixEntry, message: str) -> None:
+def test_misshapen_entries_raise_value_error(tmp_path: Path, entry: ImatrixEntry, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write_imatrix(tmp_path / "x", Imatrix(tmp_path, {"w": entry}))
 
@@ -347,7 +347,7 @@ def test_hostile_dat(tmp_path: Path, content: bytes, refusal: str) -> None:
 
 
 @pytest.mark.parametrize("n", range(len(TINY_DAT)))
-def test_every_truncation_is_noticed(tmp_path: Path, n: int) -> None:
+def test_every_truncation_is_detected(tmp_path: Path, n: int) -> None:
     path = tmp_path / "cut.dat"
     path.write_bytes(TINY_DAT[:n])
     if n == len(TINY_DAT) - 12:
@@ -359,9 +359,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, n: int) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_mutated_dat_gives_an_imatrix_or_one_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_mutated_dat_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     content = bytearray(TINY_DAT)
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -372,7 +370,7 @@ def test_mutated_dat_gives_an_imatrix_or_one_error(
         assert sum(entry.sums.nbytes for entry in imatrix.entries.values()) <= len(content)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E401"):
         read_imatrix(tmp_path / "missing")
     with refuses(FormatError, "QK-E120"):
@@ -472,7 +470,7 @@ def quantized(llama_bin: Path, model: Path, imatrix: Path, out: Path) -> dict[st
     ("source", "kind"),
     [("tiny-moe-imatrix.gguf", "gguf"), ("tiny-moe-imatrix.dat", "dat"), ("tiny-moe-imatrix-ik.dat", "gguf")],
 )
-def test_llama_quantize_reads_what_we_write(
+def test_llama_quantize_reads_the_written_file(
     llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, source: str, kind: str
 ) -> None:
     """Equal tensor bytes from the original and from our copy, the last one converted from .dat to GGUF."""

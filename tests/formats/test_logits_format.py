@@ -1,4 +1,4 @@
-"""Files of base logits: llama.cpp's and ours, byte for byte, there and back, and broken in every way."""
+"""Files of base logits: llama.cpp's and quantkit's, byte for byte, round trips, and damaged files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def encoded_by_the_letter(x: F32, log_total: np.float32, clip: float) -> bytes:
 
 @pytest.mark.parametrize("clip", [16, 24])
 @pytest.mark.parametrize("n_vocab", [1, 2, 37, 300])
-def test_rows_are_encoded_as_by_llama_cpp(n_vocab: int, clip: float) -> None:
+def test_rows_are_encoded_like_llama_cpps(n_vocab: int, clip: float) -> None:
     x = awkward_logits(n_vocab)
     if n_vocab == 1:
         x = x[[0, 1, 2, 3, 6]]  # -Inf alone is no row
@@ -123,7 +123,7 @@ def test_a_llama_cpp_file_is_read_by_rows(tmp_path: Path) -> None:
         assert np.abs(rows.log_probs() - log_p).max() < 0.5 * rows.scale.max() + 1e-5
 
 
-def test_a_file_encodes_again_to_itself(tmp_path: Path) -> None:
+def test_reencoding_a_file_is_the_identity(tmp_path: Path) -> None:
     write_llama(tmp_path / "base", chunks(200))
     file = open_logits(tmp_path / "base")
     assert isinstance(file, LlamaLogits)
@@ -167,7 +167,7 @@ START = 20 + 4 * N_CTX * N_CHUNKS
         (lambda raw: raw[: START + 10], "QK-E103 440"),
     ],
 )
-def test_broken_llama_cpp_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], refusal: str) -> None:
+def test_damaged_llama_cpp_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], refusal: str) -> None:
     path = tmp_path / "bad"
     path.write_bytes(damage(llama_bytes(tmp_path)))
     with refuses(FormatError, refusal):
@@ -175,7 +175,7 @@ def test_broken_llama_cpp_files_are_refused(tmp_path: Path, damage: Callable[[by
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0])
-def test_scales_that_are_none_are_refused_with_their_place(tmp_path: Path, scale: float) -> None:
+def test_invalid_scales_are_refused_with_their_position(tmp_path: Path, scale: float) -> None:
     path = tmp_path / "bad"
     row_bytes = 2 * (14 + 4)
     offset = START + (ROWS + 2) * row_bytes
@@ -186,13 +186,13 @@ def test_scales_that_are_none_are_refused_with_their_place(tmp_path: Path, scale
         file.rows(1, 1, ROWS)
 
 
-def test_a_file_cut_short_has_its_whole_chunks(tmp_path: Path) -> None:
+def test_a_truncated_file_has_its_complete_chunks(tmp_path: Path) -> None:
     raw = llama_bytes(tmp_path)
     (tmp_path / "cut").write_bytes(raw[:-1])
     assert open_logits(tmp_path / "cut").n_whole == N_CHUNKS - 1
 
 
-def test_a_file_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+def test_a_file_larger_than_the_disk_is_not_started(tmp_path: Path) -> None:
     text = Chunks(2**30, np.zeros((1 << 20, 16), np.int32))
     with refuses(ResourceError, "QK-E406 --chunks --logits-format"):
         LlamaWriter(tmp_path / "base", text)
@@ -222,7 +222,7 @@ def is_same(a: CompactRows, b: CompactRows) -> bool:
 
 
 @given(compact_rows())
-def test_compact_rows_survive(rows: CompactRows) -> None:
+def test_compact_rows_round_trip(rows: CompactRows) -> None:
     raw = compact_format.pack_rows(rows)
     assert is_same(compact_format.unpack_rows(raw, ROWS, 50, 20, "here"), rows)
     assert is_same(join_rows([rows.slice(0, 1), rows.slice(1, ROWS)]), rows)
@@ -259,7 +259,7 @@ def test_a_compact_file_is_read_in_any_order(tmp_path: Path, codec: str) -> None
         assert is_same(file.rows(chunk, 1, 3), rows[chunk].slice(1, 3))
 
 
-def test_without_zstd_there_is_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_zstd_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     monkeypatch.setitem(__import__("sys").modules, "compression", None)
     with refuses(ResourceError, "QK-E410 --codec"):
@@ -307,7 +307,7 @@ def reframed(raw: bytes, payload: bytes, size: int) -> bytes:
         (lambda raw: raw[: FRAMES + 30], "QK-E103"),
     ],
 )
-def test_broken_compact_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], refusal: str) -> None:
+def test_damaged_compact_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], refusal: str) -> None:
     (tmp_path / "bad").write_bytes(damage(compact_bytes(tmp_path)))
     with refuses(FormatError, refusal):
         open_logits(tmp_path / "bad")
@@ -348,7 +348,7 @@ def test_hostile_chunks_are_refused(tmp_path: Path, payload: bytes, size: int, r
     file.chunk(1)
 
 
-def test_a_bomb_does_not_go_off(tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(reframed(compact_bytes(tmp_path), zlib.compress(bytes(10**8)), 100))
     file = open_logits(tmp_path / "bad")
     tracemalloc.start()
@@ -359,7 +359,7 @@ def test_a_bomb_does_not_go_off(tmp_path: Path) -> None:
     assert peak < 10**6
 
 
-def test_a_zstd_frame_that_unpacks_to_more_is_refused(tmp_path: Path) -> None:
+def test_a_zstd_frame_larger_than_declared_is_refused(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     write_compact(tmp_path / "good", codec="zstd")
     raw = (tmp_path / "good").read_bytes()
@@ -370,7 +370,7 @@ def test_a_zstd_frame_that_unpacks_to_more_is_refused(tmp_path: Path) -> None:
             file.rows(0, 0, 1)
 
 
-def test_a_wrong_checksum_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_refused_with_its_position(tmp_path: Path) -> None:
     raw = compact_bytes(tmp_path)
     (tmp_path / "bad").write_bytes(patched(raw, FRAMES + 30, "<B", raw[FRAMES + 30] ^ 4))
     file = open_logits(tmp_path / "bad")
@@ -379,7 +379,7 @@ def test_a_wrong_checksum_is_refused_with_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_compact, lambda path: write_llama(path, chunks(50))])
-def test_any_damaged_byte_ends_in_an_error_or_in_numbers(tmp_path: Path, write: Callable[[Path], object]) -> None:
+def test_any_damaged_byte_is_an_error_or_decodes(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path / "good")
     raw = (tmp_path / "good").read_bytes()
     rng = np.random.default_rng(3)
@@ -394,13 +394,13 @@ def test_any_damaged_byte_ends_in_an_error_or_in_numbers(tmp_path: Path, write: 
                 file.rows(chunk, 0, file.chunks.rows)
 
 
-def test_a_compact_file_cut_short_has_its_whole_chunks(tmp_path: Path) -> None:
+def test_a_truncated_compact_file_has_its_complete_chunks(tmp_path: Path) -> None:
     raw = compact_bytes(tmp_path)
     (tmp_path / "cut").write_bytes(raw[:-1])
     assert open_logits(tmp_path / "cut").n_whole == N_CHUNKS - 1
 
 
-def test_no_file_no_traceback(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_traceback(tmp_path: Path) -> None:
     with refuses(FormatError, "QK-E401 --save-all-logits"):
         open_logits(tmp_path / "missing")
     with refuses(FormatError, "QK-E401 --save-all-logits"):

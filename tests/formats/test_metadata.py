@@ -31,12 +31,12 @@ def test_overrides(text: str, type_: ValueType, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a=5", "a=int:x", "a=bool:1", "a=what:1", "=int:5", "a=u8:256", "a=float:"])
-def test_broken_overrides_are_refused(text: str) -> None:
+def test_invalid_overrides_are_refused(text: str) -> None:
     with pytest.raises(RecipeError):
         parse_override(text)
 
 
-def test_a_key_that_is_set_moves_to_the_end() -> None:
+def test_a_set_key_moves_to_the_end() -> None:
     metadata = Metadata([Field.of("a", 1), Field.of("b", 2)])
     metadata.set(Field.of("a", 3))
     metadata.replace(Field.of("b", 4))

@@ -1,4 +1,4 @@
-"""What every command keeps to about its files: nothing destroyed, nothing half done, nobody kept waiting for ever."""
+"""What every command keeps to about its files: nothing destroyed, no partial results, no endless waits."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def alias(name: str, kind: str, folder: Path) -> Path | str:
 
 
 @pytest.mark.parametrize(("position", "command"), list(enumerate(CLASHES)), ids=CLASHES)
-def test_no_command_writes_over_its_own_files(position: int, command: str, folder: Path) -> None:
+def test_no_command_overwrites_its_inputs(position: int, command: str, folder: Path) -> None:
     name = command.partition("=")[2].split()[0]
     for kind in (ALIASES[position % 4], ALIASES[4 + position % 3]):
         link = alias(name, kind, folder)
@@ -157,7 +157,7 @@ def test_a_local_url_is_a_path(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ALIASES)
 @pytest.mark.parametrize("name", ["m.gguf", "new"])
-def test_files_are_told_by_what_they_are(folder: Path, kind: str, name: str) -> None:
+def test_files_are_compared_by_identity(folder: Path, kind: str, name: str) -> None:
     link = alias(name, kind, folder)
     with refuses(ResourceError, "QK-E403"):
         check_apart([name, None, link])
@@ -177,7 +177,7 @@ def test_all_shards_of_an_input_are_inputs(folder: Path) -> None:
     check_apart(["x"], ["x-00001-of-9999999999.gguf"])  # a name, not a reason to count that far
 
 
-def test_a_calibration_does_not_replace_what_it_reads(folder: Path) -> None:
+def test_a_calibration_does_not_replace_its_inputs(folder: Path) -> None:
     assert run("calibration --size 4k --heldout 0 -o c t.txt").exit_code == 0
     before = contents(folder / "c")
     result = run("calibration --size 2k --heldout 0 --overwrite -o c c/calibration.txt")
@@ -228,7 +228,7 @@ def in_the_way(obstacle: str, path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("obstacle", ["a file", "another run", "a loop", "a pipe", "a folder", "nothing"])
 @pytest.mark.parametrize("command", OUTPUTS)
-def test_every_output_is_looked_at_before_any_work(
+def test_every_output_is_checked_before_any_work(
     command: str, obstacle: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = folder / "out.svg"
@@ -248,7 +248,7 @@ def test_every_output_is_looked_at_before_any_work(
 
 
 @pytest.mark.parametrize("command", ["quantize m.gguf OUT COPY --dry-run", "merge-up-gate m.gguf OUT --dry-run"])
-def test_a_dry_run_says_what_the_run_would_refuse(command: str, folder: Path) -> None:
+def test_a_dry_run_refuses_like_the_run(command: str, folder: Path) -> None:
     assert "would refuse" not in run(command, OUT="o").stdout
     (folder / "o").write_text("dear")
     result = run(command, OUT="o")
@@ -260,7 +260,7 @@ def test_a_dry_run_says_what_the_run_would_refuse(command: str, folder: Path) ->
 @pytest.mark.parametrize(
     ("option", "name"), [("--save-frequency 4", "out.gguf.at_4"), ("--all-experts", "out.all-experts.gguf")]
 )
-def test_what_a_collection_writes_beside_its_output_is_looked_at_too(folder: Path, option: str, name: str) -> None:
+def test_further_outputs_of_a_collection_are_checked(folder: Path, option: str, name: str) -> None:
     (folder / name).write_text("dear")
     result = run(f"imatrix -m m.gguf -p a -o out.gguf {option}")
     check_refused(result.stderr, "QK-E402 --overwrite", name)
@@ -287,7 +287,7 @@ def test_what_a_collection_writes_beside_its_output_is_looked_at_too(folder: Pat
         "imatrix merge -m M i.gguf -o o",
     ],
 )
-def test_a_model_without_tensors_is_none(command: str, folder: Path) -> None:
+def test_a_model_without_tensors_is_refused(command: str, folder: Path) -> None:
     write_model(folder / "empty", {}, FIELDS)
     before = contents(folder)
     result = run(command, M="empty")
@@ -325,7 +325,7 @@ def small_disk(nbytes: int) -> Iterator[None]:
         "calibration --size 4k --heldout 0 -o . t.txt",
     ],
 )
-def test_a_full_disk_leaves_nothing_and_is_named(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_file_and_is_named(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeModel(Path("m.gguf"), 100))
     before = contents(folder)
     with small_disk(300):
@@ -336,7 +336,7 @@ def test_a_full_disk_leaves_nothing_and_is_named(command: str, folder: Path, mon
     assert contents(folder) == before
 
 
-def test_a_failed_write_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("old")
     part_path(path).symlink_to(tmp_path / "victim")
@@ -346,7 +346,7 @@ def test_a_failed_write_keeps_what_was_there(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"x": b"old", "victim": b"dear"}
 
 
-def test_an_output_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
+def test_an_output_is_locked_by_one_run(tmp_path: Path) -> None:
     path = tmp_path / "x"
     lock_path(path).write_text("a lock file of somebody else's, such as poetry.lock")
     with Output(path) as output:
@@ -385,7 +385,7 @@ def test_an_output_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
         "compare /dev/zero m.gguf",
     ],
 )
-def test_a_device_is_no_input(command: str, folder: Path) -> None:
+def test_a_device_as_input_is_refused(command: str, folder: Path) -> None:
     result = run(command)
     assert result.exit_code in (1, 2)
     assert "/dev/zero: " in result.stderr, result.output
@@ -407,7 +407,7 @@ def test_a_device_is_no_input(command: str, folder: Path) -> None:
         "cook pipe.toml --dry-run",
     ],
 )
-def test_a_pipe_that_nobody_writes_is_no_input(command: str, folder: Path) -> None:
+def test_a_pipe_without_a_writer_is_refused(command: str, folder: Path) -> None:
     os.mkfifo("pipe")
     os.symlink("pipe", "pipe.toml")
     result = run(command)

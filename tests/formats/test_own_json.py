@@ -74,7 +74,7 @@ def damaged(text: str) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_value_of_another_kind(tmp_path: Path, kind: str) -> None:
+def test_a_value_of_wrong_kind_is_refused(tmp_path: Path, kind: str) -> None:
     make, read = READERS[kind]
     text, path = make(tmp_path), tmp_path / "cook.json"
     path.write_text(text)
@@ -109,7 +109,7 @@ def test_a_value_of_another_kind(tmp_path: Path, kind: str) -> None:
     ],
     ids=["nested", "NaN", "number", "bytes", "null", "list", "text", "empty", "object"],
 )
-def test_a_file_of_another_kind(tmp_path: Path, kind: str, data: bytes) -> None:
+def test_a_file_of_wrong_kind_is_refused(tmp_path: Path, kind: str, data: bytes) -> None:
     path = tmp_path / "cook.json"
     path.write_bytes(data)
     if (kind, data) == ("speeds", b"{}"):
@@ -121,7 +121,7 @@ def test_a_file_of_another_kind(tmp_path: Path, kind: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "cook.json"
     os.mkfifo(path)
     with refuses(FormatError, "QK-E120 cook.json"):

@@ -32,7 +32,7 @@ AWKWARD = Figure(
 
 
 def texts(svg: bytes) -> list[str]:
-    """Return what is written, which matplotlib also says in comments."""
+    """Return the texts of a plot, which matplotlib repeats in comments."""
     ElementTree.fromstring(svg)
     return re.findall("<!-- (.*?) -->", svg.decode())
 
@@ -49,13 +49,13 @@ def test_a_matrix_as_svg(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
-def test_awkward_data_give_the_same_bytes_twice(kind: str, magic: bytes) -> None:
+def test_edge_case_data_are_plotted_reproducibly(kind: str, magic: bytes) -> None:
     image = draw(AWKWARD, kind)
     assert image.startswith(magic)
     assert image == draw(AWKWARD, kind)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_data_are_shown() -> None:
     labels = texts(draw(replace(AWKWARD, title="$a_b & 模型"), "svg"))
     assert {"never", "no data", "a$&lt;b&gt;", "$a_b &amp; 模型"} <= set(labels)
 
@@ -70,7 +70,7 @@ def test_names_and_matplotlib_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_p
     check_refused(result.output, "QK-E410 gguf-quantkit[plot]")
 
 
-def test_labels_lie_apart_within_the_area() -> None:
+def test_labels_do_not_overlap() -> None:
     rng = np.random.default_rng(4)
     points, sizes, legend = rng.normal(200, 60, (40, 2)), np.full((40, 2), (35, 7)), (300.0, 300.0, 400.0, 400.0)
     places = place_labels(points, sizes, (0, 0, 400, 400), [points[:3]], [legend])
@@ -106,7 +106,7 @@ def test_logarithmic_axes_have_plain_numbers(values: list[float], least: int) ->
     assert sum(min(values) / 2 <= n <= max(values) * 2 for n in numbers) >= least
 
 
-def test_a_reference_has_a_line_and_a_name() -> None:
+def test_a_reference_has_a_labelled_line() -> None:
     panel = LinePanel("p", "y", [Line("a", [0, 1], [0.3, 0.5])])
     image = draw(Figure("f", [replace(panel, reference=(1.0, "1: no gain"))]), "svg")
     assert "1: no gain" in texts(image)
@@ -114,7 +114,7 @@ def test_a_reference_has_a_line_and_a_name() -> None:
     assert "1.0" not in texts(draw(Figure("f", [panel]), "svg"))
 
 
-def test_the_subject_is_no_helper_line() -> None:
+def test_the_subject_is_not_drawn_as_a_reference() -> None:
     points = Points("front", [1, 2], [1, 200], is_line=True, is_subject=True)
     grey = b"#bbbbbb"
     assert grey not in draw(Scatter("title", "x", "y", [points]), "svg")

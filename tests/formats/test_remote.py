@@ -131,7 +131,7 @@ def expected(model: Path) -> bytes:
 # ---------------------------------------------------------------- names
 
 
-def test_a_url_is_a_path_with_names_of_its_own() -> None:
+def test_urls_behave_like_paths() -> None:
     url = located("s3://bucket//deep/model-00001-of-00002.gguf")
     assert isinstance(url, URL)
     assert str(url) == "s3://bucket//deep/model-00001-of-00002.gguf"
@@ -187,7 +187,7 @@ def test_an_object_has_one_identity(text: str) -> None:
         f"https://user:aa/{SECRET}@host/m.gguf",
     ],
 )
-def test_an_address_with_a_password_is_refused_and_not_shown(text: str, tmp_path: Path, model: Path) -> None:
+def test_a_url_with_a_password_is_refused_and_not_shown(text: str, tmp_path: Path, model: Path) -> None:
     out = tmp_path / "o.gguf"
     for args in (
         *(("quantize", model, text, "Q8_0"), ("quantize", text, out, "Q8_0"), ("inspect", text)),
@@ -207,7 +207,7 @@ def test_an_address_with_a_password_is_refused_and_not_shown(text: str, tmp_path
         assert SECRET not in str(raised.value)
 
 
-def test_a_version_of_an_object_is_read_and_not_written(proxy: Proxy, model: Path) -> None:
+def test_object_versions_are_read_only(proxy: Proxy, model: Path) -> None:
     call(None, "put_bucket_versioning", VersioningConfiguration={"Status": "Enabled"})
     try:
         name = put_object("v.gguf", b"first")
@@ -223,7 +223,7 @@ def test_a_version_of_an_object_is_read_and_not_written(proxy: Proxy, model: Pat
     assert not isinstance(located("s3://"), URL)
 
 
-def test_a_signed_address_is_not_shown() -> None:
+def test_a_signed_url_is_not_shown() -> None:
     url = located("https://user:pass@host/models/a.gguf?X-Amz-Signature=abc")
     for text in (str(url), repr(url), os.fspath(url), str(url.with_name("b.gguf")), str(url.local)):  # type: ignore[attr-defined]
         assert "abc" not in text
@@ -235,7 +235,7 @@ def test_a_signed_address_is_not_shown() -> None:
     assert pickle.loads(pickle.dumps(url)).address == url.address  # type: ignore[attr-defined]
 
 
-def test_what_was_pinned_goes_to_other_processes(proxy: Proxy) -> None:
+def test_pinned_versions_are_pickled(proxy: Proxy) -> None:
     url = located(put_object("a", b"first"))
     assert url.stat().st_size == 5
     copy = pickle.loads(pickle.dumps(url))
@@ -247,7 +247,7 @@ def test_what_was_pinned_goes_to_other_processes(proxy: Proxy) -> None:
 # ---------------------------------------------------------------- failures and patience
 
 
-def test_retry_after_is_heeded_and_pauses_grow() -> None:
+def test_retry_after_is_respected_and_pauses_grow() -> None:
     patience = Patience(first=1, longest=10)
     assert patience.pause(1, 3.5) >= 3.5
     pauses = {n: [patience.pause(n, None) for _ in range(200)] for n in (1, 3, 9)}
@@ -257,7 +257,7 @@ def test_retry_after_is_heeded_and_pauses_grow() -> None:
     assert len(set(pauses[3])) > 100  # random, so that many clients do not come back at once
 
 
-def test_patience_ends_before_its_time_is_over() -> None:
+def test_retries_end_within_the_time_limit() -> None:
     pauses = []
 
     def busy() -> None:
@@ -285,7 +285,7 @@ def test_patience_ends_before_its_time_is_over() -> None:
         (ValueError(SECRET), Meaning.UNKNOWN),
     ],
 )
-def test_failures_are_told_apart(failure: Exception, meaning: Meaning) -> None:
+def test_failures_are_classified(failure: Exception, meaning: Meaning) -> None:
     verdict = judge(failure)
     assert verdict.meaning is meaning
     assert SECRET not in verdict.reason
@@ -326,7 +326,7 @@ def test_provenance_differs_only_in_the_fingerprint(
         assert [k for k in a.fields if a.get(k) != b.get(k)] == ["quantkit.quantize.source.fingerprint"]
 
 
-def test_a_plan_reads_only_headers(proxy: Proxy, tiny_moe: Path) -> None:
+def test_planning_reads_only_headers(proxy: Proxy, tiny_moe: Path) -> None:
     source = put_object("moe.gguf", tiny_moe)
     proxy.clear()
     result = run("quantize", source, "s3://models/q.gguf", "Q4_K_M", "--dry-run", "--json")
@@ -446,7 +446,7 @@ def now_and_then(fault: str, period: int = 4) -> Callable[[Request], str | None]
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "stall"])
-def test_faults_that_pass_change_nothing(proxy: Proxy, model: Path, expected: bytes, fault: str) -> None:
+def test_transient_faults_do_not_change_the_output(proxy: Proxy, model: Path, expected: bytes, fault: str) -> None:
     source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = now_and_then(fault)
@@ -460,7 +460,7 @@ def test_faults_that_pass_change_nothing(proxy: Proxy, model: Path, expected: by
         assert "Parts" not in call(None, "list_parts", Key="q.gguf", UploadId=upload["UploadId"])
 
 
-def test_a_server_that_falls_silent(
+def test_a_silent_server_is_retried(
     proxy: Proxy, model: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "SILENCE", STALL / 2)
@@ -474,7 +474,7 @@ def test_a_server_that_falls_silent(
     assert get("q.gguf") == expected
 
 
-def test_all_faults_at_random(proxy: Proxy, model: Path, expected: bytes) -> None:
+def test_random_faults_do_not_change_the_output(proxy: Proxy, model: Path, expected: bytes) -> None:
     """The right file or one error, and a run that ended with an error goes on."""
     source, rng = put_object("moe.gguf", model), random.Random(3)
     kinds, endings = ["reset", "lost", "503", "429", "cut", "short"], []
@@ -541,7 +541,7 @@ def test_small_files_are_checked_by_their_checksum(proxy: Proxy, data: Path) -> 
         located(name).read_bytes()
 
 
-def test_an_object_that_is_replaced_is_one_error(proxy: Proxy, model: Path) -> None:
+def test_a_replaced_object_is_one_error(proxy: Proxy, model: Path) -> None:
     source, replacement = put_object("moe.gguf", model), model.read_bytes()[:-1] + b"\1"
     proxy.clear()
     replaced: list[bool] = []
@@ -586,7 +586,7 @@ def killed_after(proxy: Proxy, source: str, parts: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 14])
-def test_a_killed_run_goes_on_with_the_same_upload(
+def test_a_killed_run_continues_its_upload(
     proxy: Proxy, model: Path, expected: bytes, parts: int, tmp_path: Path
 ) -> None:
     source = put_object("moe.gguf", model)
@@ -628,7 +628,7 @@ def test_resuming_measures_all_errors(proxy: Proxy, model: Path, expected: bytes
     assert get("q.gguf") == expected
 
 
-def test_killed_between_the_last_part_and_its_name(proxy: Proxy, model: Path, expected: bytes) -> None:
+def test_a_run_killed_before_the_final_rename_is_resumed(proxy: Proxy, model: Path, expected: bytes) -> None:
     source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = lambda r: "403" if r.method == "POST" and "uploadId" in r.query else None
@@ -641,7 +641,7 @@ def test_killed_between_the_last_part_and_its_name(proxy: Proxy, model: Path, ex
     assert get("q.gguf") == expected
 
 
-def test_an_upload_the_store_has_forgotten_is_made_anew(proxy: Proxy, model: Path, expected: bytes) -> None:
+def test_an_expired_upload_is_restarted(proxy: Proxy, model: Path, expected: bytes) -> None:
     source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.requests if x.is_part]) > 9 else None
@@ -654,7 +654,7 @@ def test_an_upload_the_store_has_forgotten_is_made_anew(proxy: Proxy, model: Pat
     assert get("q.gguf") == expected
 
 
-def test_beginning_anew_aborts_what_was_left(proxy: Proxy, model: Path) -> None:
+def test_overwrite_aborts_the_old_upload(proxy: Proxy, model: Path) -> None:
     source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.requests if x.is_part]) > 3 else None
@@ -667,7 +667,7 @@ def test_beginning_anew_aborts_what_was_left(proxy: Proxy, model: Path) -> None:
     assert keys() == ["moe.gguf", "q.gguf"]
 
 
-def test_two_runs_for_one_object(proxy: Proxy, model: Path, expected: bytes) -> None:
+def test_two_runs_to_one_object_are_refused(proxy: Proxy, model: Path, expected: bytes) -> None:
     source = put_object("moe.gguf", model)
     proxy.clear()
     refused: list[str] = []
@@ -690,7 +690,7 @@ def test_two_runs_for_one_object(proxy: Proxy, model: Path, expected: bytes) -> 
         quantize(source, source, "Q8_0", OPTIONS, overwrite=True)
 
 
-def test_an_object_that_appears_meanwhile_is_not_replaced(proxy: Proxy, model: Path, expected: bytes) -> None:
+def test_an_object_created_meanwhile_is_not_replaced(proxy: Proxy, model: Path, expected: bytes) -> None:
     source = put_object("moe.gguf", model)
     proxy.clear()
     appeared: list[bool] = []
@@ -707,7 +707,7 @@ def test_an_object_that_appears_meanwhile_is_not_replaced(proxy: Proxy, model: P
     assert get("q.gguf") == b"of another machine"
 
 
-def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_spool_has_only_unfinished_parts(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an output of 12 MiB less than half lies on the disk at any time: ten parts wait, others are half written."""
     shapes = {f"blk.{i}.ffn_up.weight": ((512, 2048), "F16") for i in range(6)}
     source = write_model(tmp_path / "wide.gguf", shapes)
@@ -745,7 +745,7 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
         ("nothing://x/y", "s3://models/q.gguf", "unsupported scheme"),
     ],
 )
-def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:
+def test_errors_of_the_store_are_reported(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:
     result = run("quantize", model if source == "moe" else source, output, "Q8_0")
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())
@@ -755,7 +755,7 @@ def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: s
 @pytest.mark.parametrize(
     ("status", "message"), [("403", "access is denied (HTTP 403"), ("401", "access is denied (HTTP 401")]
 )
-def test_denied(proxy: Proxy, model: Path, status: str, message: str) -> None:
+def test_denied_access_is_reported(proxy: Proxy, model: Path, status: str, message: str) -> None:
     proxy.fault = lambda request: status
     for args in (("inspect", "s3://models/m.gguf"), ("quantize", model, "s3://models/q.gguf", "Q8_0")):
         result = run(*args)
@@ -784,12 +784,12 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, scheme: str
     assert f"the package {package} is needed for {scheme}://" in raised.value.message
 
 
-def test_nodes_of_a_cluster_need_files(proxy: Proxy, model: Path) -> None:
+def test_clusters_refuse_urls(proxy: Proxy, model: Path) -> None:
     with refuses(ResourceError, "QK-E412 --ray"):
         quantize(model, "s3://models/q.gguf", "Q8_0", OPTIONS, ray="local")
 
 
-def test_engines_need_files(proxy: Proxy) -> None:
+def test_engines_refuse_urls(proxy: Proxy) -> None:
     result = run("perplexity", "-m", "s3://models/m.gguf", "-p", "x")
     assert result.exit_code == 2
     assert "needs a local file" in result.output
@@ -835,7 +835,7 @@ def folders() -> None:
     fsspec.register_implementation("folders", Folders, clobber=True)
 
 
-def test_what_ends_with_the_process_is_no_output(model: Path) -> None:
+def test_memory_urls_are_refused_as_output(model: Path) -> None:
     output = URL("memory://out/q.gguf")
     with refuses(ResourceError, "QK-E412 q.gguf"):
         quantize(model, output, "Q8_0", OPTIONS)
@@ -862,7 +862,7 @@ def test_other_stores(model: Path, expected: bytes, tmp_path: Path, monkeypatch:
         check_unchanged([pinned])
 
 
-def test_a_store_that_refuses_the_file_at_the_end(
+def test_a_store_that_refuses_the_finished_file(
     model: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was made is kept in the spool, and nothing is made twice."""
@@ -880,7 +880,7 @@ def test_a_store_that_refuses_the_file_at_the_end(
     assert (tmp_path / "out" / "q.gguf").read_bytes() == expected
 
 
-def test_a_checkpoint_of_a_hub(tmp_path: Path) -> None:
+def test_a_checkpoint_from_a_hub(tmp_path: Path) -> None:
     """In a process of its own: the Hub's address is read once, from the environment."""
     folder = write_checkpoint("afmoe", tmp_path)
     assert run("convert", folder, tmp_path / "local.gguf", "--pre", "llama3").exit_code == 0

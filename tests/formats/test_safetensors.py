@@ -58,7 +58,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> Any:
         (b"\xff\xfe", "QK-E111 JSON"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header: Any, refusal: str) -> None:
+def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, refusal: str) -> None:
     text = header if isinstance(header, bytes) else header if isinstance(header, str) else json.dumps(header)
     path = write_raw(tmp_path / "x.safetensors", text if isinstance(text, bytes) else text.encode(), bytes(16))
     with refuses(FormatError, refusal, "x.safetensors"):
@@ -66,14 +66,14 @@ def test_headers_that_lie(tmp_path: Path, header: Any, refusal: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", struct.pack("<Q", 1 << 63), struct.pack("<Q", 9) + b"{}"])
-def test_lengths_that_lie(tmp_path: Path, data: bytes) -> None:
+def test_wrong_lengths_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
     with refuses(FormatError, "QK-E103 x.safetensors"):
         read_header(path)
 
 
-def test_any_change_of_a_header_is_an_error_or_read(tmp_path: Path) -> None:
+def test_any_changed_header_is_read_or_refused(tmp_path: Path) -> None:
     """Bytes changed at random: a FormatError or tensors within the file, nothing else."""
     original = write_safetensors(
         tmp_path / "a", {f"t{i}": np.zeros((2, i), np.float32) for i in range(1, 6)}
@@ -91,7 +91,7 @@ def test_any_change_of_a_header_is_an_error_or_read(tmp_path: Path) -> None:
         assert all(0 <= t.offset <= t.offset + t.nbytes <= path.stat().st_size for t in tensors.values())
 
 
-def test_index_and_files_agree(tmp_path: Path) -> None:
+def test_index_and_files_must_agree(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", shards=3)
     assert len(read_checkpoint(folder)) == 3
     index = folder / "model.safetensors.index.json"
@@ -115,14 +115,14 @@ def test_index_and_files_agree(tmp_path: Path) -> None:
     refused([], "QK-E110 weight_map")
 
 
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("model-1.safetensors", "model-2.safetensors"):
         write_safetensors(tmp_path / name, {"x": np.zeros(2, np.float32)})
     with refuses(FormatError, "QK-E107 x model-1.safetensors"):
         read_checkpoint(tmp_path)
 
 
-def test_no_files(tmp_path: Path) -> None:
+def test_an_index_without_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with refuses(FormatError, "QK-E101 pytorch_model.bin"):
         read_checkpoint(tmp_path)

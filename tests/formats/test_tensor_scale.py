@@ -41,7 +41,7 @@ def model(path: Path, data: np.ndarray, shape: tuple[int, ...] = (N, ROWS)) -> P
 
 
 @pytest.mark.peer
-def test_the_values_are_those_of_ik(ik_bin: Path) -> None:
+def test_the_values_equal_iks(ik_bin: Path) -> None:
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
     data, out = random_rows(), np.empty(N * ROWS, np.float32)
     lib.dequantize_row_ms_i2s(
@@ -60,7 +60,7 @@ def test_unrepack_keeps_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(actual.reshape(-1), values(random_rows(), N * ROWS))
 
 
-def test_other_types_are_made_of_the_values(tmp_path: Path) -> None:
+def test_other_types_are_encoded_from_the_values(tmp_path: Path) -> None:
     source = model(tmp_path / "a.gguf", random_rows())
     with refuses(TypeNotSupported, "QK-E209 --allow-requantize"):
         plan_quantize(source, tmp_path / "b.gguf", "F32")
@@ -76,7 +76,7 @@ def test_rows_that_share_a_block_are_refused(tmp_path: Path) -> None:
         quantize(source, tmp_path / "b.gguf", "COPY", UNREPACK)
 
 
-def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_nonfinite_scale_is_refused(tmp_path: Path) -> None:
     source = model(tmp_path / "a.gguf", random_rows(scale=np.nan))
     with refuses(FormatError, "QK-E108 blk.0.ffn_up.weight"):
         quantize(source, tmp_path / "b.gguf", "COPY", UNREPACK)

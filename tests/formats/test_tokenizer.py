@@ -74,7 +74,7 @@ def test_every_vocabulary_has_stored_ids(files: dict[str, Path]) -> None:
     assert {f"pre {name}" for name in PRE} - files.keys() == {"pre whitespace"}
 
 
-def test_texts_tell_pre_tokenizers_apart() -> None:
+def test_texts_distinguish_pre_tokenizers() -> None:
     """Two ways to split that give the same stored ids would prove nothing."""
     rows: dict[int, set[Any]] = {}
     for name, row in EXPECTED["vocabularies"].items():
@@ -100,7 +100,7 @@ def test_hypothesis_texts_against_libllama(llama_bin: Path, files: dict[str, Pat
         data = [t if isinstance(t, bytes) else t.encode("utf-8", "replace") for t in texts]
         data = [t for t in data if not any(byte >= 0xF4 for byte in t)]
         questions = [(t, *vocabs.flags(i)) for i, t in enumerate(data)]
-        for path, ids in zip(names, ask(llama_bin, [(path, questions) for path in names], anew=True), strict=True):
+        for path, ids in zip(names, ask(llama_bin, [(path, questions) for path in names], uncached=True), strict=True):
             check(path, data, ids)
 
     body()
@@ -146,12 +146,12 @@ def test_facts_and_pieces_against_libllama(llama_bin: Path, files: dict[str, Pat
 @given(st.text())
 @pytest.mark.parametrize("name", [n for n, pre in PRE.items() if n in ("", *{p: n for n, p in PRE.items()}.values())])
 @settings(max_examples=25)
-def test_words_are_the_text(name: str, text: str) -> None:
+def test_words_join_to_the_text(name: str, text: str) -> None:
     assert "".join(Splitter(PRE[name].patterns).words(text)) == text
 
 
 @given(st.text())
-def test_bytes_come_back(tiny: Tokenizer, text: str) -> None:
+def test_bytes_round_trip(tiny: Tokenizer, text: str) -> None:
     ids = tiny.encode(text, add_special=False)
     assert ids.dtype == np.int32
     assert b"".join(tiny.piece(i) for i in ids.tolist()) == text.encode()
@@ -170,7 +170,7 @@ def test_merges_are_by_rank_then_from_the_left() -> None:
 
 
 @given(st.lists(st.text("ab \U0001f999\n", max_size=5), max_size=20))
-def test_seam_pairs_are_the_characters_beside_the_first_space(merges: list[str]) -> None:
+def test_seam_pairs_are_the_characters_around_the_first_space(merges: list[str]) -> None:
     places = [(merge, merge.find(" ", 1)) for merge in merges]
     expected = "".join(merge[place - 1] + merge[place + 1] for merge, place in places if 0 < place < len(merge) - 1)
     assert _seam_pairs(merges) == expected
@@ -183,7 +183,7 @@ def test_seams_cut_where_no_token_joins() -> None:
 
 
 @given(st.text("ab\u2581<>0 \u00e9\u4e16", max_size=40))
-def test_seams_change_nothing(files: dict[str, Path], text: str) -> None:
+def test_seams_do_not_change_ids(files: dict[str, Path], text: str) -> None:
     tokenizer = load_once(files["spm"])
     model: Any = tokenizer._model
     assert model.encode(text.encode(), False) == model._merged(list(text.replace(" ", "\u2581")))
@@ -198,7 +198,7 @@ def load_once(path: Path) -> Tokenizer:
     return _LOADED[path]
 
 
-def test_special_tokens_go_by_length_not_by_place(files: dict[str, Path]) -> None:
+def test_longer_special_tokens_match_first(files: dict[str, Path]) -> None:
     with open_gguf(files["corrected"], header_only=True) as file:
         vocab = read_vocab(file)
     special = SpecialTokens(vocab)
@@ -210,21 +210,21 @@ def test_special_tokens_go_by_length_not_by_place(files: dict[str, Path]) -> Non
     assert special.split(b"", True) == []
 
 
-def test_control_tokens_are_text_unless_asked_for(tiny: Tokenizer) -> None:
+def test_control_tokens_are_text_by_default(tiny: Tokenizer) -> None:
     text = "a<|endoftext|>b"
     assert tiny.encode(text, parse_special=True).tolist().count(0) == 1
     assert 0 not in tiny.encode(text).tolist()
     assert tiny.decode(i for i in tiny.encode(text, parse_special=True)) == tiny.decode(tiny.encode(text)) == text
 
 
-def test_words_are_encoded_once() -> None:
+def test_repeated_words_are_encoded_once() -> None:
     calls: list[str] = []
     cache = WordCache(lambda word: calls.append(word) or [len(word)])  # type: ignore[func-returns-value]
     assert cache.ids(["ab", "c", "ab", "x" * 100, "x" * 100]) == [2, 1, 2, 100, 100]
     assert calls == ["ab", "c", "x" * 100, "x" * 100]
 
 
-def test_utf8_is_read_as_llama_cpp_reads_it() -> None:
+def test_utf8_is_decoded_like_llama_cpp() -> None:
     assert unicode.from_utf8(b"a\xff\xc3\xa9\xe2\x82b") == "a\ufffd\u00e9\ufffd\ufffdb"
     assert unicode.from_utf8(b"\xed\xa0\x80\xc0\x80") == "\ud800\0"
     with refuses(RecipeError, "QK-E121 1 U+110000"):
@@ -243,7 +243,7 @@ def test_characters_have_their_categories() -> None:
 # ---------------------------------------------------------------- text and back
 
 
-def test_decode_leaves_out_the_space_before_a_text(files: dict[str, Path]) -> None:
+def test_decode_drops_the_space_before_a_text(files: dict[str, Path]) -> None:
     spm, bert = load(files["spm"]), load(files["wordpiece"])
     assert spm.decode(spm.encode("the \u00e9 x")) == "<s>the \u00e9 x"
     assert spm.decode(spm.encode(" the", add_special=False)) == " the"
@@ -270,7 +270,7 @@ def test_text_may_be_bytes(tiny: Tokenizer) -> None:
         tiny.encode("a\ud800")
 
 
-def test_a_megabyte_is_not_slow(smollm_like: Tokenizer) -> None:
+def test_a_megabyte_is_tokenized_quickly(smollm_like: Tokenizer) -> None:
     """No step may take quadratic time: each of these is one word or one number."""
     for text in ("a" * 30_000, " " * 30_000, "7" * 30_000, "\u4e16" * 10_000, "ab" * 15_000):
         assert smollm_like.decode(smollm_like.encode(text, add_special=False)) == text
@@ -302,7 +302,7 @@ def smollm_like(files: dict[str, Path], request: pytest.FixtureRequest) -> Token
         ({"add_bos_token": 1}, "QK-E123 add_bos_token 1"),
     ],
 )
-def test_broken_vocabularies_are_refused(tmp_path: Path, values: dict[str, Any], refusal: str) -> None:
+def test_damaged_vocabularies_are_refused(tmp_path: Path, values: dict[str, Any], refusal: str) -> None:
     path = vocabs.write_vocab(tmp_path / "broken.gguf", **values)
     with refuses(FormatError, refusal) as caught:
         load(path)
@@ -321,19 +321,19 @@ def test_broken_vocabularies_are_refused(tmp_path: Path, values: dict[str, Any],
         (vocabs.rwkv, {"tokens": ["\\xzz"], "token_type": None}, "QK-E114 broken.gguf"),
     ],
 )
-def test_broken_models_are_refused(tmp_path: Path, make: Any, values: dict[str, Any], refusal: str) -> None:
+def test_damaged_models_are_refused(tmp_path: Path, make: Any, values: dict[str, Any], refusal: str) -> None:
     with refuses(FormatError, refusal):
         load(make(tmp_path / "broken.gguf", **values))
 
 
-def test_a_charsmap_that_points_nowhere(tmp_path: Path) -> None:
+def test_a_charsmap_with_invalid_offsets_is_refused(tmp_path: Path) -> None:
     data = np.array([4, 0, 0, 0, 0, 0, 255, 1, 0], np.uint8)
     tokenizer = load(vocabs.unigram(tmp_path / "broken.gguf", precompiled_charsmap=data))
     with refuses(FormatError, "QK-E123 1"):
         tokenizer.encode("text")
 
 
-def test_text_that_a_vocabulary_cannot_write(files: dict[str, Path], tmp_path: Path) -> None:
+def test_text_outside_the_vocabulary(files: dict[str, Path], tmp_path: Path) -> None:
     no_bytes = vocabs.spm(tmp_path / "spm.gguf", tokens=["<unk>", "<s>", "</s>", "\u2581"], token_type=None)
     with refuses(FormatError, "QK-E114 q 0x71"):
         load(no_bytes).encode("q")
@@ -346,7 +346,7 @@ def test_text_that_a_vocabulary_cannot_write(files: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.parametrize("token", [-1, 4096])
-def test_ids_that_there_are_not(tiny: Tokenizer, token: int) -> None:
+def test_unknown_ids_are_refused(tiny: Tokenizer, token: int) -> None:
     with refuses(RecipeError, "QK-E203 0 4095", token):
         tiny.decode([token])
 
@@ -376,7 +376,7 @@ def test_ids_are_read(tmp_path: Path) -> None:
         ("@/nowhere/x.i32", FormatError, "QK-E401 /nowhere/x.i32"),
     ],
 )
-def test_ids_that_make_no_sense(spec: str, kind: type[QuantkitError], refusal: str) -> None:
+def test_invalid_id_files_are_refused(spec: str, kind: type[QuantkitError], refusal: str) -> None:
     with refuses(kind, refusal):
         read_token_ids(spec)
 
@@ -389,7 +389,7 @@ def test_ids_that_make_no_sense(spec: str, kind: type[QuantkitError], refusal: s
         (b"\1\0\0\0\xff\xff\xff\xff", "QK-E100 4 -1"),
     ],
 )
-def test_files_that_hold_no_ids(tmp_path: Path, data: bytes, refusal: str) -> None:
+def test_files_without_ids_are_refused(tmp_path: Path, data: bytes, refusal: str) -> None:
     (tmp_path / "a.i32").write_bytes(data)
     with refuses(FormatError, refusal):
         read_token_ids(f"@{tmp_path / 'a.i32'}")

@@ -1,7 +1,7 @@
-"""What scripts/gpu_check computes on a card and scripts/make_gpu_expected.py on the CPU: the same cases from seeds.
+"""What scripts/gpu_check computes on a GPU and scripts/make_gpu_expected.py on the CPU: the same cases from seeds.
 
 Needs numpy only. Weights of a quantized type are random bytes, those of blocks that would be no reasonable numbers
-drawn again, so that no encoder is needed where the card is.
+drawn again, so that no encoder is needed where the GPU is.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def encode(
     return out
 
 
-#: Between the CPU backend and the card: sums in another order, in f32.
+#: Between the CPU backend and the GPU: sums in another order, in f32.
 BOUND = 1e-10
 
 #: The same over whole models: an activation that is rounded to the other side is in all tokens after it. Those before
@@ -208,7 +208,7 @@ BOUND_MODEL = 2e-3
 
 
 def nmse(actual: Any, expected: Any) -> float:
-    """Return the mean squared error, divided by the mean square of what is wanted."""
+    """Return the mean squared error, divided by the mean square of the expected values."""
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.square(a - b).mean() / np.square(b).mean())
 
@@ -216,14 +216,14 @@ def nmse(actual: Any, expected: Any) -> float:
 # ---------------------------------------------------------------- whole models
 
 
-def on_card(rules: Sequence[str] = ()) -> Placement:
-    """Return the placement of everything on the first card, but for what rules say."""
+def on_gpu(rules: Sequence[str] = ()) -> Placement:
+    """Return the placement of everything on the first GPU, but for what rules say."""
     return Placement(ALL_LAYERS, parse_rules(rules), ("CUDA0",), embeddings=True)
 
 
 @contextmanager
 def launched_early() -> Iterator[None]:
-    """Let launches on the first card begin before the one before them is done, where the card can."""
+    """Let launches on the first GPU begin before the one before them is done, where the GPU can."""
     from quantkit.kernels.cuda.core import device
 
     card: Any = device.open_device("CUDA0")

@@ -1,14 +1,14 @@
-"""Check the CUDA backend on this machine's card, then time it. Needs numpy and CuPy only, and no network.
+"""Check the CUDA backend on this machine's GPU, then time it. Needs numpy and CuPy only, and no network.
 
     scripts/gpu_check                      everything; results also into $OUT/gpu_check.md or ./gpu_check.md
     scripts/gpu_check encode               encoders, error feedback: golden bytes, random rows, whole files, speed
     scripts/gpu_check sanitize             products, zoo models and encoders under compute-sanitizer, if it is here
     scripts/gpu_check --only products zoo  some steps
-    scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
+    scripts/gpu_check --shim               the checks without a GPU, by the shim of the tests (needs g++)
     scripts/gpu_check --record gpu_check.md    make these results the record of docs/benchmarks/gpu.md
 
 Every result is written as soon as it is there, what matters most first; what --minutes leave no time for is named. A
-part that breaks the card, or hangs, costs itself only (run.py). Expected values: tests/data/gpu-expected.npz
+part that breaks the GPU, or hangs, costs itself only (run.py). Expected values: tests/data/gpu-expected.npz
 (scripts/make_gpu_expected.py: our CPU backend) and tests/data/zoo (llama.cpp).
 """
 
@@ -37,7 +37,7 @@ import numpy as np  # noqa: E402
 from results import record_of  # noqa: E402
 
 from gpu import cases, encoding, feedback, rounding, sanitizer, speed  # noqa: E402
-from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
+from gpu.cases import TYPES, launched_early, nmse, on_gpu  # noqa: E402
 from gpu.run import NOT_RUN, PATIENCE, Run, verdict, watch  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.kernels.cuda.core.device import count_devices, why_none  # noqa: E402
@@ -98,7 +98,7 @@ def _zoo(run: Run, step: str, fusions: dict[str, Fusion]) -> None:
         tokens, logits = expected(name)
         path = write_zoo(name, run.folder / f"{name}.gguf")
         for label, fusion in fusions.items():
-            with load(path, kv_type="f32", fusion=fusion, placement=on_card()) as model:
+            with load(path, kv_type="f32", fusion=fusion, placement=on_gpu()) as model:
                 session = model.session(64)
                 parts = np.split(tokens, [] if model.is_bidirectional else [40, 41, 42, 43])
                 actual = np.concatenate([session.decode(part) for part in parts])
@@ -116,7 +116,7 @@ def quantized(run: Run) -> None:
 
     def of_type(name: str) -> None:
         path = cases.retyped(run.folder, name)
-        with load(path, kv_type="f16", placement=on_card()) as model:
+        with load(path, kv_type="f16", placement=on_gpu()) as model:
             actual = model.forward(cases.retyped_tokens())
         expected = run.expected[f"retyped {name}"]
         error, best = nmse(actual, expected), min(nmse(a, b) for a, b in zip(actual, expected, strict=True))
@@ -136,7 +136,7 @@ def tiny_moe(run: Run) -> None:
             run.say(f"{NOT_RUN}, there is no cuBLAS: tiny-moe by cuBLAS")
             return
         file = ROOT / "tests/data/tiny-moe-bf16.gguf"
-        with load(file, placement=on_card(), cublas=label == "cuBLAS") as model:
+        with load(file, placement=on_gpu(), cublas=label == "cuBLAS") as model:
             ppl = cases.perplexity(model, tokens)
         run.check(f"tiny-moe, {label}: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
         difference = f"{ppl / cpu - 1:+.3%}"
@@ -156,7 +156,7 @@ def placements(run: Run) -> None:
     def placed(label: str) -> None:
         vram = 2_000_000 if label == "--max-vram" else None
         rules = cases.PLACEMENTS.get(label, ())
-        with load(path, kv_type="f32", placement=on_card(rules), max_vram=vram) as model:
+        with load(path, kv_type="f32", placement=on_gpu(rules), max_vram=vram) as model:
             session = model.session(64)
             actual = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])
         if run.check(f"placements: {label}", nmse(actual, logits[:13]), 1e-8):
@@ -281,7 +281,7 @@ def use_shim() -> None:
     rounding.SIZES = rounding.Sizes(3, 64, 8192, 96, repetitions=0)
     encoding.FILE = encoding.File(0, make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
     feedback.FILE = feedback.File(make_moe.Model(1, 3, 1, 256, 32, 1, 1, 128, 16))
-    speed._CARD[:] = [
+    speed._GPU[:] = [
         speed.Card(host_devices["CUDA0"], math.nan, 1.0)
     ]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(host_devices)

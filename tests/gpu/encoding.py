@@ -1,10 +1,10 @@
-"""What scripts/gpu_check does about encoders: whether a card's bytes are the CPU's, then how fast they come.
+"""What scripts/gpu_check does about encoders: whether a GPU's bytes are the CPU's, then how fast they come.
 
     encoding    golden bytes of llama.cpp and ik_llama.cpp, every type
     parity      random rows of every type, of many scales, by digests of the CPU's bytes (tests/data/gpu-encode.json);
                 of types of both trees by ik_llama.cpp's search, too
     pipeline    whole files of a MoE by `quantize --backend cuda` and by the CPU: the same bytes; seconds of both
-    encode      Gweights/s of every type, its share of the card's copy, and beside libgguf's figures of an RTX 3090
+    encode      Gweights/s of every type, its share of the GPU's copy, and beside libgguf's figures of an RTX 3090
     cores       the same of types of ik_llama.cpp, beside a core of this machine
 
 Needs numpy and CuPy, ``pipeline`` and ``cores`` numba as well. Random rows come of raw random bits and exact
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from gpu import cases
 from gpu import speed as measured
-from gpu.speed import the_card
+from gpu.speed import the_gpu
 from quantkit.cpus import available_cpus
 from quantkit.formats.imatrix import write_imatrix
 from quantkit.kernels.cuda.core import device as devices
@@ -79,7 +79,7 @@ class Case:
 
 
 def weightings(t: TensorType) -> list[bool]:
-    """Return how a type is encoded: without importance, with, or both."""
+    """Return the modes in which a type is encoded: without importance, with, or both."""
     return [*([] if t.imatrix == "required" else [False]), *([True] if weighs(t) else [])]
 
 
@@ -114,7 +114,7 @@ def random_importance(t: TensorType) -> Floats:
 
 
 def digests(data: npt.NDArray[np.uint8], rows: int = ROWS) -> str:
-    """Return a short digest of the bytes of each TOGETHER rows, one behind the other."""
+    """Return a short digest of the bytes of each TOGETHER rows, one after another."""
     parts = np.ascontiguousarray(data.reshape(rows // N_INTERLEAVED, -1))
     return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
 
@@ -151,7 +151,7 @@ def _each_type(run: Run, step: str, work: Callable[[str], None], all_types: bool
     if "IQ4_KT" in todo and run.lacks_numba(f"{step}: IQ4_KT"):  # its lists of points are made with it
         todo.remove("IQ4_KT")
     if todo:
-        _prepared(the_card().device, todo, all_types)
+        _prepared(the_gpu().device, todo, all_types)
         run.for_each(step, todo, work)
 
 
@@ -166,8 +166,10 @@ def goldens(run: Run) -> None:
     def of_type(name: str) -> None:
         for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
             t = BY_NAME[name]
-            if key in golden and t.family != "trellis" and t.in_files:  # not a search of our own, nor four rows at once
-                actual = cases.encode(the_card().device, t, golden["x"], importance)
+            if (
+                key in golden and t.family != "trellis" and t.in_files
+            ):  # not quantkit's own search, nor four rows at once
+                actual = cases.encode(the_gpu().device, t, golden["x"], importance)
                 if run.check(f"encoding: {key}, bytes that differ", float((actual != golden[key].ravel()).sum()), 0):
                     right.append(key)
 
@@ -185,7 +187,7 @@ def parity(run: Run) -> None:
         for case in parity_cases(BY_NAME[name]):
             key = case.key
             data = cases.encode(
-                the_card().device, BY_NAME[name], case.x, case.importance,
+                the_gpu().device, BY_NAME[name], case.x, case.importance,
                 search=case.search, interleaved=case.interleaved is not None,
             )  # fmt: skip
             actual = digests(data)
@@ -240,7 +242,7 @@ def _source(run: Run) -> tuple[Path, Path, int]:
 
 
 def pipeline(run: Run) -> None:
-    """Whole files: cards and CPU write the same bytes; seconds without those that compilers take."""
+    """Whole files: GPUs and CPU write the same bytes; seconds without those that compilers take."""
     todo = run.todo("pipeline", [name for name in RECIPES if RECIPES[name][0].removesuffix("_M") in run.types])
     if not todo:
         return
@@ -287,12 +289,12 @@ class _NoteObserver:
 
 
 def is_first(run: Run, step: str) -> bool:
-    """Tell whether the part of a step that has been begun is its first one, of all processes."""
+    """Return whether the current part of a step is its first one, over all processes."""
     return sum(key.startswith(f"{step}: ") for key in run.started_steps) == 1
 
 
 def machine() -> str:
-    """Return what quantizes files."""
+    """Return the function that quantizes files."""
     return f"{devices.count_devices()} cards, {available_cpus()} CPUs"
 
 
@@ -301,17 +303,17 @@ def both_ways(
 ) -> tuple[QuantizeResult, QuantizeResult]:
     """Quantize a file on GPUs, with ``run_options``, and on the CPU; note bytes that differ, and GPUs that fail."""
     observer = _NoteObserver(run)
-    by_cards = _quantized(source, type_name, options, observer, backend="cuda", verify=FILE.verify, **run_options)
+    by_gpus = _quantized(source, type_name, options, observer, backend="cuda", verify=FILE.verify, **run_options)
     by_cpu = _quantized(source, type_name, options, observer, backend="cpu")
-    (on_cards,), (on_cpu,) = by_cards.paths, by_cpu.paths
-    run.check(f"{label}, bytes that differ from the CPU's", _bytes_that_differ(on_cards, on_cpu), 0)
+    (on_gpus,), (on_cpu,) = by_gpus.paths, by_cpu.paths
+    run.check(f"{label}, bytes that differ from the CPU's", _bytes_that_differ(on_gpus, on_cpu), 0)
     run.check(f"{label}, cards that were lost", sum("not used" in note for note in observer.notes), 0)
-    for path in (on_cards, on_cpu):
+    for path in (on_gpus, on_cpu):
         path.unlink()
-    cards, cpu = by_cards.run.seconds, by_cpu.run.seconds
+    cards, cpu = by_gpus.run.seconds, by_cpu.run.seconds
     speed = f"{weights / cards / 1e9:.3g} Gweights/s"
     run.say(f"{label}: cards {cards:.2f} s, {speed}; CPU {cpu:.2f} s, {cpu / cards:.2f} times as long")
-    return by_cards, by_cpu
+    return by_gpus, by_cpu
 
 
 def _quantized(
@@ -337,7 +339,7 @@ def _copied(source: Path) -> float:
 
 
 def _bytes_that_differ(one: Path, second: Path) -> float:
-    """Return how many bytes of two files differ; inf if one is longer."""
+    """Return the number of differing bytes of two files; inf if one is longer."""
     if one.stat().st_size != second.stat().st_size:
         return math.inf
     a, b = (np.memmap(path, np.uint8, "r") for path in (one, second))
@@ -369,7 +371,7 @@ def speed(run: Run) -> None:
                 cells.append("")
                 continue
             seconds, size = _timed(t, x, importance if weighted else None)
-            share = (x.nbytes + size) / seconds / 1e9 / the_card().copy_gb_s
+            share = (x.nbytes + size) / seconds / 1e9 / the_gpu().copy_gb_s
             cells.append(f"{1e3 * seconds:.2f} ms, {x.size / seconds / 1e9:.1f} ({share:.0%})")
             if name in LIBGGUF:
                 peer = peer or f"{LIBGGUF[name] / 1e3 / seconds:.1f}"
@@ -386,13 +388,13 @@ def _values(rows: int, n: int) -> tuple[Floats, Floats]:
 
 
 def _timed(t: TensorType, x: Floats, importance: Floats | None) -> tuple[float, int]:
-    """Return the seconds that a card takes to encode rows, and their bytes."""
+    """Return the seconds that a GPU takes to encode rows, and their bytes."""
     times: list[float] = []
 
     def repeat(work: Callable[[], None]) -> None:
-        times.append(peak.timed(the_card().device, work, measured.SIZES.of_products))
+        times.append(peak.timed(the_gpu().device, work, measured.SIZES.of_products))
 
-    size = cases.encode(the_card().device, t, x, importance, repeat).size
+    size = cases.encode(the_gpu().device, t, x, importance, repeat).size
     return times[0], size
 
 
@@ -418,7 +420,7 @@ def cores(run: Run) -> None:
 
 
 def _of_core(t: TensorType, x: Floats, importance: Floats | None) -> float:
-    """Return how many millions of weights a second one thread encodes, the best of three times a fifth of a second."""
+    """Return the speed of one thread in millions of weights per second, the best of three runs of 0.2 seconds."""
     from quantkit.kernels.cpu.encode import encoder
 
     encode = encoder(t)

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check does about whole files with error feedback: those of cards beside those of the CPU.
+"""What scripts/gpu_check does about whole files with error feedback: those of GPUs beside those of the CPU.
 
     feedback    a small MoE by `quantize --feedback --backend cuda` and by the CPU: the same bytes, the same losses of
                 every matrix; seconds of both
@@ -80,7 +80,7 @@ def _source(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def feedback(run: Run) -> None:
-    """Whole files with error feedback: cards and CPU write the same bytes, and report the same losses."""
+    """Whole files with error feedback: GPUs and CPU write the same bytes, and report the same losses."""
     todo = run.todo("feedback", [name for name in RECIPES if name.removesuffix("_M") in run.types])
     if not todo:
         return
@@ -97,7 +97,7 @@ def feedback(run: Run) -> None:
             run.say(f"\nerror feedback: a MoE of {weights / 1e6:.1f} M weights, F16, with covariances; {machine()}")
         options = QuantizeOptions(feedback=cov, imatrix=imatrix if RECIPES[name] else None)
         both = both_ways(run, f"feedback: {name}", source, name, options, weights)
-        on_cards, on_cpu = (feedback_report(result.plan, result.run.losses) for result in both)
-        run.check(f"feedback: {name}, losses that differ from the CPU's", on_cpu is None or on_cards != on_cpu, 0)
+        on_gpus, on_cpu = (feedback_report(result.plan, result.run.losses) for result in both)
+        run.check(f"feedback: {name}, losses that differ from the CPU's", on_cpu is None or on_gpus != on_cpu, 0)
 
     run.for_each("feedback", todo, of_recipe, needs=90)

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check does about error feedback: whether a card's bytes and losses are the CPU's, then its speed.
+"""What scripts/gpu_check does about error feedback: whether a GPU's bytes and losses are the CPU's, then its speed.
 
     rounding    rows of every type, by the same metric: bytes and losses, and Gweights/s of rounding alone
     metrics     covariances, factored and packed there: every bit of the CPU's, and seconds of both
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import cases
-from gpu.speed import the_card
+from gpu.speed import the_gpu
 from quantkit.cpus import available_cpus
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.core.kernel import Kernel
@@ -56,7 +56,7 @@ def _metric(n: int, grouping: Grouping | None) -> Any:
 
 
 def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions: int = 0) -> tuple[Rounded, float]:
-    """Return what a card makes of the reference's bytes of rows, and the seconds it takes, if they are measured."""
+    """Return a GPU's error feedback on the reference's bytes of rows, and the seconds, if they are measured."""
     from quantkit.kernels.cpu.feedback import Rounding
     from quantkit.kernels.cpu.feedback.rounding import Rounded
     from quantkit.kernels.cuda.feedback.metric import upload
@@ -64,7 +64,7 @@ def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions:
     from quantkit.kernels.cuda.feedback.rows import RowAddresses
     from quantkit.kernels.levels import levels_of
 
-    device, t, (rows, n) = the_card().device, BY_NAME[name], x.shape
+    device, t, (rows, n) = the_gpu().device, BY_NAME[name], x.shape
     device_metric = upload(device, _metric(n, levels_of(t).grouping))
     sizes = (x.nbytes, rows_out.nbytes, 8 * rows, 8 * rows, working_bytes(t, rows, n))
     addresses = [device.allocate(size) for size in sizes]
@@ -105,11 +105,11 @@ def _prepare(names: Sequence[str]) -> None:
         n = max(SIZES.n, t.block)
         form = FeedbackConversion(RowConversion(BY_NAME["F32"], t, n), n, False, Rounding())
         kernels |= dict.fromkeys(form.kernels([t.imatrix == "required"]))
-    the_card().device.prepare(list(kernels))
+    the_gpu().device.prepare(list(kernels))
 
 
 def rounding(run: Run) -> None:
-    """Error feedback on the card, beside the CPU's bytes and losses; then how fast it is."""
+    """Error feedback on the GPU, beside the CPU's bytes and losses; then how fast it is."""
     if run.lacks_numba("rounding"):
         return
     from quantkit.kernels.cpu.feedback import Rounding
@@ -117,7 +117,7 @@ def rounding(run: Run) -> None:
     from quantkit.kernels.cuda.feedback.rounding import can_round
     from quantkit.kernels.levels import all_levels, levels_of
 
-    capability = the_card().device.capability
+    capability = the_gpu().device.capability
     names = [name for name in all_levels() if name in run.types and can_round(BY_NAME[name], capability)]
     right: list[str] = []
 
@@ -125,7 +125,7 @@ def rounding(run: Run) -> None:
         t = BY_NAME[name]
         x = np.random.default_rng(t.id).standard_normal((rows, max(n, t.block))).astype(np.float32)
         importance = np.ones(x.shape[1], np.float32) if t.imatrix == "required" else None
-        return x, cases.encode(the_card().device, t, x, importance).reshape(rows, -1)
+        return x, cases.encode(the_gpu().device, t, x, importance).reshape(rows, -1)
 
     def of_type(name: str) -> None:
         x, reference = random_rows(name, SIZES.rows, SIZES.n)
@@ -154,7 +154,7 @@ def rounding(run: Run) -> None:
 
 
 def metrics(run: Run) -> None:
-    """Metrics made on the card, beside the CPU's: numbers that differ; then how long both take."""
+    """Metrics made on the GPU, beside the CPU's: numbers that differ; then how long both take."""
     if run.lacks_numba("metrics"):
         return
     from quantkit.kernels.cpu.feedback.metric import metric
@@ -164,7 +164,7 @@ def metrics(run: Run) -> None:
     def of_size(name: str) -> None:
         n = getattr(SIZES, name)
         x = np.random.default_rng(n).standard_normal((n + 64, n)) * np.exp(0.5 * np.arange(n) % 3)
-        h, device = x.T @ x, the_card().device
+        h, device = x.T @ x, the_gpu().device
         carrier = PinnedTransfer(device.new_stream())
         metric(h, 0.02)  # what is compiled at first use
         began = time.perf_counter()

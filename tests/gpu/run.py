@@ -1,8 +1,8 @@
-"""How scripts/gpu_check goes on whatever happens on the card: every part of a step is begun once, by some process.
+"""How scripts/gpu_check goes on whatever happens on the GPU: every part of a step is begun once, by some process.
 
-A kernel that reads where it may not leaves its process without a card, and one that never ends without hope. So one
+A kernel that reads where it may not leaves its process without a GPU, and one that never ends without hope. So one
 process does the work and notes each part as it begins it; another one looks on, ends it when it is lost or has not
-moved for long, says at which part, and starts the next one, which goes on with what has not been begun.
+moved for long, says at which part, and starts the next one, which continues with the remaining parts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEFORE, _WITHOUT = "before ", "without "
 
 FAIL_MARK, NOT_RUN = "FAILED", "NOT RUN"
 
-#: What the CPU's kernels need; images of cards have all sorts.
+#: What the CPU's kernels need; images of GPUs have all sorts.
 NUMBA = (0, 68)
 
 #: Parts that are named where many were not run.
@@ -74,7 +74,7 @@ class Run:
         self.file.flush()
 
     def fail(self, label: str) -> None:
-        """Say that something is wrong."""
+        """Record a failure."""
         self.n_failed += 1
         self.say(f"{FAIL_MARK} {label}")
 
@@ -126,15 +126,15 @@ class Run:
             file.write(line + "\n")
 
     def _broke(self, label: str, why: Exception) -> None:
-        """Say so; another process goes on if there is no card any more."""
+        """Record a failure; another process continues if the GPU is lost."""
         self.fail(f"{label} broke: {type(why).__name__}: {why}")
         self.say("".join(traceback.format_exception(why, limit=8)).rstrip())
-        if not card_answers():
+        if not gpu_answers():
             self.say("the card no longer answers: a new process goes on")
             raise SystemExit(EXIT_LOST) from None
 
     def lacks_numba(self, label: str) -> bool:
-        """Tell whether the CPU's kernels cannot be run here, and say, once, what is not run without them."""
+        """Return whether the CPU's kernels cannot run here, and print once which checks are skipped."""
         why = why_no_numba()
         if why is not None and f"{label}: {why}" not in self.started_steps:
             self.started_steps.add(f"{label}: {why}")
@@ -149,7 +149,7 @@ class Run:
     def for_each(self, step: str, names: Iterable[str], work: Callable[[str], None], needs: float = 10) -> None:
         """Do the parts of a step that have not been begun; ``needs``: seconds that must be left for one.
 
-        A part that breaks is a failure, and the next one follows, if there still is a card.
+        A part that breaks is a failure, and the next one follows, if there still is a GPU.
         """
         names_left = []
         for name in self.todo(step, names):
@@ -177,8 +177,8 @@ def why_no_numba() -> str | None:
     return None
 
 
-def card_answers() -> bool:
-    """Return whether the first card still does what it is asked."""
+def gpu_answers() -> bool:
+    """Return whether the first GPU still does what it is asked."""
     from quantkit.kernels.cuda.core.device import open_device
 
     try:

@@ -66,7 +66,7 @@ def _watched(run: Run, program: str, part: str) -> None:
 
 
 def _report(run: Run, part: str, returncode: int | None, log: str, seconds: float) -> None:
-    """Say what a run came to: it passed, it failed, or it was none."""
+    """Print the outcome of a run: passed, failed, or not run."""
     report = [line for line in log.splitlines() if line.startswith("=====")]
     match = TOOLS[part.split()[0]].search(log)
     if returncode is None:

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check times on a card: kernels as shares of what the card does at most, then a whole MoE."""
+"""What scripts/gpu_check times on a GPU: kernels as shares of what the GPU does at most, then a whole MoE."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class Sizes:
 
 SIZES = Sizes()
 
-#: Bytes of a model on the card, and of what runs it, that its layers do not take.
+#: Bytes of a model on the GPU, and of what runs it, that its layers do not take.
 _NOT_LAYERS = 6 << 30
 
 #: Types that fused and unfused products are timed for.
 GATED_TYPES = ("Q4_K", "Q8_0", "IQ4_XS", "Q6_K")
 
-#: ik_llama.cpp's gains (pull requests 229, 741, 864, 1139, 896; facts of several cards and models).
+#: ik_llama.cpp's gains (pull requests 229, 741, 864, 1139, 896; facts of several GPUs and models).
 IKS = {
     "MoE up+gate, prompt": "+26 %",
     "MoE up+gate, 1 token": "+7 %",
@@ -99,22 +99,22 @@ IKS = {
 
 @dataclass
 class Card:
-    """The card, and what it does at most a second."""
+    """The GPU, and what it does at most a second."""
 
     device: Any
     copy_gb_s: float
     gemm_tflops: float
 
 
-_CARD: list[Card] = []
+_GPU: list[Card] = []
 
 
-def the_card() -> Card:
-    """Return the card, measured once."""
-    if not _CARD:
+def the_gpu() -> Card:
+    """Return the GPU, measured once."""
+    if not _GPU:
         device: Any = open_device("CUDA0")
-        _CARD.append(Card(device, peak.copy_gb_s(device), _gemm_tflops(device)))
-    return _CARD[0]
+        _GPU.append(Card(device, peak.copy_gb_s(device), _gemm_tflops(device)))
+    return _GPU[0]
 
 
 def _gemm_tflops(device: Any) -> float:
@@ -127,16 +127,16 @@ def _gemm_tflops(device: Any) -> float:
 
 def has_cublas() -> bool:
     """Return whether there is anything to compare products with."""
-    return not math.isnan(the_card().gemm_tflops)
+    return not math.isnan(the_gpu().gemm_tflops)
 
 
 def card(run: Run) -> None:
-    """The card's name, and its copy bandwidth and bf16 GEMM rate."""
-    run.for_each("card", ["card"], lambda name: _say_card(run))
+    """The GPU's name, and its copy bandwidth and bf16 GEMM rate."""
+    run.for_each("card", ["card"], lambda name: _print_gpu(run))
 
 
-def _say_card(run: Run) -> None:
-    c = the_card()
+def _print_gpu(run: Run) -> None:
+    c = the_gpu()
     cupy = c.device.cupy
     versions = f"CuPy {cupy.__version__}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}"
     run.say(f"card: {c.device.card}, {c.device.multiprocessors} multiprocessors, sm_{c.device.capability}, {versions}")
@@ -147,10 +147,10 @@ class Bench:
     """Device memory for a measurement, given back at its end."""
 
     def __init__(self) -> None:
-        self.device = the_card().device
+        self.device = the_gpu().device
         self._addresses: list[int] = []
 
-    def room(self, nbytes: int, fill: np.ndarray[Any, Any] | None = None) -> int:
+    def allocate(self, nbytes: int, fill: np.ndarray[Any, Any] | None = None) -> int:
         """Return new memory, filled with a pattern repeated, or zeros."""
         address = int(self.device.allocate(nbytes))
         self._addresses.append(address)
@@ -164,16 +164,16 @@ class Bench:
     def weights(self, t: TensorType, n_in: int, n_out: int) -> int:
         """Return a matrix of reasonable blocks, with reasonable scales of rows."""
         row_bytes = t.row_bytes(n_in)
-        return self.room(n_out * row_bytes, _rows(t, n_in, max(1, min(n_out, (1 << 20) // row_bytes))))
+        return self.allocate(n_out * row_bytes, _rows(t, n_in, max(1, min(n_out, (1 << 20) // row_bytes))))
 
     def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
         """Return rows of activations in the format of a type, and their stride."""
-        x = self.room(4 * n_in * rows, np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32))
+        x = self.allocate(4 * n_in * rows, np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32))
         kind = activation_format(t)
         if kind == "f32":
             return x, 4 * n_in
         stride = activations.row_bytes(kind, n_in)
-        out = self.room(stride * rows)
+        out = self.allocate(stride * rows)
         self.device.run(
             [launch(activations.quantize(kind, n_in, rows), rows=rows, x=x, x_stride=4 * n_in, n=n_in, out=out)]
         )
@@ -224,7 +224,7 @@ NO_BIAS = {
 
 
 def vec_shapes(t: TensorType) -> list[Shape]:
-    """Return how to multiply large matrices, by tokens, and small ones, alone and as up and gate."""
+    """Return the shapes of large products, by tokens, and of small ones, alone and as up and gate."""
     n_in, n_out = SIZES.n_in, SIZES.matrix_bytes // t.row_bytes(SIZES.n_in)
     large = [mat_vec.mul_mat(t, n_in, n_out, rows) for rows in SIZES.token_counts]
     return [*large, mat_vec.mul_mat(t, n_in, SIZES.dense), mat_vec.up_gate(t, SILU, n_in, SIZES.dense)]
@@ -235,7 +235,7 @@ def mat_vec_speed(run: Run) -> None:
 
     Other tokens and sizes have other kernels: those of one type are held to each other.
     """
-    c, s = the_card(), SIZES
+    c, s = the_gpu(), SIZES
     n_in, counts, todo = s.n_in, s.token_counts, run.todo("mat-vec", s.types)
     if not todo:
         return
@@ -255,7 +255,7 @@ def mat_vec_speed(run: Run) -> None:
             small = [{"w": slots["w"] + i * s.dense * row_bytes} for slots in large for i in range(fitting)]
             pairs = [{"up": up["w"], "gate": slots["w"]} for up, slots in zip(small[::2], small[1::2], strict=True)]
             x, stride = b.activations(t, n_in, max(counts))
-            out = b.room(4 * max(counts) * n_out)
+            out = b.allocate(4 * max(counts) * n_out)
             sizes = [*((rows, n_out, large) for rows in counts), (1, s.dense, small), (1, s.dense, pairs)]
             for shape, (rows, count, matrices) in zip(vec_shapes(t), sizes, strict=True):
                 lists = [
@@ -284,7 +284,7 @@ def mat_vec_speed(run: Run) -> None:
 
 def mat_mat_speed(run: Run) -> None:
     """Every type: a prompt times a square matrix, and by expert, as a share of the bf16 GEMM."""
-    c = the_card()
+    c = the_gpu()
     s = SIZES
     todo = run.todo("mat-mat", s.types)
     if not todo:
@@ -318,17 +318,17 @@ def mat_mat_speed(run: Run) -> None:
 
 
 def _of_gemm(tflops: float) -> str:
-    """Say a rate, and which share it is of the GEMM's."""
+    """Print a rate, and its share of the GEMM's."""
     if math.isnan(tflops):
         return "no cuBLAS"
-    return f"{tflops:.0f} ({tflops / the_card().gemm_tflops:.0%})" if has_cublas() else f"{tflops:.0f}"
+    return f"{tflops:.0f} ({tflops / the_gpu().gemm_tflops:.0%})" if has_cublas() else f"{tflops:.0f}"
 
 
 def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[float, float]:
     """Return the rate of the product, and of unpacking to bf16 and cuBLAS instead, which it is held to, too."""
     with Bench() as b:
         x, stride = b.activations(t, n_in, rows)
-        w, out = b.weights(t, n_in, n_out), b.room(4 * rows * n_out)
+        w, out = b.weights(t, n_in, n_out), b.allocate(4 * rows * n_out)
         one = launch(
             mat_mat.mul_mat(t, n_in, n_out, rows, b.device.capability), rows=rows, x=x, x_stride=stride, w=w,
             row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
@@ -348,7 +348,7 @@ def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[f
 def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int) -> tuple[int, float]:
     """Unpack weights to bf16 and multiply; return where the result is, and the seconds of both."""
     plain = b.activations(BY_NAME["F32"], n_in, rows)[0]  # the same values, not quantized
-    x, unpacked_weights, out = (b.room(size) for size in (2 * rows * n_in, 2 * n_out * n_in, 4 * rows * n_out))
+    x, unpacked_weights, out = (b.allocate(size) for size in (2 * rows * n_in, 2 * n_out * n_in, 4 * rows * n_out))
     output_kind = dequantize.OUTPUTS.index("bf16")
 
     def unpacking(kind: TensorType, source: int, target: int, count: int) -> Launch:
@@ -371,15 +371,16 @@ def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
     expert_bytes = n_out * t.row_bytes(n_in)
     x, stride = b.activations(t, n_in, rows)
-    plan = b.room(moe.plan_bytes(n_expert, n_used, rows))
+    plan = b.allocate(moe.plan_bytes(n_expert, n_used, rows))
     up, gate = (b.weights(t, n_in, n_expert * n_out) for _ in range(2))
     slots = {
-        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _random_ids(rows)),
+        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used,
+        "ids": b.allocate(4 * rows * n_used, _random_ids(rows)),
         "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
         "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": expert_bytes, "up_expert_bytes": expert_bytes,
         "gate_expert_bytes": expert_bytes, "runs": moe.bucket_runs(n_expert, b.device.capability),
     }  # fmt: skip
-    return {**slots, **{name: b.room(4 * rows * n_used * n_out) for name in ("out", "other")}}
+    return {**slots, **{name: b.allocate(4 * rows * n_used * n_out) for name in ("out", "other")}}
 
 
 def _random_ids(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
@@ -393,7 +394,7 @@ def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[li
     slots, ids = _expert_slots(b, t, rows), 4 * rows * SIZES.used
     id_lists = [
         slots["ids"],
-        *(b.room(ids, _random_ids(rows, seed)) for seed in range(2, 1 + _turns(rows, SIZES.in_graph))),
+        *(b.allocate(ids, _random_ids(rows, seed)) for seed in range(2, 1 + _turns(rows, SIZES.in_graph))),
     ]
     return [
         _of_experts(b, {**slots, **LIMITS, **NO_BIAS, "ids": launch_ids}, t, rows, fused) for launch_ids in id_lists
@@ -401,7 +402,7 @@ def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[li
 
 
 def _turns(rows: int, turns: int) -> int:
-    """Return how often to lay out what so many tokens read, so that caches do not hold it: once for many tokens."""
+    """Return the number of copies of the data that tokens read, to exceed the caches: one for many tokens."""
     return turns if rows <= 8 else 1
 
 
@@ -448,8 +449,8 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
         counts = ExpertCounts()
         counts.per_expert = np.bincount(_random_ids(rows).ravel(), minlength=s.experts).tolist()
         plan_slots = {
-            "x": b.room(2 * pairs * s.expert_in), "w": slots["w"], "out": b.room(4 * pairs * s.expert_out),
-            "unpacked": b.room(2 * s.expert_in * s.expert_out),
+            "x": b.allocate(2 * pairs * s.expert_in), "w": slots["w"], "out": b.allocate(4 * pairs * s.expert_out),
+            "unpacked": b.allocate(2 * s.expert_in * s.expert_out),
         }  # fmt: skip
         x = {"x": b.activations(BY_NAME["F32"], s.expert_in, rows)[0], "x_per": s.used, "width": s.expert_in}
         gather = launch(moe.gather(pairs), **{**slots, **x, "rows": pairs, "out": plan_slots["x"]})
@@ -478,7 +479,7 @@ def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]
     n_in, n_out = SIZES.n_in, SIZES.wide
     x, stride = b.activations(t, n_in, rows)
     up, gate = (b.weights(t, n_in, n_out) for _ in range(2))
-    outs = [b.room(4 * rows * n_out) for _ in range(3)]
+    outs = [b.allocate(4 * rows * n_out) for _ in range(3)]
     common = {
         "rows": rows, "x": x, "x_stride": stride, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out,
         "out_stride": 4 * n_out, **LIMITS, **NO_BIAS,
@@ -543,7 +544,7 @@ def attention_speed(run: Run) -> None:
 
 
 def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
-    c, step = the_card(), f"attention, {h.n} heads over {h.kv}"
+    c, step = the_gpu(), f"attention, {h.n} heads over {h.kv}"
     if not run.todo(step, kinds):
         return
     run.say(f"\nattention, {h.n} heads of {h.k} over {h.kv} key-value heads\n")
@@ -565,11 +566,15 @@ def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
 def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
     sizes = h.n, h.kv, h.k, h.v
     layer = attention.AttentionLayer(kind, *sizes, n_ctx, h.latent)
-    plan = attention.attention(layer, rows, capability=the_card().device.capability)
+    plan = attention.attention(layer, rows, capability=the_gpu().device.capability)
     with Bench() as b:
         positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
-        arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
-        batch = b.room(56, np.array([rows, 0, *arrays, 0, n_ctx], np.int64))
+        arrays = [
+            b.allocate(4 * rows, positions * 0),
+            b.allocate(4 * rows, positions),
+            b.allocate(4 * rows, positions * 0),
+        ]
+        batch = b.allocate(56, np.array([rows, 0, *arrays, 0, n_ctx], np.int64))
         noise = np.random.default_rng(1).standard_normal(1 << 16)
         stored: dict[str, np.ndarray[Any, Any]] = {
             "f16": noise.astype(np.float16),
@@ -580,12 +585,12 @@ def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
         t = BY_NAME[kind.upper()]
         nbytes = [n_ctx * t.row_bytes(h.kv * n) for n in (h.k, 0 if h.latent else h.v)]
         turns = max(1, min(_turns(rows, SIZES.in_graph), SIZES.in_turn * SIZES.matrix_bytes // sum(nbytes)))
-        caches = [[b.room(n, fill) if n else 0 for n in nbytes] for _ in range(turns)]
+        caches = [[b.allocate(n, fill) if n else 0 for n in nbytes] for _ in range(turns)]
         slots = {
-            "batch": batch, "rows": rows, "q": b.room(4 * rows * h.n * h.k, noise.astype(np.float32)),
-            "out": b.room(4 * rows * h.n * h.v), "n_head": h.n, "n_head_kv": h.kv, "head_v": h.v,
+            "batch": batch, "rows": rows, "q": b.allocate(4 * rows * h.n * h.k, noise.astype(np.float32)),
+            "out": b.allocate(4 * rows * h.n * h.v), "n_head": h.n, "n_head_kv": h.kv, "head_v": h.v,
             "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0, "window": 0, "alibi": 0.0,
-            "splits": plan.splits, "scratch": b.room(max(256, plan.scratch)), "selected": 0, "n_selected": 0,
+            "splits": plan.splits, "scratch": b.allocate(max(256, plan.scratch)), "selected": 0, "n_selected": 0,
             "ratio": 0,
         }  # fmt: skip
         lists = []
@@ -616,8 +621,8 @@ def write_moe(path: Path, matrix: str, router: str) -> Path:
 
 @cache
 def _layers(folder: Path) -> int:
-    """Return how many layers there is room for, on the card and in the folder: all of them, or fewer."""
-    room: int = min(the_card().device.bytes_free(), shutil.disk_usage(folder).free)
+    """Return the number of layers that fit the GPU and the folder."""
+    room: int = min(the_gpu().device.bytes_free(), shutil.disk_usage(folder).free)
     of_layer = 3 * SIZES.experts * SIZES.expert_in * SIZES.expert_out * 5 // 8
     return max(1, min(SIZES.layers, (room - _NOT_LAYERS) // of_layer))
 
@@ -683,7 +688,7 @@ def model_speed(run: Run) -> None:
     """A MoE of Qwen3-30B-A3B's shapes: prompts and generation with every switch on and off."""
     if not run.todo("model", SETTINGS):
         return
-    c, n = the_card(), SIZES.tokens
+    c, n = the_gpu(), SIZES.tokens
     run.say(
         f"\nMoE, shapes of Qwen3-30B-A3B, {_layers(run.folder)} layers, vocabulary {SIZES.vocab}, Q4_K, router F32\n"
     )
@@ -692,7 +697,7 @@ def model_speed(run: Run) -> None:
 
     def with_setting(label: str) -> None:
         router = "Q8_0" if label == "router Q8_0" else "F32"
-        with load(_write_model(run, router), n_ubatch=n, placement=cases.on_card(), **SETTINGS[label]) as model:
+        with load(_write_model(run, router), n_ubatch=n, placement=cases.on_gpu(), **SETTINGS[label]) as model:
             session = model.session(n + SIZES.single + 16)
             with cases.launched_early() if "early" in label else nullcontext():
                 rates[label] = _rate(session, n, False), _rate(session, SIZES.single, True)

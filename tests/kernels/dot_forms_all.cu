@@ -1,9 +1,9 @@
-// Every form of a type for few rows (unpack/dot_forms.cuh) in one module: what tests/cuda/test_cuda_dot_forms.py compares with
-// numpy.
+// Every form of a type for few rows (unpack/dot_forms.cuh) in one module, which tests/cuda/test_cuda_dot_forms.py
+// compares with numpy.
 #include "unpack/ik_dot_forms.cuh"
 
-// w: blocks of a type, `bytes` in all, put `shift` bytes after an address that is a multiple of 16 in shared memory.
-// levels: the activations. type: an index of the list below. out: what each lane has of its values' product.
+// w: blocks of a type, `bytes` in all, stored `shift` bytes after a 16-byte aligned address in shared memory. levels:
+// the activations. type: an index into the list below. out: each lane's share of the product.
 struct dot_forms_all_args {
     const uint8_t *w, *levels;
     float* out;

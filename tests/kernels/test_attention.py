@@ -97,7 +97,7 @@ class Model:
         return self.out[:n].copy()
 
     def cells(self, part: str, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """What the cache holds of some cells, float64 [cells, n_head_kv, head]."""
+        """Return the decoded cells of a cache, float64 [cells, n_head_kv, head]."""
         case = self.case
         data, t = (self.k_cache, self.k_type) if part == "k" else (self.v_cache, self.v_type)
         head = case.head_k if part == "k" else case.head_v
@@ -177,7 +177,7 @@ CACHES += [(n, t) for n in ("selected", "selected_few") for t in ("F16 F16", "Q8
 
 @pytest.mark.parametrize(("name", "types"), [*CACHES, ("odd", "F16 F16")])
 def test_cache_types(name: str, types: str) -> None:
-    """Compared with what the cache holds: its rounding is no error of attention."""
+    """The reference uses the rounded values of the cache, because rounding is not an error of attention."""
     case = {
         "features": replace(FEATURES["all"], head_k=96),
         "mla": Case(16, 1, 96, 64, mla=True),
@@ -191,13 +191,13 @@ def test_cache_types(name: str, types: str) -> None:
     check(replace(case[name], k_type=k_type, v_type=v_type), (1, 2, 70, 1))
 
 
-def test_cache_of_an_odd_width_in_half_floats() -> None:
+def test_f16_cache_of_odd_width() -> None:
     check(Case(3, 3, 20, 12, k_type="F16", v_type="F16"), (1, 30, 1))
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_cache_bytes_are_ggmls(kind: str, threads: int) -> None:
+def test_cache_bytes_equal_ggmls(kind: str, threads: int) -> None:
     case = Case(2, 2, 96, 32, k_type=kind, v_type=kind)
     model = Model(case, 3, 64, threads)
     rng = np.random.default_rng(3)
@@ -232,7 +232,7 @@ def test_sequences_in_one_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("n", [3, 40])
 def test_whole_sequences(n: int) -> None:
-    """Every token sees as much as the last of its sequence; of two, by turns."""
+    """Every token sees as much as the last of its sequence; of two, alternately."""
     case = Case(4, 2, 32, 32, mask="whole")
     model = Model(case, 2, 128)
     sequences, positions = np.arange(2 * n) % 2, np.arange(2 * n) // 2
@@ -250,7 +250,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_depths_where_the_keys_are_split(name: str) -> None:
+def test_depths_at_key_splits(name: str) -> None:
     """From 512 keys on there are parts, at 8192 more than 512 keys a part; every thread count gives the same bits."""
     case, n_ctx, outputs = DEEP[name], 9000, []
     for threads in (1, 2, 5):
@@ -309,7 +309,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("grows", [1, -1])
-def test_parts_of_very_different_scores(grows: int) -> None:
+def test_key_splits_with_very_different_scores(grows: int) -> None:
     """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
     case, n = Case(2, 1, 64, 64, sinks=True), 1600
     model = Model(case, 1, n)

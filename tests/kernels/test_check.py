@@ -42,7 +42,7 @@ def field_at(t: TensorType, data: np.ndarray, row: int, block: int, field: tuple
 
 
 @pytest.mark.parametrize(("t", "field"), CHECKED, ids=lambda v: getattr(v, "name", v))
-def test_every_checked_field(t: TensorType, field: tuple[bool, str, int]) -> None:
+def test_every_checked_field_is_detected(t: TensorType, field: tuple[bool, str, int]) -> None:
     mask = MASKS[field[1]]
     blocks = 300 if t.block == 1 else 5
     for block in (0, blocks // 2, blocks - 1):
@@ -56,13 +56,13 @@ def test_every_checked_field(t: TensorType, field: tuple[bool, str, int]) -> Non
         assert validate_rows(t, data) == -1
 
 
-def test_all_bytes_set_is_found_in_every_type_with_scales() -> None:
+def test_all_bytes_255_are_detected_in_every_type_with_scales() -> None:
     for t in MAINLINE:
         data = np.full((2, t.row_bytes(2 * t.block)), 0xFF, np.uint8)
         assert validate_rows(t, data) == (0 if t.scales and t.name != "NVFP4" else -1), t.name
 
 
-def test_readonly_and_unaligned_rows() -> None:
+def test_readonly_and_unaligned_rows_are_checked() -> None:
     t = BY_NAME["F32"]
     raw = np.zeros(1 + 3 * 400, np.uint8)
     raw[1 + 2 * 400 + 396 :] = np.frombuffer(np.float32(np.inf).tobytes(), np.uint8)
@@ -72,18 +72,18 @@ def test_readonly_and_unaligned_rows() -> None:
 
 
 @pytest.mark.parametrize("data", [np.zeros((2, 17), np.uint8), np.zeros(18, np.uint8), np.zeros((2, 18), np.int8)])
-def test_rows_of_another_shape_are_refused(data: np.ndarray) -> None:
+def test_rows_of_wrong_shape_are_refused(data: np.ndarray) -> None:
     with refuses(FormatError, "QK-E210 Q4_0 uint8", "[rows, 0 + k * 18 bytes]"):
         validate_rows(BY_NAME["Q4_0"], data)
 
 
-def test_no_rows_are_valid() -> None:
+def test_an_empty_input_is_valid() -> None:
     assert validate_rows(BY_NAME["Q4_0"], np.zeros((0, 18), np.uint8)) == -1
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("t", MAINLINE, ids=str)
-def test_random_bytes_are_judged_as_ggml_judges(llama_bin: Path, t: TensorType) -> None:
+def test_random_bytes_are_validated_like_ggml(llama_bin: Path, t: TensorType) -> None:
     """One row at a time: random scales are impossible now and then, in every field and every block."""
     rng = np.random.default_rng(t.id)
     data = rng.integers(0, 256, (400, t.row_bytes(3 * t.block)), np.uint8)

@@ -68,13 +68,13 @@ def test_fields_are_numbers_functions_and_records() -> None:
     assert (squares(4), negatives(4)) == (3 * 16 + 5, -7 * 4 - 1)
 
 
-def test_equal_content_is_one_type_and_different_content_another() -> None:
+def test_equal_content_has_one_type() -> None:
     twin = Settings(3, Offset(5), _square)
     assert ConstantsType(SQUARES) == ConstantsType(twin)
     variants = (Settings(4, Offset(5), _square), Settings(3, Offset(6), _square), Settings(3, Offset(5), _negative))
     assert len({ConstantsType(variant) for variant in (SQUARES, *variants)}) == 4
 
 
-def test_a_misspelt_field_does_not_compile() -> None:
+def test_a_misspelt_field_is_a_compilation_error() -> None:
     with pytest.raises(NumbaError, match="factors"):
         specialize(_misspelt_entry, "misspelt", kernel, settings=SQUARES)()

@@ -25,7 +25,7 @@ CPUS = {
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_kernels_compiled_for(cpu: str) -> None:
+def test_kernels_compiled_for_other_cpus(cpu: str) -> None:
     name, features, cpu_features = CPUS[cpu]
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     environment["PYTHONPATH"] = os.pathsep.join(

@@ -152,7 +152,7 @@ def test_batches_and_sequences_do_not_matter(arch: str, tmp_path: Path) -> None:
     assert nmse(b, tiny_models.logits(path, second)) < 1e-11
 
 
-def test_a_sequence_that_begins_anew_finds_its_state_empty(tmp_path: Path) -> None:
+def test_a_restarted_sequence_has_an_empty_state(tmp_path: Path) -> None:
     tokens, positions = tiny_models.ids(8), np.arange(8, dtype=np.int32)
     with open_gguf(qwen(tmp_path / "model.gguf", "qwen35")) as source:
         graph = build_graph(source)
@@ -168,7 +168,7 @@ def test_a_sequence_that_begins_anew_finds_its_state_empty(tmp_path: Path) -> No
     ("changes", "expected"),
     [({}, "ddda"), ({"full_attention_interval": 2}, "dada"), ({"attention.recurrent_layers": [0, 1, 1, 0]}, "adda")],
 )
-def test_layers_are_delta_nets_as_the_metadata_say(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_the_metadata_select_delta_net_layers(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
     recurrent = tuple(int(c == "d") for c in expected)
     with open_gguf(qwen(tmp_path / "model.gguf", "qwen35", changes, recurrent=recurrent)) as source:
         ops = build_graph(source).ops
@@ -179,10 +179,10 @@ def test_layers_are_delta_nets_as_the_metadata_say(changes: dict[str, Any], expe
 @pytest.mark.parametrize(
     "wrong", [{"rope": "normal"}, {"tiled_heads": False}, {"activation": "gelu"}, {"norm": "layer"}]
 )
-def test_one_thing_wrong_changes_the_logits(
+def test_every_mutation_changes_the_logits(
     wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above could overlook if it did not matter; without tiled heads another tensor is wanted."""
+    """Each mutation must matter, or the tests above could miss it; without tiled heads another tensor is required."""
     path, tokens = qwen(tmp_path / "model.gguf", "qwen35moe"), tiny_models.ids(24)
     right = tiny_models.logits(path, tokens)
     monkeypatch.setitem(table.ARCHS, "qwen35moe", replace(table.ARCHS["qwen35moe"], **wrong))
@@ -206,7 +206,7 @@ def test_one_thing_wrong_changes_the_logits(
         ("QK-E123 ssm.state_size", {"ssm.state_size": None}, {}),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_models_are_refused(
     refusal: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
 ) -> None:
     path = qwen(tmp_path / "model.gguf", "qwen35", changes, extra_shapes=extra_shapes)

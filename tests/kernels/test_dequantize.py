@@ -1,4 +1,4 @@
-"""Decoders: bit for bit PyPI gguf's, llama.cpp's and our own reference's, for every type and any memory layout."""
+"""Decoders: bit for bit PyPI gguf's, llama.cpp's and quantkit's reference, for every type and any memory layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_bits(actual, expected):
 
 
 def by_gguf(t, data):
-    """Return what PyPI gguf decodes, or None if this version of it cannot."""
+    """Return PyPI gguf's decoded values, or None if this version cannot decode the type."""
     try:
         return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(t.id))
     except (NotImplementedError, ValueError):
@@ -55,12 +55,12 @@ def by_gguf(t, data):
 # ---------------------------------------------------------------- values
 
 
-def test_all_of_mainline_s_types_are_decoded():
+def test_all_types_of_llama_cpp_are_decoded():
     mainline = {t.name for t in TYPES if t.is_in("mainline") and t.family not in ("activation", "integer")} - {"F64"}
     assert {t.name for t in DECODABLE if t.is_in("mainline")} == mainline
 
 
-def test_gguf_decodes_all_but_two_of_them():
+def test_pypi_gguf_decodes_all_but_two_of_them():
     cannot = {t.name for t in DECODABLE if t.is_in("mainline") and by_gguf(t, random_rows(t, 1, t.block)) is None}
     assert cannot <= {"Q1_0", "Q2_0"}
 
@@ -159,7 +159,7 @@ def assert_like_iq6_k(row, actual, expected):
 
 
 @by_name
-def test_unaligned_read_only_and_strided_rows_run_the_one_compiled_version(t, tmp_path):
+def test_unaligned_readonly_and_strided_rows_use_one_compiled_version(t, tmp_path):
     rows, row_bytes = 5, t.row_bytes(512)
     data = random_rows(t, rows, 512)
     path = tmp_path / "rows"
@@ -201,7 +201,7 @@ print(json.dumps(stats))
 """
 
 
-def test_another_process_reads_no_byte_too_many_and_compiles_nothing():
+def test_decoding_stays_in_bounds_and_uses_the_kernel_cache():
     for t in DECODABLE:
         decode(t, random_rows(t, 1, 256))
     names = [t.name for t in DECODABLE]
@@ -240,7 +240,7 @@ def unpack(unpack_units, data):
 
 
 def contract(t):
-    """Return what types of a family have in common, to whom unpackers hand levels and scales in the same way."""
+    """Return the layout shared by types of a family, whose unpackers return levels and scales alike."""
     record = format_of(t)
     return t.family, t.block, t.row_header > 0, record.span, record.mins, record.signed
 
@@ -249,7 +249,7 @@ CONTRACTS = {contract(t): t for t in BLOCK_TYPES}
 
 
 @pytest.mark.parametrize("t", CONTRACTS.values(), ids=str)
-def test_levels_and_scales_in_registers_make_the_values(t):
+def test_levels_and_scales_in_registers_decode_to_values(t):
     unpack_units, record = unpacker(t), format_of(t)
     assert record.unit_bytes * t.block == 256 * t.block_bytes
     data = random_rows(t, 1, 256, seed=5)
@@ -272,7 +272,7 @@ def test_types_without_a_decoder_are_refused_by_name(name):
         dequantize_rows(BY_NAME[name], np.zeros((1, 256), np.uint8), np.zeros((1, 256), np.float32))
 
 
-def test_rows_that_are_no_multiple_of_the_block_are_refused():
+def test_rows_of_partial_blocks_are_refused():
     with refuses(TypeNotSupported, "QK-E303 Q4_K 256"):
         dequantize_rows(BY_NAME["Q4_K"], np.zeros((1, 144), np.uint8), np.zeros((1, 128), np.float32))
 
@@ -288,10 +288,10 @@ def test_rows_that_are_no_multiple_of_the_block_are_refused():
         (np.zeros((1, 36), np.uint8), np.zeros((1, 128), np.float32)[:, ::2]),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(data, out):
+def test_arrays_of_wrong_size_are_refused(data, out):
     with pytest.raises(ValueError, match="Q4_0"):
         dequantize_rows(BY_NAME["Q4_0"], data, out)
 
 
-def test_no_rows_is_no_work():
+def test_an_empty_input_decodes_to_an_empty_array():
     dequantize_rows(BY_NAME["Q4_0"], np.zeros((0, 36), np.uint8), np.zeros((0, 64), np.float32))

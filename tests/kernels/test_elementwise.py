@@ -84,7 +84,7 @@ def test_xielu(shape, threads, eps):
 
 
 @threads
-def test_rows_of_outputs_and_rows_of_experts(threads):
+def test_output_rows_and_expert_rows(threads):
     x = values(9 * 4, 50)
     batch = {"tokens": np.zeros(30), "outputs": np.arange(9) * 3}
     out = run_operation(
@@ -195,7 +195,7 @@ def test_select_outputs(threads):
 
 
 @pytest.mark.parametrize("t", DECODED_ALIKE, ids=str)
-def test_embeddings_of_every_kind_of_type(t):
+def test_embeddings_of_every_family(t):
     width, n_vocab = (512 if t.block == 256 else 384 if t.block > 64 else 320), 20
     weight = random_rows(t, n_vocab, width)
     tokens = np.array([0, 19, 7, 7, *range(20)] * 2)

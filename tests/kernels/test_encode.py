@@ -31,7 +31,7 @@ ROWS = [(3, t, encoder_name) for t, encoder_name in ENCODERS] + [
 
 @pytest.mark.parametrize(("blocks", "t", "encoder_name"), ROWS, ids=str)
 def test_every_row_range_gives_the_same_bytes(blocks: int, t: TensorType, encoder_name: str) -> None:
-    """Importance begins anew with each row, wherever in a batch that is; other rows stay as they were."""
+    """Importance starts again with each row, at any place in a batch; other rows are unchanged."""
     n = blocks * t.block if t.is_quantized else 12 * blocks + 1
     x = np.tile(awkward_rows(n, 5, 1e3), (2, 1))[:41]
     for w in weights_for(t, awkward_imatrix(n, 5)):
@@ -71,7 +71,7 @@ def before_a_wall(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("t", "encoder_name"), ENCODERS, ids=str)
-def test_no_byte_too_many_is_read_or_written(t: TensorType, encoder_name: str) -> None:
+def test_encoders_stay_in_bounds(t: TensorType, encoder_name: str) -> None:
     """Batches that are not full end with the rows. A fault ends the process, and the run with this test's name."""
     n = 3 * t.block if t.is_quantized else 37
     x = awkward_rows(n, 2, 1e3)[:3]

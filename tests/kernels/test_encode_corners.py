@@ -26,7 +26,7 @@ def test_f32_copies_bits(n: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F16", np.float16), ("BF16", ml_dtypes.bfloat16)])
-def test_golden_rounding_of_what_is_no_nan(name: str, dtype: Any) -> None:
+def test_golden_rounding_of_numbers(name: str, dtype: Any) -> None:
     x = boundary_bits().view(f32).reshape(1, -1)
     x = x[:, ~np.isnan(x[0])]
     with np.errstate(over="ignore"):
@@ -34,7 +34,7 @@ def test_golden_rounding_of_what_is_no_nan(name: str, dtype: Any) -> None:
     assert np.array_equal(encode(BY_NAME[name], x).view(np.uint16), want.view(np.uint16))
 
 
-def test_nan_becomes_ggmls() -> None:
+def test_nan_has_ggmls_bits() -> None:
     x = np.array([[0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345] * 5], np.uint32).view(f32)
     assert encode(BY_NAME["F16"], x).view(np.uint16)[0, :4].tolist() == [0x7E00, 0xFE00, 0x7E00, 0xFE00]
     assert encode(BY_NAME["BF16"], x).view(np.uint16)[0, :4].tolist() == [0x7FC0, 0xFFC0, 0x7FFF, 0xFFC1]
@@ -43,7 +43,7 @@ def test_nan_becomes_ggmls() -> None:
         assert out[0, 16:].tolist() == out[0, :4].tolist(), "the last, partial vector differs from a full one"
 
 
-# ---------------------------------------------------------------- what a block holds
+# ---------------------------------------------------------------- blocks
 
 
 @pytest.mark.parametrize(("name", "level"), [("Q4_0", 8), ("Q5_0", 16)])
@@ -56,7 +56,7 @@ def test_first_of_equal_magnitudes_sets_the_sign(name: str, level: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])
-def test_a_row_of_fp4_values_is_kept(name: str) -> None:
+def test_a_row_of_fp4_values_is_exact(name: str) -> None:
     rng = np.random.default_rng(4)
     magnitudes, t = np.array(MAGNITUDES), BY_NAME[name]
     levels = rng.integers(0, 16, (3, 2, 64))
@@ -76,7 +76,7 @@ def test_a_row_of_fp4_values_is_kept(name: str) -> None:
     assert np.array_equal(actual.ravel(), levels.ravel())
 
 
-def test_a_tie_goes_to_the_lower_magnitude_and_minus_zero_is_never_written() -> None:
+def test_ties_round_to_the_lower_magnitude_without_minus_zero() -> None:
     x = np.zeros((1, 32), f32)
     x[0, :9] = [6, 0.25, -0.25, -0.0, 0.75, -0.75, 2.5, -3.5, 5]
     assert (encode(BY_NAME["MXFP4"], x)[0, 1:10] & 15).tolist() == [7, 0, 0, 0, 1, 9, 4, 13, 6]
@@ -91,14 +91,14 @@ def test_zeros_give_a_zero_scale_and_the_level_nearest_to_zero(name: str, header
     assert set(block[len(header) :]) == {0x88}
 
 
-def test_partitions_whose_sums_overflow_are_tried() -> None:
+def test_partitions_with_overflowing_sums_are_tried() -> None:
     """The scale then is infinite, as the reference's, and the row refused: it does not become zeros."""
     rng = np.random.default_rng(1)
     x, weights = rng.standard_normal((1, 768)) * 1e18, np.exp(6 * rng.standard_normal(768))
     assert not np.isfinite(encode(BY_NAME["IQ2_KS"], x.astype(f32), weights.astype(f32))[0, :2].view(np.float16))
 
 
-def test_buckets_find_the_level_of_every_value() -> None:
+def test_buckets_give_the_level_of_every_value() -> None:
     boundaries = [(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)]
     boundary, below, above = (np.array(table) for table in bucket_tables(boundaries, 10))
     v = np.concatenate([np.linspace(-150, 150, 100001), boundaries, np.nextafter(boundaries, -200)]).astype(f32)
@@ -108,7 +108,7 @@ def test_buckets_find_the_level_of_every_value() -> None:
 
 
 @pytest.mark.parametrize(("boundaries", "width"), [([0, 1], 5), ([5.01], 10), ([0, 200], 10)])
-def test_buckets_too_wide_or_too_narrow_are_refused(boundaries: list[float], width: float) -> None:
+def test_buckets_of_wrong_width_are_refused(boundaries: list[float], width: float) -> None:
     with pytest.raises(ValueError, match="buckets"):
         bucket_tables(boundaries, width)
 

@@ -43,7 +43,7 @@ def assert_ggmls(llama_bin: Path, t: TensorType, x: np.ndarray, weights: np.ndar
 
 @pytest.mark.parametrize("t", GGMLS, ids=str)
 @pytest.mark.parametrize("blocks", [1, 3, 17])
-def test_awkward_rows_equal_ggml(llama_bin: Path, t: TensorType, blocks: int) -> None:
+def test_edge_rows_equal_ggml(llama_bin: Path, t: TensorType, blocks: int) -> None:
     """Rows of 1, 3 and 17 blocks: 16 lanes cross from row to row, and some stay empty at the end."""
     n = blocks * t.block if t.is_quantized else 11 * blocks
     for seed, huge in enumerate((1e30, 1e12, 1e20, 1e37, 1.1e38)):  # up to ranges that overflow f32

@@ -45,7 +45,7 @@ def ik_level(v: np.ndarray, values: np.ndarray, plain: bool) -> np.ndarray:
 
 @pytest.mark.parametrize(("bits", "levels"), LEVELS, ids=lambda v: str(v) if isinstance(v, int) else "")
 @pytest.mark.parametrize("shifted", [False, True])
-def test_every_value_finds_its_level(bits: int, levels: Levels, shifted: bool) -> None:
+def test_every_value_gets_its_level(bits: int, levels: Levels, shifted: bool) -> None:
     values = table("kvalues_iq4nl" if bits == 4 else f"kvalues_iq{bits}nl").astype(f32) + f32(shifted * levels.shift_by)
     v = np.concatenate([neighbours_of((values[1:] + values[:-1]) / 2), np.linspace(-140, 140, 100003).astype(f32)])
     v = np.concatenate([v, np.array([1e9, -1e9, -3e38], f32), np.zeros(-(len(v) + 3) % 16, f32)])

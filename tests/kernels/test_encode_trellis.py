@@ -106,9 +106,7 @@ def spread_rows() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
-def test_values_of_unequal_weights_are_searched_for_more_deeply(
-    t: TensorType, reference_errors: dict[str, np.ndarray]
-) -> None:
+def test_unequal_weights_are_searched_more_deeply(t: TensorType, reference_errors: dict[str, np.ndarray]) -> None:
     """Errors are compared with those of ik_llama.cpp's wheel, which is built with FMA; IQ3_KT's may be 1 % larger."""
     x, importance = spread_rows()
     most = 1.01 if t.name == "IQ3_KT" else TOTAL
@@ -127,7 +125,7 @@ def test_the_error_scales_with_the_row(t: TensorType) -> None:
 
 
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
-def test_rows_of_almost_nothing_become_zeros(t: TensorType) -> None:
+def test_tiny_rows_become_zeros(t: TensorType) -> None:
     x = np.zeros((4, 512), f32)
     x[1], x[2, 7], x[3, ::2] = 1e-17, 1e-42, -1e-30
     for importance in (NO_WEIGHTS, np.ones(512, f32)):
@@ -145,7 +143,7 @@ def test_importances_may_be_zero_or_of_any_size(t: TensorType) -> None:
         assert ((x - y) ** 2).sum() < 20 * energy
 
 
-def test_lines_listed_for_a_query_hold_its_nearest_points() -> None:
+def test_lines_listed_for_a_query_contain_its_nearest_points() -> None:
     """Of 12 and 32 lines, of normal values of the codebook's own spread, weighted as values are."""
     book, rng = codebook(32768, 4, False, 2), np.random.default_rng(5)
     lines = book.points.view(np.int16).reshape(2, 2048, 2, 16, 2).swapaxes(2, 3).reshape(2, 2048, 16, 4).astype(f32)
@@ -168,7 +166,7 @@ def test_lines_listed_for_a_query_hold_its_nearest_points() -> None:
     ("count", "size", "magnitudes", "books"),
     [(8192, 8, False, 1), (65536, 8, False, 1), (65536, 8, True, 1), (32768, 4, False, 2)],
 )
-def test_a_codebook_holds_every_point_once(count: int, size: int, magnitudes: bool, books: int) -> None:
+def test_a_codebook_has_every_point_once(count: int, size: int, magnitudes: bool, books: int) -> None:
     book = codebook(count, size, magnitudes, books)
     levels = trellis_levels(0, books * count, size)
     levels, bias = (abs(levels), 0) if magnitudes else (levels, 126 if size == 8 else 0)

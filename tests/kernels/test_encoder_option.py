@@ -67,11 +67,11 @@ def test_iq1_m_shifts_sub_blocks_of_zeros_up(golden: Golden, golden_ik: Golden) 
     assert not (actual[:, 32:48][dead] & 0x88).any()
 
 
-def test_golden_file_is_of_the_types_with_two_encoders(golden_ik: Golden) -> None:
+def test_the_golden_file_has_the_types_with_two_encoders(golden_ik: Golden) -> None:
     assert {key.partition("+")[0] for key in golden_ik} == {t.name for t in IK_ENCODED}
 
 
-def test_types_without_a_second_encoder_have_the_same_one() -> None:
+def test_types_with_one_encoder_ignore_the_option() -> None:
     x = np.random.default_rng(3).standard_normal((2, 512)).astype(np.float32)
     for name, default_encoder in (("Q8_0", "mainline"), ("IQ4_KS", "ik")):
         for encoder in (None, "ik", "mainline"):
@@ -168,7 +168,7 @@ def encoded_there(wheel: Path, t: TensorType, x: np.ndarray, weights: np.ndarray
 
 @pytest.mark.peer
 @pytest.mark.parametrize("t", IK_ENCODED, ids=str)
-def test_random_rows_like_the_wheels(wheel: Path, t: TensorType) -> None:
+def test_random_rows_equal_the_wheels(wheel: Path, t: TensorType) -> None:
     x, importance = random_rows(t)
     for weights in (importance, *((NO_WEIGHTS,) if t in UNWEIGHTED else ())):
         actual, expected = encode(t, x, weights, "ik"), encoded_there(wheel, t, x, weights)
@@ -180,7 +180,7 @@ def test_random_rows_like_the_wheels(wheel: Path, t: TensorType) -> None:
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_formats_of_their_own_nearly_as_the_wheels(wheel: Path, name: str, weighted: bool) -> None:
+def test_converted_formats_nearly_equal_the_wheels(wheel: Path, name: str, weighted: bool) -> None:
     """Rows of 32 times 37 values, as neither IQ1_S nor IQ1_M has."""
     rng, n = np.random.default_rng(7), 32 * 37
     x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)
@@ -200,7 +200,7 @@ INTERLEAVED = [t for t in map(BY_NAME.__getitem__, BASES) if base_of(t) in IK_EN
 
 
 @pytest.mark.parametrize("t", INTERLEAVED, ids=str)
-def test_interleaved_types_take_it_of_their_base_type(t: TensorType) -> None:
+def test_interleaved_types_use_their_base_types_encoder(t: TensorType) -> None:
     """By default; llama.cpp's if it is asked for."""
     x, weights = random_rows(t)
     for encoder in (None, "ik", "mainline"):

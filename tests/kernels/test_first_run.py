@@ -31,7 +31,7 @@ def kernel(path: Path, parent: int, *, dies: bool = False) -> None:
             file.write(f"{os.getpid()}\n")
 
 
-def test_processes_share_what_is_not_in_the_cache(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_share_uncached_compilations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / str(i) for i in range(9)]
     paths[0].write_text("there\n")
     jobs = [partial(kernel, path, os.getpid()) for path in paths]
@@ -45,7 +45,7 @@ def test_processes_share_what_is_not_in_the_cache(tmp_path: Path, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-def test_a_process_that_ends_early_leaves_its_kernel_to_this_one(tmp_path: Path) -> None:
+def test_kernels_of_an_ended_process_are_compiled_here(tmp_path: Path) -> None:
     paths = [tmp_path / str(i) for i in range(5)]
     compile_in_order([partial(kernel, path, os.getpid(), dies=True) for path in paths])
     assert {path.read_text() for path in paths} == {f"{os.getpid()}\n"}
@@ -56,7 +56,7 @@ def children() -> set[str]:
     return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
-def test_an_error_is_this_processs_own_and_no_process_is_left(tmp_path: Path) -> None:
+def test_errors_are_raised_here_and_no_process_remains(tmp_path: Path) -> None:
     def wrong() -> None:
         with compiling():
             raise ValueError("does not compile")
@@ -67,7 +67,7 @@ def test_an_error_is_this_processs_own_and_no_process_is_left(tmp_path: Path) ->
     assert children() <= before
 
 
-def test_the_clock_stands_still_while_kernels_compile() -> None:
+def test_the_clock_is_paused_during_compilation() -> None:
     began = working_seconds()
     time.sleep(0.05)
     with compiling():

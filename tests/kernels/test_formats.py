@@ -1,7 +1,7 @@
 """The registry of types: every record has its functions, and a type is at home in few places, which are counted.
 
 A forgotten step of CONTRIBUTING.md, "Add a type", fails here or in test_quality.py, test_kernels.py, test_cli_types.py,
-test_gpu_check.py and test_cards.py.
+test_gpu_check.py and test_gpus.py.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def naming(t: TensorType) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["IQ4_KS", "IQ2_KL", "IQ1_BN", "NVFP4", "Q1_0"])
-def test_a_type_is_at_home_in_six_places(name: str) -> None:
+def test_a_type_has_six_parts(name: str) -> None:
     """Before the registry it was 10 places for any type, and up to 8 more sets of types for some."""
     record = FORMATS[name]
     places = {place.format(record.family) for place in PLACES}
@@ -184,13 +184,13 @@ NAMED_AS_EXAMPLES = {
 
 
 @pytest.mark.parametrize("t", [t for t in BY_NAME.values() if t.row_scale], ids=str)
-def test_a_row_s_scale_lies_in_its_header(t: TensorType) -> None:
+def test_a_row_scale_is_in_the_header(t: TensorType) -> None:
     assert t.row_header >= {"f16": 2, "f32": 4}[t.row_scale]
     assert t.fields[0] == (True, t.row_scale, 0)
 
 
 @pytest.mark.parametrize("t", [t for t in BLOCK_TYPES if t.row_scale], ids=str)
-def test_a_row_s_scale_multiplies_the_whole_row(t: TensorType) -> None:
+def test_a_row_scale_multiplies_the_whole_row(t: TensorType) -> None:
     """A power of two is exact; and the unit of a type is its blocks, not the header."""
     rows = random_rows(t, 3, 512, scale=(0.25, 1))
     doubled = rows.copy()
@@ -201,18 +201,18 @@ def test_a_row_s_scale_multiplies_the_whole_row(t: TensorType) -> None:
     assert t.row_bytes(512) == t.row_header + 2 * format_of(t).unit_bytes
 
 
-def test_alignment_is_what_every_row_and_block_keeps() -> None:
+def test_every_row_and_block_is_aligned() -> None:
     assert {name: FORMATS[name].align for name in ("Q4_K", "IQ4_XS", "IQ4_KS", "IQ2_KS", "MXFP4")} == {
         "Q4_K": 16, "IQ4_XS": 8, "IQ4_KS": 4, "IQ2_KS": 2, "MXFP4": 1,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "verb", "text"), [("IQ4_K_R4", "unpack", "unpacker"), ("Q8_1", "encode", "encoder")])
-def test_what_is_missing_is_named(name: str, verb: str, text: str) -> None:
+def test_a_missing_part_is_named(name: str, verb: str, text: str) -> None:
     with refuses(TypeNotSupported, "QK-E302", text, name):
         cpu_function(verb, BY_NAME[name])
 
 
-def test_nothing_compiles_to_know_what_a_type_can() -> None:
+def test_capabilities_are_known_without_compilation() -> None:
     code = "import sys, quantkit.model.graph, quantkit.cli.types; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -46,7 +46,7 @@ run_exp, run_sigmoid, run_tanh, run_erf, run_softplus = (
     ],
     ids=["exp", "sigmoid", "tanh", "erf", "softplus"],
 )
-def test_functions_are_within_their_ulps(run, exact, low, high, ulps) -> None:
+def test_functions_are_within_their_error_bounds(run, exact, low, high, ulps) -> None:
     x = np.linspace(low, high, 1 << 17).astype(np.float32)
     y = np.empty_like(x)
     run(x, y)
@@ -126,7 +126,7 @@ def test_activate(a: Activation) -> None:
     assert (out[7] == 7).all()
 
 
-def test_gelu_leaves_its_table_at_ten() -> None:
+def test_gelu_beyond_its_table() -> None:
     a = Activation("gelu")
     x = np.array([[-np.inf, -10, -9.999, 9.999, 10.0001, 12345.678, np.inf, 0]], np.float32)
     out = np.empty_like(x)
@@ -134,5 +134,5 @@ def test_gelu_leaves_its_table_at_ten() -> None:
     assert out[0].tolist() == [0, 0, 0, 10, x[0, 4], x[0, 5], np.inf, 0]
 
 
-def test_operations_are_made_once() -> None:
+def test_operations_are_compiled_once() -> None:
     assert glu(Activation("silu")) is glu(Activation("silu", act_limit=3))

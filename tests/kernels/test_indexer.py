@@ -89,7 +89,7 @@ def test_logits_are_those_of_llama_cpp(variant: str, folder: Path, llama_bin: Pa
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_selected_matters(variant: str, folder: Path) -> None:
+def test_the_selection_changes_the_logits(variant: str, folder: Path) -> None:
     path, tokens = model_of(folder, variant), tiny_models.ids(N)
     arch, changes = VARIANTS[variant]
     top_k = changes.get("attention.indexer.top_k", TOP_K)
@@ -119,7 +119,7 @@ def test_the_device_agrees(variant: str, folder: Path, cuda_devices: tuple[str, 
     assert nmse(actual, tiny_models.logits(path, tokens)[:17]) < 1e-9
 
 
-def test_layers_on_several_devices_share_what_is_selected(folder: Path) -> None:
+def test_layers_on_several_devices_share_the_selection(folder: Path) -> None:
     path, tokens = model_of(folder, "glm-dsa-shared"), tiny_models.ids(N)
     placement = Placement(3, (), ("REFERENCE",))
     with load(path, kv_type="f32", placement=placement) as model:
@@ -156,7 +156,7 @@ def test_short_sequences_have_no_selection(folder: Path) -> None:
         assert {f"blk.{i}.indexer.{name}.weight" for i in (0, 2) for name in ("attn_k", "attn_q_b", "proj")} <= names
 
 
-def test_what_a_token_reads(folder: Path) -> None:
+def test_bytes_read_per_token(folder: Path) -> None:
     with open_gguf(model_of(folder, "glm-dsa-shared")) as source:
         graph = build_graph(source)
     assert sum(isinstance(op, LightningIndexer) for op in graph.ops) == 2
@@ -196,7 +196,7 @@ def test_what_a_token_reads(folder: Path) -> None:
           "attention.value_length": 24}, {}),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_models_are_refused(
     refusal: str, arch: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
 ) -> None:
     path = sparse(tmp_path / "m.gguf", arch, changes, extra_shapes)
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused(
         build_graph(source)
 
 
-def test_blocks_that_are_not_selected_are_said(tmp_path: Path) -> None:
+def test_unselected_blocks_are_reported(tmp_path: Path) -> None:
     """MiniMax M3, of which all keys are seen."""
     with load(write_zoo("minimax-m3-moe", tmp_path / "m.gguf")) as model:
         assert [note for note in model.notes if "beyond 512 tokens" in note]

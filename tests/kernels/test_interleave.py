@@ -83,13 +83,13 @@ def sensible(t: TensorType, rows: int, n: int) -> U8:
 
 
 @pytest.mark.parametrize("name", [n for n in GOLDEN if "/" not in n and f"{n}/base" in GOLDEN])
-def test_golden_bytes_of_the_base_type_become_those_of_the_interleaved(name: str) -> None:
+def test_interleaving_golden_base_bytes_gives_golden_interleaved_bytes(name: str) -> None:
     t, base = BY_NAME[name.partition("+")[0]], GOLDEN[f"{name}/base"]
     np.testing.assert_array_equal(interleaved(t, base), GOLDEN[name][:16])
     np.testing.assert_array_equal(deinterleave(t, GOLDEN[name][:16]), base)
 
 
-def test_golden_bytes_are_there_for_all_that_ik_encodes() -> None:
+def test_golden_bytes_exist_for_all_encoders_of_ik() -> None:
     proven = {n.partition("+")[0] for n in GOLDEN if n.endswith("/base")} | {n.partition("+")[0] for n in GOLDEN}
     arm = {"Q4_0_4X4", "Q4_0_4X8", "Q4_0_8X8"}
     expected = arm | {"MXFP4_R8", "BF16_R16", "Q8_K_R16"}
@@ -141,7 +141,7 @@ def test_dwords_alternate(t: TensorType) -> None:
     )
 
 
-def test_pairs_of_bf16_are_enough() -> None:
+def test_pairs_of_bf16_are_interleaved() -> None:
     t, rows = BY_NAME["BF16_R16"], np.arange(32 * 68, dtype=np.uint8).reshape(32, 68)
     np.testing.assert_array_equal(deinterleave(t, interleaved(t, rows)), rows)
     np.testing.assert_array_equal(
@@ -150,7 +150,7 @@ def test_pairs_of_bf16_are_enough() -> None:
 
 
 @pytest.mark.parametrize("n", [32, 66, 96])
-def test_floats_are_cut_off_to_bf16(n: int) -> None:
+def test_floats_are_truncated_to_bf16(n: int) -> None:
     """Whatever they are, a NaN with any bits too; also some rows of a matrix."""
     t, bits = BY_NAME["BF16_R16"], np.random.default_rng(n).integers(0, 1 << 32, (48, n), dtype=np.uint32)
     out = np.zeros((48, t.row_bytes(n)), np.uint8)
@@ -202,8 +202,9 @@ def test_which_types_repack() -> None:
         assert not can_interleave(BY_NAME[name], 96, 6)
 
 
-def test_formats_of_their_own() -> None:
-    """IQ1_S_R4 holds what IQ1_S can, IQ1_M_R4 what no other type does; neither holds what IQ1_S and IQ1_M do."""
+def test_converted_formats() -> None:
+    """IQ1_S can represent the values of IQ1_S_R4; no other type those of IQ1_M_R4; and neither those of IQ1_S and
+    IQ1_M."""
     s, m, s_r4, m_r4 = (BY_NAME[name] for name in ("IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ1_M_R4"))
     assert (plain_of(s_r4), plain_of(m_r4)) == (s, None)
     assert repacks(s_r4, s)
@@ -262,7 +263,7 @@ def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row() -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("t", [t for t in INTERLEAVED if t.id > 100 and t.name not in NO_DECODER_THERE], ids=str)
-def test_values_are_iks(t: TensorType, ik_bin: Path) -> None:
+def test_values_equal_iks(t: TensorType, ik_bin: Path) -> None:
     """Its decoders take a group of rows at a time; where signs are apart, a level 0 may become -0 there."""
     lib = ik_library(ik_bin)
     decode = getattr(lib, f"dequantize_row_{t.ggml_name}")
@@ -276,7 +277,7 @@ def test_values_are_iks(t: TensorType, ik_bin: Path) -> None:
 
 
 @any_exact
-def test_a_scale_that_is_not_finite_is_found(t: TensorType) -> None:
+def test_a_nonfinite_scale_is_detected(t: TensorType) -> None:
     base, n = base_of(t), 256
     assert base.scales
     rows = random_rows(base, 2 * t.interleave, n, scale=(0.5, 1))
@@ -295,7 +296,7 @@ GOLDEN_TYPES = [n for n in GOLDEN if "/" not in n]
 
 
 @pytest.mark.parametrize("name", GOLDEN_TYPES)
-def test_encoders_give_iks_bytes(name: str, golden: dict[str, np.ndarray]) -> None:
+def test_encoders_equal_iks(name: str, golden: dict[str, np.ndarray]) -> None:
     """By default. Three values make a row of Q2_K_R4 ternary, tiny products silence importances, and Q8_K overflows."""
     t, _, weighted = name.partition("+")
     actual = encode(golden["x"], t, golden["imatrix"] if weighted else None)
@@ -322,19 +323,19 @@ def test_encoding_is_encoding_the_base_type_and_repacking(t: TensorType, encoder
 
 
 @pytest.mark.parametrize("t", [t for t in EXACT if has_encoder(t)], ids=str)
-def test_whose_encoder(t: TensorType) -> None:
+def test_encoder_of_interleaved_types(t: TensorType) -> None:
     """ik's by default; mainline's where llama.cpp has the base type."""
     assert (encoder_for(t), encoder_for(t, "ik")) == ("ik", "ik")
     assert encoder_for(t, "mainline") == ("mainline" if base_of(t).trees == "both" else "ik")
 
 
 @pytest.mark.parametrize(("encoder", "value"), [(None, 1.0), ("ik", 1.0), ("mainline", 1.0078125)])
-def test_bf16_r16_cuts_values_off(encoder: str | None, value: float) -> None:
+def test_bf16_r16_truncates_values(encoder: str | None, value: float) -> None:
     x = np.full((16, 2), 1.00585938, np.float32)
     assert dequantize(encode(x, "BF16_R16", encoder=encoder), "BF16_R16", 2)[0, 0] == value
 
 
-def test_no_encoder_is_said() -> None:
+def test_a_missing_encoder_is_reported() -> None:
     missing = next((t for t in INTERLEAVED if not has_encoder(t)), None)
     if missing is not None:
         with refuses(TypeNotSupported, f"QK-E302 {missing}"):
@@ -354,7 +355,7 @@ def q4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 REPACK, UNREPACK = (QuantizeOptions(no_provenance=True, **{verb: True}) for verb in ("repack", "unrepack"))
 
 
-def test_there_and_back_again_is_the_same_file(q4: Path, tmp_path: Path) -> None:
+def test_repack_and_unrepack_are_inverse(q4: Path, tmp_path: Path) -> None:
     repacked_path, plain_path = tmp_path / "there.gguf", tmp_path / "back.gguf"
     quantize(q4, repacked_path, "COPY", REPACK)
     quantize(repacked_path, plain_path, "COPY", UNREPACK)
@@ -369,7 +370,7 @@ def test_there_and_back_again_is_the_same_file(q4: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.peer
-def test_a_repacked_file_is_iks(q4: Path, tmp_path: Path, ik_bin: Path) -> None:
+def test_a_repacked_file_equals_iks(q4: Path, tmp_path: Path, ik_bin: Path) -> None:
     actual, expected = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     for ours_only, options in (((), []), (("attn,_exps",), ["--repack-pattern", "attn,_exps"])):
         quantize(q4, actual, "COPY", QuantizeOptions(no_provenance=True, repack=True, repack_pattern=ours_only),
@@ -397,7 +398,7 @@ quantize(*sys.argv[1:3], "COPY", QuantizeOptions(repack=True), threads=1, observ
 """
 
 
-def test_a_killed_repack_goes_on(q4: Path, tmp_path: Path) -> None:
+def test_a_killed_repack_is_resumed(q4: Path, tmp_path: Path) -> None:
     full, out, options = tmp_path / "whole.gguf", tmp_path / "o.gguf", QuantizeOptions(repack=True)
     quantize(q4, full, "COPY", options)
     killed = subprocess.run([sys.executable, "-c", _KILLED, q4, out], check=False)
@@ -409,7 +410,7 @@ def test_a_killed_repack_goes_on(q4: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == full.read_bytes()
 
 
-def test_kept_shards_there_and_back(q4: Path, tmp_path: Path) -> None:
+def test_kept_shards_round_trip(q4: Path, tmp_path: Path) -> None:
     options = QuantizeOptions(split_max_size=1_000_000, no_provenance=True)
     split = quantize(q4, tmp_path / "split.gguf", "COPY", options).paths
     assert len(split) > 4
@@ -443,7 +444,7 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
     assert tensor_bytes(tmp_path / "c.gguf") == tensor_bytes(tmp_path / "d.gguf") == tensor_bytes(tmp_path / "a.gguf")
 
 
-def test_what_stays_and_why(tmp_path: Path) -> None:
+def test_unchanged_tensors_have_a_reason(tmp_path: Path) -> None:
     shapes = {"token_embd.weight": (256, 16), "blk.0.attn_q.weight": (256, 6), "blk.0.attn_k.weight": (256, 8)}
     source = write_model(tmp_path / "a.gguf", {name: (shape, "F16") for name, shape in shapes.items()})
     quantize(source, tmp_path / "q.gguf", "Q4_0", QuantizeOptions(pure=True))
@@ -464,14 +465,14 @@ def test_what_stays_and_why(tmp_path: Path) -> None:
     assert [t.reason for t in plan.tensors if t.name.endswith("k.weight")] == ["not matched by --repack-pattern"]
 
 
-def test_an_interleaved_type_is_no_requantization(q4: Path, tmp_path: Path) -> None:
+def test_interleaving_is_not_a_requantization(q4: Path, tmp_path: Path) -> None:
     """Rules and types that only change the order of rows need no permission, no encoder and no importance."""
     options = QuantizeOptions(tensor_type=("ffn_up_exps=q4_k_r4",))
     plan = plan_quantize(q4, tmp_path / "r.gguf", "COPY", options)
     assert {t.type.name for t in plan.tensors if "ffn_up_exps" in t.name} == {"Q4_K_R4"}
 
 
-def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
+def test_q8_k_r8_unrepacks_to_q8_0(tmp_path: Path) -> None:
     source = write_model(tmp_path / "a.gguf", {"blk.0.attn_q.weight": ((256, 16), "F32")})
     quantize(source, tmp_path / "b.gguf", "Q8_K_R8")
     quantize(tmp_path / "b.gguf", tmp_path / "c.gguf", "COPY", UNREPACK)
@@ -482,7 +483,7 @@ def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256))
 
 
-def test_layouts_of_arm_come_apart_and_go_together_as_iks(tmp_path: Path) -> None:
+def test_arm_layouts_are_converted_like_iks(tmp_path: Path) -> None:
     source = write_model(tmp_path / "a.gguf", {"blk.0.attn_q.weight": ((256, 16), "F32")})
     quantize(source, tmp_path / "plain.gguf", "Q4_0", QuantizeOptions(pure=True, encoder="ik"))
     for name in ("Q4_0_4X4", "Q4_0_4X8", "Q4_0_8X8"):
@@ -495,7 +496,7 @@ def test_layouts_of_arm_come_apart_and_go_together_as_iks(tmp_path: Path) -> Non
         assert kinds[1] == tensor_bytes(tmp_path / "plain.gguf")
 
 
-def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp_path: Path) -> None:
+def test_converted_formats_unrepack_to_types_with_equal_values(tmp_path: Path) -> None:
     shapes = {"blk.0.attn_q.weight": (256, 4), "blk.0.attn_k.weight": (96, 4), "blk.0.attn_v.weight": (256, 4)}
     source = write_model(tmp_path / "a.gguf", {name: (shape, "F32") for name, shape in shapes.items()})
     rules = QuantizeOptions(tensor_type=("attn_v=iq1_m_r4", ".=iq1_s_r4"), ignore_imatrix_rules=True)
@@ -541,7 +542,7 @@ def test_options_that_contradict_are_refused(q4: Path, tmp_path: Path, options: 
 
 
 @pytest.mark.parametrize("arguments", [["r.gguf"], ["r.gguf", "Q4_K_R4"], ["r.gguf", "Q4_K_R4", "2"]])
-def test_type_may_be_left_away(q4: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_the_type_may_be_omitted(q4: Path, tmp_path: Path, arguments: list[str]) -> None:
     out = tmp_path / "r.gguf"
     result = CliRunner().invoke(cli, ["quantize", "--repack", str(q4), str(out), *arguments[1:]])
     assert result.exit_code == 0, result.output
@@ -566,7 +567,7 @@ def test_the_engine_computes_the_same(q4: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])
-def test_the_engine_runs_formats_of_their_own(tmp_path: Path, name: str) -> None:
+def test_the_engine_runs_converted_formats(tmp_path: Path, name: str) -> None:
     """As the values they stand for, but that activations are quantized: where no router can decide otherwise."""
     from quantkit.model.engine import load
 
@@ -586,7 +587,7 @@ def test_the_engine_runs_formats_of_their_own(tmp_path: Path, name: str) -> None
     assert (off**2).sum() < 1e-3 * (logits[1] ** 2).sum()
 
 
-def test_rows_that_make_no_whole_units_are_refused() -> None:
+def test_rows_of_partial_units_are_refused() -> None:
     """BF16_R16 interleaves pairs of values, and a file may hold rows of one."""
     with refuses(TypeNotSupported, "QK-E303 BF16_R16 1"):
         validate_rows(BY_NAME["BF16_R16"], np.zeros((16, 2), np.uint8))

@@ -36,7 +36,7 @@ LOOK_UP = """
 import sys
 from quantkit.kernels.cpu.layer.elementwise import embed
 from quantkit.types import BY_NAME
-from test_elementwise import test_embeddings_of_every_kind_of_type as check
+from test_elementwise import test_embeddings_of_every_family as check
 for name in sys.argv[1:]:
     check(BY_NAME[name])
     assert embed(BY_NAME[name]).from_cache, name
@@ -67,7 +67,7 @@ def named_code(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF files")
-def test_processes_that_compile_in_different_orders_share_no_name_for_different_code(tmp_path: Path) -> None:
+def test_kernel_names_do_not_depend_on_compilation_order(tmp_path: Path) -> None:
     for names in ORDERS:
         run(FILL, tmp_path, *names.split())
     run(LOOK_UP, tmp_path, "Q4_0", "Q4_1", "IQ4_NL", "Q8_0", "BF16")
@@ -90,7 +90,7 @@ def scaled(x: float) -> float:
 factor: object = None
 
 
-def test_a_name_carries_what_is_bound_and_what_that_is_bound_to() -> None:
+def test_a_kernel_name_includes_its_bindings() -> None:
     def name(value: object) -> str:
         return rebind(scaled, "x", factor=value).__qualname__
 
@@ -136,7 +136,7 @@ def test_the_folder_is_the_configured_one_or_the_users(places: Path, monkeypatch
 
 
 @posix
-def test_a_folder_that_others_can_fill_is_not_loaded_from(places: Path, monkeypatch, capfd) -> None:
+def test_a_folder_writable_by_others_is_not_used(places: Path, monkeypatch, capfd) -> None:
     base, private = places / "shared", places / f"tmp/quantkit-{os.getuid()}/kernels/1"
     base.mkdir()
     monkeypatch.setenv("QUANTKIT_CACHE", str(base))
@@ -164,12 +164,12 @@ def test_planted_folders_and_links_are_not_used(places: Path, monkeypatch: pytes
     assert "evil" not in str(cache_folder("kernels", "1").resolve())
     module._safe_folder.cache_clear()
     (places / "home/.cache").unlink()
-    monkeypatch.setattr(module.os, "getuid", lambda: 12345)  # all that is there belongs to somebody else
+    monkeypatch.setattr(module.os, "getuid", lambda: 12345)  # all files belong to another user
     assert not cache_folder("kernels", "1").is_relative_to(places / "home")
 
 
 @posix
-def test_what_an_older_version_left_open_is_closed(places: Path) -> None:
+def test_permissions_of_an_older_version_are_fixed(places: Path) -> None:
     kernels = places / "home/.cache/quantkit/kernels"
     kernels.mkdir(parents=True)
     for folder in (kernels, kernels.parent):
@@ -178,14 +178,14 @@ def test_what_an_older_version_left_open_is_closed(places: Path) -> None:
     assert [f.stat().st_mode & 0o777 for f in (kernels, kernels.parent)] == [0o755, 0o755]
 
 
-def test_folders_of_sources_that_nobody_runs_are_removed(places: Path) -> None:
+def test_folders_of_old_sources_are_removed(places: Path) -> None:
     old, recent = (cache_folder("kernels", name) for name in ("old", "recent"))
     os.utime(old, (1e9, 1e9))
     cache_folder("kernels", "new")
     assert sorted(f.name for f in recent.parent.iterdir()) == ["new", "recent"]
 
 
-def test_threads_that_make_kernels_share_the_folder() -> None:
+def test_threads_share_the_kernel_folder() -> None:
     """The setting is numba's, for all threads: one that is done does not take it from another."""
 
     def make(seconds: float) -> tuple[str, str]:

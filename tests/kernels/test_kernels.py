@@ -46,13 +46,13 @@ def test_golden_decoding(golden: Golden, t: TensorType) -> None:
     assert np.array_equal(dequantize(data, t, 1024).view(np.uint32), want.view(np.uint32))
 
 
-def test_golden_bytes_are_of_types_that_are_decoded(golden: Golden) -> None:
+def test_golden_bytes_belong_to_types_with_decoders(golden: Golden) -> None:
     names = {key.partition("+")[0] for key in golden} - {"x", "imatrix"}
     assert names <= {t.name for t in DECODABLE}
 
 
 @pytest.mark.parametrize("t", WEIGHTED, ids=str)
-def test_an_imatrix_of_ones_and_none_differ_little_but_a_skewed_one_helps_its_columns(t: TensorType) -> None:
+def test_a_skewed_imatrix_favors_its_columns(t: TensorType) -> None:
     rng = np.random.default_rng(2)
     n = 4 * t.block
     x = rng.standard_normal((64, n)).astype(np.float32)
@@ -169,7 +169,7 @@ def test_values_per_row_follow_from_the_bytes() -> None:
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("Q4_0", 17), ("Q4_0", 0), ("IQ2_KS", 2), ("IQ2_KS", 71)])
-def test_bytes_that_are_no_row(name: str, nbytes: int) -> None:
+def test_bytes_of_partial_rows_are_refused(name: str, nbytes: int) -> None:
     with refuses(TypeNotSupported, "QK-E303", name, nbytes):
         dequantize(np.zeros((1, nbytes), np.uint8), name)
 
@@ -188,7 +188,7 @@ def test_importance_of_each_expert(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 512), (3, 256), (1, 3, 512)])
-def test_importance_of_other_experts_is_refused(shape: tuple[int, ...]) -> None:
+def test_importance_of_wrong_experts_is_refused(shape: tuple[int, ...]) -> None:
     with refuses(FormatError, "QK-E119"):
         quantize(np.ones((3, 4, 512), np.float32), "Q4_K", np.ones(shape, np.float32))
 

@@ -152,8 +152,8 @@ def test_the_cpu_gives_the_references_logits(variant: str, fusion: Fusion, tmp_p
         assert nmse(model.forward(tokens), tiny_models.logits(path, tokens)) < 1e-11
 
 
-def test_on_the_cpu_batches_and_sequences_do_not_matter(tmp_path: Path) -> None:
-    """Prompts, single tokens, two sequences by turns, and one that begins anew."""
+def test_batches_and_sequences_do_not_matter_on_the_cpu(tmp_path: Path) -> None:
+    """Prompts, single tokens, two alternating sequences, and a restarted one."""
     path, first, second = hybrid(tmp_path / "model.gguf"), tiny_models.ids(24), tiny_models.ids(24, 2)
     with load(path, kv_type="f32", threads=2) as model:
         expected, session = [model.forward(tokens) for tokens in (first, second)], model.session(64, n_seq=2)
@@ -171,7 +171,7 @@ def test_on_the_cpu_batches_and_sequences_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rules", ["", r"blk\.[13]\.=CPU", "ssm_out=CPU"])
-def test_a_card_gives_the_references_logits(rules: str, tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:
+def test_a_gpu_gives_the_references_logits(rules: str, tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:
     """A prompt, a few tokens and single ones; layers, or matrices, on the other device."""
     changes, tensors = VARIANTS["moe"]
     path, tokens = hybrid(tmp_path / "model.gguf", changes, **tensors), tiny_models.ids(16)
@@ -181,7 +181,7 @@ def test_a_card_gives_the_references_logits(rules: str, tmp_path: Path, cuda_dev
         assert nmse(np.concatenate(logits), tiny_models.logits(path, tokens)) < 1e-11
 
 
-def test_layers_are_of_mamba_where_there_are_no_heads_of_keys(tmp_path: Path) -> None:
+def test_layers_without_key_heads_are_mamba(tmp_path: Path) -> None:
     changes, tensors = VARIANTS["attention-first"]
     with open_gguf(hybrid(tmp_path / "model.gguf", changes, **tensors)) as source:
         ops = build_graph(source).ops
@@ -205,7 +205,7 @@ def other_bias(op: SsmScan) -> SsmScan:
 
 
 @pytest.mark.parametrize("change", [other_groups, no_skip, other_bias])
-def test_one_thing_wrong_in_the_scan_changes_the_logits(
+def test_every_mutation_of_the_scan_changes_the_logits(
     change: Callable[[SsmScan], SsmScan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tokens = hybrid(tmp_path / "model.gguf"), tiny_models.ids(24)
@@ -222,7 +222,7 @@ def test_one_thing_wrong_in_the_scan_changes_the_logits(
 @pytest.mark.parametrize(
     "wrong", [{"rope_rules": table.RopeRules()}, {"scales": frozenset()}, {"logit_scale": ""}, {"activation": "gelu"}]
 )
-def test_one_thing_wrong_changes_the_logits(
+def test_every_mutation_changes_the_logits(
     wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tokens = hybrid(tmp_path / "model.gguf"), tiny_models.ids(24)
@@ -231,7 +231,7 @@ def test_one_thing_wrong_changes_the_logits(
     assert nmse(tiny_models.logits(path, tokens), right) > 1e-6
 
 
-def test_the_norm_goes_by_groups(tmp_path: Path) -> None:
+def test_the_norm_is_per_group(tmp_path: Path) -> None:
     changes, tensors = VARIANTS["groups"]
     with open_gguf(hybrid(tmp_path / "model.gguf", changes, **tensors)) as source:
         norms = [op for op in build_graph(source).ops if isinstance(op, Norm) and op.out.name.endswith("ssm_norm")]
@@ -266,7 +266,7 @@ def test_the_norm_goes_by_groups(tmp_path: Path) -> None:
         ("QK-E106 ssm_out", {}, {"blk.0.ssm_out.weight": (WIDTH // 2, tiny_models.N_EMBD)}),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_models_are_refused(
     refusal: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
 ) -> None:
     path = hybrid(tmp_path / "model.gguf", changes, extra_shapes=extra_shapes)
@@ -293,7 +293,7 @@ def test_other_shapes_are_refused_or_harmless(change: str, tmp_path: Path) -> No
     assert refused > 2
 
 
-def test_a_matrix_of_the_scan_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+def test_an_unused_matrix_of_the_scan_is_refused(tmp_path: Path) -> None:
     """Mamba 1 has more of them."""
     path = hybrid(tmp_path / "model.gguf", extra_shapes={"blk.0.ssm_x.weight": (tiny_models.N_EMBD, 4)})
     with open_gguf(path) as source, refuses(QuantkitError, "QK-E107 ssm_x.weight"):

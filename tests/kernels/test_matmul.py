@@ -99,7 +99,7 @@ def test_products(name):
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "F16"])
 @pytest.mark.parametrize("count", [2, 40])
-def test_any_number_of_threads_gives_the_same_bits(name, count):
+def test_every_thread_count_gives_the_same_bits(name, count):
     t = BY_NAME[name]
     data = weights(t, 101, 512)
     x = np.random.default_rng(2).standard_normal((count, 512)).astype(np.float32)
@@ -111,7 +111,7 @@ def test_any_number_of_threads_gives_the_same_bits(name, count):
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "F16"])
-def test_what_the_cache_holds_changes_no_bit(name):
+def test_cache_state_does_not_change_bits(name):
     """Panels are unpacked again for the next rows: two blocks and three rows, in one, two and three parts."""
     t = BY_NAME[name]
     data, rows = weights(t, 70, 512), Rows(t, np.random.default_rng(7).standard_normal((MOST, 512)).astype(np.float32))
@@ -128,7 +128,7 @@ def test_rows_in_the_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q8_0", "Q5_1"])
-def test_a_product_hardly_depends_on_its_company(name):
+def test_a_product_hardly_depends_on_its_batch(name):
     """One row alone, four at a time, and in a tile: only the order of additions in f32 differs."""
     t = BY_NAME[name]
     data = weights(t, 64, 2048)
@@ -149,7 +149,7 @@ def test_scale_and_bias(count):
     assert np.all(np.abs(out - (2.5 * want + bias)) < 1e-6 * (2.5 * magnitudes + np.abs(bias)))
 
 
-def test_rows_of_a_larger_value_for_each_head():
+def test_heads_of_a_larger_value():
     """Heads: x and out begin within a row, and rows lie further apart than they are long."""
     t, rng = BY_NAME["Q8_0"], np.random.default_rng(5)
     x = rng.standard_normal((20, 64)).astype(np.float32)
@@ -208,7 +208,7 @@ def test_up_gate(kind, count, up_name, gate_name):
     ("q8_0", "quantize_row_q8_0", 34, 2), ("q8_1", "quantize_row_q8_1", 36, 4), ("q8_k", "quantize_row_q8_K", 292, 4),
 ])  # fmt: skip
 @pytest.mark.parametrize("n", [256, 2048, 352])
-def test_quantized_activations_are_ggmls(kind, name, size, field, n, llama_bin):
+def test_quantized_activations_equal_ggmls(kind, name, size, field, n, llama_bin):
     block = 256 if kind == "q8_k" else 32
     n = n // block * block
     library = ctypes.CDLL(str(llama_bin / "libggml-cpu.so"))

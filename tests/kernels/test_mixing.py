@@ -31,7 +31,7 @@ def on_cpu(operation: Any, width: int, rows: int, n_threads: int, slots: dict[st
 
 
 def on_device(memory: Memory, launch: Any, width: int, rows: int, slots: dict[str, Any]) -> Any:
-    out = memory.room((rows + 1, width))
+    out = memory.allocate((rows + 1, width))
     addresses = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
     memory.run(launch, out=out, width=width, rows=rows, **addresses)
     actual = memory.get(out, (rows + 1, width))

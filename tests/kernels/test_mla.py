@@ -148,7 +148,7 @@ def test_logits_are_those_of_llama_cpp(variant: str, tmp_path: Path, llama_bin: 
 @pytest.mark.parametrize(
     "changes", [TEMPERATURE, YARN, YARN | GROUPS, YARN | {"rope.scaling.yarn_log_multiplier": 0.1}]
 )
-def test_mistral4_is_deepseek2_with_another_yarn(changes: dict[str, Any], tmp_path: Path, llama_bin: Path) -> None:
+def test_mistral4_is_deepseek2_with_different_yarn(changes: dict[str, Any], tmp_path: Path, llama_bin: Path) -> None:
     agrees(deepseek2(tmp_path / "model.gguf", changes, arch="mistral4"), llama_bin)
 
 
@@ -232,7 +232,7 @@ def test_batches_and_sequences_do_not_matter(absorbed: bool, tmp_path: Path) -> 
         (QuantkitError, "QK-E123 expert_gating_func", {"expert_gating_func": 5}, {}),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_models_are_refused(
     error: type[Exception], refusal: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
 ) -> None:
     with (
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("changes", [YARN, {"rope.freq_base": 5e5}, {"rope.dimension_count": 8}])
-def test_deepseek_ocr_with_another_rope_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_deepseek_ocr_with_unknown_rope_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with (
         open_gguf(ocr(tmp_path / "model.gguf", changes)) as source,
         refuses(TypeNotSupported, "QK-E306 model.gguf 16 10000"),

@@ -131,7 +131,7 @@ def assert_close(actual: F32, want: npt.NDArray[np.float64]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_type_both_paths(name: str) -> None:
+def test_every_type_on_both_paths(name: str) -> None:
     n_in = 512 if BY_NAME[name].block == 256 else 384
     w = Experts.random(name, 3, 40, n_in)
     ids = routed(13, 2, 3)
@@ -165,7 +165,7 @@ def test_numbers_of_tokens(tokens: int, threads: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_one_row_of_x_a_pair(tokens: int) -> None:
+def test_one_row_of_x_per_pair(tokens: int) -> None:
     w = Experts.random("Q6_K", 8, 33, 256)
     layer = Layer(w.type, inputs(tokens * 3, 256), routed(tokens, 3, 8), 8)
     assert_close(layer.mul_mat(w), layer.expected(w))
@@ -181,7 +181,7 @@ def test_skewed_routing(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 6, 50])
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_XS"])
-def test_merged_halves_equal_separate_ones_to_the_bit(name: str, tokens: int) -> None:
+def test_merged_halves_equal_separate_ones_exactly(name: str, tokens: int) -> None:
     gate, up = Experts.random(name, 6, 56, 512, seed=1), Experts.random(name, 6, 56, 512, seed=2)
     merged = Experts(gate.type, 512, np.concatenate([gate.data, up.data], axis=1))
     layer = Layer(gate.type, inputs(tokens, 512), routed(tokens, 3, 6), 6)

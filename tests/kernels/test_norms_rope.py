@@ -49,7 +49,7 @@ def test_norms(kind, rows, group, groups, n_weight, threads):
         np.testing.assert_allclose(out, want, rtol=1e-6, atol=2e-6)
 
 
-def test_zeros_and_tiny_rows_are_normal_numbers():
+def test_norms_of_zeros_and_tiny_rows_are_finite():
     x = np.zeros((2, 32), f32)
     x[1] = 1e-20
     for kind in ("rms", "layer", "l2"):
@@ -87,13 +87,13 @@ def test_angles(name, with_factors, threads):
     np.testing.assert_allclose(table[..., 1], sin, atol=2e-6)
 
 
-def test_angles_of_blocks_and_back():
+def test_angles_of_blocks_and_inverse_rotation():
     config, positions = ROPES["yarn"], np.array([0, 5, 7, 8, 4095], np.int32)
     table = table_of(config, positions, period=4, inverse=1)
     np.testing.assert_array_equal(table, table_of(config, positions // 4 * 4) * np.array([1, -1], f32))
 
 
-def test_yarn_by_its_formula():
+def test_yarn_follows_its_formula():
     """The paper's three ranges, in double: fast pairs keep their angle, slow ones are interpolated, a ramp between."""
     config = ROPES["yarn"]
     table = table_of(config, np.array([5], np.int32))[0]
@@ -111,7 +111,7 @@ def test_yarn_by_its_formula():
         np.testing.assert_allclose(table[i], [mscale * math.cos(theta), mscale * math.sin(theta)], rtol=3e-6, atol=1e-6)
 
 
-def test_pairs_of_the_fourth_section_stay():
+def test_pairs_of_the_fourth_section_are_unchanged():
     table = table_of(ROPES["mrope"], np.array([33], np.int32))[0]
     np.testing.assert_array_equal(table[24:], np.tile([f32(1), f32(0)], (8, 1)))
     assert (table[:24, 1] != 0).all()
@@ -125,7 +125,7 @@ def test_pairs_of_the_fourth_section_stay():
 @threads
 @pytest.mark.parametrize("kind", ["normal", "neox"])
 @pytest.mark.parametrize(("rows", "heads", "head", "start", "n_rot"), TURNS)
-def test_turning(kind, rows, heads, head, start, n_rot, threads):
+def test_rotation(kind, rows, heads, head, start, n_rot, threads):
     x, table, want = turn(kind, rows, heads, head, start, n_rot)
     slots = {"width": x.shape[1], "head": head, "start": start, "n_rot": n_rot, "rows_of": N_TOKENS, "per": 1}
     for slots_of_x in ({"x": x}, {"x": "out", "start_with": x}):

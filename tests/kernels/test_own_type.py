@@ -59,18 +59,18 @@ def test_no_runtime_loads_it(own_type: TensorType, tmp_path: Path, rules: tuple[
         assert bytes(file.data(file.tensors[name])) == bytes(twin_file.data(twin_file.tensors[name]))
 
 
-def test_it_is_of_no_tree(own_type: TensorType) -> None:
+def test_it_belongs_to_no_project(own_type: TensorType) -> None:
     assert not own_type.is_in("mainline")
     assert not own_type.is_in("ik")
     assert preset_by_name("r4_0", "ik").base is own_type
 
 
-def test_without_a_cuda_twin_the_cpu_does_it(own_type: TensorType) -> None:
+def test_without_a_cuda_kernel_the_cpu_encodes_it(own_type: TensorType) -> None:
     assert not can_decode(own_type)
     assert not can_encode(own_type)
 
 
-def test_cards_refuse_it_in_a_model(own_type: TensorType) -> None:
+def test_gpus_refuse_it_in_a_model(own_type: TensorType) -> None:
     with refuses(TypeNotSupported, "QK-E302 CUDA"):
         Weights(None, None, None).place([_Op(TensorInfo("blk.0.attn_q.weight", (32, 1), own_type, 18, 0, 0))])  # type: ignore[arg-type,list-item]
 

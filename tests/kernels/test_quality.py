@@ -29,5 +29,5 @@ def test_interleaved_types_have_figures_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("t", [t for t in QUALITY_TYPES if t.name in QUALITY], ids=str)
-def test_errors_are_what_was_measured(t: TensorType) -> None:
+def test_recorded_errors_match_a_measurement(t: TensorType) -> None:
     assert weighted_error(t) == pytest.approx(QUALITY[t.name].error, rel=1e-3)

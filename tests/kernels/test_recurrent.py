@@ -114,7 +114,7 @@ def test_wkv(case: Wkv, batches: list[Tokens]) -> None:
 
 
 @pytest.mark.parametrize("case", [Scan((1, 2), 96, 32), Columns(200, 16), Wkv((2, 2), 80, "7")], ids=str)
-def test_how_batches_of_a_scan_are_cut_changes_no_bit(case: Case) -> None:
+def test_batch_sizes_of_a_scan_do_not_change_bits(case: Case) -> None:
     values = case.draw(np.random.default_rng(0), 40)
     outs = []
     for size in (40, 1, 7):

@@ -59,7 +59,7 @@ def test_route(r: Routing, with_bias: bool) -> None:
         assert rerun[1].tobytes() == weights.tobytes()
 
 
-def test_experts_that_are_chosen_elsewhere() -> None:
+def test_given_experts_keep_their_weights() -> None:
     check_chosen(routed)
 
 
@@ -68,15 +68,15 @@ def test_the_lower_number_wins_a_tie(gating: str) -> None:
     check_ties(routed, gating)
 
 
-def test_a_nan_never_makes_an_expert_come_twice() -> None:
+def test_a_nan_does_not_duplicate_an_expert() -> None:
     check_nans(routed)
 
 
-def test_weights_that_vanish_are_divided_by_the_floor() -> None:
+def test_vanishing_weights_are_divided_by_the_floor() -> None:
     check_floor(routed)
 
 
-def test_more_experts_than_there_is_room_for() -> None:
+def test_more_experts_than_fit() -> None:
     with pytest.raises(ValueError, match=f"1 to {MAX_EXPERTS}"):
         Routing(MAX_EXPERTS + 1, 2).slots()
 

@@ -63,7 +63,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(VECTORS))
-def test_load_and_store_anywhere(name: str) -> None:
+def test_load_and_store_at_any_alignment(name: str) -> None:
     vt = VECTORS[name]
 
     @njit
@@ -402,7 +402,7 @@ def test_roots_and_magnitudes() -> None:
     assert same_bits(apply(simd.vabs, simd.f32x16, np.dtype(np.float32), 16, y), np.abs(y))
 
 
-def test_vmax_and_vmin_are_the_macros_of_c() -> None:
+def test_vmax_and_vmin_are_cs_macros() -> None:
     nan = np.float32(np.nan)
     a = np.array([1, 2, nan, 1, nan, -0.0, 0.0, np.inf] * 2, np.float32)
     b = np.array([2, 1, 1, nan, nan, 0.0, -0.0, 1] * 2, np.float32)
@@ -475,7 +475,7 @@ def test_rounding() -> None:
     assert np.array_equal(to_away, np.trunc(x.astype(np.float64) + np.copysign(0.5, x)))
 
 
-def test_nearest_int_wraps_around_as_ggmls() -> None:
+def test_nearest_int_wraps_around_like_ggmls() -> None:
     x = np.array([4194303, 4194305, -4194305, 1e7, -1e7, 1e20, -1e20, np.inf, -np.inf, np.nan] * 8, np.float32)[:16]
     assert same_bits(apply(simd.nearest_int, simd.f32x16, np.dtype(np.int32), 16, x), nearest_int_of_c(x))
 
@@ -655,7 +655,7 @@ def test_muladd_takes_vectors_and_scalars() -> None:
 
 
 @pytest.mark.parametrize("name", ["u8x64", "i16x16", "f32x16", "i32x8"])
-def test_opaque_changes_nothing(name: str) -> None:
+def test_opaque_is_the_identity(name: str) -> None:
     vt = VECTORS[name]
     if vt.lanes * dtype_of(vt).itemsize == 64 and "avx512f" not in simd.FEATURES:
         vt = simd.VecType(vt.elem, vt.lanes // 2)
@@ -663,7 +663,7 @@ def test_opaque_changes_nothing(name: str) -> None:
     assert same_bits(apply(simd.opaque, vt, dtype_of(vt), vt.lanes, a), a)
 
 
-def test_prefetching_reads_nothing_that_could_fault() -> None:
+def test_prefetching_does_not_fault() -> None:
     @njit
     def op(a, out):  # type: ignore[no-untyped-def]
         simd.prefetch(a, 1 << 40)
@@ -675,7 +675,7 @@ def test_prefetching_reads_nothing_that_could_fault() -> None:
     assert same_bits(a, out)
 
 
-def test_stack_bytes_are_aligned_and_the_callers_own() -> None:
+def test_stack_bytes_are_aligned_and_private() -> None:
     @njit
     def inner(value):  # type: ignore[no-untyped-def]
         space = simd.stack_bytes(256)

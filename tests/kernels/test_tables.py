@@ -39,7 +39,7 @@ def documented() -> dict[str, tuple[str, tuple[int, ...]]]:
     return tables_by_name
 
 
-def test_the_file_holds_what_the_docstring_says():
+def test_the_file_matches_the_docstring():
     with np.load(tables.PATH) as npz:
         arrays = {**npz, **tables.IK}
     assert {name: (values.dtype.name, values.shape) for name, values in arrays.items()} == documented()
@@ -63,7 +63,7 @@ def words_of(name: str) -> npt.NDArray[np.uint32]:
     ("name", "levels"),
     [("iq1s_grid", (-1, 0, 1)), *((name, (8, 25, 43)) for name in ("iq2xxs_grid", "iq2xs_grid", "iq2s_grid"))],
 )
-def test_the_header_holds_grids_of_8_values_as_nibbles(name, levels):
+def test_the_header_has_grids_of_8_values_as_nibbles(name, levels):
     words = words_of(name) >> np.uint32(name == "iq2s_grid")
     nibbles = words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
     values = np.array(levels)[nibbles]
@@ -74,7 +74,7 @@ def test_the_header_holds_grids_of_8_values_as_nibbles(name, levels):
     np.testing.assert_array_equal(values, tables.table(name))
 
 
-def test_the_header_holds_codebooks_and_grids_of_4_values_as_bytes():
+def test_the_header_has_codebooks_and_grids_of_4_values_as_bytes():
     np.testing.assert_array_equal(words_of("kvalues_iq2nl").view(np.int8), np.tile(tables.table("kvalues_iq2nl"), 4))
     np.testing.assert_array_equal(words_of("kvalues_iq3nl").view(np.int8), np.tile(tables.table("kvalues_iq3nl"), 2))
     for name in ("kvalues_iq5nl", "kvalues_iq6nl"):
@@ -86,7 +86,7 @@ def test_the_header_holds_codebooks_and_grids_of_4_values_as_bytes():
     np.testing.assert_array_equal(words_of("iq3s_grid").view(np.uint8).reshape(-1, 4) + 1, tables.table("iq3s_grid"))
 
 
-def test_the_header_holds_pairs_of_iq2kl_as_nibbles_that_look_up_levels_of_iq3():
+def test_the_header_has_pairs_of_iq2kl_as_iq3_indices():
     pairs = np.concatenate([words_of(f"iq2kl_pairs<{i}>") for i in range(2)]).view(np.uint8)
     nibbles = np.stack([pairs & 15, pairs >> 4], axis=1)
     np.testing.assert_array_equal(tables.table("kvalues_iq3nl")[nibbles], tables.table("iq2kl_grid"), strict=True)
@@ -96,19 +96,19 @@ def test_the_header_is_small():
     assert len(HEADER) < 100_000
 
 
-def test_the_arrays_equal_those_of_gguf():
+def test_the_arrays_equal_ggufs():
     for name, values in runpy.run_path(str(SCRIPT))["tables"]().items():
         np.testing.assert_array_equal(tables.table(name), values, strict=True)
 
 
 @pytest.mark.parametrize("name", MAGNITUDES)
-def test_grids_hold_distinct_entries_of_the_documented_magnitudes(name):
+def test_grids_have_distinct_entries_of_the_documented_magnitudes(name):
     grid = tables.table(name)
     assert set(np.unique(grid).tolist()) == set(MAGNITUDES[name])
     assert len(np.unique(grid, axis=0)) == len(grid)
 
 
-def test_the_eighth_sign_makes_an_even_number_of_minuses():
+def test_the_eighth_sign_makes_the_parity_even():
     signs = tables.table("ksigns")
     np.testing.assert_array_equal(signs & 127, np.arange(128))
     assert not (np.bitwise_count(signs) % 2).any()

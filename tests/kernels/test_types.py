@@ -17,13 +17,13 @@ def test_ids_and_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("t", [*TYPES, *ROWS], ids=str)
-def test_ids_of_neither_tree_are_reserved(t: TensorType) -> None:
+def test_ids_of_neither_project_are_reserved(t: TensorType) -> None:
     assert (t.id in OWN_IDS) == (t.trees == "none")
     assert (t.is_in("mainline") or t.is_in("ik")) != (t.trees == "none")
 
 
 @pytest.mark.parametrize("t", ROWS, ids=str)
-def test_single_rows_are_for_kernels_alone(t: TensorType) -> None:
+def test_single_row_types_are_internal(t: TensorType) -> None:
     """No name of a user, no id of a file: they are what an interleaved type of the same size takes apart."""
     assert not t.in_files
     with refuses(TypeNotSupported, "QK-E301", t.name):
@@ -39,19 +39,19 @@ def test_single_rows_are_for_kernels_alone(t: TensorType) -> None:
 
 
 @pytest.mark.parametrize("peer", GGUF, ids=lambda t: t.name)
-def test_sizes_are_those_of_gguf(peer: gguf.GGMLQuantizationType) -> None:
+def test_sizes_equal_ggufs(peer: gguf.GGMLQuantizationType) -> None:
     own_type = BY_ID[peer.value]
     assert own_type.name == peer.name
     assert (own_type.block, own_type.block_bytes) == gguf.GGML_QUANT_SIZES[peer]
 
 
 @pytest.mark.parametrize("t", TYPES, ids=str)
-def test_names_are_found_in_any_case(t: TensorType) -> None:
+def test_names_are_case_insensitive(t: TensorType) -> None:
     assert type_by_name(t.name.lower()) is type_by_name(t.ggml_name) is t
 
 
 @pytest.mark.parametrize("t", [*TYPES, *ROWS], ids=str)
-def test_rows_are_what_the_columns_say(t: TensorType) -> None:
+def test_table_rows_are_consistent(t: TensorType) -> None:
     n = 4 * t.block
     assert t.row_bytes(n) == t.row_header + 4 * t.block_bytes
     tail = 32 if t.name == "I2_S" else 0
@@ -61,12 +61,12 @@ def test_rows_are_what_the_columns_say(t: TensorType) -> None:
 
 
 @pytest.mark.parametrize("type_id", [-1, 15, 38, 43, 96, 200, 1 << 31, *REMOVED_IDS])
-def test_other_ids_are_refused(type_id: int) -> None:
+def test_unknown_type_ids_are_refused(type_id: int) -> None:
     with pytest.raises(TypeNotSupported):
         type_by_id(type_id)
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_partial_blocks_are_refused() -> None:
     with refuses(TypeNotSupported, "QK-E303 256"):
         BY_NAME["Q4_K"].row_bytes(100)
     with refuses(TypeNotSupported, "QK-E303 4"):

@@ -1,9 +1,9 @@
-// Every unpacker in one module: what tests/cuda/test_cuda_unpack.py compares with the reference. EACH_TYPE(DO), EACH_FLOAT(DO):
-// DO(i, TYPE) for every type.
+// Every unpacker in one module, which tests/cuda/test_cuda_unpack.py compares with the reference. EACH_TYPE(DO),
+// EACH_FLOAT(DO): DO(i, TYPE) for every type.
 #define TYPE Q4_K
 #include "unpack/dequantize.cu"
 
-// type: its index. out: of each part 8 ints, 2 scales, 2 minimums (NaN without).
+// type: its index. out: per part 8 ints, 2 scales, 2 minimums (NaN without).
 struct unpack_all_args {
     const uint8_t* w;
     uint32_t* out;

@@ -1,9 +1,9 @@
-"""LoRA adapters as PEFT saves them, of the checkpoints in tests/data/checkpoints, drawn without torch or PEFT.
+"""LoRA adapters in PEFT's format for the checkpoints in tests/data/checkpoints, generated without torch or PEFT.
 
     python tests/lib/adapters.py OUT [NAME ...]
 
-writes OUT/NAME (adapter_config.json and adapter_model.safetensors). The bytes depend on nothing but the table here.
-scripts/make_lora_goldens.py asks PEFT itself whether it reads them.
+writes OUT/NAME (adapter_config.json and adapter_model.safetensors). The bytes depend only on the table here.
+scripts/make_lora_goldens.py checks that PEFT reads them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DENSE = rf"{_ATTENTION}|mlp\.(gate|up|down)_proj"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: of which checkpoint, which of its modules (a regular expression of PEFT's), and how."""
+    """An adapter: its checkpoint, its modules (a regular expression of PEFT) and its settings."""
 
     name: str
     base: str
@@ -44,19 +44,19 @@ class Adapter:
     config: Json = field(default_factory=dict)
     #: Other files.
     files: Json = field(default_factory=dict)
-    #: What it is converted to.
+    #: Types of the conversion.
     outtypes: tuple[str, ...] = ("f32",)
-    #: Whether the reference has the scale that PEFT has.
+    #: Whether the reference's scale is PEFT's.
     scaled_alike: bool = True
-    #: How modules are called there, where it differs from the checkpoint.
+    #: Names of modules that differ from the checkpoint's.
     renamed: tuple[str, str] = ("", "")
-    #: What the reference misses in the configuration of the base.
+    #: Keys that the reference needs in the configuration of the base model.
     base_config: Json = field(default_factory=dict)
-    #: Weights of the base and their shapes, where it is not described in tests/data/checkpoints.
+    #: Weights of a base model without a description in tests/data/checkpoints, with their shapes.
     shapes: dict[str, tuple[int, ...]] | None = None
 
 
-_CARD = """---
+_GPU = """---
 base_model: meta/Llama-3.2-1B
 library_name: peft
 license: mit
@@ -75,7 +75,7 @@ ADAPTERS = {
             "llama-small", "llama", rf"{_ATTENTION}|lm_head|embed_tokens", dtype="float16", outtypes=("f32", "q8_0")
         ),
         Adapter("llama-embedding", "llama", "embed_tokens", dtype="bfloat16"),
-        Adapter("Llama-3.2-1B-lora-v0.2", "llama", r"[qv]_proj", dtype="bfloat16", files={"README.md": _CARD}),
+        Adapter("Llama-3.2-1B-lora-v0.2", "llama", r"[qv]_proj", dtype="bfloat16", files={"README.md": _GPU}),
         Adapter("llama-rslora", "llama", _DENSE, config={"use_rslora": True}, scaled_alike=False),
         Adapter(
             "llama-patterns",
@@ -100,7 +100,7 @@ ADAPTERS = {
         Adapter("qwen3", "qwen3", _DENSE, dtype="bfloat16"),
         Adapter("qwen3-moe", "qwen3-moe", rf"{_ATTENTION}|experts\.\d+\.(gate|up|down)_proj", outtypes=("f32", "bf16")),
         Adapter("qwen3.5", "qwen3.5", rf"{_LINEAR}|{_ATTENTION}", base_config={"mtp_num_hidden_layers": 1}),
-        Adapter("qwen3-next", "qwen3-next", rf"{_LINEAR}|{_ATTENTION}", outtypes=()),  # the reference stops at it
+        Adapter("qwen3-next", "qwen3-next", rf"{_LINEAR}|{_ATTENTION}", outtypes=()),  # the reference fails on it
         Adapter("phi3", "phi3", r"qkv_proj|gate_up_proj|o_proj|down_proj"),
         Adapter("ernie4.5-fused", "ernie4.5-fused", r"qkv_proj|up_gate_proj|o_proj|down_proj"),
         Adapter("gemma2", "gemma2", _DENSE),
@@ -139,7 +139,7 @@ def rank_of(adapter: Adapter, module: str) -> int:
 
 
 def scale_of(adapter: Adapter, module: str) -> float:
-    """Return by what PEFT multiplies B @ A."""
+    """Return PEFT's factor of B @ A."""
     alpha, rank = _pattern(adapter.config.get("alpha_pattern", {}), module, adapter.alpha), rank_of(adapter, module)
     return float(alpha / rank**0.5 if adapter.config.get("use_rslora") else alpha / rank)
 
@@ -171,14 +171,14 @@ def _random_values(adapter: Adapter, key: str, shape: tuple[int, ...]) -> F32:
 
 
 def delta(adapter: Adapter, module: str) -> npt.NDArray[np.float64]:
-    """Return what merging adds to the weight of a module, in float64."""
+    """Return the change of a module's weight by a merge, in float64."""
     a, b = (x.astype(np.float64) for x in factors(adapter)[module])
     product = b @ a * scale_of(adapter, module)
     return product.T if module.endswith("embed_tokens") else product
 
 
 def tensors(adapter: Adapter) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-    """Return name, dtype, shape and bytes of what the file holds."""
+    """Return name, dtype, shape and bytes of the tensors in the file."""
     items = []
     for module, pair in factors(adapter).items():
         end = "lora_embedding_{}" if module.endswith("embed_tokens") else "lora_{}.weight"
@@ -225,7 +225,7 @@ def write_adapter(adapter: Adapter | str, out: Path, base: str | None = None) ->
 
 
 def write_base(adapter: Adapter | str, out: Path) -> Path:
-    """Write what an adapter's conversion needs of its base, config.json alone, as out/base and return it."""
+    """Write the base model that an adapter's conversion needs, only config.json, as out/base and return it."""
     adapter = ADAPTERS[adapter] if isinstance(adapter, str) else adapter
     path = out / adapter.base
     path.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ def write_base(adapter: Adapter | str, out: Path) -> Path:
 
 
 def digest(adapter: Adapter) -> str:
-    """Return a SHA-256 of what an adapter holds."""
+    """Return a SHA-256 of the content of an adapter."""
     parts = [json.dumps(config(adapter), sort_keys=True).encode()]
     for name, dtype, shape, data in tensors(adapter):
         parts += [f"{name} {dtype} {shape}".encode(), data]

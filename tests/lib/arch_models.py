@@ -1,8 +1,8 @@
-"""A model of every architecture that llama.cpp runs, with all tensors that its loader takes, optional ones among them.
+"""A model of every architecture that llama.cpp runs, with all tensors that its loader reads, including optional ones.
 
-Keys alone are described here; libllama names the tensors that it would take for them (``Libllama.tensors``), as its own
-tests/test-llama-archs.cpp has them; weights are drawn as those of the zoo. ``Size`` is what a model may have more or
-fewer of; the sizes that an architecture fixes stay.
+Only keys are described here; libllama lists the tensors that it reads for them (``Libllama.tensors``), like its own
+tests/test-llama-archs.cpp; weights are random like those of the zoo. ``Size`` has the variable sizes; an architecture's
+fixed sizes are unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zoo import TABLE, draw
 
 #: The largest NMSE of equal logits.
 BOUND = 1e-8
-#: Architectures without experts, and with them, as llama.cpp's test has them.
+#: Architectures without experts, and with them, from llama.cpp's test.
 DENSE = (
     "llama deci falcon gpt2 gptneox mpt baichuan starcoder refact bloom stablelm qwen qwen2 qwen2vl qwen3 qwen3vl "
     "qwen35 phi2 phi3 plamo plamo2 plamo3 codeshell orion internlm2 minicpm minicpm3 gemma gemma2 gemma3 gemma3n "
@@ -47,7 +47,7 @@ MODELS = (*((name, False) for name in DENSE.split()), *((name, True) for name in
 LATENT = {"deepseek2", "deepseek32", "glm-dsa", "dots3note", "mistral4", "hy_v4"} | (
     KIMI := {"kimi-linear", "bailingmoe3", "kimi-k3", "glm5-next"}
 )
-#: Of every two layers the second has no heads: another block than attention.
+#: Every second layer has no heads: a block other than attention.
 MIXED = KIMI | {"plamo2", "jamba", "nemotron_h", "nemotron_h_moe", "granitehybrid", "lfm2", "lfm2moe"}
 #: Windows are listed layer by layer.
 LISTED_WINDOWS = {"cohere2moe", "mimo2", "step35", "spark2_5", "muse-glimmer", "granite_swa", "dots3note", "maple"}
@@ -74,7 +74,7 @@ class Size:
     seed: int = 1
 
 
-#: Where an architecture fixes a size, or needs more than two layers to have all its kinds.
+#: Architectures with a fixed size, or with more than two layers for all kinds of layers.
 FIXED: Mapping[str, dict[str, int]] = {
     "llama4": {"layers": 4},
     "gemma3n": {"embd": 64, "heads": 1, "ff": 96, "layers": 22},
@@ -91,7 +91,7 @@ FIXED: Mapping[str, dict[str, int]] = {
 
 
 def sized(arch: str, seed: int) -> Size:
-    """Return a size: of seed 1 that of llama.cpp's test, of any other seed one drawn around it."""
+    """Return a size: for seed 1 that of llama.cpp's test, for other seeds a random one around it."""
     size = replace(Size(**FIXED.get(arch, {})), seed=seed)
     if seed == 1:
         return size
@@ -109,7 +109,7 @@ def sized(arch: str, seed: int) -> Size:
 
 
 def keys_of(arch: str, moe: bool, size: Size) -> dict[str, Any]:
-    """Return the keys of a model without the architecture's name before them; a point stands before those without."""
+    """Return the keys of a model without the architecture's prefix; a dot begins those that have no prefix."""
     head = size.embd // size.heads
     keys: dict[str, Any] = {
         **{"vocab_size": size.vocab, "context_length": size.ctx, "embedding_length": size.embd},
@@ -175,7 +175,7 @@ def _experts(arch: str, size: Size) -> dict[str, Any]:
 
 
 def _extra_fields(arch: str, size: Size, head: int) -> dict[str, Any]:
-    """Return the keys of an architecture that deviate from the common ones."""
+    """Return the keys in which an architecture differs from the common ones."""
     streams = {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-6}
     weights = {"expert_weights_scale": 1.0, "expert_weights_norm": True, "swiglu_clamp_exp": 10.0}
     sinkhorn = {"hyper_connection.sinkhorn_iterations": 2}
@@ -206,7 +206,7 @@ def _extra_fields(arch: str, size: Size, head: int) -> dict[str, Any]:
 
 
 def tensors_of(library: Libllama, arch: str, moe: bool, size: Size, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return ne of every tensor of a model; LibllamaError if the library refuses the keys."""
+    """Return ne of every tensor of a model. Raises LibllamaError if the library refuses the keys."""
     path = folder / f"{arch}.keys"
     write_gguf(path, _fields(arch, moe, size), [])
     return library.tensors(path)
@@ -234,12 +234,12 @@ def _fields(arch: str, moe: bool, size: Size) -> list[Field]:
 
 
 def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n: int = 40) -> tuple[float, str]:
-    """Return how far the engine's logits after n tokens are from llama.cpp's, and why the model is refused, or "".
+    """Return the NMSE of the engine's logits after n tokens against llama.cpp's, and the reason of a refusal, or "".
 
-    The error is 0 where llama.cpp's own batches are as far from each other (Gemma 3n: 22 layers of 64 columns).
+    The error is 0 if llama.cpp's own batches differ as much (Gemma 3n: 22 layers of 64 columns).
     """
     if arch not in ARCHS:
-        return 0.0, "the architecture is not known"
+        return 0.0, "unknown architecture"
     model = write_model(folder / "m.gguf", arch, moe, size, tensors_of(library, arch, moe, size, folder))
     try:
         opened = load(model, kv_type="f32", threads=2)

@@ -1,4 +1,4 @@
-"""Attention as model/ops.py describes it, in double, and the features it is tested with on every device."""
+"""Attention as specified in model/ops.py, in double, and the features tested on every device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """An attention operation; ``mla``: the cache has no values; ``selected``: how many keys a token sees, 0: all."""
+    """An attention operation; ``mla``: the cache has no values; ``selected``: number of keys per token, 0: all."""
 
     n_head: int = 4
     n_head_kv: int = 2
@@ -32,7 +32,7 @@ class Case:
         return self.head_k**-0.5
 
     def visible(self, position: int) -> npt.NDArray[np.int64]:
-        """Return the positions that a token sees."""
+        """Return the positions to which a token attends."""
         first = 0
         if self.mask == "sliding":
             first = max(0, position - self.window + 1)
@@ -43,7 +43,7 @@ class Case:
         return np.arange(first, position + 1)
 
     def selection(self, positions: Any) -> npt.NDArray[np.int32]:
-        """Return the rows of ``selected``: the positions that each token sees, then -1."""
+        """Return the rows of ``selected``: the positions to which each token attends, then -1."""
         out = np.full((len(positions), self.selected), -1, np.int32)
         for i, position in enumerate(positions if self.selected else ()):
             row_positions = self.visible(int(position))
@@ -51,7 +51,7 @@ class Case:
         return out
 
     def attend(self, q: Any, position: int, k: Doubles, v: Doubles, sinks: Any) -> Doubles:
-        """Return a token's output; k and v: [seen, n_head_kv, head], what the cache holds of what it sees."""
+        """Return a token's output; k and v: [visible, n_head_kv, head], its rows of the cache."""
         out, before = [], self.visible(position) - position
         for h, x in enumerate(q.reshape(self.n_head, self.head_k).astype(np.float64)):
             kv = h // (self.n_head // self.n_head_kv)

@@ -1,4 +1,4 @@
-"""Random bytes as rows of any tensor type, their scales finite: awkward ones among them, or sensible ones only."""
+"""Random bytes as rows of any tensor type with finite scales: including edge cases, or only moderate ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_rows(
 ) -> npt.NDArray[np.uint8]:
     """Return random bytes as rows of type ``t``, uint8 [..., row_bytes], for values of ``shape`` [..., n].
 
-    All scales lie in the range ``scale``; without one they are any finite numbers, zeros and denormals among them.
+    All scales are in the range ``scale``; by default they are any finite numbers, including zeros and denormals.
     ``seed``: a seed, or a generator.
     """
     rng, (*outer, n) = np.random.default_rng(seed), shape
@@ -39,7 +39,7 @@ def blocks_of(t: TensorType, rows: U8) -> U8:
 
 
 def row_scales(t: TensorType, rows: U8) -> npt.NDArray[np.float32]:
-    """Return the scale at the head of each row, float32 [rows, 1]: ones if there is none."""
+    """Return the scale at the beginning of each row, float32 [rows, 1]: ones if there is none."""
     if not t.row_scale:
         return np.ones((len(rows), 1), np.float32)
     dtype = {"f32": np.float32, "f16": np.float16}[t.row_scale]
@@ -49,7 +49,7 @@ def row_scales(t: TensorType, rows: U8) -> npt.NDArray[np.float32]:
 def _sensible(data: U8, kind: str, offset: int, rng: Any, scale: tuple[float, float]) -> None:
     values = rng.uniform(*scale, len(data))
     low, high = floor(log2(scale[0])), floor(log2(scale[1]))
-    if kind == "nibbles":  # IQ1_M: the four digits of a half float lie at the top of four words
+    if kind == "nibbles":  # IQ1_M: the four digits of an f16 are the top bits of four words
         words, halves = data[:, offset : offset + 8].view("<u2"), values.astype(np.float16).view(np.uint16)
         words[:] = (words & 0x0FFF) | ((halves[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12)
     elif kind == "e8m0":
@@ -74,7 +74,7 @@ def _finite(blocks: U8, kind: str, offset: int, rng: Any) -> None:
         blocks[special, offset] = rng.choice([0, 1, 7, 8, 0x7E, 0x7F, 0x80, 0x88, 0xFF], special.sum())
     elif kind == "f32":
         bits = blocks[:, offset : offset + 4].view("<u4")[:, 0]
-        bits[...] = np.where((bits & 0x78000000) == 0x78000000, bits & 0xBFFFFFFF, bits)  # times a level, too
+        bits[...] = np.where((bits & 0x78000000) == 0x78000000, bits & 0xBFFFFFFF, bits)  # also times a level
     else:
         inf = {"f16": 0x7C00, "bf16": 0x7F80}[kind]
         bits = blocks[:, offset : offset + 2].view("<u2")[:, 0]

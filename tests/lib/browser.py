@@ -1,4 +1,4 @@
-"""Chromium without a window, for pages: how to start it, its theme and size, and axe's rules of accessibility."""
+"""Headless Chromium for pages: start, theme and size, and axe's accessibility rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
 )
-#: The wheel that carries axe-core; it is not imported, for its dependencies are not installed.
+#: The wheel with axe-core; it is not imported, because its dependencies are not installed.
 AXE = find_spec("axe_playwright_python")
 needs_axe = pytest.mark.skipif(AXE is None, reason="no axe-core: scripts/test installs the wheel axe-playwright-python")
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
@@ -38,7 +38,7 @@ def start(folder: Path) -> Any:
 
 
 def emulate(browser: Any, *, theme: str, width: int, mobile: bool) -> None:
-    """Set the theme that the system prefers, and the size of the screen."""
+    """Set the preferred color scheme, and the size of the screen."""
     features = [{"name": "prefers-color-scheme", "value": theme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": mobile}
@@ -46,7 +46,7 @@ def emulate(browser: Any, *, theme: str, width: int, mobile: bool) -> None:
 
 
 def axe(browser: Any) -> dict[str, Any]:
-    """Return axe's verdict on the page: its passes and violations."""
+    """Return axe's result for the page: passes and violations."""
     assert AXE is not None
     assert AXE.origin is not None
     browser.execute_script(Path(AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8"))
@@ -56,5 +56,5 @@ def axe(browser: Any) -> dict[str, Any]:
 
 
 def violations(verdict: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return the rules that are violated, with some elements of each."""
+    """Return the violated rules, with some elements of each."""
     return [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in verdict["violations"]]

@@ -1,7 +1,7 @@
-"""Kernels compiled for a CPU of another name: tests called without pytest, in a process of test_cpu_names.py.
+"""Kernels compiled for another CPU name: tests called without pytest, in a process of test_cpu_names.py.
 
-numba reads the CPU's name when it is imported, so that each CPU needs a process; all of them share one cache. Beside
-the outcome of tests, a process tells what its encoders make of awkward rows: what they make of them everywhere.
+numba reads the CPU's name at import, so each CPU needs a process; all of them share one cache. Besides the outcome of
+tests, a process prints hashes of its encoded edge rows, which must be the same for every CPU.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from zoo import write_zoo
 
 Test = Callable[..., None]
 
-#: One type of each set of operations with code of their own for some CPUs that encoders and decoders are made of:
-#: halves, sums of products, each kind of lookup.
+#: One type of each set of operations of encoders and decoders with code for some CPUs: f16, dot products, each kind of
+#: lookup.
 OPERATIONS = ("F16", "BF16", "Q4_0", "Q8_0", "Q3_K", "Q4_K", "MXFP4", "IQ4_NL", "IQ4_KS", "IQ3_KT")
-#: Of CPUs with AVX2 there are many. SSE2 takes what no other has, the portable form of these operations.
+#: Many CPUs have AVX2. SSE2 uses the portable form of these operations, which no other CPU runs.
 TYPES = ONE_OF_EACH if "avx2" in FEATURES else [BY_NAME[name] for name in OPERATIONS]
 if os.environ.get("QUANTKIT_ALL"):
     TYPES = DECODABLE
 PRODUCTS = ["Q4_K", "IQ4_XS", "F16", "IQ3_K", "IQ2_KT"]
 if "avx2" in FEATURES:
     PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ3_XXS"]
-#: With every kind of operation; on SSE2 those that all have.
+#: Types with every kind of operation; on SSE2, types that all CPUs run.
 MODELS = ["llama-dense", *(["qwen3next-moe", "gpt-oss-moe"] if "avx2" in FEATURES else [])]
 
-#: Tests, each with those values of its parameters that are to be had; all of a parameter that is not named.
-#: Of SIMD what has code of its own for some CPUs.
+#: Tests, each with selected values of its parameters; all values of other parameters.
+#: SIMD operations with code for some CPUs.
 TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_simd.test_half_floats_in_vectors, {}),
     (test_simd.test_half_float_scalars, {}),
@@ -67,19 +67,19 @@ TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_simd.test_dot2_is_exact, {}),
     (test_simd.test_maddubs_adds_neighbours, {}),
     (test_simd.test_muladd_takes_vectors_and_scalars, {}),
-    (test_simd.test_opaque_changes_nothing, {}),
+    (test_simd.test_opaque_is_the_identity, {}),
     (test_check.test_first_nonfinite_row, {"n": [1, 64, 100], "bad": [np.inf]}),
-    (test_check.test_every_checked_field, {}),
+    (test_check.test_every_checked_field_is_detected, {}),
     (test_kernels.test_golden_encoding, {"t": TYPES}),
     (test_kernels.test_golden_encoding_with_imatrix, {"t": TYPES}),
     (test_kernels.test_golden_decoding, {"t": TYPES}),
     (test_dequantize.test_golden_bytes, {"t": TYPES}),
     (test_encode.test_every_row_range_gives_the_same_bytes, {"t": TYPES, "encoder_name": ["mainline"], "blocks": [3]}),
     (test_encode.test_golden_blocks_do_not_depend_on_their_batch, {"t": TYPES, "encoder_name": ["mainline"]}),
-    (test_encode_corners.test_golden_rounding_of_what_is_no_nan, {}),
+    (test_encode_corners.test_golden_rounding_of_numbers, {}),
     (test_matmul.test_products, {"name": PRODUCTS}),
     (
-        test_engine_zoo.test_logits_are_llama_cpps,
+        test_engine_zoo.test_logits_equal_llama_cpps,
         {"name": MODELS, "device": ["CPU"], "fusion": [Fusion()]},
     ),
     (test_observers.test_sums_of_columns_are_exact, {}),
@@ -101,7 +101,7 @@ def cases(test: Test, only: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run all; return how many failed."""
+    """Run all tests; return the number of failures."""
     failures = count = 0
     with tempfile.TemporaryDirectory() as folder:
         fixtures = {
@@ -111,7 +111,7 @@ def main() -> int:
         for test, only in TESTS:
             arguments = {name: fixtures[name] for name in inspect.signature(test).parameters if name in fixtures}
             calls = list(cases(test, only))
-            assert calls, f"{test.__name__} has no case {only}"
+            assert calls, f"{test.__name__} selects no case {only}"
             for case in calls:
                 count += 1
                 try:
@@ -125,4 +125,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(min(main(), 1))  # at once: teams of threads wait for work
+    os._exit(min(main(), 1))  # exit immediately: teams of threads wait for work

@@ -1,4 +1,4 @@
-"""What tests of products on the CPU share: rows of activations, made by the operation that makes them."""
+"""Shared by tests of products on the CPU: rows of activations, from the operation that converts them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def aligned(n: int) -> Any:
 
 
 def in_order(values: Any) -> Any:
-    """Return values by words (unpack/lanes.py: by_words), [rows, units * 256], in their order."""
+    """Return values stored by words (unpack/lanes.py: by_words), [rows, units * 256], in order."""
     words = values.reshape(len(values), -1, 4, 4, 4, 4)  # unit, word g, 16 bytes i, vector v, byte
     return words.transpose(0, 1, 4, 3, 2, 5).reshape(len(values), -1)
 
 
 class Rows:
-    """Rows of x, ``per`` of a token, in the format of a type."""
+    """Rows of x, ``per`` for each token, in the activation format of a type."""
 
     def __init__(self, t: TensorType, x: Any, threads: int = 1, per: int = 1) -> None:
         self.x, self.kind, n = x, activation_format(t), x.shape[1]
@@ -54,7 +54,7 @@ class Rows:
         return np.ascontiguousarray(units[:, :, byte : byte + size]).view(dtype).reshape(len(self.x), -1)
 
     def values(self) -> tuple[Any, Any]:
-        """Return what the rows stand for and its excess (matmul_cases.products), float64."""
+        """Return the decoded rows and their excess (matmul_cases.products), float64."""
         if not self.kind.startswith("q8"):
             return self.bytes.view(np.float32).reshape(self.x.shape).astype(np.float64), np.zeros((len(self.x), 0))
         levels, scales = self.part(0, 256, np.int8).astype(np.float64), self.part(SCALES, 16, np.float32)

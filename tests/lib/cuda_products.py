@@ -1,4 +1,4 @@
-"""What tests of products on the device share: activations by numpy in the device's layout, a check of each kind."""
+"""Shared by tests of products on the device: activations by numpy in the device's layout, a check of each kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.types import TensorType
 
 
 def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
-    """Return levels [rows, n_pad], d [rows, n_pad / 32] and sums [rows, n_pad / 16] as the contract has them."""
+    """Return levels [rows, n_pad], d [rows, n_pad / 32] and sums [rows, n_pad / 16] as specified in activations.cuh."""
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
     if kind in OF_ROWS:
         return quantize_rows(x, kind)
@@ -44,7 +44,7 @@ def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
 
 
 def quantize_rows(x: Any, kind: str) -> tuple[Any, Any, Any]:
-    """The same for a format with scales of a row; the levels of q8_k64 are by words."""
+    """Return the same for a format with row scales; the levels of q8_k64 are by words."""
     words = x.reshape(len(x), -1, 4, 4)
     amax = np.abs(words).max((1, 3))
     if kind == "q8_kv":
@@ -62,12 +62,12 @@ def by_words(values: Any) -> Any:
 
 
 def in_order(values: Any) -> Any:
-    """Return values by words in their order."""
+    """Return values stored by words in order."""
     return values.reshape(len(values), -1, 4, 8, 4).swapaxes(2, 3).reshape(values.shape)
 
 
 def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
-    """Return rows for the device (uint8), what weights multiply, and its excess (matmul_cases.products)."""
+    """Return rows for the device (uint8), the decoded values, and their excess (matmul_cases.products)."""
     kind = activation_format(t)
     if t.block == 1:
         rounded = x
@@ -98,19 +98,19 @@ def put_rows(memory: Memory, x: Any, t: TensorType) -> tuple[dict[str, int], Any
 
 
 def on(memory: Memory, capability: int) -> int:
-    """Let the device be of some capability, if it is not of a lower one; a GPU is what it is. Return its capability."""
+    """Set the device's capability, unless its own is lower; a GPU's cannot be set. Return its capability."""
     if memory.device.capability > capability:
         if type(memory.device).__name__ == "CUDADevice":
-            pytest.skip(f"this device is no sm_{capability}")
+            pytest.skip(f"this device is not sm_{capability}")
         memory.device.capability = capability
     return int(memory.device.capability)
 
 
 def multiply(memory: Memory, shape: Shape, t: TensorType, w: Any, x: Any) -> tuple[Any, Any]:
-    """Return what a kernel makes of rows x, and what it should."""
+    """Return a kernel's result for rows x, and the expected one."""
     place, values, excess = put_rows(memory, x, t)
     rows, n_out, n_in = len(x), len(w), x.shape[1]
-    out = memory.room((rows, n_out))
+    out = memory.allocate((rows, n_out))
     memory.run(
         shape, **place, rows=rows, w=memory.put(w), row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
         out_stride=4 * n_out, bias=0, scale=0,
@@ -126,7 +126,7 @@ def check_mul_mat(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out:
     bias, scale = rng.standard_normal(n_out).astype(f32), np.array([0.75], f32)
     y = products(w, t, values, excess)
     stride = n_out + 3
-    out, weights = memory.room((rows, stride)), memory.put(w)
+    out, weights = memory.allocate((rows, stride)), memory.put(w)
     for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * 0.75 + bias)):
         memory.run(
             shape, **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
@@ -138,11 +138,11 @@ def check_mul_mat(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out:
 
 
 def check_heads(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> None:
-    """Check the products of heads; what a head gives is not beside the next one's."""
+    """Check the products of heads; outputs of heads are not contiguous."""
     rng, room = np.random.default_rng(5), n_out + 3
     w, x = draw_weights(t, (heads, n_out, n_in), rng), rng.standard_normal((rows * heads, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
-    out = memory.room((rows, heads, room))
+    out = memory.allocate((rows, heads, room))
     memory.run(
         shape, rows=rows, x=place["x"], x_stride=heads * place["x_stride"], x_head_bytes=place["x_stride"],
         w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
@@ -157,7 +157,7 @@ def check_heads(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: i
 
 def check_gated(actual: Any, a: Activation, g: Any, u: Any) -> None:
     want = gated(a, g.astype(f32), u.astype(f32))
-    if a.kind in ("gelu", "gelu_quick"):  # through half precision: a last bit of the product is one of a half
+    if a.kind in ("gelu", "gelu_quick"):  # through f16: the last bit of the product may change the last bit of the f16
         np.testing.assert_allclose(actual, want, rtol=1.1e-3, atol=1e-4)
         assert np.mean(np.abs(actual - want) > 1e-5 * np.abs(want)) < 0.1
     else:
@@ -165,14 +165,14 @@ def check_gated(actual: Any, a: Activation, g: Any, u: Any) -> None:
 
 
 def check_up_gate(memory: Memory, shape: Shape, t: TensorType, a: Activation, n_in: int, n_out: int, rows: int) -> None:
-    """Check a gated product, by itself and with scales, which bring it to where limits are, and biases."""
+    """Check a gated product, alone and with biases and scales, which bring it to the limits."""
     rng = np.random.default_rng(7)
     w, x = draw_weights(t, (2, n_out, n_in), rng), rng.standard_normal((rows, n_in)).astype(f32)
     place, values, excess = put_rows(memory, x, t)
     u, g = (products(part, t, values, excess) for part in w)
     biases = rng.standard_normal((2, n_out)).astype(f32)
     scales = np.array([[0.5], [1.25]], f32) / f32(u.std())
-    out, weights = memory.room(u.shape), {"up": memory.put(w[0]), "gate": memory.put(w[1])}
+    out, weights = memory.allocate(u.shape), {"up": memory.put(w[0]), "gate": memory.put(w[1])}
     for with_both in (False, True):
         extra = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
         if with_both:
@@ -188,7 +188,7 @@ def check_up_gate(memory: Memory, shape: Shape, t: TensorType, a: Activation, n_
 def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
     """Make a plan; return the slots of products by expert."""
     rows, n_used = ids.shape
-    plan, address = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
+    plan, address = memory.allocate((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
     card = memory.device.capability
     memory.run(
         moe.bucket(n_expert, card), plan=plan, ids=address, rows=rows, n_used=n_used, n_expert=n_expert,
@@ -211,7 +211,7 @@ def check_mul_mat_id(
     place, values, excess = put_rows(memory, rng.standard_normal((ids.size // x_per, n_in)).astype(f32), t)
     bias, scale = rng.standard_normal((n_expert, n_out + 4)).astype(f32), rng.uniform(0.5, 2, n_expert).astype(f32)
     y = products_by_expert(w, t, values, excess, ids)
-    out, weights = memory.room(y.shape), memory.put(w)
+    out, weights = memory.allocate(y.shape), memory.put(w)
     for b, s, want in ((0, 0, y), (memory.put(bias), memory.put(scale), y * scale[flat, None] + bias[flat, :n_out])):
         memory.run(
             shape, **place, **pairs, x_per=x_per, w=weights, row_bytes=w.shape[2], expert_bytes=w[0].nbytes, n_in=n_in,
@@ -237,7 +237,7 @@ def check_up_gate_id(
     else:
         weights = {"gate": memory.put(w[:, 0]), "up": memory.put(w[:, 1])}
         weights |= {"gate_expert_bytes": half, "up_expert_bytes": half}
-    b, s, out = memory.put(bias), memory.put(scale), memory.room(up.shape)
+    b, s, out = memory.put(bias), memory.put(scale), memory.allocate(up.shape)
     memory.run(
         shape, **place, **pairs, **weights, x_per=ids.shape[1], row_bytes=w.shape[-1], n_in=n_in, n_out=n_out,
         out=out, up_bias=b + 4 * n_out, gate_bias=b, up_bias_stride=8 * n_out, gate_bias_stride=8 * n_out,

@@ -1,9 +1,10 @@
-"""One random damage of a model: what a runtime's loader has to notice.
+"""One random damage of a model, which a runtime's loader should detect.
 
     python tests/lib/damage.py NAME [SEED ...]
 
-prints the damages of a model of tests/lib/sparse_models.py. A damage changes one thing, drawn from the model's name and
-a seed: a tensor or a key is missing, misspelt, of another shape, type or value. Many damages are none to a runtime.
+prints the damages of a model of tests/lib/sparse_models.py. A damage is one change, determined by the model's name and
+a seed: a tensor or a key is missing, misspelt, or has another shape, type or value. Many damages are harmless to a
+runtime.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from quantkit.formats.gguf.fields import SIZES
 from quantkit.types import TYPES, type_by_id
 from sparse_models import NAMES, Model, Tensor, model
 
-#: A damage: the model changed and what was changed, or None where there is nothing of the kind to change.
+#: A damage: the changed model with a description, or None if the model has nothing to change in this way.
 Change = tuple[Model, str]
 Damage = Callable[[Model, random.Random], Change | None]
 
 
 def damage(model: Model, seed: int) -> tuple[Model, str, str]:
-    """Return the model with one damage, the kind of it and a line that says what it is."""
+    """Return the model with one damage, its kind and a line of description."""
     rng = random.Random(f"{model.name} {seed}")
     kinds, weights = zip(*DAMAGES.items(), strict=True)
     while True:
@@ -43,7 +44,7 @@ def _with_tensors(model: Model, tensors: Sequence[Tensor]) -> Model:
 
 
 def _with_tensor(model: Model, old: Tensor, *new: Tensor) -> Model:
-    """Return the model with a tensor replaced by others, or by none."""
+    """Return the model with a tensor replaced by others, or removed."""
     index = model.tensors.index(old)
     return _with_tensors(model, [*model.tensors[:index], *new, *model.tensors[index + 1 :]])
 
@@ -89,7 +90,7 @@ def misspell_tensor(model: Model, rng: random.Random) -> Change | None:
 
 
 def _misspelt(text: str, rng: random.Random) -> str:
-    """Return a text with one slip: a letter missing, twice, exchanged with the next, or of the other case."""
+    """Return a text with one typo: a letter missing, doubled, exchanged with the next, or of the other case."""
     if not text:
         return "x"
     index = rng.randrange(len(text))
@@ -104,7 +105,7 @@ def _misspelt(text: str, rng: random.Random) -> str:
 
 
 def add_tensor(model: Model, rng: random.Random) -> Change | None:
-    """Add a tensor: of an unknown name, a bias or a scale for a weight, or what other models have."""
+    """Add a tensor: with an unknown name, a bias or a scale for a weight, or a tensor of other models."""
     if not model.tensors:
         return None
     like = rng.choice(model.tensors)
@@ -148,7 +149,7 @@ def change_dimension(model: Model, rng: random.Random) -> Change | None:
 
 
 def change_rank(model: Model, rng: random.Random) -> Change | None:
-    """Exchange two dimensions, or give a tensor one more or one less."""
+    """Exchange two dimensions, or add or remove one."""
     if not model.tensors:
         return None
     tensor = rng.choice(model.tensors)
@@ -163,7 +164,7 @@ def _with_shape(model: Model, tensor: Tensor, shape: Sequence[int]) -> Change:
     return _with_tensor(model, tensor, new), f"{tensor} is {list(shape)}"
 
 
-#: Ids that neither tree has, that it had once, or that are no types of weights.
+#: Ids that neither project has, removed ones, and types that are not for weights.
 STRANGE_TYPES = (4, 5, 31, 36, 24, 25, 26, 27, 28, 999)
 
 
@@ -174,7 +175,7 @@ def change_type(model: Model, rng: random.Random) -> Change | None:
     usual = [0, 1, 30, 8, 2, 12, 14]
     new = rng.choice([rng.choice(usual), rng.choice([t.id for t in TYPES]), rng.choice(STRANGE_TYPES)])
     kind = _type_name(new)
-    return _with_tensor(model, tensor, replace(tensor, type=new)), f"{tensor} is of the type {kind}"
+    return _with_tensor(model, tensor, replace(tensor, type=new)), f"{tensor} has the type {kind}"
 
 
 def _type_name(number: int) -> str:
@@ -185,7 +186,7 @@ def _type_name(number: int) -> str:
 
 
 def move_data(model: Model, rng: random.Random) -> Change | None:
-    """Leave bytes between two tensors."""
+    """Insert a gap between two tensors."""
     if not model.tensors:
         return None
     tensor, gap = rng.choice(model.tensors), rng.choice([32, 64, 8])
@@ -231,7 +232,7 @@ def repeat_key(model: Model, rng: random.Random) -> Change | None:
 
 
 def change_kind(model: Model, rng: random.Random) -> Change | None:
-    """Give a value another kind, as near to it as that can hold."""
+    """Convert a value to the nearest one of another kind."""
     item = _key(model, rng)
     value = item.value
     if item.type is ValueType.ARRAY:
@@ -253,7 +254,7 @@ def change_kind(model: Model, rng: random.Random) -> Change | None:
 
 
 def _as(kind: ValueType, value: Any) -> Any:
-    """Return a value as another kind holds it."""
+    """Return a value converted to another kind."""
     if kind is ValueType.STRING:
         return str(value)
     number = len(value) % 100 if isinstance(value, str) else value
@@ -282,7 +283,7 @@ def change_value(model: Model, rng: random.Random) -> Change | None:
     return _with_field(model, item, new), f"{item.key} = {str(value)[:40]!r}, not {str(item.value)[:40]!r}"
 
 
-#: Other values of keys that are words.
+#: Other values of keys with string values.
 WORDS = {
     "general.architecture": ("llama", "qwen2", "qwen3moe", "gemma3", "bert", "mamba", "t5", "deepseek2", "nonsense"),
     "tokenizer.ggml.model": ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "no_vocab", "none", "nonsense"),
@@ -324,7 +325,7 @@ def _change_array(model: Model, item: Field, rng: random.Random) -> Change | Non
     return _with_field(model, item, new), f"{item.key}, {item.describe()}, is {change}: {new.describe()}"
 
 
-#: Keys that some models have: without the architecture where they begin with a dot.
+#: Keys of some models; a dot begins those without the architecture's prefix.
 ADDITIONAL_KEYS: tuple[tuple[str, Any, ValueType], ...] = (
     ("split.count", 2, ValueType.UINT16),
     (".expert_count", 4, ValueType.UINT32),
@@ -358,7 +359,7 @@ def add_key(model: Model, rng: random.Random) -> Change | None:
     return replace(model, fields=(*model.fields, Field.of(key, value, kind))), f"with the key {key} = {value!r}"
 
 
-#: Every kind of damage, and how often it is drawn.
+#: Every kind of damage, and its frequency.
 DAMAGES: dict[Damage, int] = {
     remove_tensor: 10,
     remove_tensors_of_a_kind: 5,

@@ -1,4 +1,4 @@
-"""What tests of CUDA kernels share: run a kernel on arrays, on the host shim and, where there is one, on a GPU."""
+"""Shared by tests of CUDA kernels: run a kernel on arrays, on the host shim and, if present, on a GPU."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from quantkit.kernels.cuda.core.kernel import Shape
 
 
 class Memory:
-    """Arrays on a device for as long as a test needs them."""
+    """Arrays on a device during a test."""
 
     def __init__(self, device: Any) -> None:
         self.device, self._arrays = device, list[tuple[int, npt.NDArray[Any]]]()
 
     def put(self, array: npt.NDArray[Any]) -> int:
-        """Copy an array there; return its address."""
+        """Copy an array to the device; return its address."""
         flat = np.ascontiguousarray(array)
         address = self.device.allocate(flat.nbytes)
         self.device.upload(address, flat)
         self._arrays.append((address, flat))
         return int(address)
 
-    def room(self, shape: tuple[int, ...], dtype: Any = np.float32) -> int:
-        """Make room for an array full of bytes 255 (NaN, -1), so that what is never written shows."""
+    def allocate(self, shape: tuple[int, ...], dtype: Any = np.float32) -> int:
+        """Allocate an array of bytes 255 (NaN, -1), which reveal values that are never written."""
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self.put(np.full(count, 255, np.uint8))
 
@@ -51,7 +51,7 @@ class Memory:
         self.device.synchronize()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all arrays."""
         for address, _ in self._arrays:
             self.device.free(address)
         self._arrays.clear()

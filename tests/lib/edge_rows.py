@@ -20,7 +20,8 @@ NO_WEIGHTS = np.empty(0, np.float32)
 
 
 def awkward_rows(n: int, seed: int, huge: float = 1e30) -> np.ndarray:
-    """Return float32 [rows, n]: each kind of row whole, then rows that mix all kinds, 32 values of a kind at a time."""
+    """Return float32 [rows, n]: whole rows of each kind, then rows that mix all kinds, 32 values of a kind at a
+    time."""
     rng = np.random.default_rng(seed)
     kinds = np.array(list(_kinds(n, rng, huge).values()), np.float64).astype(np.float32)
     pick = rng.integers(len(kinds), size=(12, -(-n // 32))).repeat(32, axis=1)[:, :n]
@@ -92,12 +93,12 @@ def awkward_imatrix(n: int, seed: int) -> np.ndarray:
 
 
 def weights_for(t: TensorType, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return no weights, if the type can do without, and the given ones, even if it ignores them."""
+    """Return no weights, unless the type requires them, and the given ones, even if it ignores them."""
     return ((NO_WEIGHTS,) if t in UNWEIGHTED else ()) + ((weights,) if t.is_quantized else ())
 
 
 def within_reach(t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return x, clipped for types with a grid: ggml aborts where no neighbour of a point has a finite distance."""
+    """Return x, clipped for types with a grid: ggml aborts if no neighbour of a point has a finite distance."""
     if not FORMATS[t.name].grid:
         return x
     limit = np.cbrt(1e36 / max(float(weights.max(initial=1)), 1.0))
@@ -106,7 +107,7 @@ def within_reach(t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarra
 
 
 def boundary_bits() -> np.ndarray:
-    """Return f32 bits around every value and every middle of two values of F16 and BF16, both signs, NaN too."""
+    """Return f32 bits around every value and every midpoint of two values of F16 and BF16, both signs, also NaN."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
     brains = np.arange(1 << 16, dtype=np.uint32) << 16
     middles = np.concatenate([halves + np.uint32(0x1000), brains + np.uint32(0x8000)])
@@ -153,12 +154,12 @@ def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray 
         ggml(folder).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, importance)
         return out
 
-    # The tables of a grid take ggml seconds.
+    # ggml needs seconds for the tables of a grid.
     return array_answer(encode, peer(folder), t.id, x, weights) if FORMATS[t.name].grid else encode()
 
 
 def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str | None = None) -> np.ndarray:
-    """Return our encoder's bytes, without the checks of quantkit.kernels.quantize."""
+    """Return the encoder's bytes, without the checks of quantkit.kernels.quantize."""
     from quantkit.kernels.cpu.encode import encoder as encoder_of
 
     x = np.ascontiguousarray(x, np.float32)
@@ -168,7 +169,7 @@ def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encod
 
 
 def hashes(types: Iterable[TensorType]) -> dict[str, str]:
-    """Return a hash of what each type's encoder makes of awkward rows, with weights and without."""
+    """Return a hash of each type's encoded edge rows, with weights and without."""
     digests = {}
     for t in types:
         digest, n = hashlib.sha256(), 3 * t.block if t.is_quantized else 33
@@ -181,7 +182,7 @@ def hashes(types: Iterable[TensorType]) -> dict[str, str]:
 
 
 def assert_same_bytes(actual: np.ndarray, expected: np.ndarray, t: TensorType) -> None:
-    """Fail with the row, the block and the bytes where two encodings part."""
+    """Fail with the row, the block and the bytes of the first difference between two encodings."""
     if np.array_equal(actual, expected):
         return
     row, byte = np.argwhere(actual != expected)[0]

@@ -1,4 +1,4 @@
-"""The small files on which the examples of pages run, under the names that pages give them (tests/lib/examples.py)."""
+"""The small files on which the examples of pages run, under their names in the pages (tests/lib/examples.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIES = {
     **{"model-bf16.gguf": "tiny-moe-bf16.gguf", "evaluation.txt": "tiny-moe-evaluation.txt"},
     **{"imatrix.gguf": "tiny-moe-imatrix.gguf", "imatrix.dat": "tiny-moe-imatrix.dat"},
 }
-#: Files that quantkit writes, by command; it runs where the files of the words are.
+#: Files that quantkit writes, with their commands, which run in the folder of their input files.
 COMMANDS = {
     "model-Q2_K.gguf": "quantize --imatrix imatrix.gguf model-bf16.gguf model-Q2_K.gguf Q2_K",
     "model-Q4_K_M.gguf": "quantize --imatrix imatrix.gguf model-bf16.gguf model-Q4_K_M.gguf Q4_K_M",
@@ -70,7 +70,7 @@ NAMES = LINKS | COPIES.keys() | COMMANDS.keys() | WRITERS.keys()
 
 
 class ExampleFiles:
-    """Files of examples, each written once, in a folder of their own."""
+    """Files of examples, each written once, in their own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,13 +1,13 @@
-"""The code blocks of pages: executed in a folder of small files, or only parsed where they need more than a machine.
+"""The code blocks of pages: executed in a folder of small files, or only parsed if they need external resources.
 
-Comments of a page say how. Before the first block, ``<!-- files: model-bf16.gguf imatrix.gguf -->`` names what its
-folder holds (tests/lib/example_files.py). Before a block:
+Comments of a page control this. Before the first block, ``<!-- files: model-bf16.gguf imatrix.gguf -->`` lists the
+files in its folder (tests/lib/example_files.py). Before a block:
 
 * ``<!-- needs: network -->``: it is not executed, but its command lines are parsed. Also a store, a GPU, Ray, ...
 * ``<!-- fails: QK-E402 -->``: it ends with this error.
 
-A ``text`` block is what the block before it prints. Its lines, but for ``...``, are lines of that output, numbers
-aside: times and the last digits of measurements are those of one machine.
+A ``text`` block is the output of the block before it. Its lines, except ``...``, are lines of that output apart from
+numbers: times and the last digits of measurements are those of one machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorial/*.md")), *sorted(ROOT.glob("docs/how-to/*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- (\w+): (.+?) -->\s*$")
-#: What stands in for what a reader has: the small checkpoint's vocabulary is its own, so its pre-tokenizer has no name.
+#: Replacements for a reader's files: the small checkpoint has its own vocabulary, so its pre-tokenizer has no name.
 STAND_INS = {
     "convert Qwen3-30B-A3B/": "convert --pre gpt-2 Qwen3-30B-A3B/",
     "-m Qwen3-30B-A3B/": "--pre gpt-2 -m Qwen3-30B-A3B/",
@@ -41,7 +41,7 @@ STAND_INS = {
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code, its line in the page, its comments, and the lines that it is said to print."""
+    """A block of code, its line in the page, its comments, and its expected output."""
 
     language: str
     text: str
@@ -56,7 +56,7 @@ class Block:
 
 
 def files_of(page: Path) -> list[str]:
-    """Return the names of the files that a page asks for."""
+    """Return the names of the files that a page needs."""
     comment = re.search(r"^<!-- files: (.+?) -->$", page.read_text("utf-8"), re.MULTILINE)
     return comment[1].split() if comment else []
 
@@ -78,7 +78,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def execute(block: Block, folder: Path) -> tuple[int, str]:
-    """Run a block by bash or Python in a folder; return its exit status and all that it prints."""
+    """Run a block with bash or Python in a folder; return its exit status and output."""
     text = block.text
     for name, replacement in STAND_INS.items():
         text = text.replace(name, replacement)
@@ -99,7 +99,7 @@ def masked(line: str) -> str:
 
 
 def current_output(block: Block, printed: str) -> list[str | None]:
-    """Return the lines of a block's output with the numbers of a run, in order; None for one that is not printed."""
+    """Return the lines of a block's output with the numbers of a run, in order; None for one that was not printed."""
     lines = [line.rstrip() for line in re.split(r"[\r\n]", printed)]
     keys, start, current = [masked(line) for line in lines], 0, list[str | None]()
     for line in block.output:
@@ -114,19 +114,19 @@ def current_output(block: Block, printed: str) -> list[str | None]:
 
 
 def stale_lines(block: Block, printed: str) -> list[str]:
-    """Return the lines of a block's output that it does not print, or not in this order."""
+    """Return the lines of a block's output that were not printed, or not in this order."""
     pairs = zip(block.output, current_output(block, printed), strict=True)
     return [line for line, current in pairs if current is None]
 
 
 def nearest_line(line: str, printed: str) -> str | None:
-    """Return the printed line that is most like another one."""
+    """Return the printed line that is most similar to another one."""
     matches = difflib.get_close_matches(line, re.split(r"[\r\n]", printed), n=1, cutoff=0.4)
     return matches[0].rstrip() if matches else None
 
 
 def command_lines(block: Block) -> Iterator[list[str]]:
-    """Yield the arguments of every quantkit of a shell block."""
+    """Yield the arguments of every quantkit command in a shell block."""
     for line in block.text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
         lexer.whitespace_split, lexer.commenters = True, "#"
@@ -137,7 +137,7 @@ def command_lines(block: Block) -> Iterator[list[str]]:
 
 
 def parse(arguments: list[str]) -> None:
-    """Parse the arguments of quantkit as click does; nothing is opened or run. Raise click's error if it is wrong."""
+    """Parse the arguments of quantkit as click does, without opening or running anything. Raises click's errors."""
     with (
         mock.patch.object(click.Command, "invoke", return_value=None),
         mock.patch.object(click.Path, "convert", lambda self, value, *_: Path(value)),

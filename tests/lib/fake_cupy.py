@@ -1,8 +1,8 @@
-"""The part of CuPy that quantkit uses, over the host shim: so that the code which talks to CuPy runs without a card.
+"""The part of CuPy that quantkit uses, on the host shim, so that code which uses CuPy runs without a GPU.
 
-Names and signatures are CuPy 14's (looked up in the real package by test_cuda_device.py where it is installed). What a
-stream is given it does as late as it may, when somebody waits for it: copies from the host's memory, too. Threads may
-use it, each its own streams. ``Trouble`` lets cards fail.
+Names and signatures are CuPy 14's (compared with the real package by test_cuda_device.py if it is installed). A stream
+executes its work as late as possible, when a caller waits for it, including copies from host memory. Threads may use
+it, each with its own streams. ``Faults`` makes GPUs fail.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Work = Callable[[], None]
 
 
 @dataclass
-class Trouble:
-    """What befalls cards, by number: how many things they still do before they fail, or hang; bytes each has in all.
+class Faults:
+    """Faults of GPUs, by number: the operations before they fail, or hang; the total bytes of each.
 
-    given_back: how often memory of one that hangs was.
+    given_back: how often memory of a hung GPU was freed.
     """
 
     left: dict[int, int] = field(default_factory=dict)
@@ -44,19 +44,19 @@ class Trouble:
     given_back: int = 0
 
     def strike(self, card: int) -> None:
-        """Raise, once and for ever, when a card has done all that it does."""
+        """Raise, permanently, once a GPU has done its number of operations."""
         if card in self.left:
             self.left[card] -= 1
             if self.left[card] < 0:
                 raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
 
-#: Of the module made last.
-TROUBLE = Trouble()
+#: The faults of the latest module.
+FAULTS = Faults()
 
 
 class _ThreadState(threading.local):
-    """The current card and stream of a thread."""
+    """The current GPU and stream of a thread."""
 
     card = 0
     stream: Stream | None = None
@@ -66,23 +66,23 @@ THREAD_STATE = _ThreadState()
 
 
 class Memory:
-    """What alloc returns; given back when nobody holds it."""
+    """The result of alloc; freed with its last reference."""
 
     def __init__(self, shim: host_device.HostDevice, nbytes: int) -> None:
-        self._shim, self._nbytes, self._card, self._trouble = shim, nbytes, THREAD_STATE.card, TROUBLE
-        TROUBLE.allocated[self._card] = TROUBLE.allocated.get(self._card, 0) + nbytes
+        self._shim, self._nbytes, self._card, self._faults = shim, nbytes, THREAD_STATE.card, FAULTS
+        FAULTS.allocated[self._card] = FAULTS.allocated.get(self._card, 0) + nbytes
         self.ptr = shim.allocate(nbytes - PADDING)
 
     def __del__(self) -> None:
         with host_device.ALONE:
             try:
                 for stream in Stream.all:
-                    if stream.card == self._card and stream.trouble is self._trouble:
-                        stream.flush(quietly=True)  # a pool of memory outlives what was still to be done with it
-            except WaitsForEver:  # a pool takes it back all the same, but who asks for memory next may wait
-                self._trouble.given_back += 1
+                    if stream.card == self._card and stream.trouble is self._faults:
+                        stream.flush(quietly=True)  # a memory pool outlives the pending work that uses it
+            except WaitsForEver:  # a pool takes it back anyway, but the next allocation may wait
+                self._faults.given_back += 1
                 return
-            self._trouble.allocated[self._card] -= self._nbytes
+            self._faults.allocated[self._card] -= self._nbytes
             self._shim.free(self.ptr)
 
 
@@ -92,7 +92,7 @@ class Stream:
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking
         Stream.all.append(self)
-        self.ptr, self.card, self.trouble = 6 + len(Stream.all), THREAD_STATE.card, TROUBLE
+        self.ptr, self.card, self.trouble = 6 + len(Stream.all), THREAD_STATE.card, FAULTS
         self.captured: list[Work] | None = None
         self.waiting: list[Work] = []
 
@@ -105,18 +105,18 @@ class Stream:
         THREAD_STATE.stream = self.before
 
     def do(self, work: Work) -> None:
-        """Do it some time, or record it."""
+        """Queue work, or record it."""
         (self.waiting if self.captured is None else self.captured).append(work)
 
     def moves(self) -> bool:
-        """Tell whether the card does the next thing; who waits for one that hangs waits for ever."""
+        """Return whether the GPU executes the next operation; a wait for a hung GPU never ends."""
         with host_device.ALONE:
             if self.card in self.trouble.hangs and self.waiting:
                 self.trouble.hangs[self.card] -= 1
             return self.trouble.hangs.get(self.card, 0) >= 0
 
     def flush(self, quietly: bool = False) -> None:
-        """Do what waits."""
+        """Execute the queued work."""
         with host_device.ALONE:
             while self.waiting:
                 if not self.moves():
@@ -209,7 +209,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class WaitsForEver(BaseException):
-    """Somebody asked a card that hangs to wait for it."""
+    """A caller waited for a hung GPU."""
 
 
 class CUDADriverError(RuntimeError):
@@ -225,7 +225,7 @@ class OutOfMemoryError(MemoryError):
 
 
 def _query(event: int) -> int:
-    """cudaEventQuery: 0, or cudaErrorNotReady; what went wrong."""
+    """cudaEventQuery: 0, cudaErrorNotReady, or an error."""
     stream = Event.all[event - 1].stream
     assert stream is not None
     try:
@@ -250,9 +250,9 @@ def _fill(target: int, value: int, nbytes: int) -> None:
 
 
 def module(devices: int = 1, room: int = 1 << 30) -> Any:
-    """Return a module that can stand for cupy; room: bytes that may be had at once."""
-    global TROUBLE
-    TROUBLE, THREAD_STATE.card = Trouble(), 0
+    """Return a replacement for the module cupy; room: bytes that can be allocated at once."""
+    global FAULTS
+    FAULTS, THREAD_STATE.card = Faults(), 0
     shim = host_device.HostDevice()
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: devices,
@@ -260,7 +260,7 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         setDevice=_set_device,
         getDeviceProperties=lambda index: {"multiProcessorCount": 4, "name": b"shim"},
         driverGetVersion=lambda: 12000,
-        memGetInfo=lambda: (TROUBLE.room or room, TROUBLE.room or room),
+        memGetInfo=lambda: (FAULTS.room or room, FAULTS.room or room),
         memcpyHostToDevice=HOST_TO_DEVICE,
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
@@ -285,8 +285,8 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
     def alloc(nbytes: int) -> Memory:
         if (
             nbytes > room
-            or TROUBLE.room is not None
-            and TROUBLE.allocated.get(THREAD_STATE.card, 0) + nbytes > TROUBLE.room
+            or FAULTS.room is not None
+            and FAULTS.allocated.get(THREAD_STATE.card, 0) + nbytes > FAULTS.room
         ):
             raise OutOfMemoryError(f"{nbytes} bytes")
         return Memory(shim, nbytes)
@@ -347,13 +347,13 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         get_elapsed_time=lambda a, b: 1e3 * (b.time - a.time),
     )
     libcuda, pool = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex), types.SimpleNamespace()
-    pool.free_all_blocks = lambda: None  # memory is given back at once
+    pool.free_all_blocks = lambda: None  # memory is freed immediately
     return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, get_default_memory_pool=lambda: pool, __version__="14")
 
 
 @contextmanager
-def installed(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Any]:
-    """Let it take CuPy's place, with so many cards; what NVRTC would compile is kept as its text."""
+def install(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Any]:
+    """Replace CuPy, with a number of GPUs; NVRTC's output is the source text."""
     fake = module(devices=count)
     monkeypatch.setattr(devices, "_cupy", lambda: fake)
     monkeypatch.setattr(devices, "machine_code", lambda kernel, capability: preamble(kernel).encode())
@@ -373,7 +373,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Any]:
 
 
 def cublas() -> Any:
-    """Return a module that can stand for cupy_backends.cuda.libs.cublas: gemmEx of bf16 matrices, by numpy."""
+    """Return a replacement for cupy_backends.cuda.libs.cublas: gemmEx of bf16 matrices, by numpy."""
 
     def gemm(
         handle: int, transa: int, transb: int, m: int, n: int, k: int, alpha: int, a: int, a_type: int, lda: int,
@@ -390,7 +390,7 @@ def cublas() -> Any:
             return (bits << 16).view(np.float32).reshape(rows, k)
 
         def work() -> None:
-            out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are our rows
+            out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are quantkit's rows
             ctypes.memmove(c, out.ctypes.data, out.nbytes)
 
         THREAD_STATE.stream.do(work)
@@ -402,5 +402,5 @@ def cublas() -> Any:
     return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream, CUBLASError=CUBLASError)
 
 
-#: Bytes of the arguments of launches, by the address of the array that points to them.
+#: Bytes of the arguments of launches, by the address of the array of pointers to them.
 ARGUMENT_BYTES: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""A model that needs no engine: its logits are a pseudo-random function of the tokens before, in any batching.
+"""A model without an engine: its logits are a pseudo-random function of the preceding tokens, for any batching.
 
-It keeps the contract that quantkit.evaluate programs against, and is strict about it: a block of logits is overwritten
-as soon as the call it was handed to returns, contexts have an end, unknown sequences are errors.
+It implements the interface that quantkit.evaluate uses, strictly: a block of logits is overwritten as soon as the
+callee returns, contexts are limited, unknown sequences are errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass
 class FakeTokenizer:
-    """A token a byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     n_vocab: int
     bos: int | None = None
@@ -61,7 +61,7 @@ class FakeSession:
         if consume is None:
             return self.model.after(keys)
         offset = 0
-        while offset < len(keys):  # blocks of awkward sizes
+        while offset < len(keys):  # blocks of irregular sizes
             block = self.model.after(keys[offset : offset + 1 + (7 * offset + 3) % 23])
             consume(offset, block)
             offset += len(block)
@@ -75,7 +75,7 @@ class FakeSession:
 
 
 class FakeModel:
-    """Logits after a prefix are normal numbers times ``spread``, plus other ones times ``noise``."""
+    """A model whose logits are normal numbers times ``spread``, plus other ones times ``noise``."""
 
     arch = "fake"
     notes: tuple[str, ...] = ()
@@ -104,7 +104,8 @@ class FakeModel:
         return self._tokenizer
 
     def after(self, keys: list[list[int]]) -> F32:
-        """Return the logits after prefixes, each named by its length, sum and last tokens: float32 [n, n_vocab]."""
+        """Return the logits after prefixes, each identified by its length, sum and last tokens: float32 [n,
+        n_vocab]."""
         out = np.empty((len(keys), self.n_vocab), np.float32)
         for row, key in zip(out, keys, strict=True):
             row[:] = np.random.default_rng([self.seed, *key]).standard_normal(self.n_vocab) * self.spread
@@ -125,7 +126,7 @@ class FakeModel:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *models: FakeModel) -> list[dict[str, Any]]:
-    """Let quantkit.load return these models, by path; the list returned collects the options of each call."""
+    """Patch quantkit.load to return these models, by path; the returned list collects the options of each call."""
     calls: list[dict[str, Any]] = []
 
     def load(path: str | Path, **options: Any) -> Model:

@@ -1,4 +1,4 @@
-"""Hashes of a GGUF file and of what it is made of, to say where another one differs; read here and not by quantkit."""
+"""Hashes of a GGUF file and of its parts, to locate differences; parsed here, not by quantkit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def digests(path: Path) -> Json:
-    """Return the hash of a file, and of what it is made of: to find out where another one differs."""
+    """Return the hash of a file, and of its parts, to locate differences."""
     data = path.read_bytes()
     kv, infos, start, tensors = gguf_parts(data)
     return {
@@ -25,7 +25,7 @@ def digests(path: Path) -> Json:
 
 
 def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
-    """Return where metadata and infos end, where tensor data begins, and every tensor's padded place in it."""
+    """Return the ends of metadata and infos, the start of tensor data, and every tensor's padded range in it."""
     n_tensors, n_kv = struct.unpack_from("<QQ", data, 8)
     sizes, offset = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}, 24
 
@@ -57,7 +57,7 @@ def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
 
 
 def differences(expected: Json, actual: Json, names: list[str]) -> str:
-    """Return in words where two files differ; names: of the tensors of the one found, in its order."""
+    """Describe the differences between two files; names: of the tensors of the actual file, in its order."""
     if expected["sha256"] == actual["sha256"]:
         return ""
     parts = [f"{key} differ" for key in ("metadata", "infos") if expected[key] != actual[key]]

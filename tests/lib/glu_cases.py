@@ -64,9 +64,9 @@ def gated(a: Activation, gate: F32, up: F32) -> F64:
 
 
 def close(a: Activation, actual: F32, want: F64, tolerance: float = 1e-7) -> None:
-    """Compare; tolerance: how much is lost where 1 + tanh cancels."""
+    """Compare results; tolerance: for the cancellation of 1 + tanh."""
     if a.kind in ("gelu", "gelu_quick"):
-        # A result on the border of two half floats may fall either way, but seldom.
+        # A result between two f16 values may round either way, but rarely.
         wrong = np.abs(actual - want) > 1e-6 * np.abs(want) + tolerance
         assert wrong.mean() < 1e-2
         np.testing.assert_allclose(actual, want, rtol=1.2e-3, atol=max(1e-6, 3 * tolerance))

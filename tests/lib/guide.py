@@ -1,4 +1,4 @@
-"""The steps of CONTRIBUTING.md: a test that finds one forgotten quotes it."""
+"""The steps of CONTRIBUTING.md, which tests quote when one is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GUIDES = ("Add a type", "Add an architecture", "Add a class to `convert`", "Add 
 
 @cache
 def steps(title: str) -> dict[int, tuple[str, str]]:
-    """Return the steps of a guide: where, and what."""
+    """Return the steps of a guide: place and action."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Models of nothing but names, shapes and metadata, about which llama-quantize --dry-run is asked."""
+"""Models with only names, shapes and metadata, as input of llama-quantize --dry-run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tensor:
     type: TensorType = BY_NAME["F32"]
 
 
-#: Keys that the architectures below read; each takes those it knows.
+#: Keys that the architectures below read; each reads its own.
 COMMON: dict[str, Any] = {
     "context_length": 4096, "embedding_length": 512, "feed_forward_length": 1024, "attention.key_length": 64,
     "attention.value_length": 64, "rope.dimension_count": 64, "attention.layer_norm_rms_epsilon": 1e-5,
@@ -41,7 +41,7 @@ MLA = ("attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_k_b", "attn_v_b", "attn_kv
 MIXED = ("attn_qkv", "attn_gate", "ssm_in", "ssm_out", "ssm_conv1d", "ssm_x", "ffn_down_exps", "ffn_up_exps", "attn_v")
 
 
-def drawn_up(
+def build_model(
     arch: str,
     sizes: tuple[int, int, int, int],
     parts: Sequence[str],
@@ -75,7 +75,7 @@ def drawn_up(
 
 
 def write_sparse(path: Path, metadata: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Write a model whose weights take no room on the disk."""
+    """Write a model whose weights use no disk space."""
     fields = [Field.of(key, value) for key, value in metadata.items()]
     layout = layout_gguf(fields, [(x.name, x.shape, x.type) for x in tensors])
     with path.open("wb") as f:

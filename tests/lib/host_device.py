@@ -1,4 +1,4 @@
-"""A device without a GPU: CUDA sources compiled as C++ over tests/shim, with the address and UB sanitizers watching."""
+"""A device without a GPU: CUDA sources compiled as C++ with tests/shim, under the address and UB sanitizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) 
 
 
 def _has_fma() -> bool:
-    """Tell whether this CPU computes fmaf in an instruction; compilers call a function otherwise."""
+    """Return whether this CPU has an fmaf instruction; otherwise compilers call a function."""
     try:
         return " fma " in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -38,7 +38,7 @@ def _has_fma() -> bool:
 
 FLAGS = [
     "-std=c++17",
-    # What of -O2 makes kernels faster by a quarter without compiling for longer.
+    # Passes of -O2 that make kernels faster by a quarter without a longer compilation.
     *("-O1", "-finline-small-functions", "-ftree-vrp", "-fexpensive-optimizations"),
     *(["-mfma"] if _has_fma() else []),
     "-g1",
@@ -48,12 +48,12 @@ FLAGS = [
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-fsanitize=address,undefined",
-    # What these find ends the process anyway, as soon as such an address is used.
+    # The errors that these checks find end the process anyway, as soon as such an address is used.
     "-fno-sanitize=vptr,null,pointer-overflow,object-size",
     "-fno-sanitize-recover=all",
     "-DQUANTKIT_HOST",
 ]
-#: A library finds those it needs beside itself, so a copied or moved cache never names a folder that is gone.
+#: A library finds its dependencies beside itself, so a copied or moved cache has no stale paths.
 RUNPATH = "-Wl,-rpath,$ORIGIN:$ORIGIN/../cuda-host"
 
 
@@ -66,13 +66,13 @@ def compiler() -> str | None:
 
 @cache
 def version() -> str:
-    """Return what the C++ compiler says of itself."""
+    """Return the version text of the C++ compiler."""
     return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 @cache
 def _included(text: str) -> dict[str, str]:
-    """Return all files that a text includes, CUDA's sources, the generated ones and the shim's, each with its text."""
+    """Return all files that a text includes (CUDA sources, generated ones and the shim's), each with its text."""
     files: dict[str, str] = {}
     for name in re.findall(r'^ *# *include "(.*)"', text, re.MULTILINE):
         places = [folder / name for folder in (SOURCES, SHIM) if (folder / name).exists()]
@@ -82,13 +82,13 @@ def _included(text: str) -> dict[str, str]:
 
 
 def digest(text: str, *items: object) -> str:
-    """Return a name for what is made of a text, of all that it includes, and of more."""
+    """Return a digest of a text, of all files that it includes, and of further strings."""
     parts = [text, *(body for _, body in sorted(_included(text).items())), *map(str, items)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def build(text: str, arch: int = 900, *libraries: Path) -> Path:
-    """Compile C++ text to a library, linked to others, once for each version of what it is made of."""
+    """Compile C++ text to a library, linked to others, once for each digest of its inputs."""
     library = CACHE / f"{digest(text, version(), FLAGS, RUNPATH, arch, *(path.name for path in libraries))}.so"
     if library.exists():
         return library
@@ -97,7 +97,7 @@ def build(text: str, arch: int = 900, *libraries: Path) -> Path:
 
 
 def make_library(library: Path, text: str, flags: Sequence[str], libraries: Sequence[Path]) -> Path:
-    """Compile C++ text, whole or not at all."""
+    """Compile C++ text to a file that appears only when complete."""
     command = compiler()
     assert command is not None, "no C++ compiler"
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -132,16 +132,16 @@ def _runtime() -> ctypes.CDLL:
 
 @cache
 def _module(text: str, arch: int) -> ctypes.CDLL:
-    # Never RTLD_GLOBAL: libraries loaded later would take the sanitizer's operator new, and some not its delete.
+    # Never RTLD_GLOBAL: libraries loaded later would use the sanitizer's operator new, and some of them not its delete.
     return ctypes.CDLL(str(build(text, arch, _runtime_path())))
 
 
-#: Kernels run one after another, whoever launches them.
+#: Kernels run one after another, also those of different threads.
 ALONE = threading.RLock()
 
 
 def check_launch(launch: Launch, capability: int) -> None:
-    """Refuse a launch that a card would refuse."""
+    """Refuse a launch that a GPU would refuse."""
     name, (x, y, z) = launch.kernel.name, launch.grid
     assert launch.shared <= shared_of_block(capability), f"{name}: {launch.shared} bytes of shared memory"
     assert 0 < x < 1 << 31, f"{name}: a grid of {launch.grid} blocks"
@@ -150,7 +150,7 @@ def check_launch(launch: Launch, capability: int) -> None:
 
 
 class HostDevice:
-    """Runs launches at once, one block after another. order: one of those of runtime.cpp; without, all by turns."""
+    """Runs launches immediately, one block after another. order: one of runtime.cpp's; by default, all in rotation."""
 
     def __init__(self, capability: int = 90, order: int | None = None, name: str = "CUDA0") -> None:
         self.capability, self.order, self.name, self.multiprocessors = capability, order, name, 4
@@ -188,7 +188,7 @@ class HostDevice:
         self.upload(out, matrix(x, rows) @ matrix(w, n_out).T)
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        pass  # what runs is compiled when it does: most of these do not
+        pass  # kernels are compiled at their first launch: most of these never run
 
     def run(self, launches: Sequence[Launch]) -> None:
         with ALONE:
@@ -232,7 +232,8 @@ class HostDevice:
         return 1 << 40
 
     def not_ready(self, address: int, nbytes: int) -> None:
-        """Let launches be early ones: memory that the one before writes is forbidden until a thread waits for it."""
+        """Use programmatic dependent launches: memory that the previous launch writes is poisoned until a thread waits
+        for it."""
         self._runtime.host_not_ready(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
 
     def seconds(self, work: Callable[[], None]) -> float:

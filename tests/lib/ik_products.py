@@ -1,8 +1,9 @@
-"""Products by ik_llama.cpp itself: its libggml.so, through ctypes.
+"""Products computed by ik_llama.cpp's libggml.so, through ctypes.
 
 The wheel ik-llama-cpp-python is built for AVX2. Products are ``iqk_mul_mat`` of ggml/src/iqk/iqk_mul_mat.cpp:
-activations go to the format ``activations_of(t)`` (``vec_dot_type``); for some 32 rows of activations and more, weights
-of most types are first rounded again, to 8 bits with one scale for 256 or 32 values (``repacked``, is_dequant_better).
+activations are converted to the format ``activations_of(t)`` (``vec_dot_type``); for about 32 and more rows of
+activations, weights of most types are first rounded again, to 8 bits with one scale for 256 or 32 values (``repacked``,
+is_dequant_better).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class IkGgml:
     def __init__(self, lib: Path) -> None:
         self.c = ctypes.CDLL(str(lib / "libggml.so"))
         self.c.ggml_init.argtypes, self.c.ggml_init.restype = [InitParams], c_void_p
-        assert self.c.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
+        assert self.c.ggml_init(InitParams(1 << 20, None, False))  # initializes the table of f16 conversions
         self.c.ggml_internal_get_type_traits.restype = Traits
         self.c.ggml_row_size.argtypes, self.c.ggml_row_size.restype = [c_int, c_int64], c_size_t
         product = self.c.iqk_mul_mat
@@ -79,7 +80,7 @@ class IkGgml:
 
     @property
     def has_vnni(self) -> bool:
-        """Whether it is built for AVX-512 with VNNI."""
+        """Return whether it is built for AVX-512 with VNNI."""
         return bool(self.c.ggml_cpu_has_avx512_vnni())
 
     def activations_of(self, t: TensorType) -> TensorType:
@@ -87,7 +88,7 @@ class IkGgml:
         return BY_ID[self.c.ggml_internal_get_type_traits(t.id).vec_dot_type]
 
     def repacked(self, t: TensorType, rows: int) -> TensorType:
-        """Return the type to which weights are brought for a product with ``rows`` rows of activations."""
+        """Return the type to which weights are converted for a product with ``rows`` rows of activations."""
         return BY_ID[self.c.iqk_dequant_type(t.id, rows)]
 
     def to_format(self, x: F32, kind: TensorType) -> U8:
@@ -100,7 +101,7 @@ class IkGgml:
         return out
 
     def values(self, rows: U8, kind: TensorType, n: int) -> F64:
-        """Return what ``n`` activations in a format stand for, float64 [rows, n]."""
+        """Return the decoded values of ``n`` activations in a format, float64 [rows, n]."""
         dtype, offset, scales, levels, block = LAYOUTS[kind.name]
         blocks = rows.reshape(len(rows) * n // block, -1)
         d = np.ascontiguousarray(blocks[:, offset : offset + scales * np.dtype(dtype).itemsize]).view(dtype)

@@ -1,7 +1,6 @@
-"""The services of quantkit.foreign in the tests' own process: one of theirs for each file costs more than the rest.
+"""The services of quantkit.foreign in the tests' own process: a child process for each file would dominate their time.
 
-For tests of files that are well made. The processes and their limits are those of test_foreign.py, and of all tests
-that do not ask for this.
+For tests of valid files. test_foreign.py, and all tests that do not request this, use child processes with limits.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from quantkit.foreign.child import Child
 from quantkit.foreign.serve import _reason
 from quantkit.names import printable, shorten
 
-#: The service of each child that was called.
+#: The services of the children called so far.
 _SERVICES: WeakKeyDictionary[Child, Any] = WeakKeyDictionary()
 
 
 def _through_json(value: Any) -> Any:
-    """Return a value as it leaves a pipe."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
 def _service(child: Child) -> Any:
-    """Return the service of a child, made at its first call."""
+    """Return the service of a child, created at its first call."""
     if child not in _SERVICES:
         module, _, kind = child._first["service"].partition(":")
         data = [] if child._data is None else [child._data()]
@@ -37,7 +36,7 @@ def _service(child: Child) -> Any:
 
 
 def call(child: Child, method: str, *arguments: Any) -> Any:
-    """Return the result of a method, as ``Child.call`` does."""
+    """Return the result of a method, like ``Child.call``."""
     try:
         return _through_json(getattr(_service(child), method)(*_through_json(arguments)))
     except Exception as e:
@@ -45,7 +44,7 @@ def call(child: Child, method: str, *arguments: Any) -> Any:
 
 
 def run_services_here(patch: pytest.MonkeyPatch) -> None:
-    """Let children start no process."""
+    """Run the services of children without processes."""
     patch.setenv("TOKENIZERS_PARALLELISM", "false")
     patch.setattr(Child, "start", lambda child: None)
     patch.setattr(Child, "call", call)

@@ -1,4 +1,4 @@
-"""The lightning indexer as model/ops.py describes it, on values so small that every sum is exact and many are equal."""
+"""The lightning indexer as specified in model/ops.py, on values so small that every sum is exact and many are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Case:
-    """An indexer, of blocks of ``ratio`` positions; ``spread``: integers from -spread to spread are drawn."""
+    """An indexer, with blocks of ``ratio`` positions; ``spread``: values are random integers from -spread to spread."""
 
     n_head: int = 8
     head: int = 64
@@ -22,7 +22,7 @@ class Case:
     ratio: int = 1
 
     def draw(self, n: int, seed: int) -> tuple[Any, Any, Any]:
-        """Return q, weights and keys of n tokens, keys as a cache of any type keeps them exactly."""
+        """Return q, weights and keys of n tokens; a cache of any type stores the keys exactly."""
         rng, s = np.random.default_rng(seed), self.spread
         q = rng.integers(-s, s + 1, (n, self.n_head * self.head))
         weights = rng.integers(-s, s + 1, (n, self.n_head))
@@ -32,12 +32,12 @@ class Case:
         return q.astype(np.float32), weights.astype(np.float32), keys.astype(np.float32)
 
     def visible_keys(self, keys: Any, sequence: int, position: int, n_ctx: int) -> Any:
-        """Return those of all sequences' keys that a token sees."""
+        """Return the keys visible to a token, of those of all sequences."""
         first = sequence * (n_ctx // self.ratio)
         return keys[first : first + (position + 1) // self.ratio]
 
     def select(self, q: Any, weights: Any, keys: Any) -> npt.NDArray[np.int32]:
-        """Return a token's row; keys: those it sees."""
+        """Return a token's row; keys: the visible ones."""
         out = np.full(self.n_selected, -1, np.int32)
         scores = np.maximum(keys.astype(np.float64) @ q.reshape(self.n_head, self.head).T.astype(np.float64), 0)
         scores = (scores * weights.astype(np.float64)).sum(-1) * self.scale

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and routing: what they are in double, and the cases of the CPU and of CUDA devices."""
+"""Norms, rotary positions and routing: results in double, and the cases for the CPU and for CUDA devices."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ROPES = {
     "imrope": RopeConfig(n_rot=128, kind="neox", freq_base=5e6, sections=(24, 20, 20, 0), interleaved=True),
     "imrope4": RopeConfig(n_rot=64, kind="neox", freq_base=1e7, sections=(10, 8, 6, 8), interleaved=True),
 }
-#: Rows, heads, values of a head; the first that is turned, and how many.
+#: Rows, heads, values of a head; the first rotated one, and their number.
 TURNS = [(1, 32, 128, 0, 128), (40, 4, 96, 0, 32), (3, 3, 24, 4, 20), (9, 2, 192, 128, 64), (2, 1, 6, 0, 6)]
 
 
 def turn(kind: str, rows: int, heads: int, head: int, start: int, n_rot: int) -> tuple[Any, Any, Any]:
-    """Return rows, a table of angles, and the rows turned: every pair as a complex number times e^(i angle)."""
+    """Return rows, a table of angles, and the rotated rows: every pair as a complex number times e^(i angle)."""
     rng = np.random.default_rng(6)
     x = rng.normal(0, 1, (rows, heads * head)).astype(np.float32)
     angles = rng.uniform(-3, 3, (rows, n_rot // 2))
@@ -76,7 +76,7 @@ def route_inputs(r: Routing, rows: int, with_bias: bool) -> tuple[Any, Any]:
 
 
 def route_expected(r: Routing, logits: Any, bias: Any = None, experts: Any = None) -> tuple[Any, Any]:
-    """Return ids, and weights in double; experts are chosen by probabilities in float32, or elsewhere."""
+    """Return ids, and weights in double; experts are chosen by probabilities in float32, or given."""
     x = logits.astype(np.float64)
     e = np.exp(x - x.max(axis=1, keepdims=True))
     probs = {
@@ -102,7 +102,7 @@ def route_expected(r: Routing, logits: Any, bias: Any = None, experts: Any = Non
 
 
 def check_chosen(routed: Any) -> None:
-    """Experts that are chosen elsewhere have their weights."""
+    """Check the weights of given experts."""
     r = Routing(24, 3, "sqrt_softplus", norm=True)
     logits, experts = route_inputs(r, 5, False)[0], np.array([[4, 23, 0], [1, 2, 3]] * 2 + [[9, 8, 7]], np.int32)
     ids, weights = routed(r, logits, experts=experts)
@@ -112,7 +112,7 @@ def check_chosen(routed: Any) -> None:
 
 
 def check_ties(routed: Any, gating: str) -> None:
-    """Of equal ones the lower number wins. routed: what returns the ids and weights of a routing and logits."""
+    """Check that the lower number wins a tie. routed: returns ids and weights for a routing and logits."""
     logits = np.zeros((3, 80), np.float32)
     logits[0, ::2] = -0.0
     logits[1, [39, 71, 33]] = 1
@@ -125,7 +125,7 @@ def check_ties(routed: Any, gating: str) -> None:
 
 
 def check_nans(routed: Any) -> None:
-    """A NaN never makes an expert come twice."""
+    """Check that no expert is chosen twice because of a NaN."""
     logits = np.full((3, 24), np.nan, np.float32)
     logits[1, 5] = 3
     logits[2] = -np.inf
@@ -135,7 +135,7 @@ def check_nans(routed: Any) -> None:
 
 
 def check_floor(routed: Any) -> None:
-    """Weights that vanish are divided by the floor."""
+    """Check that a sum of weights near zero is replaced by the floor."""
     r = Routing(8, 2, "sigmoid", norm=True)
     _, weights = routed(r, np.full((1, 8), -30, np.float32))
     np.testing.assert_allclose(weights, 1 / (1 + np.exp(30)) / r.sum_floor, rtol=3e-6)

@@ -5,21 +5,20 @@
     python tests/lib/libllama.py MODEL --lib DIR --load
     python tests/lib/libllama.py KEYS.gguf - OUT.npy --lib DIR --tensors
 
-TOKENS holds raw token ids, [n] or [sequences, n]; OUT gets float32 logits, [n, n_vocab] or [sequences, n, n_vocab],
-one row after each token. Every sequence begins at position 0 with an empty cache. With --tokenize OUT gets int32 ids.
---load loads the model and makes a context, which computes nothing. With --tensors KEYS is a GGUF file without tensors,
-and OUT gets name and ne of every tensor that llama.cpp's loader takes for these keys, all optional ones among them.
-Everything runs on the CPU, without flash attention unless told otherwise, with an f32 cache; in ik_llama.cpp, which
-has none (it refuses f32 values without flash attention, and with it both), with an f16 cache.
+TOKENS has raw token ids, [n] or [sequences, n]; OUT gets float32 logits, [n, n_vocab] or [sequences, n, n_vocab], one
+row after each token. Every sequence begins at position 0 with an empty cache. With --tokenize OUT gets int32 ids.
+--load loads the model and creates a context, without computing anything. With --tensors KEYS is a GGUF file without
+tensors, and OUT gets name and ne of every tensor that llama.cpp's loader reads for these keys, including all optional
+ones. Everything runs on the CPU, by default without flash attention and with an f32 cache; ik_llama.cpp, which has none
+(it refuses f32 values without flash attention, and f32 keys and values with it), uses an f16 cache.
 
-The two libraries export the same names with different structs, so two of them must never meet in one process: tests
-use ``Libllama``, which starts this file once for each library; it loads the library and forks for every call, so that
-none meets what another left behind. A model that the library refuses, or dies of, is a ``LibllamaError`` with all that
-it printed.
+The two libraries export the same names with different structs, so they must never be loaded in one process: tests use
+``Libllama``, which starts this file once for each library; it loads the library and forks for every call, so that calls
+do not share state. A model that the library refuses, or crashes on, is a ``LibllamaError`` with the printed output.
 
 The structs of llama.cpp are those of include/llama.h at b11434. Those of ik_llama.cpp come with the wheel
-ik-llama-cpp-python, whose library is older than any header at hand; a library that is not the wheel's is one of
-8337e4cd3, whose structs have more fields. All are checked against the library's defaults.
+ik-llama-cpp-python, whose library is older than the available headers; any other library is one of 8337e4cd3, whose
+structs have more fields. All are checked against the library's defaults.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ import numpy as np
 import numpy.typing as npt
 from peer_cache import answer, array_answer, peer
 
-#: Ids of ggml's types, the same in both trees.
+#: Ids of ggml's types, the same in both projects.
 KV_TYPES = {"f32": 0, "f16": 1}
 REFUSED = 3
 
@@ -69,7 +68,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class LibllamaError(Exception):
-    """The library could not do it; ``log`` is all that it printed."""
+    """A failed call of a library; ``log`` is its printed output."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(f"{message}\n{log[-2000:]}")
@@ -96,8 +95,8 @@ class Libllama:
     ) -> Logits:
         """Return float32 logits [..., n_vocab] after each of the token ids, [n] or [sequences, n].
 
-        ``batch`` tokens are computed at once (n_batch and n_ubatch); ``kv`` is the type of the cache, f32 or f16, and
-        if None what the library can do best. Raises LibllamaError.
+        ``batch`` tokens are computed at once (n_batch and n_ubatch); ``kv`` is the type of the cache, f32 or f16, by
+        default the library's most exact one. Raises LibllamaError.
         """
         options = ["--batch", str(batch), "--flash-attn", str(int(flash_attn)), *(["--kv", kv] if kv else [])]
         with tempfile.TemporaryDirectory() as folder:
@@ -105,15 +104,15 @@ class Libllama:
             return self._run(model, ids, options)
 
     def tokenize(self, model: Path, text: Path) -> Ids:
-        """Return the int32 ids of a text file by the model's own tokenizer, BOS where the model wants one."""
+        """Return the int32 ids of a text file by the model's own tokenizer, with BOS if the model adds it."""
         return self._run(model, text, ["--tokenize"])
 
     def load(self, model: Path, header: bytes | None = None) -> Loading:
-        """Return whether the model loads, and what the library prints if not.
+        """Return whether the model loads, and the library's output if not.
 
-        ``header`` is all of the file before its weights, which may be holes: the answer depends on it and on the file's
-        size alone. Without it the whole file is what is asked about. Raises LibllamaError if the process takes too long
-        or is killed from outside, which is no answer.
+        ``header`` is the file up to its weights, which may be holes: the result depends only on it and on the file's
+        size. Without it the result depends on the whole file. Raises LibllamaError if the process takes too long or is
+        killed from outside.
         """
         about = (model,) if header is None else (header, model.stat().st_size)
         question = (peer(self.lib), Path(__file__), self.ik, "load", *about)
@@ -132,7 +131,8 @@ class Libllama:
         return json.dumps({"loads": loads, "runs": status == 0, "complaint": complaint}).encode()
 
     def tensors(self, keys: Path) -> dict[str, tuple[int, ...]]:
-        """Return ne of every tensor, optional ones too, that the loader takes for a file's keys (llama.cpp only)."""
+        """Return ne of every tensor, including optional ones, that the loader reads for a file's keys (llama.cpp
+        only)."""
         rows = self._run(keys, keys, ["--tensors"])
         return {str(row["name"]): tuple(int(n) for n in row["ne"][: row["n_dims"]]) for row in rows}
 
@@ -154,24 +154,24 @@ class Libllama:
 
 @dataclass(frozen=True)
 class Loading:
-    """The outcome of loading a model; ``runs``: a context could be created, too."""
+    """The outcome of loading a model; ``runs``: a context was also created."""
 
     loads: bool
     runs: bool
-    #: The library's own words, if not both.
+    #: The library's message, if it did not load and run.
     complaint: str
 
 
-#: The line between what loading a model prints and what making a context does.
+#: The line between the output of loading a model and that of creating a context.
 LOADED = "== the model is loaded ==\n"
-#: Where a log says why: the words of exceptions, of assertions, of what is logged as an error.
+#: Patterns of a log's lines with the reason: of exceptions, assertions and logged errors.
 _WHY = re.compile(r"[Ee]rror|GGML_ASSERT|terminate called|what\(\):|failed to")
-#: What it adds to each.
+#: Generic lines that follow a reason.
 _ADDED = re.compile(r"failed to (load model|create context|initialize the context)|^error loading model")
 
 
 def _complaint(log: str, status: int) -> str:
-    """Return the lines of a log that say why a process ended with a status, by default its last one."""
+    """Return the lines of a log with the reason for an exit status, by default its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     why = [line for line in lines if _WHY.search(line) and not _ADDED.search(line)] or lines[-1:]
     signalled = f"{signal.Signals(-status).name}: " if status < 0 else ""
@@ -179,11 +179,11 @@ def _complaint(log: str, status: int) -> str:
 
 
 class Server:
-    """The process that has loaded a library and forks for every call."""
+    """A process that loads a library and forks for every call."""
 
     def __init__(self, lib: Path, ik: bool) -> None:
         command = [sys.executable, __file__, "--serve", "--lib", str(lib), *(["--ik"] if ik else [])]
-        # A library that aborts would start gdb on itself; ik_llama.cpp's does unless it finds none.
+        # An aborting library would start gdb on itself; ik_llama.cpp's does unless gdb is not found.
         environment = os.environ | {"GGML_NO_BACKTRACE": "1", "PATH": "/nonexistent"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -204,7 +204,7 @@ def _server(lib: Path, ik: bool) -> Server:
 
 
 def nmse(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """Return the mean square of the error over the mean square of what was expected."""
+    """Return the mean square of the error over the mean square of the expected values."""
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if a.shape != b.shape:
         raise ValueError(f"shapes {a.shape} and {b.shape}")
@@ -309,7 +309,7 @@ class Batch(Structure):
     ]
 
 
-#: What the libraries' own defaults are, as far as the structs must be right for what is set here.
+#: The libraries' defaults of the fields that are set here, to check the structs.
 MODEL_DEFAULTS = {"split_mode": 1, "main_gpu": 0, "vocab_only": False, "check_tensors": False}
 CONTEXT_DEFAULTS = {
     **{"n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_threads": 4, "n_threads_batch": 4},
@@ -319,7 +319,7 @@ CONTEXT_DEFAULTS = {
 
 
 class Mainline:
-    """llama.cpp b11434: how a model is opened and a cache emptied."""
+    """llama.cpp b11434: opens a model and clears a cache."""
 
     ModelParams, ContextParams, Batch = ModelParams, ContextParams, Batch
     best_kv = "f32"
@@ -335,7 +335,7 @@ class Mainline:
         self.lib, self.c = lib, ctypes.CDLL(str(lib / "libllama.so"))
 
     def settings(self, flash_attn: bool) -> dict[str, Any]:
-        """Return what is set in the context beside what both trees have."""
+        """Return the context's settings that only this project has."""
         return {"flash_attn_type": int(flash_attn), "op_offload": False, "n_outputs_max_per_seq": 0}
 
     def clear(self, context: int) -> None:
@@ -344,11 +344,11 @@ class Mainline:
         self.c.llama_memory_clear(self.c.llama_get_memory(context), True)
 
     def tokenizer(self, model: int, vocab: int) -> int:
-        """Return what llama_tokenize takes as its first argument."""
+        """Return the first argument of llama_tokenize."""
         return vocab
 
 
-#: Fields of ik_llama.cpp 8337e4cd3 that the wheel is too old for, by the field before them.
+#: Fields of ik_llama.cpp 8337e4cd3 that the older wheel lacks, by the field before them.
 NEWER_MODEL_FIELDS: dict[str, list[tuple[str, Any]]] = {
     "type_v": [("idx_type_k", c_int)],
     "n_v_last": [("extra_output_type", c_int)],
@@ -364,13 +364,13 @@ NEWER_CONTEXT_FIELDS: dict[str, list[tuple[str, Any]]] = {
 
 
 def with_fields(old: Any, extra: dict[str, list[tuple[str, Any]]]) -> type[Structure]:
-    """Return a struct with more fields, each list behind a field of the old one."""
+    """Return a struct with additional fields, each list after a field of the old one."""
     fields = [(name, kind) for field in old._fields_ for name, kind in (field, *extra.get(field[0], ()))]
     return type(old.__name__, (Structure,), {"_fields_": fields})
 
 
 class Ik:
-    """ik_llama.cpp, with the structs that came with its wheel, or those of 8337e4cd3."""
+    """ik_llama.cpp, with the structs of its wheel, or those of 8337e4cd3."""
 
     best_kv = "f16"
     own_defaults: dict[str, Any] = {"flash_attn": True, "mla_attn": 3, "fused_moe_up_gate": True, "graph_reuse": True}
@@ -402,7 +402,7 @@ def defaults(function: Any, kind: type[Structure], values: dict[str, Any]) -> An
     params = function()
     wrong = {name: getattr(params, name) for name, value in values.items() if getattr(params, name) != value}
     if wrong:
-        sys.exit(f"{kind.__name__} is not this library's: its defaults read {wrong}")
+        sys.exit(f"{kind.__name__} does not match this library: its defaults are {wrong}")
     return params
 
 
@@ -424,7 +424,7 @@ def open_model(api: Mainline | Ik, path: Path, vocab_only: bool = False, **field
 def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace, **fields: Any) -> int:
     """Return a context for sequences of n tokens; ``fields``: fields of its parameters.
 
-    Its size is rounded up to 256, as the libraries do themselves.
+    Its size is rounded up to 256, as the libraries do.
     """
     params = defaults(api.c.llama_context_default_params, api.ContextParams, CONTEXT_DEFAULTS | api.own_defaults)
     kv = KV_TYPES[options.kv or api.best_kv]
@@ -455,12 +455,12 @@ class InitParams(Structure):
     _fields_ = [("no_alloc", c_bool), ("ctx", c_void_p)]
 
 
-#: name, ne and how many of it count, of a tensor.
+#: name, ne and number of dimensions of a tensor.
 TENSOR = np.dtype([("name", "U64"), ("ne", np.int64, 4), ("n_dims", np.int64)])
 
 
 def tensors_of(api: Mainline, lib: Path, keys: Path) -> npt.NDArray[Any]:
-    """Return the tensors of the model that llama.cpp makes of keys alone; ends the process if it makes none."""
+    """Return the tensors of the model that llama.cpp builds from keys; exits if it builds none."""
     ggml = ctypes.CDLL(str(lib / "libggml-base.so"))
     ggml.gguf_init_from_file.restype, ggml.gguf_init_from_file.argtypes = c_void_p, [c_char_p, InitParams]
     ggml.ggml_get_name.restype, ggml.ggml_get_name.argtypes = c_char_p, [c_void_p]
@@ -484,7 +484,7 @@ def tensors_of(api: Mainline, lib: Path, keys: Path) -> npt.NDArray[Any]:
 
 
 def batch_of(api: Mainline | Ik, tokens: Ids, start: int, outputs: Sequence[int]) -> Any:
-    """Return a llama_batch of tokens from the position ``start`` on; outputs: 1 for each that needs logits."""
+    """Return a llama_batch of tokens from position ``start`` on; outputs: 1 for each token that needs logits."""
     n, sequence = len(tokens), c_int32(0)
     batch = api.Batch(n)
     batch.token = (c_int32 * n)(*tokens.tolist())
@@ -496,7 +496,7 @@ def batch_of(api: Mainline | Ik, tokens: Ids, start: int, outputs: Sequence[int]
 
 
 def decode_batch(api: Mainline | Ik, context: int, batch: Any) -> None:
-    """Compute a batch; ends the process if the library cannot."""
+    """Compute a batch; exits if the library cannot."""
     api.c.llama_decode.argtypes = [c_void_p, api.Batch]
     status = api.c.llama_decode(context, batch)
     if status != 0:
@@ -514,7 +514,7 @@ def decode(api: Mainline | Ik, context: int, tokens: Ids, start: int, n_vocab: i
 def compute(api: Mainline | Ik, model: int, n_vocab: int, options: argparse.Namespace) -> Logits:
     tokens = np.load(options.tokens).astype(np.int32)
     if tokens.ndim not in (1, 2) or tokens.size == 0 or tokens.min() < 0 or tokens.max() >= n_vocab:
-        sys.exit(f"{options.tokens}: wanted ids below {n_vocab} in one or two dimensions, got {tokens.shape}")
+        sys.exit(f"{options.tokens}: expected ids below {n_vocab} in one or two dimensions, got {tokens.shape}")
     n = tokens.shape[-1]
     context = open_context(api, model, n, options)
     out = np.empty((tokens.size // n, n, n_vocab), np.float32)
@@ -538,7 +538,7 @@ def tokenize(api: Mainline | Ik, model: int, vocab: int, text: bytes) -> Ids:
 
 
 def serve(api: Mainline | Ik) -> None:
-    """Carry out calls, a line of JSON each, in forks; answer with their exit status."""
+    """Execute calls, one line of JSON each, in forks; print their exit status."""
     for line in sys.stdin:
         arguments, log, timeout = json.loads(line)
         if (child := os.fork()) == 0:
@@ -550,9 +550,9 @@ def serve(api: Mainline | Ik) -> None:
 
 
 def _status(api: Mainline | Ik, arguments: Sequence[str]) -> int:
-    """Return the exit status that a process of its own would have ended with."""
+    """Return the exit status of the call as a process."""
     try:
-        carry_out(api, parser().parse_args(arguments))
+        execute(api, parser().parse_args(arguments))
     except SystemExit as e:
         print(e.code, file=sys.stderr, flush=True)
         return e.code if isinstance(e.code, int) else 1
@@ -572,13 +572,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--flash-attn", type=int, choices=(0, 1), default=0)
     parser.add_argument("--kv", choices=KV_TYPES, help="type of the cache (default: f32; ik_llama.cpp: f16)")
     parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
-    parser.add_argument("--load", action="store_true", help="load the model and make a context, and write nothing")
-    parser.add_argument("--tensors", action="store_true", help="write which tensors a model of these keys has instead")
+    parser.add_argument("--load", action="store_true", help="load the model and create a context, without output")
+    parser.add_argument("--tensors", action="store_true", help="write the tensors of a model with these keys instead")
     return parser
 
 
-def carry_out(api: Mainline | Ik, options: argparse.Namespace) -> None:
-    """Compute what is asked for, and write it."""
+def execute(api: Mainline | Ik, options: argparse.Namespace) -> None:
+    """Compute the requested result, and write it."""
     if options.tensors:
         assert isinstance(api, Mainline)
         write(options.out, tensors_of(api, api.lib, options.model))
@@ -605,16 +605,16 @@ def write(path: Path, result: npt.NDArray[Any]) -> None:
 
 def main() -> None:
     library = argparse.ArgumentParser(add_help=False)
-    library.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
-    library.add_argument("--ik", action="store_true", help="it is ik_llama.cpp's")
-    library.add_argument("--serve", action="store_true", help="carry out calls from stdin, for Libllama")
+    library.add_argument("--lib", type=Path, required=True, metavar="DIR", help="folder of libllama.so")
+    library.add_argument("--ik", action="store_true", help="the library is ik_llama.cpp's")
+    library.add_argument("--serve", action="store_true", help="execute calls from stdin, for Libllama")
     options, arguments = library.parse_known_args()
     call = None if options.serve else parser().parse_args(arguments)
     api = Ik(options.lib.resolve()) if options.ik else Mainline(options.lib.resolve())
     if call is None:
         serve(api)
     else:
-        carry_out(api, call)
+        execute(api, call)
 
 
 if __name__ == "__main__":

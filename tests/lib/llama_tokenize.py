@@ -4,7 +4,7 @@
 
 REQUESTS is a list of [MODEL.gguf, [[text as hex, add_special, parse_special], ...]]; IDS has a list of ids for each
 text, and null for a model that the library refuses. Only vocabularies are loaded. "facts" instead of a list of texts
-asks for [bos, eos, add_bos, add_eos] and then every token's piece (hex) by llama_token_to_piece.
+requests [bos, eos, add_bos, add_eos] and then every token's piece (hex) by llama_token_to_piece.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from libllama import MODEL_DEFAULTS, Mainline, defaults
 Request = tuple[bytes, bool, bool]
 
 
-def ask(lib: Path, requests: Sequence[tuple[Path, Sequence[Request] | str]], *, anew: bool = False) -> list[Any]:
-    """Return for each model the ids of its texts, or its facts, None where the library refuses it.
+def ask(lib: Path, requests: Sequence[tuple[Path, Sequence[Request] | str]], *, uncached: bool = False) -> list[Any]:
+    """Return for each model the ids of its texts, or its facts, None if the library refuses it.
 
-    ``anew``: do not keep the answers, to texts that are others in every run.
+    ``uncached``: do not store the results, for texts that differ in every run.
     """
     plain = [
         [str(path), texts if isinstance(texts, str) else [[text.hex(), *flags] for text, *flags in texts]]
         for path, texts in requests
     ]
-    if anew:
+    if uncached:
         return json.loads(_run(lib, plain))  # type: ignore[no-any-return]
     inputs = [x if isinstance(x, str) else [(text, *flags) for text, *flags in x] for _, x in requests]
     question = (peer(lib), *(Path(path) for path in (__file__, libllama.__file__)), *(path for path, _ in requests))
@@ -107,7 +107,7 @@ class Vocabs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
+    parser.add_argument("--lib", type=Path, required=True, metavar="DIR", help="folder of libllama.so")
     vocabs = Vocabs(parser.parse_args().lib.resolve())
     json.dump([vocabs.answer(path, questions) for path, questions in json.load(sys.stdin)], sys.stdout)
 

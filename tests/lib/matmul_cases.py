@@ -1,4 +1,4 @@
-"""Products: what they are in double, and the weights, experts and rows of the CPU and of CUDA devices."""
+"""Products: results in double, and the weights, experts and rows for the CPU and for CUDA devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ f32, f64 = np.float32, np.float64
 
 
 def draw_weights(t: TensorType, shape: tuple[int, ...], rng: Any, scale: tuple[float, float] = (0.001, 0.02)) -> Any:
-    """Return random rows, uint8 [..., row_bytes], whose scales are sensible numbers."""
+    """Return random rows, uint8 [..., row_bytes], with moderate scales."""
     if t.block == 1:
         values = rng.standard_normal(shape).astype(f32)
         bits = (values.view(np.uint32) >> 16).astype(np.uint16) if t.name == "BF16" else values
@@ -30,8 +30,8 @@ def decode(w: Any, t: TensorType) -> Any:
 def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
     """Return x w^T for w [n_out, row_bytes], float64 [rows, n_out].
 
-    Weights multiply the values of x. Minimums multiply the sum of a block less the excess: s of q8_1 is rounded by
-    itself.
+    Weights multiply the values of x. Minimums multiply the sum of a block less the excess, because s of q8_1 is rounded
+    separately.
     """
     y = values @ decode(w, t).T * float(f32(format_of(t).row_scale_gain))
     if t.name in ("Q4_1", "Q5_1"):
@@ -41,7 +41,7 @@ def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
 
 
 def routed(rows: int, n_used: int, experts: Any, seed: Any = 5) -> Any:
-    """Return the ids of the experts of rows, int32 [rows, n_used]; ``experts``: how many there are, or which."""
+    """Return the ids of the experts of rows, int32 [rows, n_used]; ``experts``: their number, or a list."""
     rng = np.random.default_rng(seed)
     return np.array([rng.permutation(experts)[:n_used] for _ in range(rows)], np.int32)
 
@@ -56,7 +56,8 @@ def products_by_expert(w: Any, t: TensorType, values: Any, excess: Any, ids: Any
 
 
 def awkward_rows(n: int) -> Any:
-    """Return rows of very different sizes: zeros, ties of both signs, halves to round, denormals, single spikes."""
+    """Return rows of very different magnitudes: zeros, ties of both signs, halves to round, denormals, single
+    spikes."""
     rng = np.random.default_rng(n)
     x = rng.standard_normal((11, n)).astype(f32)
     x[1] *= f32(1e-3) * np.exp2(np.arange(n) // 32 % 7).astype(f32)

@@ -1,4 +1,4 @@
-"""A device that does nothing: which launches a program is made of, without running or compiling any."""
+"""A device that records the launches of a program, without running or compiling any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.model.placement import ALL_LAYERS, Placement
 
 
 class NullDevice:
-    """Addresses that nobody reads or writes; the launches that were asked for."""
+    """Addresses without memory, and the requested launches."""
 
     name, capability, multiprocessors = "CUDA0", 90, 132
 
@@ -64,7 +64,7 @@ class NullDevice:
 
 
 def load_on(monkeypatch: pytest.MonkeyPatch, device: NullDevice, path: Path, **options: Any) -> Model:
-    """Open a model, all of it on a device."""
+    """Load a model entirely on a device."""
     monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", {"CUDA0": device}.__getitem__)
     monkeypatch.setattr("quantkit.model.placement.cuda_devices", lambda: ("CUDA0",))
     return load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True), **options)
@@ -73,7 +73,7 @@ def load_on(monkeypatch: pytest.MonkeyPatch, device: NullDevice, path: Path, **o
 def launches_of(
     monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1, n_ctx: int = 4096, **options: Any
 ) -> list[str]:
-    """Return the kernels that a batch of so many tokens launches, all on one device."""
+    """Return the kernels that a batch of n tokens launches, all on one device."""
     device = NullDevice()
     with load_on(monkeypatch, device, path, **options) as model:
         session = model.session(n_ctx)

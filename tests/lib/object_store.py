@@ -1,4 +1,4 @@
-"""An S3 server on the loopback, and in front of it a proxy that counts, and breaks what it is told to.
+"""An S3 server on the loopback interface, behind a proxy that counts requests and injects faults.
 
 The server is moto, in a process of its own: ``python -m moto.server -p 0``. The proxy is a thread of this process;
 clients reach the server through it (AWS_ENDPOINT_URL).
@@ -26,13 +26,13 @@ from urllib.parse import parse_qs, urlsplit
 
 #: Names of faults: what happens to a request.
 FAULTS = ("reset", "lost", "cut", "short", "503", "429", "stall", "flip")
-#: Seconds that a stalled request takes: longer than clients wait in these tests.
+#: Seconds of a stalled request: longer than the clients' timeout in these tests.
 STALL = 1.6
 
 
 @dataclass
 class Request:
-    """What a client asked, and how many bytes it was given."""
+    """A client's request, and the number of bytes of the response."""
 
     method: str
     path: str
@@ -45,12 +45,12 @@ class Request:
 
     @property
     def is_part(self) -> bool:
-        """True for the upload of a part."""
+        """Return whether it uploads a part."""
         return self.method == "PUT" and "partNumber" in self.query
 
 
 class Proxy:
-    """Requests as they come, in ``seen``; ``fault`` says what is to become of one."""
+    """A proxy that records requests in ``seen``; ``fault`` selects the fault of a request."""
 
     def __init__(self, port: int) -> None:
         self.upstream = port
@@ -70,7 +70,7 @@ class Proxy:
         self.thread.start()
 
     def clear(self) -> None:
-        """Forget what was seen, and break nothing."""
+        """Clear the recorded requests and the fault."""
         self.requests.clear()
         self.fault, self.before = lambda request: None, lambda request: None
 
@@ -81,18 +81,18 @@ class Proxy:
 
     @property
     def served(self) -> int:
-        """Bytes of objects that were given to clients."""
+        """Return the number of bytes of objects sent to clients."""
         return sum(r.served for r in self.requests if r.method == "GET")
 
 
 class _Handler(BaseHTTPRequestHandler):
     owner: Proxy
     protocol_version = "HTTP/1.1"
-    # A body must not wait until the client has acknowledged the headers: 40 ms.
+    # Otherwise a body waits 40 ms for the client's acknowledgement of the headers.
     disable_nagle_algorithm = True
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Do not log requests."""
 
     def _answer(self) -> None:
         nbytes = int(self.headers.get("Content-Length") or 0)
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def moto_server() -> Iterator[int]:
-    """Run moto in a process of its own; give its port."""
+    """Run moto in its own process; yield its port."""
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     # Small parts, for small models.
     environment = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "65536"}
@@ -192,13 +192,13 @@ def moto_server() -> Iterator[int]:
 
 
 class _HubHandler(BaseHTTPRequestHandler):
-    """What HfFileSystem asks of the Hub about one repository, org/NAME, whose files lie in ``root``."""
+    """The Hub's API for HfFileSystem, for one repository, org/NAME, with its files in ``root``."""
 
     root: Path
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Do not log requests."""
 
     def _answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response_only(status)
@@ -232,7 +232,7 @@ class _HubHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(folder: Path) -> Iterator[str]:
-    """Serve a folder as the repository org/NAME of a Hub; give its address."""
+    """Serve a folder as the repository org/NAME of a Hub; yield its address."""
 
     class Handler(_HubHandler):
         root = folder

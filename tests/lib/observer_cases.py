@@ -1,4 +1,4 @@
-"""Observing operations: what the CPU and CUDA devices add up, and the exact sums."""
+"""Observing operations: checks of the sums of the CPU and CUDA devices against exact sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def random_rows(width: int, rows: int = ROWS) -> Any:
 
 
 def experts() -> Any:
-    """Ids of all experts but the last."""
+    """Return ids of all experts except the last."""
     return routed(ROWS, N_USED, N_EXPERT - 1)
 
 

@@ -1,4 +1,4 @@
-"""Run one operation on arrays, with guards behind every output."""
+"""Run one operation on arrays, with guard bytes after every output."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ GUARD = np.float32(-12345.0)
 
 
 def run_operation(operation, out_shape, *, threads=1, tokens=None, batch=None, **slots):
-    """Return what ``operation`` writes to ``out``; arrays among the slots become their addresses.
+    """Return the values that ``operation`` writes to ``out``; arrays among the slots become their addresses.
 
-    ``batch``: arguments of Batch.set; without it as many tokens as out has rows.
+    ``batch``: arguments of Batch.set; by default as many tokens as out has rows.
     """
     team = Team(threads)
     n = int(np.prod(out_shape))

@@ -1,7 +1,8 @@
-"""What peers said: a program that never changes says the same of the same, so each machine asks it once.
+"""Cached results of peers: a program that does not change gives the same result for the same input, so it runs once per
+machine.
 
-A question is everything that decides the answer: the peer's files, the bytes of what it is given, its options. What is
-compared is always ours of now. Remove the folder ``peer-answers`` of the cache to ask anew.
+The key has everything that determines a result: the peer's files, the bytes of its inputs, its options. quantkit's side
+of a comparison is always computed. Remove the folder ``peer-answers`` of the cache to run peers again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy.typing as npt
 from quantkit.formats.gguf import open_gguf
 
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "peer-answers"
-#: Bytes of an answer that is still kept.
+#: Largest result that is stored, in bytes.
 LARGEST = 8 << 20
 
 
 @cache
 def peer(folder: Path) -> str:
-    """Return what tells one build of a peer from another: its files, and the CPU that its code may ask about."""
+    """Return the identity of a build of a peer: its files, and the CPU, which its code may query."""
     files = sorted(path for path in folder.resolve().iterdir() if path.is_file())
     stats = [(path.name, status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
     return _digest(str(folder.resolve()), str(stats), _cpu()).hex()
@@ -55,7 +56,7 @@ def _digest(*question: object) -> bytes:
 
 
 def _bytes(part: object) -> bytes:
-    """Return the content of a file or of an array, or what else is written as."""
+    """Return the content of a file or of an array, or the text of another value."""
     if isinstance(part, Path):
         with part.open("rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
@@ -65,7 +66,7 @@ def _bytes(part: object) -> bytes:
 
 
 def header(path: Path) -> bytes:
-    """Return all of a GGUF file before its weights, which may be holes of many gigabytes."""
+    """Return a GGUF file up to its weights, which may be holes of many gigabytes."""
     with open_gguf(path, header_only=True) as opened:
         end = min(tensor.offset for tensor in opened.tensors.values())
     with path.open("rb") as file:
@@ -73,13 +74,13 @@ def header(path: Path) -> bytes:
 
 
 def file_or_word(word: str) -> str | Path:
-    """Return a word of a command, as a path if it is a file's."""
+    """Return a word of a command, as a path if it is a file."""
     path = Path(word)
     return path if path.is_file() else word
 
 
 def answer(ask: Callable[[], bytes], *question: object) -> bytes:
-    """Return what a peer answers; paths in the question stand for the content of files."""
+    """Return a peer's result; paths in the key represent the content of files."""
     path = CACHE / _digest(*question).hex()
     try:
         return path.read_bytes()
@@ -95,7 +96,7 @@ def answer(ask: Callable[[], bytes], *question: object) -> bytes:
 
 
 def array_answer(ask: Callable[[], npt.NDArray[Any]], *question: object) -> npt.NDArray[Any]:
-    """Return what a peer answers, an array."""
+    """Return a peer's result, an array."""
 
     def saved() -> bytes:
         np.save(out := io.BytesIO(), ask())
@@ -118,16 +119,14 @@ def program_answer(
     environment: Mapping[str, str] | None = None,
     last: str = "",
 ) -> Output:
-    """Run a peer's program; write its files ``outputs`` and return what it prints.
+    """Run a peer's program; write its files ``outputs`` and return its output.
 
-    Other files among its words count by their content, wherever they lie; so none may be told by its name in an output.
+    Other files among its arguments are identified by content, not by path, so their names must not occur in an output.
 
     Args:
-        command: the program and its words.
-        outputs: words that are files which it writes.
-        environment: variables beside those of this process.
-        last: a word of its last line, until which it is run again: on a busy machine llama-perplexity sometimes ends
-            before its log thread has printed all.
+        command: the program and its arguments. outputs: arguments that are files which it writes. environment:
+        variables in addition to those of this process. last: a word of its last line; the program is run again until it
+        appears, because on a busy machine llama-perplexity sometimes ends before its log thread has printed everything.
     """
     program, *words = command
     assert isinstance(program, Path)
@@ -161,9 +160,9 @@ def program_answer(
 
 
 def file_answer(command: Sequence[str | Path], out: Path, environment: Mapping[str, str] | None = None) -> Path:
-    """Run a peer's program that writes the file ``out``, a word of its command, and return that.
+    """Run a peer's program that writes the file ``out``, an argument of its command, and return that file.
 
-    Programs may write where their inputs lie, so those must lie where they did before.
+    Programs may write the paths of their inputs, so these must not change between runs.
     """
     program, *words = command
     assert isinstance(program, Path)

@@ -1,9 +1,9 @@
-"""Weights as quantized checkpoints store them, of every scheme, by rounding to the nearest; and what they stand for.
+"""Weights in the formats of quantized checkpoints, of every scheme, rounded to nearest; and their dequantized values.
 
-A scheme is a dict: ``method`` (a function here), ``targets`` (which names, a regular expression; default: projections),
-and what the method reads. ``dequantized`` of it: instead of what is stored the float32 weights that it stands for, for
-schemes that convert_hf_to_gguf.py does not read. All of it is arithmetic on integers and single roundings: the same
-bytes everywhere.
+A scheme is a dict: ``method`` (a function here), ``targets`` (a regular expression of names; default: projections), and
+settings of the method. With ``dequantized`` the float32 weights are stored instead, for schemes that
+convert_hf_to_gguf.py does not read. All computations are integer arithmetic and single roundings, so the bytes are the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 #: Name, safetensors' dtype, shape, bytes.
 Tensor = tuple[str, str, tuple[int, ...], bytes]
-#: What is stored by suffix of the name (``.weight`` is cut), and the weights that it stands for.
+#: Stored tensors by suffix of the name (without ``.weight``), and the dequantized weights.
 Stored = tuple[dict[str, Tensor], Floats]
 
 _PROJECTIONS = r"layers\.\d+\..*_proj(_with_mqa)?\.weight$"
@@ -27,7 +27,7 @@ F32 = np.float32
 
 
 def quantize(scheme: dict[str, Any], name: str, x: Floats) -> list[Tensor] | None:
-    """Return the tensors stored for one of a plain checkpoint, None where it stays as it is."""
+    """Return the tensors stored for one of a plain checkpoint, None if it is unchanged."""
     if "each" in scheme:
         return next((tensors for part in scheme["each"] if (tensors := quantize(part, name, x)) is not None), None)
     if not re.search(scheme.get("targets", _PROJECTIONS), name) or re.search(scheme.get("but", "\n"), name):
@@ -52,7 +52,7 @@ _DTYPES = {"f4": "F32", "f2": "F16", "i4": "I32", "i8": "I64", "i1": "I8", "u1":
 
 
 def _stored(parts: dict[str, Any], weights: Floats) -> Stored:
-    """Return what a method returns; a part is an array, or an array and its dtype."""
+    """Return the result of a method; a part is an array, or an array and its dtype."""
     arrays = {key: part if isinstance(part, tuple) else (part, "") for key, part in parts.items()}
     return {key: (key, *_array(x, dtype)) for key, (x, dtype) in arrays.items()}, weights.astype(F32)
 
@@ -68,7 +68,7 @@ def bf16(x: npt.NDArray[Any]) -> Floats:
 
 
 def _small_floats(exponent: int, mantissa: int, bias: int, finite: int) -> Floats:
-    """Return the values of the codes 0 .. finite - 1 (those without a sign)."""
+    """Return the values of the codes 0 .. finite - 1 (the unsigned ones)."""
     codes = np.arange(finite)
     e, m = codes >> mantissa, (codes & ((1 << mantissa) - 1)) / (1 << mantissa)
     return np.where(e > 0, np.ldexp(1 + m, e - bias), np.ldexp(m, 1 - bias)).astype(F32)
@@ -108,7 +108,7 @@ def _spread(scale: Floats, block: list[int], shape: tuple[int, ...]) -> Floats:
 
 
 def _amax(x: Floats, block: list[int]) -> Floats:
-    """Return the largest absolute value of each block; the last ones may be cut short."""
+    """Return the largest absolute value of each block; the last ones may be incomplete."""
     rows, columns = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     padded = np.zeros((rows * block[0], columns * block[1]), F32)
     padded[: x.shape[0], : x.shape[1]] = np.abs(x)
@@ -120,7 +120,7 @@ def fp8(
     x: Floats, block: list[int] | None = None, *, name: str = ".weight_scale_inv", shape: str = "", dtype: str = "F32",
     codes: str = "F8_E4M3", extra: dict[str, float] | None = None,
 ) -> Stored:  # fmt: skip
-    """8-bit floats times a scale: of a block, a row (block [1, 0]) or (None) all; extra: scalars that are not used."""
+    """8-bit floats times a scale: of a block, a row (block [1, 0]) or (None) the tensor; extra: unused scalars."""
     values = _E4M3 if codes == "F8_E4M3" else _E5M2
     block = [b or x.shape[i] for i, b in enumerate(block or [0, 0])]
     scale = _amax(x, block) / values[-1]
@@ -141,7 +141,7 @@ def fp8(
 
 
 def _pairs(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return two codes a byte, the first in the low half."""
+    """Return two codes per byte, the first in the low half."""
     return codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
 
 
@@ -167,7 +167,7 @@ def mxfp4(x: Floats, *, packed: bool = False, beside: bool = False) -> Stored:
 
 
 def nvfp4(x: Floats, *, packed: bool, trivial: bool = False) -> Stored:
-    """Groups of 16, 8-bit scales, one scale of all; packed: compressed-tensors, whose global scales are reciprocal."""
+    """Groups of 16, 8-bit scales, one global scale; packed: compressed-tensors, whose global scales are reciprocals."""
     groups = x.reshape(x.shape[0], -1, 16)
     amax = np.abs(groups).max(axis=-1)
     global_scale = F32(1) if trivial else amax.max() / (_E2M1[-1] * _E4M3[-1])
@@ -190,7 +190,7 @@ def nvfp4(x: Floats, *, packed: bool, trivial: bool = False) -> Stored:
 
 
 def _words(values: Ints, bits: int, axis: int) -> npt.NDArray[np.int32]:
-    """Return values of some bits as a stream of 32-bit words along an axis, low bits first."""
+    """Return values of ``bits`` bits as a stream of 32-bit words along an axis, low bits first."""
     moved = np.moveaxis(values, axis, -1).astype(np.uint64)
     stream = (moved[..., None] >> np.arange(bits, dtype=np.uint64)) & np.uint64(1)
     stream = stream.reshape(*moved.shape[:-1], -1)
@@ -214,7 +214,7 @@ def _affine(x: Floats, bits: int, group: int, symmetric: bool, half: bool) -> tu
 
 
 def int8(x: Floats) -> Stored:
-    """compressed-tensors: int8, a scale of each row."""
+    """compressed-tensors: int8, one scale per row."""
     scale = bf16(np.abs(x).max(axis=1, keepdims=True) / F32(127))
     codes = np.clip(np.rint(x / scale), -128, 127).astype(np.int8)
     return _stored({".weight": codes, ".weight_scale": (scale, "BF16")}, codes.astype(F32) * scale)
@@ -234,7 +234,8 @@ def pack_quantized(x: Floats, *, bits: int, group: int, symmetric: bool = True) 
 def gptq(
     x: Floats, *, bits: int, group: int, symmetric: bool = True, act_order: bool = False, v2: bool = False
 ) -> Stored:
-    """GPTQ: words along the input, zero points along the output, less one unless v2; inputs in any group."""
+    """GPTQ: words along the input, zero points along the output, less one unless v2; with act_order, inputs in any
+    group."""
     n = x.shape[1]
     order = (np.arange(n) * 37 + 11) % n if act_order else np.arange(n)  # 37 and n have no common divisor
     codes, zero, scale = _affine(np.ascontiguousarray(x[:, order]), bits, group, symmetric, half=True)
@@ -248,7 +249,7 @@ def gptq(
 
 
 def awq(x: Floats, *, group: int) -> Stored:
-    """AWQ's GEMM layout: eight outputs a word, in an order of their own."""
+    """AWQ's GEMM layout: eight outputs per word, in a permuted order."""
     codes, zero, scale = _affine(x, 4, group, symmetric=False, half=True)
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
@@ -271,7 +272,7 @@ def bitnet(x: Floats) -> Stored:
 
 
 def numbers(x: Floats, *, below: int) -> Stored:
-    """Whole numbers, for tables."""
+    """Integers, for tables."""
     values = (np.abs(x * F32(1 << 12)).astype(np.int64)) % below
     return _stored({"": (values, "I64")}, values.astype(F32))
 

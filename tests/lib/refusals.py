@@ -1,7 +1,7 @@
-"""Refusals: the code of an error and the values that it names, whatever its words.
+"""Refusals: the code of an error and the values that it names, independent of its wording.
 
-A refusal is written as a code, and behind it values without spaces: ``"QK-E106 q_proj.bias 512"``. Where several codes
-are right, "|" is between them.
+A refusal is written as a code, followed by values without spaces: ``"QK-E106 q_proj.bias 512"``. "|" separates
+alternative codes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Kind = type[QuantkitError] | tuple[type[QuantkitError], ...]
 
 
 def names(text: str, value: object) -> bool:
-    """Tell whether a text names a value: not as a part of a longer word or number."""
+    """Return whether a text contains a value, not as part of a longer word or number."""
     return re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", text) is not None
 
 
 def check_values(text: str, *values: object) -> None:
-    """Fail unless a text names all values."""
+    """Fail unless a text contains all values."""
     missing = [str(value) for value in values if not names(text, value)]
-    assert not missing, f"does not name {missing}: {text}"
+    assert not missing, f"does not contain {missing}: {text}"
 
 
 @contextmanager
 def refuses(kind: Kind, refusal: str, *values: object) -> Iterator[pytest.ExceptionInfo[QuantkitError]]:
-    """Expect an error of a kind and a code that names values; those with spaces are arguments of their own."""
+    """Expect an error with a class, a code and values; values with spaces are separate arguments."""
     code, *short = refusal.split()
     with pytest.raises(kind) as raised:
         yield raised
@@ -40,7 +40,7 @@ def refuses(kind: Kind, refusal: str, *values: object) -> Iterator[pytest.Except
 
 
 def check_refused(printed: str, refusal: str, *values: object) -> None:
-    """Fail unless what a command printed ends with an error of a code that names values."""
+    """Fail unless the output of a command ends with an error with a code and values."""
     code, *short = refusal.split()
     text = " ".join(printed.split())
     assert text.endswith(f"[{code}]"), text

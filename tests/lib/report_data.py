@@ -1,4 +1,4 @@
-"""Synthetic reports: many files of deep models, some of it not measured."""
+"""Synthetic reports: many files of deep models, with some missing measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quantkit.report.data import (
 )
 from quantkit.types import type_by_name
 
-#: Presets, from the largest; each type's neighbours in a file are the next smaller and larger ones.
+#: Presets, in descending size; each type's neighbours in a file are the next smaller and larger ones.
 PRESETS = (
     *("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
     *("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S"),
@@ -36,7 +36,7 @@ _KINDS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_exps", "ffn_up_
 
 
 def report_of(n_files: int, layers: int) -> Report:
-    """Return a report on ``n_files`` presets of a mixture of experts, in the order a shell gives its files."""
+    """Return a report on ``n_files`` presets of a mixture of experts, in a shell's order of files."""
     files = sorted((_file(preset, i, layers) for i, preset in enumerate(_spread(n_files))), key=lambda f: f.name)
     costs = [
         GroupCost(

@@ -1,4 +1,4 @@
-"""Small models for tests, written with our own writer."""
+"""Small models for tests, written by quantkit's writer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llama_fields(layers: int = 2, width: int = 256, ff: int = 512, **fields: Any
 
 
 def write_model(path: Path, tensors: Tensors, fields: Sequence[Field] | None = None, seed: int = 1) -> Path:
-    """Write a model whose values are drawn from a seed."""
+    """Write a model with random values from a seed."""
     rng, data = np.random.default_rng(seed), []
     for name, (shape, type_name) in tensors.items():
         x = rng.normal(0, 0.05, shape[::-1]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""GGUF files whose large tensors are holes: zeros that take neither time to write nor room, for tests of headers."""
+"""GGUF files whose large tensors are holes: zeros without time to write or disk space, for tests of headers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Info = tuple[str, tuple[int, ...], TensorType]
 
 
 def write_hollow(path: Path, fields: Iterable[Field], infos: Sequence[Info], data: Mapping[str, Any]) -> Path:
-    """Write a file with these tensors; only those that ``data`` names, each with its bytes, are more than zeros."""
+    """Write a file with these tensors; those in ``data`` have their bytes, all others are zeros."""
     layout = layout_gguf(fields, infos)
     write_layout(path, layout)
     with path.open("r+b") as file:

@@ -1,6 +1,6 @@
 """Models as headers of GGUF files, their weights holes: the zoo, and every checkpoint as quantkit converts it.
 
-They are encoded here and not by quantkit, whose writer refuses most of what tests/lib/damage.py makes of them.
+They are encoded here and not by quantkit, whose writer refuses most damages of tests/lib/damage.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor info: ``shape`` innermost first, ``type`` by its id; ``gap`` bytes lie before its data."""
+    """A tensor info: ``shape`` innermost first, ``type`` by its id; ``gap`` bytes precede its data."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data, the last block of a row rounded up; 4 a value of a type that nobody knows."""
+        """Return the bytes of its data, the last block of a row rounded up; 4 per value of an unknown type."""
         row = self.shape[0] if self.shape else 1
         try:
             t = type_by_id(self.type)
@@ -65,7 +65,7 @@ class Model:
         return next((str(f.value) for f in self.fields if f.key == "general.architecture"), "")
 
     def layout(self) -> tuple[bytes, int]:
-        """Return all of the file before its weights, and the size of the file."""
+        """Return the file up to its weights, and the size of the file."""
         infos, end = [], 0
         for tensor in self.tensors:
             offset = end + tensor.gap
@@ -110,7 +110,7 @@ def zoo_model(name: str) -> Model:
 
 
 def converted_model(name: str) -> Model:
-    """Return the checkpoint ``name`` as quantkit converts it, to F32 or else to the first type that it is tested in."""
+    """Return the checkpoint ``name`` converted by quantkit, to F32 or else to the first type of its tests."""
     description = checkpoints.describe(name)
     outtype = "f32" if "f32" in description.outtypes else description.outtypes[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests: drawn weights, a vocabulary of bytes, files written by hand."""
+"""Small checkpoints for tests: random weights, a vocabulary of bytes, files written without a library."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer(size: int = 96) -> dict[str, Any]:
 
 
 def added_token(number: int, text: str) -> dict[str, Any]:
-    """Return a special token as tokenizer.json has it."""
+    """Return a special token in the format of tokenizer.json."""
     stripped = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {"id": number, "content": text, **stripped, "special": True, "normalized": False}
 
@@ -95,7 +95,7 @@ def moe_arrays(seed: int = 7, layers: int = 2, experts: int = 4) -> dict[str, np
 def write_checkpoint(
     folder: Path, config: dict[str, Any] | None = None, arrays: Arrays | None = None, shards: int = 1
 ) -> Path:
-    """Write a whole checkpoint, by default the mixture of experts."""
+    """Write a complete checkpoint, by default the mixture of experts."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = moe_arrays() if arrays is None else arrays
     (folder / "config.json").write_text(json.dumps(config or moe_config()))

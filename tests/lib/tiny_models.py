@@ -1,7 +1,7 @@
-"""Models of a few thousand weights, drawn from a seed, with the shapes a test wants: latent attention and delta nets.
+"""Models of a few thousand random weights with the shapes of a test: latent attention and delta nets.
 
-Fields are the least that llama.cpp b11434 loads; there is no tokenizer, ids run to 128. ``tests/lib/zoo.py`` draws the
-weights.
+Fields are the minimum that llama.cpp b11434 loads; there is no tokenizer, ids are below 128. ``tests/lib/zoo.py``
+generates the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write(
     seed: int = 1,
     extra_fields: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model; a field that is None is left out; ``extra_fields`` has float32 arrays instead of drawn ones."""
+    """Write a model; a field that is None is omitted; ``extra_fields`` has further fields."""
     common = {"context_length": 256, "embedding_length": N_EMBD, "feed_forward_length": 48, "vocab_size": 128}
     common |= {"attention.layer_norm_rms_epsilon": 1e-5}
     values = {f"{arch}.{key}": value for key, value in (common | dict(fields)).items() if value is not None}
@@ -77,7 +77,7 @@ def logits(path: Path, tokens: Ids, splits: tuple[int, ...] = ()) -> Logits:
 
 
 def logits_of_two(path: Path, first: Ids, second: Ids) -> tuple[Logits, Logits]:
-    """Return the logits of two sequences of one length whose tokens come by turns, in two batches of odd size."""
+    """Return the logits of two sequences of equal length with alternating tokens, in two batches of odd size."""
     n = len(first)
     tokens, positions = np.stack([first, second], 1).reshape(-1), np.repeat(np.arange(n, dtype=np.int32), 2)
     sequences = np.tile(np.arange(2, dtype=np.int32), n)

@@ -1,4 +1,4 @@
-"""Whether a model loads: quantkit's verdict, and what the runtimes' own loaders do with the file."""
+"""Whether a model loads: quantkit's verdict, and that of the runtimes' own loaders."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sparse_models import Model
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one runtime loads a model, and why not, in words.
+    """Whether a runtime loads a model, and the reason if not.
 
-    Of a model that loads, ``why`` is what a library says that cannot make a context of it.
+    For a model that loads, ``why`` is the library's message if it cannot create a context.
     """
 
     loads: bool
@@ -29,7 +29,7 @@ class Verdict:
 
 @contextmanager
 def file_of(model: Model) -> Iterator[Path]:
-    """Write a model, its weights holes, for as long as the context lasts."""
+    """Write a model, its weights holes, for the duration of the context."""
     with tempfile.TemporaryDirectory() as folder:
         yield model.write(Path(folder, "model.gguf"))
 
@@ -37,8 +37,8 @@ def file_of(model: Model) -> Iterator[Path]:
 def quantkit_verdicts(path: Path) -> dict[str, Verdict]:
     """Return quantkit's verdict for each runtime.
 
-    What quantkit cannot read does not load in llama.cpp. ik_llama.cpp takes some of it (a key twice, rows that are no
-    whole blocks, data that is not aligned), of which there is no verdict.
+    A file that quantkit cannot read does not load in llama.cpp. ik_llama.cpp loads some of them (a repeated key, rows
+    with partial blocks, unaligned data), which have no verdict.
     """
     try:
         judged = inspect(path).runtimes
@@ -48,20 +48,20 @@ def quantkit_verdicts(path: Path) -> dict[str, Verdict]:
 
 
 def runtime_verdict(path: Path, model: Model, library: Libllama) -> Verdict:
-    """Return whether a library loads the model, which lies at ``path``."""
+    """Return whether a library loads the model at ``path``."""
     loading = library.load(path, model.layout()[0])
     return Verdict(loading.loads, loading.complaint)
 
 
-#: The runtimes as quantkit names them.
+#: quantkit's names of the runtimes.
 RUNTIMES = ("llama.cpp", "ik_llama.cpp")
-#: Architectures of ik_llama.cpp 8337e4cd3, whose loader quantkit knows, that its wheel is too old for.
+#: Architectures of ik_llama.cpp 8337e4cd3, whose loader quantkit implements, that its older wheel lacks.
 # fmt: off
 NOT_IN_THE_WHEEL = frozenset({
     "bailingmoe3", "cohere2_moe", "deepseek4", "dflash", "dflash-draft", "gemma4-assistant", "gemma4_mtp", "laguna",
     "mellum", "minimax-m3", "muse-glimmer", "openpangu",
 })
-#: Models that it is too old for: later commits changed what they need (#2250, #2322, #2324).
+#: Models whose requirements changed after the wheel's commit (#2250, #2322, #2324).
 NEWER_MODELS = frozenset({
     "convert/fused-gate-up-mtp", "convert/gemma4", "convert/gemma4-unified", "convert/qwen3.5-moe", "convert/step3p5",
 })
@@ -69,13 +69,13 @@ NEWER_MODELS = frozenset({
 
 
 def libraries() -> dict[str, Libllama]:
-    """Return the runtimes that are here, by name."""
+    """Return the installed runtimes, by name."""
     folders = {"llama.cpp": llama_programs(), "ik_llama.cpp": ik_libraries()}
     return {name: Libllama(folder, ik=name.startswith("ik")) for name, folder in folders.items() if folder}
 
 
 def verdicts(model: Model, runtimes: Mapping[str, Libllama]) -> dict[str, tuple[Verdict, Verdict]]:
-    """Return quantkit's verdict and the library's, by the runtime's name, for each that is no older than the model."""
+    """Return quantkit's verdict and the library's, by the runtime's name, for each that is not older than the model."""
     with file_of(model) as path:
         own_verdicts = quantkit_verdicts(path)
         return {
@@ -86,6 +86,6 @@ def verdicts(model: Model, runtimes: Mapping[str, Libllama]) -> dict[str, tuple[
 
 
 def is_too_old(library: Libllama, model: Model) -> bool:
-    """Return whether a library is the wheel's, and the model newer than that."""
+    """Return whether a library is the wheel's, and the model is newer."""
     is_newer = model.architecture in NOT_IN_THE_WHEEL or model.name in NEWER_MODELS
     return library.ik and is_newer and "QUANTKIT_IK_LIB" not in os.environ

@@ -1,4 +1,4 @@
-"""Vocabularies of every kind made from tiny-moe's, texts that are awkward to tokenize, and llama.cpp's ids for them.
+"""Vocabularies of every kind derived from tiny-moe's, test texts, and llama.cpp's ids for them.
 
     PYTHONPATH=. python tests/lib/vocabs.py DIR
 
@@ -34,7 +34,7 @@ IDS = DATA / "tokenizer/ids.json"
 KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 
-#: Broken UTF-8 is written with "surrogateescape".
+#: Invalid UTF-8 is written with "surrogateescape".
 TEXTS = [t.encode("utf-8", "surrogateescape") for t in json.loads((DATA / "tokenizer/texts.json").read_text())]
 _POOLS = (
     *("abcXYZ ", "the ing", "  \n\t\r", "0123456789 ", "'stremdlvSTREMDLV ", "\u00e9\u00e4\u00df\u0301\u0308\u00fc "),
@@ -50,7 +50,7 @@ _POOLS = (
 
 
 def random_texts(seed: int, count: int, words: Sequence[str] = ()) -> list[bytes]:
-    """Return texts that mix all kinds of characters and ``words``; a tenth are broken UTF-8."""
+    """Return texts that mix all kinds of characters and ``words``; a tenth are invalid UTF-8."""
     rng, texts = random.Random(seed), []
     for _ in range(count):
         parts = []
@@ -65,7 +65,7 @@ def random_texts(seed: int, count: int, words: Sequence[str] = ()) -> list[bytes
             else:
                 parts += rng.choices(rng.choice(_POOLS), k=rng.randint(1, 6))
         data = bytearray("".join(parts).encode())
-        # Behind F4 a byte more could make a code point that there is not, on which llama.cpp ends.
+        # After F4 a further byte could form an invalid code point, on which llama.cpp aborts.
         if rng.random() < 0.1 and not any(byte >= 0xF1 for byte in data):
             for _ in range(rng.randint(1, 3)):
                 data.insert(
@@ -102,7 +102,7 @@ def write_vocab(path: Path, source: Path = DATA / "tiny-moe-bf16.gguf", **values
 
 
 def _pieces() -> list[str]:
-    """Return tiny-moe's tokens as text, as far as they are, spaces as U+2581."""
+    """Return tiny-moe's tokens that are text, spaces as U+2581."""
     with open_gguf(DATA / "tiny-moe-bf16.gguf", header_only=True) as file:
         letters = file.get(KEY + "tokens")
     pieces = []
@@ -151,7 +151,7 @@ def spm(path: Path, **values: Any) -> Path:
 
 
 def wordpiece(path: Path, **values: Any) -> Path:
-    """WordPiece; every fourth letter that could go on a word is missing."""
+    """WordPiece; every fourth continuation letter is missing."""
     special = {"[PAD]": CONTROL, "[UNK]": CONTROL, "[CLS]": CONTROL, "[SEP]": CONTROL, "<mask>": USER, "<user>": USER}
     low = [piece.lower() for piece in [*_pieces(), *_EXTRA]]
     starts = [c for c in map(chr, range(33, 127)) if not c.isalpha() or ord(c) % 4]
@@ -195,7 +195,7 @@ def rwkv(path: Path, **values: Any) -> Path:
 
 
 def charsmap(spaces: bool = False) -> Field:
-    """Return a map of a few prefixes as a double array; with ``spaces``, one has a space in it."""
+    """Return a map of a few prefixes as a double array; with ``spaces``, one contains a space."""
     pairs = {
         "\u00a0": " ",
         "\n": " ",
@@ -228,7 +228,7 @@ def _double_array(trie: dict[int, Any]) -> np.ndarray:
         index, node = todo.pop()
         base = next(b for b in range(1, len(array)) if all(b ^ byte not in used and b ^ byte for byte in node))
         used |= {base ^ byte for byte in node}
-        # The root's base is its own; another node's is found from where the node is.
+        # The root's base is absolute; that of another node is relative to the node.
         array[index] |= np.uint32((base ^ index) << 10 | (0x100 if 0 in node else 0))
         for byte, child in node.items():
             if byte == 0:
@@ -240,9 +240,9 @@ def _double_array(trie: dict[int, Any]) -> np.ndarray:
 
 
 def vocabularies(folder: Path) -> dict[str, Path]:
-    """Write every vocabulary and return its path by name: BPE's are named by their pre-tokenizers."""
+    """Write every vocabulary and return its path by name: BPE vocabularies have the names of their pre-tokenizers."""
     paths = {}
-    # llama.cpp ends on a space where the model is not "whitespace" too.
+    # llama.cpp aborts on a space if the model is not "whitespace", too.
     for number, name in enumerate(sorted(PRE.keys() - {"whitespace"})):
         paths[f"pre {name}"] = write_vocab(folder / f"pre{number}.gguf", pre=name or None, **telltale())
     paths["tiny-moe"] = DATA / "tiny-moe-bf16.gguf"
@@ -270,9 +270,9 @@ def vocabularies(folder: Path) -> dict[str, Path]:
 
 @cache
 def telltale() -> dict[str, Any]:
-    """Return a BPE vocabulary that shows where words end: it merges any two bytes that are neighbours in TEXTS.
+    """Return a BPE vocabulary that reveals the ends of words: it merges any two adjacent bytes of TEXTS.
 
-    Whole words are tokens too, but no merges lead to them: only a pre-tokenizer with ignore_merges finds them.
+    Whole words are also tokens, but not reachable by merges: only a pre-tokenizer with ignore_merges finds them.
     """
     pairs, words = set(), set()
     for text in TEXTS:
@@ -318,7 +318,7 @@ def corrected(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def raw_bpe(path: Path, **values: Any) -> Path:
-    """BPE of characters with U+2581, as Gemma 4's: tiny-moe's merges as text, newlines, byte tokens."""
+    """BPE of characters with U+2581, like Gemma 4's: tiny-moe's merges as text, newlines, byte tokens."""
     special = {
         "<pad>": CONTROL,
         "</s>": CONTROL,

@@ -1,12 +1,12 @@
-"""The zoo: small f32 models of many architectures, drawn from a seed, every part of which matters to the logits.
+"""The zoo: small random f32 models of many architectures, every part of which affects the logits.
 
     python tests/lib/zoo.py OUT [NAME ...] --seed 1
 
-tests/data/zoo/headers/NAME.head is all of a GGUF v3 file before its tensor data. The weights are drawn tensor by tensor
-from PCG64 seeded with (seed, crc32 of the tensor's name): norms and scales around 1, projections 1 / sqrt(n_in), a
-router sharp enough to decide. ``expected`` has llama.cpp's logits for seed 1; see tests/data/zoo/README.md.
+tests/data/zoo/headers/NAME.head is a GGUF v3 file up to its tensor data. The weights of each tensor come from PCG64
+seeded with (seed, crc32 of the tensor's name): norms and scales around 1, projections 1 / sqrt(n_in), a router with
+clear choices. ``expected`` has llama.cpp's logits for seed 1; see tests/data/zoo/README.md.
 
-The header is read here and not by quantkit, so that what is tested does not make its own tests.
+The header is parsed here and not by quantkit, so that the tests are independent of the tested code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEED = 1
 
 _STRING, _ARRAY = 8, 9
 _F32, _I32 = 0, 26
-#: A tensor of whole numbers: different experts for every token.
+#: A tensor of integers: different experts for every token.
 TABLE = "ffn_gate_tid2eid.weight"
 N_EXPERT = 8
 #: Bytes of GGUF's value types of fixed size.
@@ -50,7 +50,7 @@ def write_zoo(name: str, path: Path, seed: int = SEED) -> Path:
 
 
 def write_hollow_zoo(name: str, path: Path) -> Path:
-    """Write the model ``name`` with holes for weights, all zero: no time to write, no room on the disk."""
+    """Write the model ``name`` with holes for weights, all zero, without time to write or disk space."""
     head = (ZOO / "headers" / f"{name}.head").read_bytes()
     end = max(offset + 4 * math.prod(ne) for _, ne, offset in tensor_infos(head))
     path.write_bytes(head)
@@ -94,7 +94,7 @@ def _string(head: bytes, position: int) -> tuple[str, int]:
 
 
 def _skip(head: bytes, position: int, kind: int) -> int:
-    """Return where a metadata value of a type ends."""
+    """Return the end of a metadata value of a type."""
     if kind == _STRING:
         return _string(head, position)[1]
     if kind != _ARRAY:
@@ -109,7 +109,7 @@ def _skip(head: bytes, position: int, kind: int) -> int:
 
 
 def draw(name: str, ne: tuple[int, ...], seed: int) -> npt.NDArray[Any]:
-    """Return float32 weights (of a table int32) of the shape ne reversed, drawn by what the tensor is."""
+    """Return random float32 weights (for a table, int32) of the shape ne reversed, by the kind of tensor."""
     rng, shape = np.random.default_rng([seed, zlib.crc32(name.encode())]), ne[::-1]
     if name.endswith(TABLE):
         return rng.permuted(np.tile(np.arange(N_EXPERT, dtype=np.int32), (ne[1], 1)), axis=1)[:, : ne[0]].copy()
@@ -143,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.names) - set(NAMES)
     if unknown:
-        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown model: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or NAMES:
         write_zoo(name, options.out / f"{name}.gguf", options.seed)

@@ -53,7 +53,7 @@ def layer_outs(graph: Graph) -> dict[str, Value]:
 
 
 @pytest.mark.parametrize("name", ARCHS)
-def test_hidden_is_what_leaves_each_layer(zoo: Callable[[str], Path], name: str) -> None:
+def test_hidden_has_the_output_of_each_layer(zoo: Callable[[str], Path], name: str) -> None:
     path = zoo(name)
     outs = observe_values(path, layer_outs)
     with quantkit.load(path, kv_type="f32") as model:
@@ -90,7 +90,7 @@ def test_layers_in_any_order_and_batches_of_any_size(zoo: Callable[[str], Path])
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "qwen3next-moe"])
-def test_covariances_are_sums_over_what_weights_multiply(zoo: Callable[[str], Path], name: str) -> None:
+def test_covariances_are_sums_over_the_inputs_of_weights(zoo: Callable[[str], Path], name: str) -> None:
     path = zoo(name)
     weight_inputs = {}
 
@@ -111,7 +111,7 @@ def test_covariances_are_sums_over_what_weights_multiply(zoo: Callable[[str], Pa
 
 
 def test_covariances_of_experts(zoo: Callable[[str], Path]) -> None:
-    """Each token counts for the experts that it is sent to, and all experts together for what enters the router."""
+    """Each token counts for its experts, and all experts together for the router's input."""
     with quantkit.load(zoo("qwen3moe-moe"), kv_type="f32") as model:
         names = ["blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_exps.weight"]
         up, router, gate = model.covariances(TOKENS, names).values()
@@ -135,7 +135,7 @@ def test_several_sequences_add_up(zoo: Callable[[str], Path]) -> None:
         assert "output.weight" in model.covariances(TOKENS[:4], ["output.weight"])
 
 
-def test_they_are_those_of_the_file(tiny_moe: Path, tmp_path: Path) -> None:
+def test_covariances_equal_the_file(tiny_moe: Path, tmp_path: Path) -> None:
     """quantkit.covariance puts BOS, here token 1, in the place of each window's first token if the model wants one."""
     tokens = np.arange(1, 129)
     options = quantkit.ImatrixOptions(n_ctx=64)

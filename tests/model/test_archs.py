@@ -33,7 +33,7 @@ NOT_DESCRIBED = {
 guide_step = partial(step, "Add an architecture")
 
 
-def test_attention_of_rows_is_there() -> None:
+def test_attention_rows_are_present() -> None:
     """No block is without a row, no row without its block."""
     kinds = {arch.attention for arch in ARCHS.values()}
     assert kinds == ATTENTION.keys(), f"{kinds ^ ATTENTION.keys()}: {guide_step(2)}"
@@ -44,7 +44,7 @@ def test_every_architecture_is_compared_with_all_tensors() -> None:
     assert missing == NOT_DESCRIBED.keys(), f"{missing ^ NOT_DESCRIBED.keys()}: {guide_step(6)}"
 
 
-def test_every_model_of_the_zoo_is_of_an_architecture() -> None:
+def test_every_model_of_the_zoo_has_an_architecture() -> None:
     """optional.json lists the tensors that llama.cpp loads without."""
     assert set(NAMES) == optional().keys(), f"{set(NAMES) ^ optional().keys()}: {guide_step(5)}"
     for name in NAMES:
@@ -121,7 +121,7 @@ OF_DECI = ("attn_norm.weight", "ffn_norm.weight")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_tensor_that_llama_cpp_needs_there_is_no_model(tmp_path: Path, name: str) -> None:
+def test_a_missing_required_tensor_is_refused(tmp_path: Path, name: str) -> None:
     with open_gguf(write_hollow_zoo(name, tmp_path / "z.gguf")) as source:
         kinds = {kind_of(tensor) for tensor in source.tensors}
         for kind in sorted(kinds - set(optional()[name])):
@@ -165,7 +165,7 @@ def test_all_missing_tensors_are_counted(tmp_path: Path) -> None:
         ("gemma4-dense", "blk.0.attn_output.bias"),
     ],
 )
-def test_a_tensor_that_is_not_used_is_named(tmp_path: Path, model: str, name: str) -> None:
+def test_an_unused_tensor_is_named(tmp_path: Path, model: str, name: str) -> None:
     with open_gguf(write_hollow_zoo(model, tmp_path / "z.gguf")) as source, pytest.raises(TypeNotSupported) as error:
         build_graph(ChangedFile(source, extra={name: info(name, 64)}))  # type: ignore[arg-type]
     assert name in str(error.value)
@@ -182,9 +182,7 @@ def test_a_tensor_that_is_not_used_is_named(tmp_path: Path, model: str, name: st
         ("apertus-dense", "blk.0.attn_k_norm.bias"),
     ],
 )
-def test_what_llama_cpp_does_not_use_changes_nothing_and_is_noted(
-    zoo: Callable[[str], Path], model: str, name: str
-) -> None:
+def test_tensors_unused_by_llama_cpp_are_ignored_with_a_note(zoo: Callable[[str], Path], model: str, name: str) -> None:
     tokens, logits = expected(model)
 
     def wrap(source: GGUFFile) -> Any:
@@ -195,7 +193,7 @@ def test_what_llama_cpp_does_not_use_changes_nothing_and_is_noted(
         assert any(name in note for note in opened.notes)
 
 
-def test_a_file_beside_a_model_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_companion_file_is_recognized(tmp_path: Path) -> None:
     path = tmp_path / "mmproj.gguf"
     fields = [Field.of("general.architecture", "clip"), Field.of("general.type", "mmproj")]
     write_gguf(path, fields, [("v.blk.0.attn_q.weight", (4, 4), BY_NAME["F32"], bytes(64))])

@@ -160,7 +160,7 @@ def test_short_sequences_have_no_selection(folder: Path) -> None:
         assert tuple(op.out.width - WINDOW for op in ops if isinstance(op, WindowAndBlocks)) == widths
 
 
-def test_what_a_token_reads(folder: Path) -> None:
+def test_bytes_read_per_token(folder: Path) -> None:
     with open_gguf(model_of(folder, "plain")) as source:
         graph = build_graph(source)
     blocks = TOP_K + 2 * 2  # of 270 positions: those selected, and two layers with two of 128
@@ -186,14 +186,14 @@ def test_what_a_token_reads(folder: Path) -> None:
         ("QK-E123 expert_gating_func 7", {"expert_gating_func": 7}, {}, FormatError),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_models_are_refused(
     refusal: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, error: type[Exception], tmp_path: Path
 ) -> None:
     with open_gguf(model(tmp_path / "m.gguf", changes, extra_shapes)) as source, refuses(error, refusal):
         build_graph(source)
 
 
-def test_a_table_of_what_there_is_not_is_refused(tmp_path: Path) -> None:
+def test_a_table_for_missing_layers_is_refused(tmp_path: Path) -> None:
     table = np.tile(np.array([0, 1], np.int32), (128, 1))
     table[100] = [3, N_EXPERT]
     path = model(tmp_path / "m.gguf", extra_fields={f"blk.0.{TABLE}": table})
@@ -265,7 +265,7 @@ def test_rows_of_blocks_on_the_device(memory: Memory, width: int, overlap: bool,
     fixed = {"ape": memory.put(case.ape), "state": memory.put(case.state)}
     for tokens in batches:
         kv, score, want = case.draw(tokens)
-        out = memory.room((len(tokens) + 1, width))
+        out = memory.allocate((len(tokens) + 1, width))
         memory.run(
             cuda.compress(width),
             batch=memory.batch(np.zeros(len(tokens)), [p for _, p in tokens], [s for s, _ in tokens]),

@@ -409,7 +409,7 @@ def run_all(program, value):
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operations_mean_what_the_reference_says(name, source):
+def test_operations_equal_the_reference(name, source):
     ops = graph_of(name, source)
     value = ops[-1].outputs()[0]
     want = run_all(Reference(source).compile(ops, LIMITS, [value]), value)
@@ -425,7 +425,7 @@ def test_operations_mean_what_the_reference_says(name, source):
             np.testing.assert_array_equal(a, b)
 
 
-def test_values_of_every_step_survive_in_place_and_reuse(source):
+def test_values_survive_in_place_operations_and_buffer_reuse(source):
     """A long chain with branches: what leaves is right whatever was overwritten on the way."""
     matrix = {n: Matrix(t) for n, t in source.tensors.items()}
     rng = np.random.default_rng(3)
@@ -461,7 +461,7 @@ def overlap(a, b):
     return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
 
-def test_places_are_reused_and_shared_only_when_nobody_looks():
+def test_buffers_are_reused_only_after_their_last_use():
     a, b, c, d = (Buffer(n, 1000) for n in "abcd")
     assert place([entry(a), entry(a, b), entry(b, c), entry(c, d)]) == 2 * 1024
     assert overlap(a, c)
@@ -479,7 +479,7 @@ def test_places_are_reused_and_shared_only_when_nobody_looks():
         assert not overlap(a, b)
 
 
-def test_a_group_without_barriers_writes_nowhere_that_it_reads():
+def test_entries_without_barriers_do_not_conflict():
     a, b, c, d = (Buffer(n, 1000) for n in "abcd")
     place([entry(a), entry(a, b, independent=True), entry(c), entry(d, b, c)])
     assert not overlap(a, c)
@@ -550,7 +550,7 @@ def test_profiles_name_every_entry(source):
     assert products == [("mul_mat F32", 4 * N_EMBD * n) for n in (128, 32, 32)]
 
 
-def test_programs_go_when_nobody_holds_them(source):
+def test_unused_programs_are_freed(source):
     ops = graph_of("attention", source)
     gc.collect()
     gc.disable()
@@ -565,7 +565,7 @@ def test_programs_go_when_nobody_holds_them(source):
         gc.enable()
 
 
-def test_what_kernels_trust_is_checked(source):
+def test_preconditions_of_kernels_are_checked(source):
     ops = graph_of("embed", source)
     program = CPUBackend(source, 1).compile(ops, LIMITS, [ops[-1].out])
     for bad in (

@@ -24,13 +24,13 @@ from quantkit.model.placement import ALL_LAYERS, placement_of
         ((30, 10), 7, "00000011"),
     ],
 )
-def test_shares_of_layers(shares: tuple[float, ...], n_layer: int, expected: str) -> None:
+def test_layer_shares_of_devices(shares: tuple[float, ...], n_layer: int, expected: str) -> None:
     placement = placement_of("cuda", ALL_LAYERS, (), ("CUDA0", "CUDA1"), shares)
     assert "".join(placement.layer_device(i, n_layer)[-1] for i in range(n_layer + 1)) == expected
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 2, 3), (-1, 2), (0, 0)])
-def test_wrong_shares(shares: tuple[float, ...]) -> None:
+def test_invalid_shares_are_refused(shares: tuple[float, ...]) -> None:
     with refuses(RecipeError, "QK-E203 -ts CUDA0 CUDA1"):
         placement_of("cuda", None, (), ("CUDA0", "CUDA1"), shares)
 
@@ -49,7 +49,7 @@ def test_wrong_shares(shares: tuple[float, ...]) -> None:
         (("-ts", "1,1", "-dev", "CUDA0"), "", ""),
     ],
 )
-def test_options_choose_devices(
+def test_options_select_devices(
     options: tuple[str, ...], devices: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantkit.cli import _evaluation, logits

@@ -22,7 +22,7 @@ from quantkit.model.placement import Placement, parse_rules
 from zoo import expected
 
 TOKENS = expected("qwen3moe-moe")[0]
-#: Worlds apart from what a wrong computation gives, yet above what another order of summation gives.
+#: Far below the error of a wrong computation, but above that of another order of summation.
 MAX_NMSE = 1e-11
 
 
@@ -41,7 +41,7 @@ def open_zoo(zoo: Callable[[str], Path], name: str, **options: Any) -> Model:
     ],
 )
 @pytest.mark.parametrize("pieces", [(64,), (1,) * 64, (7, 1, 30, 26), (33, 31)], ids=str)
-def test_pieces_of_a_sequence_are_the_sequence(zoo: Callable[[str], Path], name: str, pieces: tuple[int, ...]) -> None:
+def test_split_batches_equal_one_batch(zoo: Callable[[str], Path], name: str, pieces: tuple[int, ...]) -> None:
     with open_zoo(zoo, name) as model:
         session = model.session(64)
         parts, start = [], 0
@@ -52,7 +52,7 @@ def test_pieces_of_a_sequence_are_the_sequence(zoo: Callable[[str], Path], name:
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "qwen3next-moe", "gpt-oss-moe", "gemma4-dense", "starcoder-dense"])
-def test_sequences_do_not_see_each_other(zoo: Callable[[str], Path], name: str) -> None:
+def test_sequences_are_independent(zoo: Callable[[str], Path], name: str) -> None:
     with open_zoo(zoo, name) as model:
         session = model.session(40, n_seq=3)
         sequences = np.tile([2, 0, 1], 20).astype(np.int32)[:60]
@@ -67,12 +67,12 @@ def test_sequences_do_not_see_each_other(zoo: Callable[[str], Path], name: str) 
             )
 
 
-def test_small_batches_of_the_engine_change_nothing(zoo: Callable[[str], Path]) -> None:
+def test_internal_batch_size_does_not_change_logits(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "llama-moe", n_ubatch=9) as model:
         assert nmse(model.forward(TOKENS), expected("llama-moe")[1]) <= 1e-8
 
 
-def test_only_wanted_logits_come_and_in_order(zoo: Callable[[str], Path]) -> None:
+def test_only_requested_logits_are_returned_in_order(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "qwen3moe-moe", n_ubatch=10) as model:
         all_logits = model.forward(TOKENS)
         mask = np.arange(64) % 3 == 1
@@ -86,7 +86,7 @@ def test_only_wanted_logits_come_and_in_order(zoo: Callable[[str], Path]) -> Non
         assert np.array_equal(np.concatenate([x for _, x in blocks]), selection)
 
 
-def test_no_wanted_logits_is_no_error(zoo: Callable[[str], Path]) -> None:
+def test_requesting_no_logits_is_valid(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "qwen3moe-moe") as model:
         session = model.session(64)
         none = session.decode(TOKENS[:40], outputs=np.zeros(40, bool))
@@ -97,7 +97,7 @@ def test_no_wanted_logits_is_no_error(zoo: Callable[[str], Path]) -> None:
         assert nmse(remainder, expected("qwen3moe-moe")[1][40:]) <= 1e-8
 
 
-def test_a_sequence_goes_back_and_on(zoo: Callable[[str], Path]) -> None:
+def test_a_sequence_can_be_rewound(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "qwen3moe-moe") as model:
         session = model.session(64)
         first = session.decode(TOKENS)
@@ -108,7 +108,7 @@ def test_a_sequence_goes_back_and_on(zoo: Callable[[str], Path]) -> None:
         assert nmse(rerun, first[20:]) <= MAX_NMSE
 
 
-def test_a_recurrent_sequence_goes_back_to_its_beginning_only(zoo: Callable[[str], Path]) -> None:
+def test_a_recurrent_sequence_can_only_be_restarted(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "qwen3next-moe") as model:
         session = model.session(64)
         first = session.decode(TOKENS)
@@ -124,7 +124,7 @@ def test_a_recurrent_sequence_goes_back_to_its_beginning_only(zoo: Callable[[str
     ("tokens", "sequences", "refusal"),
     [([0, 128], 0, "QK-E203 128"), ([-1], 0, "QK-E203 -1"), ([1], 1, "QK-E203 1"), ([1] * 9, 0, "QK-E203 8")],
 )
-def test_what_cannot_be_decoded_is_refused(
+def test_invalid_batches_are_refused(
     zoo: Callable[[str], Path], tokens: list[int], sequences: int, refusal: str
 ) -> None:
     with open_zoo(zoo, "qwen3moe-moe") as model, refuses(FormatError, refusal):
@@ -153,7 +153,7 @@ def test_merged_at_load_is_the_same_model(zoo: Callable[[str], Path], name: str,
         assert nmse(merged.forward(TOKENS), expected(name)[1]) <= 1e-8
 
 
-def test_every_fusion_says_what_it_did_and_why_not(zoo: Callable[[str], Path]) -> None:
+def test_every_fusion_reports_its_decision(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "deepseek-moe") as model:
         assert summary(model.decisions) == [
             "fused up+gate: 2 of 2",
@@ -198,7 +198,7 @@ def test_logits_do_not_depend_on_placement(zoo: Callable[[str], Path], name: str
         assert nmse(model.forward(TOKENS), expected(name)[1]) <= 1e-8
 
 
-def test_up_and_gate_apart_are_not_fused_and_it_is_said(zoo: Callable[[str], Path]) -> None:
+def test_up_and_gate_on_two_devices_are_not_fused_with_a_note(zoo: Callable[[str], Path]) -> None:
     placement = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
     with open_zoo(zoo, "qwen3moe-moe", placement=placement) as model:
         kinds = [type(op) for op in model.graph.ops if op.layer == 0]
@@ -207,7 +207,7 @@ def test_up_and_gate_apart_are_not_fused_and_it_is_said(zoo: Callable[[str], Pat
         assert "1 not: gate and up are on CPU and REFERENCE" in summary(model.decisions)[0]
 
 
-def test_layers_go_to_the_accelerator_from_the_last_on() -> None:
+def test_the_last_layers_are_offloaded_first() -> None:
     p = Placement(gpu_layers=3, accelerators=("CUDA0",))
     assert [p.layer_device(i, 4) for i in range(-1, 5)] == ["CPU", "CPU", "CPU", "CUDA0", "CUDA0", "CUDA0"]
 
@@ -220,7 +220,7 @@ def test_layers_go_to_the_accelerator_from_the_last_on() -> None:
         (["exps=CUDA7"], ResourceError, "QK-E411 CUDA7"),
     ],
 )
-def test_placements_that_cannot_be_are_refused(
+def test_impossible_placements_are_refused(
     zoo: Callable[[str], Path], rules: list[str], error: type[QuantkitError], refusal: str
 ) -> None:
     with refuses(error, refusal):
@@ -241,7 +241,7 @@ def rewritten(zoo: Callable[[str], Path], path: Path, name: str, change: dict[st
     return path
 
 
-def test_an_unknown_architecture_is_refused_with_what_is_known(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_unknown_architecture_lists_the_known_ones(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     path = rewritten(zoo, tmp_path / "x.gguf", "llama-dense", {"general.architecture": "llama17"})
     with refuses(QuantkitError, "QK-E123 llama17"):
         load(path)
@@ -253,7 +253,7 @@ def test_a_missing_tensor_is_named(zoo: Callable[[str], Path], tmp_path: Path) -
         load(path)
 
 
-def test_tensors_that_would_not_be_used_are_refused(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unused_tensors_are_refused(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     with open_gguf(zoo("qwen3moe-moe")) as source:
         tensors = [(t.name, t.shape, t.type, source.data(t)) for t in source.tensors.values()]
         extra = tensors[-1]
@@ -298,7 +298,7 @@ def test_weights_in_memory_give_the_logits_of_the_mapped_file(zoo: Callable[[str
         open_zoo(zoo, "qwen3moe-moe", mmap=False, max_ram=1 << 20)
 
 
-def test_a_model_tells_what_could_not_be_fused_or_merged(zoo: Callable[[str], Path]) -> None:
+def test_a_model_reports_failed_fusions_and_merges(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "qwen3moe-moe") as model:
         assert model.notes == ()
     with open_zoo(zoo, "qwen3moe-moe", fusion=Fusion.none()) as model:

@@ -1,4 +1,4 @@
-"""Models whose tensors do not fit together are refused before anything runs: kernels trust their addresses.
+"""Models with inconsistent tensors are refused before anything runs, because kernels do not check addresses.
 
 Every tensor of several models in turn gets another shape, its bytes cut or filled up accordingly. Nothing may crash,
 and where the shape matters, the error names a tensor.
@@ -150,7 +150,7 @@ OF_OTHERS = [
     ("model", "key", "value"),
     [*(("gpt-oss-moe", *case) for case in OF_GPT_OSS), *(("gemma4-dense", *case) for case in OF_GEMMA4), *OF_OTHERS],
 )
-def test_metadata_that_do_not_fit_are_refused(
+def test_inconsistent_metadata_are_refused(
     zoo: Callable[[str], Path], tmp_path: Path, model: str, key: str, value: int
 ) -> None:
     with open_gguf(zoo(model)) as opened:
@@ -162,7 +162,7 @@ def test_metadata_that_do_not_fit_are_refused(
         load(tmp_path / "x.gguf").forward([1, 2, 3])
 
 
-def test_a_sequence_longer_than_its_embeddings_of_positions_is_refused(zoo: Callable[[str], Path]) -> None:
+def test_a_sequence_longer_than_the_position_embeddings_is_refused(zoo: Callable[[str], Path]) -> None:
     with load(zoo("starcoder-dense")) as model:
         with refuses(RecipeError, "QK-E203 512"):
             model.session(513)

@@ -70,12 +70,12 @@ def ik(ik_lib: Path) -> IkGgml:
 
 
 def overflows(ik: IkGgml, t: TensorType) -> bool:
-    """Tell whether sums of pairs of products overflow there."""
+    """Return whether sums of pairs of products overflow in ik_llama.cpp."""
     return t.name in (WIDE_OVERFLOWING if ik.has_vnni else OVERFLOWING)
 
 
 def has_common_format(ik: IkGgml, t: TensorType) -> bool:
-    """Tell whether both multiply weights of type ``t`` with the same activations."""
+    """Return whether both multiply weights of type ``t`` by the same activations."""
     return COMMON_FORMATS.get(ik.activations_of(t).name) == activation_format(base_of(t))
 
 
@@ -88,7 +88,7 @@ def random_inputs(t: TensorType, rows: int = ROWS) -> tuple[Any, Any]:
 
 
 def product(w: Any, t: TensorType, x: Any) -> tuple[Any, Any]:
-    """Return our product, in double, and that of the decoded weights with the activations as they are."""
+    """Return quantkit's product, in double, and that of the decoded weights with the unrounded activations."""
     base = base_of(t)
     weights = w
     if is_interleaved(t):

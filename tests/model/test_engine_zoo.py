@@ -70,12 +70,12 @@ def placed(device: str) -> Placement:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fusion", [Fusion(), Fusion.none()], ids=["fused", "unfused"])
-def test_logits_are_llama_cpps(zoo: Callable[[str], Path], name: str, device: str, fusion: Fusion) -> None:
+def test_logits_equal_llama_cpps(zoo: Callable[[str], Path], name: str, device: str, fusion: Fusion) -> None:
     with load(zoo(name), kv_type="f32", fusion=fusion, placement=placed(device), threads=2) as model:
         assert nmse(model.forward(TOKENS), expected(name)) <= BOUND
 
 
-def test_a_second_output_changes_nothing(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_second_output_does_not_change_logits(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     """That of quantize --extra-output-tensor; ik_llama.cpp uses it to draft tokens."""
     quantize(zoo("qwen35moe-moe"), tmp_path / "m.gguf", "COPY", QuantizeOptions(extra_output_tensor="q8_0"))
     with load(tmp_path / "m.gguf", kv_type="f32", placement=placed("CPU")) as model:
@@ -83,7 +83,7 @@ def test_a_second_output_changes_nothing(zoo: Callable[[str], Path], tmp_path: P
 
 
 @pytest.mark.parametrize("layers", range(1, 6))
-def test_a_segment_keeps_what_it_attends_to(zoo: Callable[[str], Path], layers: int) -> None:
+def test_a_segment_keeps_its_cache(zoo: Callable[[str], Path], layers: int) -> None:
     """The last layers, which may share caches with layers elsewhere, on another device."""
     placement = Placement(gpu_layers=layers, accelerators=("REFERENCE",))
     with load(zoo("gemma4-dense"), kv_type="f32", placement=placement) as model:
@@ -285,7 +285,7 @@ def no_convolution(op: Op) -> list[Op] | None:
 
 
 def other_reads(op: Op) -> list[Op] | None:
-    """What is remembered, and what is asked for, change places."""
+    """Swap stored and requested positions."""
     if isinstance(op, DeltaNet):
         return [replace(op, q=op.k, k=op.q)]
     if isinstance(op, Wkv):

@@ -64,7 +64,7 @@ def test_fused_matrices_give_the_same_logits(zoo: Zoo, tmp_path: Path) -> None:
     assert nmse(*logits) <= 1e-10
 
 
-def test_keys_and_values_of_layers_that_share_are_not_used(zoo: Zoo, tmp_path: Path) -> None:
+def test_keys_and_values_of_sharing_layers_are_unused(zoo: Zoo, tmp_path: Path) -> None:
     with load(changed(zoo(NAME), tmp_path / "m.gguf", with_unused), kv_type="f32") as model:
         assert nmse(model.forward(TOKENS), LOGITS) <= 1e-8
 
@@ -90,7 +90,7 @@ def test_logits_are_those_of_llama_cpp(
         assert nmse(model.forward(TOKENS), Libllama(llama_bin).logits(path, TOKENS)) <= 1e-8
 
 
-def test_layers_share_the_caches_of_their_kind(zoo: Zoo) -> None:
+def test_layers_share_caches_of_their_kind(zoo: Zoo) -> None:
     with load(zoo(NAME)) as model:
         read = [op.cache.name for op in model.graph.ops if isinstance(op, Attention)]
         windows = [op.window for op in model.graph.ops if isinstance(op, Attention)]

@@ -75,7 +75,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3next-ssm_in": lambda path: test_delta_net.qwen(path, "qwen3next", ssm_in=True),
     "xverse": lambda path: renamed(path, "smollm3-dense", "xverse"),
 }
-#: llama.cpp dies of a vocabulary without Chameleon's 8192 tokens of pictures.
+#: llama.cpp crashes on a vocabulary without Chameleon's 8192 tokens of pictures.
 DIES = {"chameleon"}
 #: llama.cpp's sums of two sequences in a batch are others than of one after the other, which are ours.
 ONE_AT_A_TIME = {"plamo2-dense"}

@@ -1,4 +1,4 @@
-"""Prediction layers (NextN, MTP): what is recorded of them is what llama-imatrix --nextn records."""
+"""Prediction layers (NextN, MTP): their recorded sums equal those of llama-imatrix --nextn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "deepseek2", "glm4moe", "deepsee
 
 
 def joint(layer: int, n_embd: int, has_head: bool) -> tiny_models.Shapes:
-    """Return what a prediction layer has more than another layer."""
+    """Return the additional tensors of a prediction layer."""
     shapes: tiny_models.Shapes = {"eh_proj": (2 * n_embd, n_embd), "enorm": (n_embd,), "hnorm": (n_embd,)}
     if has_head:
         shapes |= {name: (n_embd, *ne[1:]) for name, ne in HEAD_SHAPES.items()}
@@ -151,7 +151,7 @@ def test_a_resumed_run_and_one_without_a_bad_chunk_make_the_same_file(tmp_path: 
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
-def test_a_chunk_that_only_the_prediction_layer_cannot_take_is_left_out(tmp_path: Path) -> None:
+def test_a_chunk_that_fails_in_the_prediction_layer_is_skipped(tmp_path: Path) -> None:
     path, tokens = predicting(tmp_path / "model.gguf", "qwen35", has_head=True), tiny_models.ids(6 * N_CTX)
     tokens[tokens == 120] = 1
     tokens[3 * N_CTX + 5] = 120
@@ -171,7 +171,7 @@ def test_sums_are_those_of_llama_imatrix(arch: str, has_head: bool, tmp_path: Pa
     expected = llama_imatrix(llama_bin, tmp_path, "-m", model, "--nextn")
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, nextn=True, process_output=True)
     if (arch, has_head) == ("qwen3next", False):
-        # No row of it is an output then, and llama.cpp's Qwen3-Next goes on with outputs only: no token for experts.
+        # No row of it is an output then, and llama.cpp's Qwen3-Next continues with outputs only: no token for experts.
         expected.entries = {name: entry for name, entry in expected.entries.items() if entry.counts.any()}
         assert not any(name.startswith("blk.4.ffn_down") for name in expected.entries)
     compare(
@@ -180,7 +180,7 @@ def test_sums_are_those_of_llama_imatrix(arch: str, has_head: bool, tmp_path: Pa
 
 
 @pytest.mark.peer
-def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path, llama_bin: Path) -> None:
+def test_a_prediction_layer_in_a_separate_file(tmp_path: Path, llama_bin: Path) -> None:
     full = with_tokenizer(predicting(tmp_path / "plain.gguf", "qwen35", True), tmp_path / "whole.gguf")
     trunk, draft = alone(full, tmp_path / "t.gguf", trunk=True), alone(full, tmp_path / "d.gguf", trunk=False)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -226,7 +226,7 @@ def compare(actual: Any, expected: Any) -> None:
 # ---------------------------------------------------------------- what cannot be
 
 
-def test_what_is_no_known_prediction_layer_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_prediction_layer_is_refused(tmp_path: Path) -> None:
     path = predicting(tmp_path / "model.gguf", "qwen35", has_head=False)
     for changes, refusal in (
         ({"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 6}, "QK-E306 2"),
@@ -258,5 +258,5 @@ def test_a_model_without_one_gets_a_note(tmp_path: Path) -> None:
         imatrix(model, (), tmp_path / "p.gguf", tokens=tiny_models.ids(64), draft=model, options=options)
 
 
-def test_the_architectures_that_have_one_are_tried() -> None:
+def test_all_architectures_with_prediction_layers_are_tested() -> None:
     assert {name for name, arch in ARCHS.items() if arch.nextn} == set(FAMILIES)

@@ -143,7 +143,7 @@ def test_every_layer_is_compared_with_its_input(name: str) -> None:
         *("gemma4-dense", "gemma4-moe", "starcoder-dense", "olmo-dense"),
     ],
 )
-def test_backends_agree_and_logits_stay(name: str, tmp_path: Path) -> None:
+def test_backends_agree_and_observers_do_not_change_logits(name: str, tmp_path: Path) -> None:
     tokens, logits = expected(name)
     actual = {}
     for device in ("CPU", "REFERENCE"):
@@ -165,7 +165,7 @@ def test_backends_agree_and_logits_stay(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe"])
-def test_all_experts_holds_what_the_chosen_ones_saw(name: str, tmp_path: Path) -> None:
+def test_all_experts_includes_the_chosen_ones(name: str, tmp_path: Path) -> None:
     tokens = expected(name)[0]
     with open_zoo(tmp_path, name, everything) as model:
         session = model.session(64)
@@ -192,8 +192,8 @@ def choosing(name: str, n_used: int | None, path: Path) -> Path:
 
 @pytest.mark.parametrize("n_used", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "llama4-moe", "gpt-oss-moe"])
-def test_all_experts_is_a_model_that_chooses_all(name: str, n_used: int, tmp_path: Path) -> None:
-    """In its first layer with experts; what comes after sees another model's results."""
+def test_all_experts_equals_a_model_that_chooses_all(name: str, n_used: int, tmp_path: Path) -> None:
+    """Only in the first layer with experts; later layers get another model's results."""
     tokens, actual, ids_by_layer = expected(name)[0], [], {}
     for path in (choosing(name, n_used, tmp_path / "some.gguf"), choosing(name, None, tmp_path / "all.gguf")):
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=everything) as model:
@@ -213,7 +213,7 @@ def test_all_experts_is_a_model_that_chooses_all(name: str, n_used: int, tmp_pat
         np.testing.assert_allclose(np.broadcast_to(a["sums"], b["sums"].shape)[:, 0], b["sums"][:, 0], rtol=1e-6)
 
 
-def test_all_experts_is_refused_where_weights_are_shares_of_the_chosen(tmp_path: Path) -> None:
+def test_all_experts_is_refused_for_normalized_weights(tmp_path: Path) -> None:
     def share(graph):
         ops = [replace(op, routing=replace(op.routing, norm=True)) if isinstance(op, Route) else op for op in graph.ops]
         return everything(replace(graph, ops=tuple(ops)))
@@ -260,7 +260,7 @@ def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
             )
 
 
-def test_a_fused_graph_shows_no_inputs(tmp_path: Path) -> None:
+def test_a_fused_graph_has_no_observable_inputs(tmp_path: Path) -> None:
     with open_gguf(write_zoo("qwen3moe-moe", tmp_path / "z.gguf")) as source:
         graph = build_graph(source)
     with refuses(RecipeError, "QK-E201"):
@@ -290,7 +290,7 @@ def test_outputs_are_chosen_just_before_the_output_matrix(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "llama4-moe"])
 @pytest.mark.parametrize("look", [observe, everything])
-def test_rows_that_nobody_looks_at_are_left_out_and_nothing_changes(name: str, look, tmp_path: Path) -> None:
+def test_unobserved_rows_are_skipped_without_effect(name: str, look, tmp_path: Path) -> None:
     tokens, logits = expected(name)
     required, actual = np.arange(64) % 5 == 2, []
     for rewrite in (look, lambda graph: fewest_rows(look(graph))):
@@ -301,7 +301,7 @@ def test_rows_that_nobody_looks_at_are_left_out_and_nothing_changes(name: str, l
             down = [op for op in model.graph.ops if isinstance(op, MulMat | MulMatId) and "ffn_down" in str(op.weight)]
             last = max(op.layer for op in down)
             of_all = {op.x.outputs for op in down if op.layer < last}, {op.x.outputs for op in down if op.layer == last}
-    # The similarity of layers looks at what comes out of the last one, too.
+    # The similarity of layers includes the output of the last one.
     assert of_all == ({False}, {look is observe})
     assert actual[0].keys() == actual[1].keys()
     for label, arrays in actual[0].items():

@@ -34,7 +34,7 @@ FUSED = {kind for kind in descendants(Op) if kind.__module__.startswith(f"{fuse.
 
 
 @pytest.mark.parametrize("kind", sorted(OPS | FUSED, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
-def test_what_an_operation_writes_are_fields(kind: type[Op]) -> None:
+def test_outputs_of_operations_are_fields(kind: type[Op]) -> None:
     """Values that are named here, and are none of its fields, would not be kept for other segments."""
     assert set(kind.WRITES) <= {f.name for f in fields(kind)}
 
@@ -60,7 +60,7 @@ def test_an_unknown_operation_does_not_run(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("fusion", [Fusion(), Fusion.none()], ids=["fused", "not"])
-def test_what_an_observer_breaks_does_not_run(zoo: Zoo, fusion: Fusion) -> None:
+def test_an_observer_with_wrong_shapes_is_refused(zoo: Zoo, fusion: Fusion) -> None:
     """The graph fitted when it was built."""
 
     def break_graph(graph: Graph) -> Graph:

@@ -1,5 +1,4 @@
-"""Models that remember a sequence: what their metadata or shapes can say wrongly, what pieces of a sequence give, and
-what CUDA has no room for.
+"""Recurrent models: wrong metadata and shapes, sequences in pieces, and states too large for CUDA.
 
 Their logits are llama.cpp's in test_engine_zoo.py, transformers' in test_convert_goldens.py.
 """
@@ -70,7 +69,7 @@ def refusals(source: GGUFFile, changed_files: Iterator[Changed]) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_metadata_that_say_something_else_are_refused_or_harmless(name: str) -> None:
+def test_contradictory_metadata_are_refused_or_harmless(name: str) -> None:
     with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
         keys = (key for key in KEYS if source.get(f"{source.get('general.architecture')}.{key}") is not None)
         values = (None, 0, 1, -1, 3, 7, 1 << 40, 0.5, float("nan"), [], [0, 0], [1, -2, 0, 3, 1], "x")
@@ -79,7 +78,7 @@ def test_metadata_that_say_something_else_are_refused_or_harmless(name: str) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_shapes_that_are_others_are_refused(name: str) -> None:
+def test_wrong_shapes_are_refused(name: str) -> None:
     with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
         for tensor in source.tensors.values():
             if tensor.name in UNREAD:
@@ -93,7 +92,7 @@ def test_shapes_that_are_others_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pieces_of_a_sequence_and_sequences_side_by_side_are_the_whole(name: str, tmp_path: Path) -> None:
+def test_split_and_parallel_sequences_equal_one_batch(name: str, tmp_path: Path) -> None:
     tokens, logits = expected(name)
     with load(write_zoo(name, tmp_path / "model.gguf"), kv_type="f32", threads=2) as model:
         session = model.session(48)
@@ -101,7 +100,7 @@ def test_pieces_of_a_sequence_and_sequences_side_by_side_are_the_whole(name: str
         assert nmse(np.concatenate(parts), logits[:40]) <= 1e-8
 
 
-def test_old_files_have_the_vectors_of_rwkv_6_one_by_one(tmp_path: Path) -> None:
+def test_old_files_have_separate_vectors_of_rwkv_6(tmp_path: Path) -> None:
     """That mix a row with the one before it."""
     tokens, logits = expected("rwkv6-dense")
     with open_gguf(write_zoo("rwkv6-dense", tmp_path / "new.gguf")) as model:
@@ -117,7 +116,7 @@ def test_old_files_have_the_vectors_of_rwkv_6_one_by_one(tmp_path: Path) -> None
         assert nmse(old.forward(tokens[:8]), logits[:8]) <= 1e-8
 
 
-def test_a_state_that_cuda_has_no_room_for(tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:
+def test_a_state_too_large_for_cuda_is_refused(tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:
     path = test_mamba.hybrid(tmp_path / "model.gguf", {"ssm.state_size": 288}, d_state=288)
     with load(path, kv_type="f32") as model:
         assert np.isfinite(model.forward([1, 2, 3])).all()
@@ -125,7 +124,7 @@ def test_a_state_that_cuda_has_no_room_for(tmp_path: Path, cuda_devices: tuple[s
         load(path, kv_type="f32", placement=Placement(ALL_LAYERS, (), ("CUDA0",))).forward([1, 2, 3])
 
 
-def test_more_rows_than_may_decay_by_themselves() -> None:
+def test_more_decaying_rows_than_supported_are_refused() -> None:
     head, n = 264, 4
     with open_gguf(ZOO / "headers" / "kimi-linear-moe.head", header_only=True) as source:
         tensors = {name: wider(tensor, n * 32, n * head) for name, tensor in source.tensors.items()}

@@ -1,4 +1,4 @@
-"""Models larger than --max-ram: what stays, what goes, how much is resident, and that the numbers are the same."""
+"""Models larger than --max-ram: resident and streamed weights, resident memory, and equal results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run(source, max_ram):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident pages are read from Linux's /proc")
-def test_resident_weights_stay_within_the_budget_and_numbers_the_same(source):
+def test_streaming_stays_within_the_budget_with_equal_results(source):
     expected, all_of_it, streams = run(source, None)
     assert not streams
     assert all_of_it > 0.9 * LAYERS * LAYER
@@ -111,7 +111,7 @@ def test_stages_are_layers_or_operations(source):
     assert [stage.end for stage in plan[:-1]] == [stage.first for stage in plan[1:]]
 
 
-def test_the_first_stages_stay_as_far_as_the_budget_goes(source):
+def test_the_first_stages_are_resident_within_the_budget(source):
     ops, _ = graph(source)
     for budget in (2 * LAYER, 3 * LAYER, 5.5 * LAYER, LAYERS * LAYER):
         plan = stages(ops, int(budget))

@@ -54,7 +54,7 @@ def count(args, tid, nth):
     atomic_add(arg(args, 1), 0, 1)
 
 
-def test_a_block_holds_integers_and_float_bits():
+def test_a_block_has_integers_and_float_bits():
     block = add_scaled.block(batch=1, x=2, n=3, factor=0.5)
     assert block.tolist()[:3] == [1, 2, 3]
     assert block[3:].view(np.float64) == 0.5
@@ -70,7 +70,7 @@ def test_blocks_name_every_slot():
         TapeOp(lambda args, tid, nth: None, "x batch")
 
 
-def test_binding_other_globals_makes_another_operation():
+def test_other_bindings_compile_another_operation():
     twice = add_scaled.bind("by2", step=2.0)
     assert twice.name == "add_scaled_by2"
     assert add_scaled.bind("by2", step=2.0) is twice
@@ -84,7 +84,7 @@ def test_binding_other_globals_makes_another_operation():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_entries_see_what_all_threads_wrote_before(threads):
+def test_entries_read_the_writes_of_all_threads(threads):
     team, n = Team(threads), 60
     batch, x = Batch(team, 1), np.arange(n, dtype=np.float32)
     ones = add_scaled.block(batch=batch.address, x=address_of(x), n=n, factor=1.0)
@@ -96,7 +96,7 @@ def test_entries_see_what_all_threads_wrote_before(threads):
         np.testing.assert_array_equal(x, want)
 
 
-def test_more_threads_than_cpus_do_not_hang():
+def test_more_threads_than_cpus_do_not_deadlock():
     team = Team(4 * (os.cpu_count() or 1) + 1)
     batch, total = Batch(team, 1), np.zeros(1, np.int64)
     tape = Tape(team, batch, [(count, count.block(batch=batch.address, total=address_of(total)))] * 50)
@@ -106,7 +106,7 @@ def test_more_threads_than_cpus_do_not_hang():
     assert time.perf_counter() - start < 20
 
 
-def test_launches_find_threads_awake_and_asleep():
+def test_launches_wake_sleeping_threads():
     team = Team(3)
     batch, total = Batch(team, 1), np.zeros(1, np.int64)
     tape = Tape(team, batch, [(count, count.block(batch=batch.address, total=address_of(total)))])
@@ -144,7 +144,7 @@ def test_timing_gives_nanoseconds_of_each_entry():
     assert total[0] == 21 * 4
 
 
-def test_threads_end_with_their_team():
+def test_threads_end_with_the_team():
     before = set(threading.enumerate())
     team = Team(3)
     batch, total = Batch(team, 1), np.zeros(1, np.int64)
@@ -189,7 +189,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_process_has_threads_of_its_own():
+def test_a_forked_process_starts_its_own_threads():
     env = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{FOLDER}:{FOLDER.parent}/lib"}
     subprocess.run([sys.executable, "-c", FORK], env=env, check=True, timeout=60)
 
@@ -208,7 +208,7 @@ def test_a_failing_thread_is_reported():
     assert isinstance(failure.value.__cause__, (OSError, ValueError))
 
 
-def test_a_team_has_threads():
+def test_a_team_needs_threads():
     with pytest.raises(ValueError, match="1 to 62"):
         Team(0)
     with pytest.raises(ValueError, match="pinned to 2 CPUs"):

@@ -25,7 +25,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_weights_are_those_of_the_logits(tmp_path: Path, name: str) -> None:
+def test_the_weights_match_the_logits(tmp_path: Path, name: str) -> None:
     model = write_zoo(name, tmp_path / "z.gguf")
     assert hashlib.sha256(model.read_bytes()).hexdigest() == WRITERS[name]
 
@@ -43,13 +43,13 @@ def test_every_model_has_logits() -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", NAMES)
-def test_llama_cpp_gives_the_logits(zoo: Callable[[str], Path], llama_bin: Path, name: str) -> None:
+def test_stored_logits_equal_llama_cpps(zoo: Callable[[str], Path], llama_bin: Path, name: str) -> None:
     tokens, logits = expected(name)
     assert nmse(Libllama(llama_bin).logits(zoo(name), tokens), logits) <= 1e-8
 
 
 @pytest.mark.peer
-def test_sequences_and_batches_do_not_meet(llama_bin: Path, tmp_path: Path) -> None:
+def test_sequences_and_batches_are_independent(llama_bin: Path, tmp_path: Path) -> None:
     """A recurrent model, so that a cache that is not emptied would show."""
     tokens, logits = expected("qwen3next-moe")
     model, two = write_zoo("qwen3next-moe", tmp_path / "z.gguf"), np.stack([tokens, tokens[::-1]])
@@ -66,7 +66,7 @@ def test_another_seed_is_another_model(llama_bin: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.peer
-def test_what_the_library_refuses_is_an_error_with_its_words(llama_bin: Path, tmp_path: Path) -> None:
+def test_a_refusal_of_the_library_has_its_message(llama_bin: Path, tmp_path: Path) -> None:
     model = write_zoo("llama-dense", tmp_path / "z.gguf")
     with pytest.raises(LibllamaError, match="wanted ids below 128"):
         Libllama(llama_bin).logits(model, [1, 128])

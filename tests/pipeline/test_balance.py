@@ -81,7 +81,7 @@ def test_logits_are_the_same(zoo: Callable[[str], Path], name: str, tmp_path: Pa
     assert (before == after).all()
 
 
-def test_what_is_scaled() -> None:
+def test_balanced_tensors() -> None:
     """Norms before products and up projections of the experts; not the norms of heads, whose results are turned."""
     sites = {site.producer: site for site in find_sites(MODEL)}
     assert len(sites) == 4 * 3 + 1
@@ -94,7 +94,7 @@ def test_what_is_scaled() -> None:
     assert sites["output_norm.weight"].consumers == ("output.weight",)
 
 
-def test_columns_come_to_more_alike_sizes(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_column_magnitudes_become_more_similar(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     """A quarter of the differences goes; a column never used keeps its size. The file becomes F32 where it must."""
     assert (factors_of(np.array([1, 1, 1, 0.0])) == 1).all()
     sizes = np.array([0.25, 1, 4, 16, 1e-3])

@@ -77,7 +77,7 @@ def plain(source: Path, out: Path, type_name: str, **options: Any) -> bytes:
 
 
 def used(result: QuantizeResult) -> tuple[int, int]:
-    """Return how many tensors came from the cache, and were kept there."""
+    """Return the numbers of tensors read from the cache, and stored in it."""
     assert result.run.cache is not None
     return result.run.cache.hits, result.run.cache.stored
 
@@ -136,7 +136,9 @@ def test_a_second_recipe_encodes_what_it_changes(llama: Path, tmp_path: Path) ->
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES, 0)
 
 
-def test_what_is_taken_is_not_read(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_rows_of_cached_tensors_are_not_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first run reads every byte once; the second reads nothing of what it takes, whatever file it is in."""
     cache, out, read = tmp_path / "cache", tmp_path / "o.gguf", dict[str, int]()
     plain_read = GGUFFile.read
@@ -157,7 +159,7 @@ def test_what_is_taken_is_not_read(llama: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("pieces")
-def test_without_its_memory_rows_are_digested_and_found(llama: Path, tmp_path: Path) -> None:
+def test_without_known_digests_rows_are_digested_and_found(llama: Path, tmp_path: Path) -> None:
     """A copy of the model, as on another machine, whose files nobody has seen."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
@@ -170,7 +172,7 @@ def test_without_its_memory_rows_are_digested_and_found(llama: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("pieces")
-def test_models_with_the_same_ends_are_told_apart(llama: Path, tmp_path: Path) -> None:
+def test_models_with_equal_ends_are_distinguished(llama: Path, tmp_path: Path) -> None:
     """A fingerprint sees both ends of tensors only; digests see all rows, also where only the last piece differs."""
     cache, out, changed_path = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "other.gguf"
     cached(llama, out, "Q4_0", cache)
@@ -191,7 +193,7 @@ def test_models_with_the_same_ends_are_told_apart(llama: Path, tmp_path: Path) -
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", ["time put back", "no trace"])
-def test_a_source_that_changed_in_secret_is_noticed(
+def test_a_changed_source_with_equal_metadata_is_detected(
     llama: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where size and both ends stay, and where no time changes, either: then as soon as a row has to be read."""
@@ -218,7 +220,7 @@ def test_a_source_that_changed_in_secret_is_noticed(
     assert out.read_bytes() == expected
 
 
-def test_measured_errors_are_kept(llama: Path, tmp_path: Path, pieces: None) -> None:
+def test_measured_errors_are_cached(llama: Path, tmp_path: Path, pieces: None) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     sums = quantize(llama, out, "Q4_0", measure_error=True).run.sums
     cached(llama, out, "Q4_0", cache)
@@ -239,7 +241,7 @@ def test_types_of_every_kind(llama: Path, tmp_path: Path, type_name: str, pieces
     assert out.read_bytes() == expected
 
 
-def test_copies_and_rounded_values_are_not_kept(llama: Path, tmp_path: Path) -> None:
+def test_copies_and_rounded_values_are_not_cached(llama: Path, tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     for type_name in ("COPY", "BF16"):
         use = use_of(cached(llama, out, type_name, cache))
@@ -251,7 +253,7 @@ def test_copies_and_rounded_values_are_not_kept(llama: Path, tmp_path: Path) -> 
     assert len(entries(cache)) == count
 
 
-def test_a_scale_behind_the_rows_counts(tmp_path: Path) -> None:
+def test_a_scale_after_the_rows_is_part_of_the_key(tmp_path: Path) -> None:
     """I2_S: rows are the same, the tensor's scale is not."""
     shape, cache, out = (256, 32), tmp_path / "cache", tmp_path / "o.gguf"
     t = BY_NAME["I2_S"]
@@ -277,7 +279,7 @@ MOE = DATA / "tiny-moe-bf16.gguf"
 IMATRIX = DATA / "tiny-moe-imatrix.gguf"
 
 
-def test_merged_experts_are_made_of_what_halves_left(tmp_path: Path) -> None:
+def test_merged_experts_use_cached_halves(tmp_path: Path) -> None:
     """Parts are kept, not tensors: gate and up, encoded apart, serve a file that merges them."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     separate = cached(MOE, out, "Q4_0", cache, QuantizeOptions(imatrix=IMATRIX, pure=True))
@@ -292,7 +294,7 @@ def test_merged_experts_are_made_of_what_halves_left(tmp_path: Path) -> None:
     assert used(cached(MOE, out, "Q4_0", cache, QuantizeOptions(imatrix=IMATRIX, pure=True)))[1] == 0
 
 
-def test_reencoded_halves_are_kept(tmp_path: Path) -> None:
+def test_reencoded_halves_are_cached(tmp_path: Path) -> None:
     cache, mixed = tmp_path / "cache", tmp_path / "mixed.gguf"
     quantize(MOE, mixed, "Q8_0", QuantizeOptions(ffn_up_type="Q5_0", ffn_gate_type="Q4_0"))
     runs = [
@@ -309,7 +311,7 @@ def test_reencoded_halves_are_kept(tmp_path: Path) -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Rows that are computed count as they are read; what computes them is part of what is remembered."""
+    """Computed rows are digested like read ones; the code that computes them is part of the known digests' key."""
     folder = write_checkpoint(tmp_path / "Small-Moe", shards=3)
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     pre = ConvertOptions(pre="gpt-2")
@@ -387,7 +389,7 @@ def test_other_importance_is_another_entry(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("t", [t for t in ENCODABLE if t.imatrix == "ignored" and t.block > 1], ids=str)
 def test_types_that_ignore_importance(t: Any) -> None:
-    """Keys leave it out for these: the bytes do, too, whoever encodes."""
+    """Keys omit it for these types, because the bytes of every encoder do not depend on it."""
     n = max(256, t.block)
     x = np.random.default_rng(1).normal(0, 1, (4, n)).astype(np.float32)
     importance = np.random.default_rng(2).uniform(0.01, 9, n).astype(np.float32)
@@ -406,7 +408,7 @@ def test_another_encoder_is_another_entry(llama: Path, tmp_path: Path, monkeypat
     assert used(cached(llama, out, "Q4_0", cache)) == (0, ENCODES)
 
 
-def test_changed_sources_of_an_encoder_are_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_encoder_source_is_another_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = shutil.copytree(
         keys._PACKAGE, tmp_path / "quantkit", ignore=shutil.ignore_patterns("cuda", "model", "__pycache__")
     )
@@ -468,7 +470,7 @@ print(sorted(str(path) for path in loaded - digested[0]))
 @pytest.mark.parametrize(
     ("source", "target"), [("BF16", "Q4_K"), ("Q6_K", "IQ2_KS"), ("F32", "IQ1_S"), ("F16", "Q4_K_R4")]
 )
-def test_all_code_that_an_encoder_loads_counts(source: str, target: str) -> None:
+def test_all_code_of_an_encoder_is_part_of_the_key(source: str, target: str) -> None:
     process = subprocess.run(
         [sys.executable, "-c", REACHED, source, target], check=True, capture_output=True, text=True
     )
@@ -551,7 +553,7 @@ DAMAGE = (
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("with_memo", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_made_anew(llama: Path, tmp_path: Path, damage: str, with_memo: bool) -> None:
+def test_a_damaged_entry_is_encoded_again(llama: Path, tmp_path: Path, damage: str, with_memo: bool) -> None:
     cache, out, name = tmp_path / "cache", tmp_path / "o.gguf", "blk.0.ffn_down.weight"
     cached(llama, out, "Q4_0", cache)
     expected = out.read_bytes()
@@ -570,14 +572,14 @@ def test_a_damaged_entry_is_made_anew(llama: Path, tmp_path: Path, damage: str, 
 
 
 @pytest.mark.usefixtures("pieces")
-def test_verify_finds_what_is_damaged(llama: Path, tmp_path: Path) -> None:
+def test_verify_finds_damaged_entries(llama: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for damage in DAMAGE:
         cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
         path = entry_of(cache, "blk.0.ffn_down.weight")
         spoil(path, damage)
         result = verify_cache(cache)
-        # What is no file is no entry.
+        # Only regular files are entries.
         assert [Path(p) for p, _ in result.damaged] == [path] * (damage not in ("pipe", "link", "folder")), damage
         assert result.entries == ENCODES - (damage in ("pipe", "link", "folder"))
         assert not verify_cache(cache).damaged
@@ -606,7 +608,7 @@ def test_random_damage_never_reaches_the_output(llama: Path, tmp_path: Path, pie
 # ---------------------------------------------------------------- the folder is not ours alone
 
 
-def test_hostile_files_are_passed_over(llama: Path, tmp_path: Path) -> None:
+def test_hostile_files_are_skipped(llama: Path, tmp_path: Path) -> None:
     """Nothing in the folder is interpreted, beyond JSON of numbers and texts, nor waited for."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
@@ -671,7 +673,7 @@ class Unpickled:
 @pytest.mark.parametrize(
     "data", [b"", b"{}", pickle.dumps(Unpickled()), b"[" * 9999, b'{"kind": "quantkit tensor cache, 1", "size": "9"}']
 )
-def test_a_strange_configuration_is_refused(llama: Path, tmp_path: Path, data: bytes) -> None:
+def test_an_unknown_configuration_is_refused(llama: Path, tmp_path: Path, data: bytes) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "cache.json").write_bytes(data)
@@ -696,10 +698,8 @@ def test_other_folders_are_refused(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_folder_that_takes_nothing_is_still_read(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Read-only, somebody else's, full: what is there serves, the rest is encoded, with one note."""
+def test_a_readonly_folder_is_read(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Read-only, another user's, full: existing entries are used, the rest is encoded, with one note."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache, QuantizeOptions(attn_v_type="Q5_0"))
     expected = plain(llama, out, "Q4_0")
@@ -722,7 +722,7 @@ def test_a_folder_that_takes_nothing_is_still_read(
 
 
 @pytest.mark.usefixtures("pieces")
-def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_outputs_are_not_cached(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a store, say: jobs write what they encode to the cache themselves."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     expected = plain(llama, out, "Q4_0")
@@ -759,7 +759,7 @@ def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypa
     assert not list(open_store(cache).temporary())
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_partial_entry(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, out, copied = tmp_path / "cache", tmp_path / "o.gguf", 0
     expected = plain(llama, out, "Q4_0")
     from quantkit.pipeline.cache import store as store_module
@@ -784,7 +784,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half(llama: Path, tmp_path: Path, m
 
 
 def test_permissions(llama: Path, other_user: Path) -> None:
-    """The cache of somebody else, who lets others read it, or not even that."""
+    """The cache of another user, readable or not."""
     source, cache, out = other_user / "llama.gguf", other_user / "cache", other_user / "o.gguf"
     shutil.copyfile(llama, source)
     cached(source, out, "Q4_0", cache)
@@ -831,7 +831,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(user)
 
 
-def test_a_folder_that_cannot_be_is_refused_before_the_run(llama: Path, tmp_path: Path) -> None:
+def test_an_impossible_folder_is_refused_before_the_run(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "cache", Path("/proc/nothing/cache")):
         with refuses(ResourceError, "QK-E401|QK-E405", folder):
@@ -842,7 +842,7 @@ def test_a_folder_that_cannot_be_is_refused_before_the_run(llama: Path, tmp_path
 # ---------------------------------------------------------------- size
 
 
-def test_the_least_recently_used_go_first(llama: Path, tmp_path: Path) -> None:
+def test_least_recently_used_entries_are_evicted_first(llama: Path, tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
     cached(llama, out, "Q5_0", cache)
@@ -864,7 +864,7 @@ def test_the_least_recently_used_go_first(llama: Path, tmp_path: Path) -> None:
     assert open_store(cache).limit == limit
 
 
-def test_a_run_does_not_evict_its_own(llama: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_evict_its_own_entries(llama: Path, tmp_path: Path) -> None:
     """What does not fit is not kept: else a model larger than the cache would find nothing the next time."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     result = cached(llama, out, "Q4_0", cache, cache_size=200_000)
@@ -880,7 +880,7 @@ def test_a_run_does_not_evict_its_own(llama: Path, tmp_path: Path) -> None:
     assert not set(left) & set(entries(cache)) or show_cache(cache).nbytes <= 20_000
 
 
-def test_a_refused_run_makes_no_cache(llama: Path, tmp_path: Path) -> None:
+def test_a_refused_run_creates_no_cache(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "o.gguf").touch()
     with refuses(ResourceError, "QK-E402 o.gguf --overwrite"):
         quantize(llama, tmp_path / "o.gguf", "Q4_0", cache=tmp_path / "cache")
@@ -888,7 +888,7 @@ def test_a_refused_run_makes_no_cache(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pieces")
-def test_entries_that_vanish_are_made_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disappearing_entries_are_encoded_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run evicts what this one is about to take, at any moment."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
@@ -944,7 +944,7 @@ def hammer(source: Path, out: Path, cache: Path, *types: str) -> subprocess.Pope
 def test_many_processes_share_a_cache(llama: Path, tmp_path: Path) -> None:
     cache, options = tmp_path / "cache", QuantizeOptions(no_provenance=True)
     runs = [hammer(llama, tmp_path / f"{i}.gguf", cache, *["Q5_0", "Q4_0", "Q8_0"] * 2, "Q4_0") for i in range(3)]
-    while any(run.poll() is None for run in runs):  # and somebody tidies up meanwhile
+    while any(run.poll() is None for run in runs):  # prune runs at the same time
         if (cache / "cache.json").exists():
             prune_cache(cache, to=400_000)
             assert not verify_cache(cache).damaged
@@ -957,7 +957,7 @@ def test_many_processes_share_a_cache(llama: Path, tmp_path: Path) -> None:
     assert not list(open_store(cache).temporary())
 
 
-def test_killed_runs_leave_nothing_that_is_believed(llama: Path, tmp_path: Path) -> None:
+def test_killed_runs_leave_no_valid_looking_entries(llama: Path, tmp_path: Path) -> None:
     cache, out, rng = tmp_path / "cache", tmp_path / "o.gguf", random.Random(3)
     types = ["Q4_0", "Q5_0", "Q8_0", "Q4_1"]
     for trial in range(6):
@@ -977,7 +977,7 @@ def test_killed_runs_leave_nothing_that_is_believed(llama: Path, tmp_path: Path)
         assert out.read_bytes() == expected
 
 
-def test_what_killed_runs_left_is_removed_after_a_day(llama: Path, tmp_path: Path) -> None:
+def test_leftovers_of_killed_runs_are_removed_after_a_day(llama: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
     left, fresh = cache / "tmp" / "left", cache / "tmp" / "fresh"
@@ -1019,7 +1019,7 @@ def test_resume_with_and_without(llama: Path, tmp_path: Path, monkeypatch: pytes
     assert not verify_cache(cache).damaged
 
 
-def test_the_journal_has_the_crc_of_what_was_taken(
+def test_the_journal_has_the_crc_of_cached_tensors(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: None
 ) -> None:
     cache, out, crcs = tmp_path / "cache", tmp_path / "o.gguf", list[dict[str, int]]()
@@ -1042,7 +1042,7 @@ def test_the_journal_has_the_crc_of_what_was_taken(
 
 
 @pytest.mark.usefixtures("pieces")
-def test_jobs_are_whole_pieces_and_can_be_sent(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_whole_pieces_and_pickle(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor on other machines needs nothing but the job."""
     cache, jobs = tmp_path / "cache", list[jobs_module.Job]()
     cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
@@ -1060,7 +1060,7 @@ def test_jobs_are_whole_pieces_and_can_be_sent(llama: Path, tmp_path: Path, monk
     assert all(job.cached is not None and job.cached.verified for job in encoder_jobs)
 
 
-def test_too_little_memory_is_said(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "JOB", 1024)
     result = cached(llama, tmp_path / "o.gguf", "Q4_0", tmp_path / "cache")
     assert used(result)[1] < ENCODES
@@ -1078,7 +1078,7 @@ def test_pieces() -> None:
     assert pieces.row_offset(2, 1) == BEGIN + 21 * 7
 
 
-def test_a_header_is_read_as_it_was_written() -> None:
+def test_an_entry_header_round_trips() -> None:
     header = Header(
         "a" * 64, "b" * 64, Pieces(2, 30, 18, 4), True, "c" * 64, {"model": "\U0001f9ca" * 100, "tensor": "é" * 100}
     )
@@ -1092,7 +1092,7 @@ def test_a_header_is_read_as_it_was_written() -> None:
     assert cache_entry.parse_name("x") is None
 
 
-def test_memory_of_many_runs_is_one_file(tmp_path: Path) -> None:
+def test_known_digests_of_many_runs_are_one_file(tmp_path: Path) -> None:
     pairs = [(f"{i:064x}", f"{i * 7:064x}") for i in range(30)]
     for i, (identity, digest) in enumerate(pairs):
         Memo(tmp_path, (), f"run{i}").add(identity, digest)
@@ -1179,7 +1179,7 @@ def test_refusals(llama: Path, tmp_path: Path, arguments: list[str], message: st
     assert message in result.stderr
 
 
-def test_a_folder_of_other_things_is_refused_with_a_line(llama: Path, tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_refused(llama: Path, tmp_path: Path) -> None:
     result = invoke("quantize", "--cache", llama.parent, llama, tmp_path / "o.gguf", "Q4_0")
     assert (result.exit_code, "is not a tensor cache and contains other files" in result.stderr) == (1, True)
     dry = invoke("quantize", "--dry-run", "--cache", llama.parent, llama, tmp_path / "o.gguf", "Q4_0")
@@ -1211,7 +1211,7 @@ def test_threads_that_prepare_and_evict(tmp_path: Path) -> None:
             assert data.tobytes() == file.read_bytes()
 
 
-def test_an_error_of_the_run_is_the_same(llama: Path, tmp_path: Path) -> None:
+def test_errors_are_the_same_with_a_cache(llama: Path, tmp_path: Path) -> None:
     """Broken values are refused with and without, and leave no entry."""
     source, cache = tmp_path / "nan.gguf", tmp_path / "cache"
     data = bytearray(llama.read_bytes())

@@ -120,7 +120,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY"])
 @pytest.mark.parametrize("change", IN_PLACE)
-def test_a_source_that_is_written_to_is_an_error(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
+def test_a_modified_source_is_an_error(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
     out = tmp_path / "o.gguf"
     with refuses(FormatError, "QK-E103|QK-E109 m.gguf"):
         quantize(model, out, type_name, OPTIONS, threads=1, observer=Position(3, lambda: change(model)))
@@ -128,7 +128,7 @@ def test_a_source_that_is_written_to_is_an_error(model: Path, tmp_path: Path, ty
 
 
 @pytest.mark.parametrize("descriptors", [128, 0])
-def test_a_source_that_is_replaced_is_read_on(
+def test_a_replaced_source_is_still_read(
     model: Path, tmp_path: Path, descriptors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is open; where it had to be opened again, another file of its name is an error."""
@@ -155,7 +155,7 @@ def move(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [link, move, lambda path: path.chmod(0o444), Path.unlink])
-def test_names_and_rights_are_no_content(model: Path, tmp_path: Path, change: Change) -> None:
+def test_names_and_permissions_are_not_content(model: Path, tmp_path: Path, change: Change) -> None:
     quantize(model, tmp_path / "whole.gguf", "Q8_0", OPTIONS)
     quantize(model, tmp_path / "o.gguf", "Q8_0", OPTIONS, threads=1, observer=Position(3, lambda: change(model)))
     assert (tmp_path / "o.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
@@ -163,7 +163,7 @@ def test_names_and_rights_are_no_content(model: Path, tmp_path: Path, change: Ch
 
 @pytest.mark.parametrize("change", [overwrite, overwrite_secretly, replace])
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY"])
-def test_a_run_does_not_go_on_with_another_source(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
+def test_a_run_is_not_resumed_with_another_source(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
     out, expected = tmp_path / "o.gguf", tmp_path / "whole.gguf"
     with pytest.raises(KeyboardInterrupt):
         quantize(model, out, type_name, OPTIONS, threads=1, observer=Position(8, interrupt))
@@ -176,7 +176,7 @@ def test_a_run_does_not_go_on_with_another_source(model: Path, tmp_path: Path, t
 
 @pytest.mark.parametrize("cuts", [{}, {"max_ram": 20 << 20}])
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY"])
-def test_a_run_goes_on_with_a_copy_of_its_source(
+def test_a_run_is_resumed_with_a_copy_of_its_source(
     model: Path, tmp_path: Path, type_name: str, cuts: dict[str, int]
 ) -> None:
     """Whatever the memory was, and is: what was read is compared as it was cut."""
@@ -198,7 +198,7 @@ def test_a_run_goes_on_with_a_copy_of_its_source(
 
 
 @pytest.mark.parametrize("is_other", [True, False])
-def test_a_run_does_not_go_on_with_other_covariances(model: Path, tmp_path: Path, is_other: bool) -> None:
+def test_a_run_is_not_resumed_with_other_covariances(model: Path, tmp_path: Path, is_other: bool) -> None:
     """Of the same header, counts and ends; with a copy it does."""
     names = [f"blk.{layer}.attn_{kind}.weight:" for layer in (0, 1) for kind in "qkv"]
     cov, out, expected = (
@@ -281,7 +281,7 @@ def interrupted_run(
 
 
 @pytest.mark.parametrize("change", [overwrite_secretly, replace])
-def test_a_run_of_a_model_does_not_go_on_with_another(interrupted_run: tuple[Run, Path, Path], change: Change) -> None:
+def test_a_model_run_is_not_resumed_with_another_model(interrupted_run: tuple[Run, Path, Path], change: Change) -> None:
     run, model, out = interrupted_run
     original, steps = model.read_bytes(), Steps()
     change(model)
@@ -292,7 +292,9 @@ def test_a_run_of_a_model_does_not_go_on_with_another(interrupted_run: tuple[Run
     run(model, out, Steps(), True)  # nothing was lost
 
 
-def test_a_result_stands_while_its_model_does(interrupted_run: tuple[Run, Path, Path], tmp_path: Path) -> None:
+def test_a_result_is_valid_while_its_model_is_unchanged(
+    interrupted_run: tuple[Run, Path, Path], tmp_path: Path
+) -> None:
     run, model, out = interrupted_run
     run(model, out, Steps(), True)
     before, steps = out.read_bytes(), Steps()
@@ -305,7 +307,7 @@ def test_a_result_stands_while_its_model_does(interrupted_run: tuple[Run, Path, 
     assert (steps.count, out.read_bytes()) == (0, before)
 
 
-def test_all_passes_for_covariances_are_of_one_model(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_all_covariance_passes_use_one_model(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     """Each pass opens the model."""
     model = tmp_path / "m.gguf"
     shutil.copy(zoo("llama-dense"), model)
@@ -314,7 +316,7 @@ def test_all_passes_for_covariances_are_of_one_model(zoo: Callable[[str], Path],
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_a_run_of_a_model_goes_on_with_a_copy(interrupted_run: tuple[Run, Path, Path], tmp_path: Path) -> None:
+def test_a_model_run_is_resumed_with_a_copy(interrupted_run: tuple[Run, Path, Path], tmp_path: Path) -> None:
     run, model, out = interrupted_run
     copy = tmp_path / "copy"
     shutil.copy(model, copy)
@@ -330,7 +332,7 @@ def test_a_run_of_a_model_goes_on_with_a_copy(interrupted_run: tuple[Run, Path, 
 
 
 @pytest.mark.parametrize("changed", ["base.gguf", "q.gguf", "base.logits"])
-def test_a_report_measures_a_file_that_changed_anew(zoo: Callable[[str], Path], tmp_path: Path, changed: str) -> None:
+def test_a_report_measures_a_changed_file_again(zoo: Callable[[str], Path], tmp_path: Path, changed: str) -> None:
     base, file, logits = (tmp_path / name for name in ("base.gguf", "q.gguf", "base.logits"))
     shutil.copy(zoo("llama-dense"), base)
     quantize(base, file, "Q8_0")
@@ -358,7 +360,7 @@ def test_a_report_measures_a_file_that_changed_anew(zoo: Callable[[str], Path], 
     assert (kld_now == kld) is (changed == "base.gguf")
 
 
-def test_an_importance_matrix_that_is_written_to_is_an_error(model: Path, tmp_path: Path) -> None:
+def test_a_modified_importance_matrix_is_an_error(model: Path, tmp_path: Path) -> None:
     imatrix, out = tmp_path / "i.gguf", tmp_path / "o.gguf"
     with open_gguf(model) as file:
         entries = {
@@ -380,7 +382,7 @@ def test_an_importance_matrix_that_is_written_to_is_an_error(model: Path, tmp_pa
 
 @pytest.mark.parametrize("verb", ["convert", "export"])
 @pytest.mark.parametrize("change", ["written", "replaced"])
-def test_the_ways_from_and_to_a_checkpoint(tmp_path: Path, verb: str, change: str) -> None:
+def test_modified_inputs_of_convert_and_export(tmp_path: Path, verb: str, change: str) -> None:
     source = folder = write_checkpoint(tmp_path / "in", shards=3)
     if verb == "export":
         source = convert(folder, tmp_path / "x.gguf", None, PRE).plan.shards[0].path
@@ -417,7 +419,7 @@ def test_the_ways_from_and_to_a_checkpoint(tmp_path: Path, verb: str, change: st
 # ---------------------------------------------------------------- mapped files
 
 
-def test_a_model_that_runs_reads_the_file_that_it_opened(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_running_model_reads_its_opened_file(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     path, tokens = tmp_path / "m.gguf", [1, 2, 3, 4]
     shutil.copy(zoo("llama-dense"), path)
     with load(path, threads=1) as model:
@@ -431,7 +433,7 @@ def test_a_model_that_runs_reads_the_file_that_it_opened(zoo: Callable[[str], Pa
 
 @pytest.mark.parametrize("change", ["cut", "written"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_model_whose_file_changes_is_an_error(
+def test_a_changed_model_file_is_an_error(
     zoo: Callable[[str], Path], tmp_path: Path, change: str, threads: int
 ) -> None:
     """One that is cut does not kill the process, whichever thread reads where nothing is."""
@@ -452,7 +454,7 @@ def test_a_model_whose_file_changes_is_an_error(
             model.source.data(next(iter(model.source.tensors)))
 
 
-def test_digests_tell_bytes_apart() -> None:
+def test_digests_distinguish_bytes() -> None:
     data = np.random.default_rng(1).integers(0, 256, 1000, np.uint8)
     digests = {digest_of(data[:n].copy()) for n in range(len(data))}
     assert len(digests) == len(data)
@@ -465,7 +467,7 @@ def test_digests_tell_bytes_apart() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is a handler on Linux")
-def test_only_our_mappings_are_mended(tmp_path: Path) -> None:
+def test_only_own_mappings_are_repaired(tmp_path: Path) -> None:
     """Leave a fault in a foreign mapping to the handler before ours, also one that was installed after our first."""
     program = """if True:
         import faulthandler, mmap, os, sys

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from header_models import DENSE, FUSED, MIXED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
+from header_models import DENSE, FUSED, MIXED, MLA, MOE, SHARED, Tensor, build_model, write_sparse
 from peer_cache import answer, file_or_word, header, peer
 from refusals import refuses
 
@@ -141,14 +141,14 @@ MODELS = [
 
 def make_model(index: int) -> tuple[dict[str, Any], list[Tensor]]:
     arch, n_layer, n_head, n_head_kv, n_expert, tied, n, parts = MODELS[index]
-    return drawn_up(arch, (n_layer, n_head, n_head_kv, n_expert), parts, tied=tied, n=n)
+    return build_model(arch, (n_layer, n_head, n_head_kv, n_expert), parts, tied=tied, n=n)
 
 
 _DRY = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) +- \[[ \d,]+\], type = +(\w+), size = .*?(?:\((\w+)\))?$", re.MULTILINE)
 
 
 def dry_run(llama_bin: Path, model: Path, preset: str, *options: str) -> dict[str, TensorType]:
-    """Return what llama-quantize would do, in its order; empty where it gives up."""
+    """Return llama-quantize's types, in its order; empty if it fails."""
 
     def ask() -> bytes:
         args = [llama_bin / "llama-quantize", *options, "--dry-run", model, preset]
@@ -178,7 +178,7 @@ def assert_equal(llama_bin: Path, path: Path, preset: str, choices: list[Choice]
 
 @pytest.mark.peer
 @pytest.mark.parametrize("index", range(len(MODELS)), ids=[f"{m[0]}-{m[1]}-{m[4]}" for m in MODELS])
-def test_every_preset_as_llama_quantize(index: int, llama_bin: Path, tmp_path: Path) -> None:
+def test_every_preset_equals_llama_quantize(index: int, llama_bin: Path, tmp_path: Path) -> None:
     metadata, tensors = make_model(index)
     write_sparse(tmp_path / "m.gguf", metadata, tensors)
     compared = 0
@@ -192,7 +192,7 @@ def test_every_preset_as_llama_quantize(index: int, llama_bin: Path, tmp_path: P
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", NAMES)
-def test_types_of_the_zoo_as_llama_quantize(name: str, llama_bin: Path, tmp_path: Path) -> None:
+def test_types_of_the_zoo_equal_llama_quantize(name: str, llama_bin: Path, tmp_path: Path) -> None:
     with open_gguf(write_hollow_zoo(name, tmp_path / "m.gguf")) as model:
         metadata = {key: model.get(key) for key in model.fields}
         tensors = [Tensor(t.name, t.shape, t.type) for t in model.tensors.values()]
@@ -221,7 +221,7 @@ OPTIONS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 
 @pytest.mark.peer
 @pytest.mark.parametrize("index", [0, 3, 12])
-def test_options_as_llama_quantize(index: int, llama_bin: Path, tmp_path: Path) -> None:
+def test_options_equal_llama_quantize(index: int, llama_bin: Path, tmp_path: Path) -> None:
     metadata, tensors = make_model(index)
     write_sparse(tmp_path / "m.gguf", metadata, tensors)
     (tmp_path / "i.dat").write_bytes(struct.pack("<ii", 1, 1) + b"x" + struct.pack("<ii32f", 1, 32, *[1.0] * 32))
@@ -247,13 +247,13 @@ def facts_of(arch: str, **values: Any) -> ModelFacts:
     return ModelFacts.from_metadata(metadata, tensors)
 
 
-def test_facts_of_arrays_are_those_of_the_first_layer() -> None:
+def test_array_hyperparameters_use_the_first_layer() -> None:
     facts = facts_of("openelm", block_count=3, **{"attention.head_count": [12, 16], "attention.head_count_kv": [3, 4]})
     assert (facts.n_layer, facts.n_head, facts.n_head_kv, facts.n_gqa) == (3, 12, 3, 4)
     assert (facts.has_output, facts.n_attention_wv) == (True, 1)
 
 
-def test_facts_default_to_multi_head_attention_and_the_layers_there_are() -> None:
+def test_hyperparameters_have_defaults() -> None:
     facts = facts_of("llama", **{"attention.head_count": 32})
     assert (facts.n_layer, facts.n_gqa, facts.n_expert, facts.is_70b) == (8, 1, 0, False)
     assert facts_of("mamba", block_count=2).n_gqa == 0
@@ -273,11 +273,11 @@ def test_facts_default_to_multi_head_attention_and_the_layers_there_are() -> Non
         ("qwen3", {"block_count": 80, "attention.head_count": 64, "attention.head_count_kv": 8}, False),
     ],
 )  # fmt: skip
-def test_which_models_are_70b(arch: str, values: dict[str, Any], is_70b: bool) -> None:
+def test_models_recognized_as_70b(arch: str, values: dict[str, Any], is_70b: bool) -> None:
     assert facts_of(arch, **values).is_70b is is_70b
 
 
-def test_architectures_that_count_more_layers() -> None:
+def test_architectures_with_extra_layers() -> None:
     assert facts_of("nanbeige", block_count=24, num_loops=2).n_layer == 48
     assert facts_of("graniteswitch", block_count=40).n_layer == 41
     assert facts_of("clip", block_count=24, **{"attention.head_count": 16}).n_layer == 0
@@ -322,12 +322,12 @@ def test_precedence(preset: str, pure: bool) -> None:
         assert choices["ffn_up"].type == base
 
 
-def test_copy_keeps_what_nothing_names() -> None:
+def test_copy_keeps_unmatched_tensors() -> None:
     choices = choose_by_name("COPY", ffn_gate_inp_type=t("Q8_0"))
     assert {name for name, c in choices.items() if not c.copied} == {"ffn_gate_inp"}
 
 
-def test_per_layer_embeddings_obey_a_rule_of_their_own() -> None:
+def test_per_layer_embeddings_have_their_own_rule() -> None:
     tensors = [Tensor("token_embd.weight", (512, 8)), Tensor("per_layer_token_embd.weight", (512, 8))]
     choices = choose_by_name("Q4_K_M", tensors, token_embedding_type=t("Q8_0"), rules=rules("token_embd = q5_K"))
     assert choices["token_embd"].type.name == "Q8_0"
@@ -335,7 +335,7 @@ def test_per_layer_embeddings_obey_a_rule_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("preset", MAINLINE)
-def test_the_router_is_opened_by_its_option_alone(preset: str) -> None:
+def test_only_the_router_option_quantizes_the_router(preset: str) -> None:
     tensors = [
         Tensor("blk.0.ffn_gate_inp.weight", (512, 64)), Tensor("blk.1.ffn_gate_inp.weight", (500, 64)),
         Tensor("blk.0.ffn_gate_inp.bias", (64, 2)), Tensor("blk.0.ffn_gate_inp_shexp.weight", (512,)),
@@ -351,7 +351,7 @@ def test_the_router_is_opened_by_its_option_alone(preset: str) -> None:
     assert "rows of 500" in opened["blk.1.ffn_gate_inp"].reason_text
 
 
-def test_merged_experts_take_one_type_for_both_halves() -> None:
+def test_merged_experts_get_one_type_for_both_halves() -> None:
     merged = [Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 16)), Tensor("blk.0.ffn_up_shexp.weight", (512, 64))]
     assert choose_by_name("Q4_K_M", merged, ffn_up_type=t("Q5_K"))["ffn_gate_up_exps"].type.name == "Q5_K"
     both = choose_by_name("Q4_K_M", merged, ffn_up_type=t("Q5_K"), ffn_gate_type=t("Q5_K"))
@@ -405,7 +405,7 @@ def test_never_quantized(name: str, why: str) -> None:
     assert why in result.reason_text
 
 
-def test_what_is_never_quantized_where() -> None:
+def test_tensors_never_quantized_by_project() -> None:
     names = ("blk.0.ssm_x.weight", "blk.0.hc_a.weight", "blk.0.attn_q_b.weight")
     tensors = [Tensor(name, (512, 512)) for name in names]
 
@@ -417,12 +417,12 @@ def test_what_is_never_quantized_where() -> None:
     assert types("llama", "IQ4_KS") == ["F32", "IQ4_KS", "IQ4_KS"]
 
 
-def test_integers_and_vectors_stay() -> None:
+def test_integers_and_vectors_are_unchanged() -> None:
     tensors = [Tensor("a.weight", (512, 8), t("I32")), Tensor("b.weight", (512, 1)), Tensor("c.weight", (512,))]
     assert all(c.copied for c in choose_types(FACTS, tensors, Request(preset_by_name("Q8_0"))))
 
 
-def test_reasons_are_given_for_all() -> None:
+def test_every_choice_has_a_reason() -> None:
     choices = choose_by_name("Q4_K_M")
     assert choices["attn_v"].reason_text == "Q4_K_M: attn_v, favoured layer"
     assert choices["attn_q"].reason_text == "base of Q4_K_M"
@@ -452,7 +452,7 @@ def test_fallback(preset: str, n: int, fallback: str, type_name: str) -> None:
     assert ("llama-quantize fails" in c.reason_text) is (preset in ("Q1_0", "NVFP4"))
 
 
-def test_fallback_reaches_explicit_types_too() -> None:
+def test_fallback_applies_to_explicit_types() -> None:
     tensors = [Tensor("output.weight", (320, 8)), Tensor("token_embd.weight", (320, 8))]
     choices = choose_by_name("Q8_0", tensors, output_tensor_type=t("Q6_K"), rules=rules("token = q4_K"))
     assert [c.type.name for c in choices.values()] == ["Q8_0", "Q5_0"]
@@ -465,7 +465,7 @@ def test_fallback_error_names_the_tensors() -> None:
         choose_types(FACTS, [], Request(preset_by_name("Q4_K_S"), fallback="i32"))
 
 
-def test_interleaved_types_where_rows_make_no_groups() -> None:
+def test_interleaved_types_fall_back_for_partial_groups() -> None:
     tensors = [
         Tensor("token_embd.weight", (512, 64)),
         Tensor("blk.0.a.weight", (512, 6)),
@@ -483,7 +483,7 @@ def test_interleaved_types_where_rows_make_no_groups() -> None:
 # --- sources that are quantized, and imatrix -----------------------------------------------------------------
 
 
-def test_requantizing_must_be_allowed() -> None:
+def test_requantizing_needs_permission() -> None:
     tensors = [Tensor("blk.0.a.weight", (512, 8), t("Q4_K")), Tensor("blk.1.a.weight", (512, 8), t("Q4_1"))]
     request = Request(preset_by_name("Q4_K_S"))
     with refuses(TypeNotSupported, "QK-E209 blk.1.a.weight Q4_1 Q4_K"):
@@ -529,7 +529,7 @@ def test_lints(preset: str, tensors: list[Tensor], options: dict[str, Any], code
     assert [lint.message for lint in lints if lint.code == code and says in lint.message], lints
 
 
-def test_a_rule_that_asks_for_what_stays_is_no_lint() -> None:
+def test_a_rule_that_matches_the_current_type_is_no_lint() -> None:
     request = Request(preset_by_name("Q4_K_M"), rules=rules("gate_inp = f32"))
     choices = choose_types(FACTS, SMALL, request)
     assert lint_request(request, SMALL, choices) == []
@@ -542,7 +542,7 @@ def test_plain_requests_have_no_lints(preset: str) -> None:
     assert lint_request(request, SMALL, choose_types(FACTS, SMALL, request)) == []
 
 
-def test_output_type_reaches_tied_embeddings_in_a_mixture() -> None:
+def test_output_type_applies_to_tied_embeddings() -> None:
     facts = replace(FACTS, has_output=False)
     request = Request(preset_by_name("Q4_K_M"), output_tensor_type=t("Q8_0"))
     choices = choose_types(facts, NO_OUTPUT, request)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from header_models import DENSE, FUSED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
+from header_models import DENSE, FUSED, MLA, MOE, SHARED, Tensor, build_model, write_sparse
 from peer_cache import answer, file_or_word, header, peer
 from refusals import refuses
 
@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[st
 def make_model(name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """Return metadata and tensors in the order of the file, which is not the sorted one: ik counts as it goes."""
     arch, sizes, parts, extra_fields = MODELS[name]
-    metadata, tensors = drawn_up(arch, sizes, parts, **{"global_names": ("per_layer_token_embd",), **extra_fields})
+    metadata, tensors = build_model(arch, sizes, parts, **{"global_names": ("per_layer_token_embd",), **extra_fields})
     random.Random(name).shuffle(tensors)
     return metadata, tensors
 
@@ -196,7 +196,7 @@ _NEW = re.compile(r"converting to (\w+) \.\.")
 
 
 def dry_run(ik_bin: Path, model: Path, preset: str, *options: str) -> dict[str, str]:
-    """Return what ik's llama-quantize would do: ggml's name of every tensor's type."""
+    """Return the types that ik's llama-quantize chooses: ggml's name for every tensor."""
 
     def run() -> bytes:
         libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin}/../lib"

@@ -54,7 +54,7 @@ def quantize(model: Path, out: str, type_name: str, encoders: Any = None, **run:
     return path
 
 
-def test_its_bytes_are_in_the_file(model: Path) -> None:
+def test_custom_bytes_are_in_the_file(model: Path) -> None:
     path = quantize(model, "own.gguf", "Q8_0", {"q8_0": round_to_nearest}, measure_error=True)
     with quantkit.open_gguf(model) as source, quantkit.open_gguf(path) as file:
         names = [name for name, t in file.tensors.items() if t.type.name == "Q8_0"]
@@ -76,7 +76,7 @@ def test_other_types_keep_their_encoder(model: Path) -> None:
     assert not plan.custom_encoders
 
 
-def test_without_it_nothing_is_recorded_and_its_file_has_no_command(model: Path) -> None:
+def test_a_custom_encoder_is_recorded_without_a_command(model: Path) -> None:
     plain = quantize(model, "plain.gguf", "Q8_0")
     path = quantize(model, "own.gguf", "Q8_0", {"Q8_0": round_to_nearest})
     with quantkit.open_gguf(plain) as file:
@@ -85,7 +85,7 @@ def test_without_it_nothing_is_recorded_and_its_file_has_no_command(model: Path)
     assert rebuild_command(inspect(path)) == ""
 
 
-def test_it_gets_the_importance_of_its_columns(data: Path, tiny_moe: Path, tmp_path: Path) -> None:
+def test_a_custom_encoder_gets_the_importance(data: Path, tiny_moe: Path, tmp_path: Path) -> None:
     encoder, imatrix = Keyed("1"), data / "tiny-moe-imatrix.gguf"
     options = QuantizeOptions(imatrix=imatrix, pure=True, encoders={"Q4_0": encoder})
     quantkit.quantize(tiny_moe, tmp_path / "own.gguf", "Q4_0", options, threads=2)
@@ -107,13 +107,13 @@ def test_it_gets_the_importance_of_its_columns(data: Path, tiny_moe: Path, tmp_p
     ],
     ids=["shape", "size", "dtype", "bytes", "none"],
 )
-def test_another_size_is_refused_and_nothing_remains(model: Path, result: object) -> None:
+def test_output_of_wrong_size_is_refused_without_a_file(model: Path, result: object) -> None:
     with refuses(FormatError, "QK-E210", "Q8_0"):
         quantize(model, "own.gguf", "Q8_0", {"Q8_0": lambda rows, imatrix: result})
     assert [path.name for path in model.parent.iterdir() if "lock" not in path.name] == ["m.gguf"]
 
 
-def test_a_scale_that_is_not_finite_is_refused(model: Path) -> None:
+def test_a_nonfinite_scale_of_the_encoder_is_refused(model: Path) -> None:
     def faulty(rows: np.ndarray, imatrix: np.ndarray | None) -> np.ndarray:
         blocks = round_to_nearest(rows, imatrix)
         blocks[-1, :2] = np.array([np.inf], np.float16).view(np.uint8)
@@ -123,7 +123,7 @@ def test_a_scale_that_is_not_finite_is_refused(model: Path) -> None:
         quantize(model, "own.gguf", "Q8_0", {"Q8_0": faulty})
 
 
-def test_an_exception_names_the_tensor_and_stays_the_cause(model: Path) -> None:
+def test_an_exception_is_chained_with_the_tensors_name(model: Path) -> None:
     def faulty(rows: np.ndarray, imatrix: np.ndarray | None) -> np.ndarray:
         raise ZeroDivisionError("by zero")
 
@@ -133,7 +133,7 @@ def test_an_exception_names_the_tensor_and_stays_the_cause(model: Path) -> None:
     assert not model.with_name("own.gguf").exists()
 
 
-def test_the_cache_needs_a_key_and_follows_it(model: Path, tmp_path: Path) -> None:
+def test_the_cache_needs_an_encoder_key(model: Path, tmp_path: Path) -> None:
     with refuses(RecipeError, "QK-E202", "cache_key"):
         quantize(model, "own.gguf", "Q8_0", {"Q8_0": round_to_nearest}, cache=tmp_path / "cache")
     for key, calls in (("1", True), ("1", False), ("2", True)):
@@ -158,21 +158,21 @@ def test_the_cache_needs_a_key_and_follows_it(model: Path, tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_what_it_cannot_combine_with(model: Path, options: dict[str, Any], run: dict[str, Any], code: str) -> None:
+def test_incompatible_options_are_refused(model: Path, options: dict[str, Any], run: dict[str, Any], code: str) -> None:
     encoders = {"Q4_0": lambda rows, imatrix: encode(rows, "Q4_0")}
     with refuses(RecipeError, code):
         quantkit.quantize(model, model.with_name("o"), "Q4_0", QuantizeOptions(encoders=encoders, **options), **run)
     assert not model.with_name("o").exists()
 
 
-def test_unknown_types_and_what_is_no_function(model: Path) -> None:
+def test_unknown_types_and_noncallables_are_refused(model: Path) -> None:
     with refuses(TypeNotSupported, "QK-E301", "Q9"):
         quantize(model, "o", "Q4_0", {"Q9": len})
     with refuses(RecipeError, "QK-E210", "Q4_0"):
         quantize(model, "o", "Q4_0", {"Q4_0": "Q5_0"})
 
 
-def test_gpus_leave_it_to_the_cpu(model: Path) -> None:
+def test_a_custom_encoder_runs_on_the_cpu(model: Path) -> None:
     options = QuantizeOptions(pure=True, encoders={"Q4_0": round_to_nearest})
     plan = quantkit.plan_quantize(model, model.with_name("o"), "Q4_0", options)
     reasons = {part.encoding.custom is not None: cpu_reason(part) for t in plan.tensors for part in t.parts}

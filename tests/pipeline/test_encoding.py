@@ -46,7 +46,7 @@ def test_the_action_of_rows(source: str, target: str, action: Action) -> None:
     assert not record.missing
 
 
-def test_feedback_encodes_what_would_be_copied() -> None:
+def test_feedback_encodes_instead_of_copying() -> None:
     assert encoding("Q8_0", "Q8_0").action is Action.COPY
     record = encoding("Q8_0", "Q8_0", feedback=True)
     assert (record.action, record.has_feedback, record.is_cached) == (Action.ENCODE, True, False)

@@ -35,7 +35,7 @@ def covariance(seed: int, n: int = N) -> F64:
 
 
 @pytest.mark.parametrize("t", DESCRIBED, ids=str)
-def test_integers_stand_for_what_is_decoded(t: TensorType) -> None:
+def test_integers_equal_decoded_values(t: TensorType) -> None:
     """Golden rows of the encoder; what is read and written again has the same bytes, over any bytes."""
     rows = encode(t, random_values(1, 9), np.zeros(0, np.float32))
     integers = levels.read_integers(t, rows)
@@ -70,7 +70,7 @@ def _nearest(book: F32, y: F64) -> F64:
     return book[np.abs(y[..., None] - book).argmin(-1)]
 
 
-def test_feedback_and_descent_are_what_they_say() -> None:
+def test_feedback_and_descent_follow_their_definitions() -> None:
     """Column after column in numpy; then the descent never raises the loss, and keeps the gradient."""
     n, book = 96, np.array([-127, -104, -83, -40, 1, 20, 69, 113], np.float32)
     rng = np.random.default_rng(0)
@@ -192,7 +192,7 @@ def test_awkward_covariances(type_name: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("t", DESCRIBED, ids=str)
-def test_rows_are_better_or_the_reference_s(t: TensorType) -> None:
+def test_rows_are_never_worse_than_the_references(t: TensorType) -> None:
     """By the loss of the very bytes, computed apart, and whatever rows come together; most rows are better."""
     h, x = covariance(7), random_values(8, 40)
     x[3], x[5, :256] = 0, 0

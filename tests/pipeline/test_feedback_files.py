@@ -1,4 +1,4 @@
-"""Files made with error feedback: what the report, the metadata and the cache say of it, whoever did the work."""
+"""Files with error feedback: report, metadata and cache, for every executor."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def report_of(result: QuantizeResult) -> FeedbackReport:
     return report
 
 
-def test_the_report_says_what_fell_back_and_why(moe: Path, cov: Path, tmp_path: Path) -> None:
+def test_the_report_lists_fallbacks_with_reasons(moe: Path, cov: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     result = quantize(moe, out, "Q4_0", QuantizeOptions(feedback=cov, tensor_type=("attn_k=TQ1_0",)))
     report, plain = report_of(result), tensor_bytes(quantize(moe, tmp_path / "p.gguf", "Q4_0").paths[0])
@@ -114,10 +114,10 @@ def test_the_report_says_what_fell_back_and_why(moe: Path, cov: Path, tmp_path: 
     assert all(line in summary.text(result) for line in feedback_lines(report))
 
 
-def test_the_same_figures_whoever_does_the_work(
+def test_figures_do_not_depend_on_the_executor(
     moe: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any number of threads, jobs of any size, the cache, and a run that goes on with another's work."""
+    """Any number of threads, jobs of any size, the cache, and a resumed run."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
     expected = encode(moe, out, cov, threads=1)
     monkeypatch.setattr(jobs_module, "JOB", 1 << 14)
@@ -157,7 +157,7 @@ def test_merged_experts_have_the_losses_of_both_halves(moe: Path, cov: Path, tmp
     ]
 
 
-def test_the_file_says_how_it_was_made(moe: Path, cov: Path, tmp_path: Path) -> None:
+def test_the_file_has_its_provenance(moe: Path, cov: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     encode(moe, out, cov)
     with open_gguf(out) as file:
@@ -177,7 +177,7 @@ def test_the_file_says_how_it_was_made(moe: Path, cov: Path, tmp_path: Path) -> 
             assert ("quantkit.source.feedback.method" in file.fields) == (name == "again")
 
 
-def test_a_cache_knows_what_decides_the_bytes(
+def test_the_cache_key_covers_everything_that_determines_the_bytes(
     moe: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The covariance of the entry, whatever the file's name; the damping; whether there is feedback, and its code."""
@@ -207,7 +207,7 @@ def test_a_cache_knows_what_decides_the_bytes(
     assert counts(cov) == (11, 0)
 
 
-def test_a_pattern_at_higher_quality(moe: Path, cov: Path, tmp_path: Path) -> None:
+def test_a_reference_file_of_higher_quality(moe: Path, cov: Path, tmp_path: Path) -> None:
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     quantize(moe, pattern, "Q4_0", QuantizeOptions(tensor_type=("attn_q=Q5_0", "exps=Q4_1")))
     report = encode(moe, out, cov, "LIKE", options={"like": pattern})[1]
@@ -237,7 +237,7 @@ def test_embeddings(moe: Path, cov: Path, tmp_path: Path) -> None:
     assert embedding.uniform
 
 
-def test_inputs_travel(moe: Path, cov: Path, tmp_path: Path) -> None:
+def test_inputs_pickle(moe: Path, cov: Path, tmp_path: Path) -> None:
     """To the nodes of a cluster: by the name of the file."""
     plan = plan_quantize(moe, tmp_path / "o.gguf", "Q4_0", QuantizeOptions(feedback=cov))
     tensors = pickle.loads(pickle.dumps(plan.tensors))
@@ -258,7 +258,7 @@ def test_the_plot(moe: Path, cov: Path, tmp_path: Path) -> None:
     assert "plots are .svg" in run("--feedback", cov, "--plot", "f.txt", moe, out, "Q4_0", "--overwrite")
 
 
-def test_a_file_that_helps_nothing_is_an_error(moe: Path, tmp_path: Path) -> None:
+def test_unmatched_covariances_are_an_error(moe: Path, tmp_path: Path) -> None:
     cov = write_covariances(tmp_path / "c.gguf", {"blk.7.attn_q.weight:": (5000,)})
     with refuses(QuantkitError, "QK-E214 c.gguf"):
         encode(moe, tmp_path / "o.gguf", cov, options={"token_embedding_type": "F16"})

@@ -60,7 +60,7 @@ class Words:
         ("{{ ''.__class__.__mro__ }}", "QK-E116 SecurityError"),
     ],
 )
-def test_a_template_cannot_decide_how_long_we_run(
+def test_a_template_has_a_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, refusal: str
 ) -> None:
     monkeypatch.setattr(texts, "LIMITS", SHORT)
@@ -75,7 +75,7 @@ def test_a_template_cannot_decide_how_long_we_run(
             child.call("render", [{"role": "user", "content": "a"}])
 
 
-def test_a_child_serves_many_calls_and_ends_with_its_user() -> None:
+def test_a_child_serves_many_calls_and_ends_with_its_parent() -> None:
     with Child("quantkit.foreign.template:Template", "t", "{{ messages[0].content }}{{ bos_token }}", {}) as child:
         for text in ("a", "\udce9\n", "\u2028é" * 50_000):
             assert child.call("render", [{"role": "user", "content": text}]) == text
@@ -85,7 +85,7 @@ def test_a_child_serves_many_calls_and_ends_with_its_user() -> None:
     assert process.poll() is not None
 
 
-def test_limits_of_the_shell_stay() -> None:
+def test_lower_shell_limits_are_kept() -> None:
     """They are below ours, and no child may raise them."""
     expression = "Child('quantkit.foreign.grammars:Grammars', 't')"
     code = f"from quantkit.foreign.child import Child; print({expression}.call('toml', 'a=1'))"
@@ -95,7 +95,7 @@ def test_limits_of_the_shell_stay() -> None:
     assert (process.stdout, process.stderr) == ("{'a': 1}\n", "")
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
+def test_no_file_descriptor_leaks(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with Child("quantkit.foreign.grammars:Grammars", "t") as child, pytest.raises(FormatError):
@@ -143,7 +143,7 @@ def test_a_tokenizer_cannot_end_the_process(
     assert e.value.message.startswith(f"{path}: ")
 
 
-def test_a_model_card_cannot_grow(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_card_has_a_size_limit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(general, "GRAMMAR", SHORT)
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
@@ -174,7 +174,7 @@ def test_a_model_card_cannot_grow(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     ],
     ids=["dotted", "nested", "key", "in a table", "target", "number", "value", "targets"],
 )
-def test_settings_cannot_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_settings_have_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(cook_config, "GRAMMAR", SHORT)
     (tmp_path / "cook.toml").write_text(text)
     with pytest.raises(QuantkitError) as e:
@@ -189,7 +189,7 @@ def test_settings_cannot_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
     ["a{1000000000}", "(?:" * 6 + "a" + "){50}" * 6, "(?:ab|cd){999999999}", "x" * 10_000_000, "(" * 3000 + ")" * 3000],
     ids=["count", "counts", "group", "10 MB", "nested"],
 )
-def test_a_pattern_cannot_grow_while_it_is_compiled(pattern: str) -> None:
+def test_compiling_a_pattern_has_a_memory_limit(pattern: str) -> None:
     with pytest.raises(RecipeError) as e:
         parse_recipe(f"ok = q8_0\n{pattern} = q4_K\n", "mix.txt")
     assert e.value.message.startswith("mix.txt:2: ")
@@ -197,7 +197,7 @@ def test_a_pattern_cannot_grow_while_it_is_compiled(pattern: str) -> None:
 
 
 @pytest.mark.usefixtures("pattern_limit")
-def test_slow_patterns_have_one_limit_together() -> None:
+def test_slow_patterns_share_one_time_limit() -> None:
     slow = r"(?:(\w)\1?|\w\w|\w|.)+[!-*]"
     rules = parse_recipe("".join(f"{slow}{i} = q4_K\n" for i in range(1000)), "mix.txt")
     with refuses(RecipeError, "QK-E205 mix.txt:2 blk.12.ffn_gate_up_exps.weight"):
@@ -205,7 +205,7 @@ def test_slow_patterns_have_one_limit_together() -> None:
     assert parse_recipe("attn_q = q4_K", "mix.txt")[0].matches("blk.0.attn_q.weight")
 
 
-def test_rules_are_cut_in_time_that_grows_with_their_length() -> None:
+def test_rules_are_split_in_linear_time() -> None:
     with pytest.raises(RecipeError) as e:
         parse_custom_q(",".join(["a=b"] * 400_000))
     assert len(e.value.message) < 1000

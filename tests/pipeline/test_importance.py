@@ -85,7 +85,7 @@ def test_zeros_are_named(value: float) -> None:
     assert summary.endswith("--exclude-weights blk.0.attn_q.weight")
 
 
-def test_experts_without_tokens_are_seen_in_a_dat_too(tmp_path: Path) -> None:
+def test_experts_without_tokens_are_detected_in_a_dat(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "x.dat", matrix(ffn_down_exps=entry(3, 4, counts=[0, 7, 0])), "dat")
     importance = Importance(read_imatrix(tmp_path / "x.dat"))
     result = importance.lookup(blk("ffn_down_exps"), (4, 9, 3))
@@ -124,14 +124,14 @@ def test_wrong_sizes_are_refused_never_broadcast(shape: tuple[int, ...], needs: 
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "per_layer_token_embd.weight"])
-def test_token_embeddings_of_another_size_go_without(name: str) -> None:
+def test_token_embeddings_of_another_size_get_no_importance(name: str) -> None:
     result = Importance(Imatrix(Path("x"), {name: entry(1, 4)})).lookup(name, (8, 100))
     assert (result.entry, result.weights) == (None, None)
     assert "has 4 values" in result.notes[0]
     assert Importance(Imatrix(Path("x"), {name: entry(1, 8)})).lookup(name, (8, 100)).weights is not None
 
 
-def test_pruned_layers_look_under_their_old_number() -> None:
+def test_pruned_layers_use_their_old_numbers() -> None:
     imatrix = Imatrix(Path("x"), {"blk.7.ffn_up.weight": entry(1, 4), "blk.3.ffn_up.weight": entry(1, 4, start=90)})
     names = {f"blk.3.{kind}.weight": f"blk.7.{kind}.weight" for kind in ("ffn_up", "ffn_gate")}
     importance = Importance(imatrix, original_names=names)
@@ -141,7 +141,7 @@ def test_pruned_layers_look_under_their_old_number() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
-def test_values_that_are_no_mean_of_squares(bad: float) -> None:
+def test_negative_and_nonfinite_importances_are_refused(bad: float) -> None:
     spoilt = entry(1, 4)
     spoilt.sums[0, 2] = bad
     imatrix = matrix(ffn_up=spoilt, ffn_down=entry(1, 4))
@@ -150,7 +150,7 @@ def test_values_that_are_no_mean_of_squares(bad: float) -> None:
     assert Importance(imatrix, exclude=["ffn_up"]).lookup(blk("ffn_down"), (4, 9)).entry == blk("ffn_down")
 
 
-def test_nothing_known_about_an_expert_cannot_be_spoilt() -> None:
+def test_missing_data_of_an_expert_are_not_replaced() -> None:
     spoilt = entry(2, 4, counts=[0, 1])
     spoilt.sums[0] = np.nan
     assert Importance(matrix(ffn_up_exps=spoilt)).lookup(blk("ffn_up_exps"), (4, 9, 2)).ones == 1
@@ -186,7 +186,7 @@ def test_the_exact_name_comes_first_then_the_merged_one() -> None:
     assert importance.lookup("blk.1.ffn_gate_exps.weight", (4, 9, 2)).entry is None  # another layer's data
 
 
-def test_an_alias_of_another_size_is_passed_over_and_reported() -> None:
+def test_an_alias_of_wrong_size_is_skipped_and_reported() -> None:
     # attn_v_b of 3 heads; the entry of attn_kv_b has one row: ik_llama.cpp stops here, broadcasting would be a guess
     result = Importance(matrix(attn_kv_b=entry(1, 4))).lookup(blk("attn_v_b"), (4, 9, 3))
     assert result.entry is None
@@ -197,7 +197,7 @@ def test_an_alias_of_another_size_is_passed_over_and_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["blk.0.ffn_gate.bias", "blk.0.ffn_gate_inp.weight", "blk.0.cross_attn_q.weight"])
-def test_what_has_no_alias(name: str) -> None:
+def test_tensors_without_an_alias(name: str) -> None:
     imatrix = matrix(ffn_up=entry(1, 4), ffn_up_exps=entry(1, 4), attn_qkv=entry(1, 4))
     result = Importance(imatrix).lookup(name, (4, 9))
     assert (result.entry, result.notes) == (None, ("the importance matrix has no entry for it",))
@@ -220,7 +220,7 @@ def test_merged_and_unmerged_on_a_real_matrix(data: Path, halves: str) -> None:
 # --- filters ---
 
 
-def test_filters_take_substrings_and_repeat() -> None:
+def test_filters_are_substrings_and_repeatable() -> None:
     imatrix = matrix(ffn_up=entry(1, 4), ffn_down=entry(1, 4), attn_q=entry(1, 4))
     assert Importance(imatrix, include=["ffn_up", "attn"]).names == (blk("ffn_up"), blk("attn_q"))
     assert Importance(imatrix, exclude=["ffn_up", "attn"]).names == (blk("ffn_down"),)
@@ -229,12 +229,12 @@ def test_filters_take_substrings_and_repeat() -> None:
     assert result.notes == ("its entry is excluded by --exclude-weights",)
 
 
-def test_filters_exclude_each_other() -> None:
+def test_filters_are_mutually_exclusive() -> None:
     with refuses(RecipeError, "QK-E201 --include-weights --exclude-weights"):
         Importance(matrix(ffn_up=entry(1, 4)), include=["a"], exclude=["b"])
 
 
-def test_filters_that_match_nothing_are_reported() -> None:
+def test_unmatched_filters_are_reported() -> None:
     imatrix = matrix(ffn_up=entry(1, 4))
     assert Importance(imatrix, exclude=["ffn", "nope"]).notes == (
         "--exclude-weights 'nope' matches none of the 1 entries of calib.gguf",
@@ -248,7 +248,7 @@ def test_filters_that_match_nothing_are_reported() -> None:
     assert importance.notes[0] in coverage.lines()
 
 
-def test_a_filtered_tensor_gets_no_alias_either() -> None:
+def test_a_filtered_tensor_gets_no_alias() -> None:
     imatrix = matrix(ffn_up_exps=entry(2, 4), ffn_gate_exps=entry(2, 4))
     importance = Importance(imatrix, exclude=["ffn_up_exps"])
     assert importance.lookup(blk("ffn_up_exps"), (4, 9, 2)).entry is None
@@ -263,7 +263,7 @@ def test_a_filtered_tensor_gets_no_alias_either() -> None:
 NEEDY = [t for t in TYPES if t.imatrix == "required" or t.needs_imatrix]
 
 
-def test_layers_that_predict_ahead_say_how_to_get_theirs() -> None:
+def test_missing_importance_of_prediction_layers_has_advice() -> None:
     result = Importance(matrix(ffn_up=entry(1, 4))).lookup("blk.46.ffn_up.weight", (4, 9))
     with refuses(RecipeError, "QK-E212 --nextn --tensor-type"):
         check_importance(result, "blk.46.ffn_up.weight", type_by_name("IQ2_XXS"), predicts=True)
@@ -273,7 +273,7 @@ def test_layers_that_predict_ahead_say_how_to_get_theirs() -> None:
 
 
 @pytest.mark.parametrize("target", TYPES, ids=str)
-def test_rules_of_both_trees(target: TensorType) -> None:
+def test_rules_of_both_projects(target: TensorType) -> None:
     why = importance_requirement(blk("ffn_up"), target)
     assert (why is not None) == (target in NEEDY)
     lifted = importance_requirement(blk("ffn_up"), target, ignore_rules=True)
@@ -300,7 +300,7 @@ def test_q2_k_in_a_q2_k_s_file() -> None:
     assert importance_requirement(blk("ffn_up"), type_by_name("Q4_K"), preset="Q2_K_S") is None
 
 
-def test_the_refusal_says_what_is_missing_and_who_demands_it() -> None:
+def test_the_refusal_names_the_tensor_and_its_type() -> None:
     result = Importance(matrix(ffn_down=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
     iq2_s, iq2_xxs = type_by_name("IQ2_S"), type_by_name("IQ2_XXS")
     with refuses(RecipeError, "QK-E212 blk.0.ffn_up.weight IQ2_S"):
@@ -315,7 +315,7 @@ def test_the_refusal_says_what_is_missing_and_who_demands_it() -> None:
 # --- coverage ---
 
 
-def test_coverage_names_strangers_gaps_and_loans() -> None:
+def test_coverage_lists_unknown_missing_and_aliased_entries() -> None:
     imatrix = matrix(ffn_up=entry(1, 4), attn_q=entry(1, 4), ssm_in=entry(1, 4), ffn_gate_inp=entry(1, 4))
     importance = Importance(imatrix)
     finds = [importance.lookup(blk(kind), (4, 9)) for kind in ("ffn_up", "ffn_gate", "ffn_down")]

@@ -44,7 +44,7 @@ def like(source: Path, pattern: Path, out: Path, **options: Any) -> dict[str, st
 
 
 @pytest.mark.parametrize("preset", ["Q4_K_M", "IQ4_KS", "Q4_K_R4", "Q8_0"])
-def test_the_file_is_that_of_its_preset(llama: Path, tmp_path: Path, preset: str) -> None:
+def test_the_file_equals_its_presets(llama: Path, tmp_path: Path, preset: str) -> None:
     """Every byte, whatever tree the preset is of, as one file or in shards."""
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     quantize(llama, pattern, preset, QuantizeOptions(**EXACT))
@@ -56,7 +56,7 @@ def test_the_file_is_that_of_its_preset(llama: Path, tmp_path: Path, preset: str
     assert out.read_bytes() == pattern.read_bytes()
 
 
-def test_a_recipe_s_file_is_a_pattern_too(llama: Path, tmp_path: Path) -> None:
+def test_a_recipes_file_is_a_valid_reference(llama: Path, tmp_path: Path) -> None:
     """Norms and all; options and rules come first, but a rule for all does not reach norms."""
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     rules = ("attn_q=Q5_0", "blk.1.ffn_down=IQ4_NL")
@@ -71,7 +71,7 @@ def test_a_recipe_s_file_is_a_pattern_too(llama: Path, tmp_path: Path) -> None:
     assert {actual[name] for name in actual if "norm" not in name and name != "output.weight"} == {"Q6_K"}
 
 
-def test_experts_may_be_merged_in_one_and_apart_in_the_other(tmp_path: Path) -> None:
+def test_experts_may_be_merged_in_only_one_file(tmp_path: Path) -> None:
     source, separate, out = moe(tmp_path / "m.gguf"), tmp_path / "apart.gguf", tmp_path / "o.gguf"
     quantize(source, separate, "Q4_0", QuantizeOptions(tensor_type=("ffn_down_exps=Q5_1",)))
     merged, merged_source = tmp_path / "merged.gguf", tmp_path / "ms.gguf"
@@ -87,7 +87,7 @@ def test_experts_may_be_merged_in_one_and_apart_in_the_other(tmp_path: Path) -> 
     assert like(source, torn, out) == types(torn)
 
 
-def test_layers_that_are_pruned_need_not_be_in_the_pattern(llama: Path, tmp_path: Path) -> None:
+def test_pruned_layers_may_be_missing_in_the_reference(llama: Path, tmp_path: Path) -> None:
     full, less, out = tmp_path / "w.gguf", tmp_path / "l.gguf", tmp_path / "o.gguf"
     quantize(llama, full, "Q4_0", QuantizeOptions(tensor_type=("blk.1.=Q5_1",)))
     quantize(llama, less, "Q8_0", QuantizeOptions(prune_layers=(0,)))
@@ -95,7 +95,7 @@ def test_layers_that_are_pruned_need_not_be_in_the_pattern(llama: Path, tmp_path
     assert like(llama, less, out, prune_layers=(0,))["blk.0.attn_q.weight"] == "Q8_0"
 
 
-def test_what_differs_is_an_error_or_a_note(llama: Path, tmp_path: Path) -> None:
+def test_differences_are_an_error_or_a_note(llama: Path, tmp_path: Path) -> None:
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     quantize(llama, pattern, "Q4_0")
 
@@ -144,7 +144,7 @@ def test_the_command_needs_no_type(llama: Path, tmp_path: Path) -> None:
     check_refused(run("quantize", llama, out, "LIKE").stderr, "QK-E202 --like")
 
 
-def test_a_checkpoint_has_a_pattern_too(tmp_path: Path) -> None:
+def test_a_checkpoint_accepts_a_reference_file(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "in", arrays=moe_arrays())
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     convert(folder, pattern, "Q5_0", PRE, QuantizeOptions(**EXACT))

@@ -1,4 +1,4 @@
-"""What runtimes compute with merged and separate experts, and that they load what the report says they load."""
+"""Results of runtimes with merged and separate experts, and loading as predicted by the report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exchange(source: Path, path: Path) -> Path:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", MERGED)
-def test_apart_and_merged_again_it_computes_the_same(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_split_and_merged_models_compute_the_same(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
     tokens, logits = expected(name)
     files = [zoo(name), tmp_path / "apart.gguf", tmp_path / "again.gguf"]
     split_up_gate(files[0], files[1])
@@ -63,7 +63,7 @@ def test_apart_and_merged_again_it_computes_the_same(zoo: Zoo, llama_bin: Path, 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", MERGED)
-def test_up_first_would_be_seen(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_up_before_gate_would_be_detected(zoo: Zoo, llama_bin: Path, tmp_path: Path, name: str) -> None:
     tokens, logits = expected(name)
     split_up_gate(zoo(name), tmp_path / "apart.gguf")
     merge_up_gate(exchange(tmp_path / "apart.gguf", tmp_path / "wrong.gguf"), tmp_path / "up-first.gguf")
@@ -145,7 +145,7 @@ def test_merged_experts_generate_as_separate_ones(ik: Libllama, chunks: Ids, tin
 
 
 @pytest.mark.peer
-def test_both_runtimes_agree_about_the_text(ik: Libllama, chunks: Ids, llama_bin: Path, tiny_moe: Path) -> None:
+def test_both_runtimes_generate_the_same_text(ik: Libllama, chunks: Ids, llama_bin: Path, tiny_moe: Path) -> None:
     """Else their perplexities would say little."""
     mainline = Libllama(llama_bin).logits(tiny_moe, chunks)
     assert perplexity(mainline, chunks) == pytest.approx(perplexity(ik.logits(tiny_moe, chunks), chunks), rel=2e-3)

@@ -7,13 +7,13 @@ from quantkit.names import grouped, printable, span
 LAYERS = [f"blk.{i}.attn_v.weight" for i in range(30)]
 
 
-def test_many_names_are_their_ends_and_count() -> None:
+def test_many_names_are_abbreviated_with_a_count() -> None:
     assert span(LAYERS[:1]) == LAYERS[0]
     assert span(LAYERS) == "blk.0.attn_v.weight .. blk.29.attn_v.weight (30 tensors)"
     assert span(["a", "b"], "files") == "a .. b (2 files)"
 
 
-def test_notes_that_differ_in_numbers_are_one_line() -> None:
+def test_notes_with_different_numbers_are_one_line() -> None:
     notes = [(name, f"uses that of blk.{i}.attn_k.weight, {i % 4 + 3} of 128 experts") for i, name in enumerate(LAYERS)]
     (line,) = grouped([*notes])
     assert line == f"{span(LAYERS)}: uses that of blk.0..29.attn_k.weight, 3..6 of 128 experts"
@@ -24,12 +24,12 @@ def test_a_name_is_counted_once() -> None:
     assert grouped([("a", "saw 1 token"), ("a", "saw 2 token")]) == ["a: saw 1..2 token"]
 
 
-def test_numbers_of_any_length_are_text() -> None:
+def test_long_numbers_are_text() -> None:
     long = "9" * 5000
     assert grouped([("a", f"entry {long}"), ("b", f"entry {long}")]) == [f"a .. b (2 tensors): entry {long}"]
     assert grouped([("a", "00001-of-00002")]) == ["a: 00001-of-00002"]
 
 
-def test_no_character_moves_the_cursor_or_the_reader() -> None:
+def test_control_characters_are_escaped() -> None:
     text = "a\rb\x07\x1b[31m\n\u202e\u2028\x85\udcff é"
     assert printable(text) == r"a\rb\x07\x1b[31m\n\u202e\u2028\x85\udcff é"

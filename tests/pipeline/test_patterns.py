@@ -20,7 +20,7 @@ NAME = "blk.12.ffn_gate_up_exps.weight"
 @pytest.mark.usefixtures("pattern_limit")
 @pytest.mark.parametrize("verb", ["recipe", "-ot", "inspect", "compare", "--ignore-metadata"])
 @pytest.mark.parametrize(("pattern", "refusal"), [(ENDLESS, "QK-E205"), ("(", "QK-E205 1")])
-def test_a_pattern_without_end_is_named(tmp_path: Path, verb: str, pattern: str, refusal: str) -> None:
+def test_a_slow_pattern_is_named(tmp_path: Path, verb: str, pattern: str, refusal: str) -> None:
     path = write_model(tmp_path / "m.gguf", llama_tensors())
     calls = {
         "recipe": lambda: parse_rule(f"{pattern}=q4_K", "mix.txt:3").matches(NAME),
@@ -37,7 +37,7 @@ def test_a_pattern_without_end_is_named(tmp_path: Path, verb: str, pattern: str,
 
 
 @pytest.mark.usefixtures("pattern_limit")
-def test_the_time_is_that_of_all_names_together() -> None:
+def test_the_time_limit_covers_all_names() -> None:
     slow = patterns.Pattern(ENDLESS, "-ot")
     names = [f"blk.{n}.attn_q" for n in range(10**6)]
     with refuses(RecipeError, "QK-E205"):

@@ -35,7 +35,7 @@ def test_tables_are_complete() -> None:
     assert all(p.description for p in PRESETS)
 
 
-def test_a_number_belongs_to_one_preset_of_a_tree() -> None:
+def test_a_number_belongs_to_one_preset_of_a_project() -> None:
     for tree in (MAINLINE, IK):
         numbers = [p.ftype for p in tree if p.name != "COPY"]
         assert len(set(numbers)) == len(numbers)
@@ -50,7 +50,7 @@ def test_mainline_names_and_numbers(name: str, number: str) -> None:
 
 
 @pytest.mark.peer
-def test_numbers_as_llama_quantize_lists_them(llama_bin: Path) -> None:
+def test_numbers_equal_llama_quantizes(llama_bin: Path) -> None:
     text = subprocess.run([llama_bin / "llama-quantize", "--help"], capture_output=True, text=True, check=False).stdout
     rows = re.findall(r"^ +(\d+) +or +(\w+) *:", text, re.MULTILINE)
     assert {name for _, name in rows} | {"COPY"} == {p.name for p in MAINLINE} | PRESET_ALIASES.keys()
@@ -60,7 +60,7 @@ def test_numbers_as_llama_quantize_lists_them(llama_bin: Path) -> None:
 
 
 @pytest.mark.peer
-def test_names_as_ik_lists_them(ik_bin: Path) -> None:
+def test_names_equal_iks(ik_bin: Path) -> None:
     env = {"LD_LIBRARY_PATH": f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"}
     run = subprocess.run([ik_bin / "llama-quantize", "--help"], capture_output=True, text=True, check=False, env=env)
     rows = re.findall(r"^ +(\d+) +or +(\w+) *:", run.stdout, re.MULTILINE)
@@ -80,7 +80,7 @@ def test_names_as_ik_lists_them(ik_bin: Path) -> None:
         ("Q8_K_R16", "Q8_K_R16", FTYPE_UNKNOWN, "Q8_K_R16"),
     ],
 )
-def test_types_without_a_mixture(text: str, name: str, ftype: int, base: str) -> None:
+def test_types_without_type_rules(text: str, name: str, ftype: int, base: str) -> None:
     preset = preset_by_name(text)
     assert (preset.name, preset.ftype, preset.base) == (name, ftype, BY_NAME[base])
     assert not preset.mixes
@@ -102,13 +102,13 @@ def test_every_type_for_weights_is_a_name(t: object) -> None:
         ("q4_0_4_8", "Q4_0_4_8", 34, "Q4_0_4X8"),
     ],
 )
-def test_mixtures_of_ik(text: str, name: str, ftype: int, base: str) -> None:
+def test_type_rules_of_ik(text: str, name: str, ftype: int, base: str) -> None:
     preset = preset_by_name(text)
     assert (preset.name, preset.ftype, preset.base, preset.mixes) == (name, ftype, BY_NAME[base], True)
     assert presets.rules_of(preset) == "ik"
 
 
-def test_rules_of_a_tree() -> None:
+def test_rules_of_a_project() -> None:
     assert presets.rules_of(preset_by_name("Q4_K_M")) == presets.rules_of(preset_by_name("NVFP4")) == "mainline"
     assert preset_by_name("38", "ik").name == "MXFP4"
     assert preset_by_name("38", "mainline").name == "MXFP4_MOE"
@@ -176,7 +176,7 @@ def test_pick_takes_the_first_row_that_holds() -> None:
 
 @pytest.mark.parametrize("t", [t for t in TYPES if presets.is_target(t)], ids=str)
 @pytest.mark.parametrize("ik", [False, True])
-def test_fallbacks_end(t: object, ik: bool) -> None:
+def test_fallbacks_terminate(t: object, ik: bool) -> None:
     quant = BY_NAME[str(t)]
     assert presets.next_dividing(quant, 33, ik=ik).name == "F16"
     small = presets.next_dividing(quant, 32, ik=ik)

@@ -26,7 +26,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["bash", "-c", command], capture_output=True, check=False, env=environment)
 
 
-def test_a_closed_output_takes_no_file(model: Path, tmp_path: Path) -> None:
+def test_a_closed_stdout_does_not_corrupt_files(model: Path, tmp_path: Path) -> None:
     """Descriptor 1 is free, so that without care the output would be it, and take what is printed."""
     quantkit = " ".join(QUANTKIT)
     process = shell(
@@ -44,7 +44,7 @@ def test_a_closed_input_is_named(model: Path) -> None:
     assert b"Traceback" not in process.stderr
 
 
-def test_what_the_terminal_cannot_show_is_escaped(model: Path) -> None:
+def test_unprintable_characters_are_escaped(model: Path) -> None:
     for encoding in ("ascii", "latin-1"):
         inspect = f"{' '.join(QUANTKIT)} inspect '{model}'"
         process = shell(f"{inspect} && {' '.join(QUANTKIT)} types", PYTHONIOENCODING=encoding)
@@ -58,7 +58,7 @@ def test_what_the_terminal_cannot_show_is_escaped(model: Path) -> None:
     assert b"\x1b" not in process.stdout + process.stderr
 
 
-def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_removed_working_directory_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     program = f"{sys.executable} -c 'from quantkit.__main__ import main; main()'"
@@ -89,7 +89,7 @@ main()
 
 
 @pytest.mark.parametrize(("module", "error"), [("quantkit.inspect", "ImportError"), ("numpy", "RuntimeError")])
-def test_ctrl_c_is_no_error_of_another_kind(model: Path, module: str, error: str) -> None:
+def test_ctrl_c_exits_as_interrupted(model: Path, module: str, error: str) -> None:
     command = [sys.executable, "-c", _SWALLOWED, module, error, "inspect", str(model)]
     process = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ROOT}

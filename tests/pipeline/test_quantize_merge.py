@@ -104,7 +104,7 @@ def test_tiny_moe(tmp_path: Path, data: Path, tiny_moe: Path, type_name: str, im
     ],
     ids=str,
 )
-def test_options_mean_the_same(tmp_path: Path, data: Path, tiny_moe: Path, changes: dict[str, object]) -> None:
+def test_options_have_the_same_effect(tmp_path: Path, data: Path, tiny_moe: Path, changes: dict[str, object]) -> None:
     source = quantize(tiny_moe, tmp_path / "s.gguf", "COPY", replace(PLAIN, split_max_size=3_000_000)).paths[2]
     options = replace(PLAIN, imatrix=data / "tiny-moe-imatrix.gguf", **changes)  # type: ignore[arg-type]
     assert_one_pass_is_two(tmp_path / "merge", source, "Q4_K_M", options)
@@ -157,7 +157,7 @@ def test_importance_may_have_either_name(tmp_path: Path, data: Path, tiny_moe: P
     assert tensor_bytes(without.paths[0])[name] != outputs[0][name]
 
 
-def test_what_is_merged_on_the_way_comes_apart_again(tmp_path: Path, tiny_moe: Path) -> None:
+def test_experts_merged_during_quantization_can_be_split(tmp_path: Path, tiny_moe: Path) -> None:
     """Even where layers were pruned on the way: the record follows."""
     for prune in ((), (1,)):
         options = replace(PLAIN, prune_layers=prune)
@@ -172,14 +172,14 @@ def test_what_is_merged_on_the_way_comes_apart_again(tmp_path: Path, tiny_moe: P
 
 
 @pytest.mark.parametrize("record", [["blk.7.ffn_up_exps.weight"], [1, 2], "text", 5], ids=str)
-def test_a_record_of_something_else_does_not_outlive_pruning(tmp_path: Path, record: object) -> None:
+def test_a_stale_merge_record_is_dropped_by_pruning(tmp_path: Path, record: object) -> None:
     source = model(tmp_path / "s.gguf", fields=[*FIELDS, Field.of("quantkit.merge.tensors", record)])
     path = quantize(source, tmp_path / "o.gguf", "Q8_0", QuantizeOptions(prune_layers=(1,))).paths[0]
     with open_gguf(path) as file:
         assert file.get("quantkit.merge.tensors") is None
 
 
-def test_the_file_says_what_was_done(tmp_path: Path, tiny_moe: Path) -> None:
+def test_the_file_records_the_merge(tmp_path: Path, tiny_moe: Path) -> None:
     merged = quantize(tiny_moe, tmp_path / "m", "Q8_0", QuantizeOptions(merge_up_gate=True)).paths[0]
     with open_gguf(merged) as file:
         assert file.get("quantkit.quantize.recipe") == "Q8_0\n--merge-up-gate"
@@ -194,9 +194,7 @@ def test_the_file_says_what_was_done(tmp_path: Path, tiny_moe: Path) -> None:
 
 @pytest.mark.parametrize(("gate", "up"), [("F16", "F32"), ("BF16", "Q8_0"), ("Q8_0", "Q4_0")])
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "F16"])
-def test_halves_of_different_types_are_encoded_from_their_own(
-    tmp_path: Path, gate: str, up: str, type_name: str
-) -> None:
+def test_halves_of_different_types_are_encoded_separately(tmp_path: Path, gate: str, up: str, type_name: str) -> None:
     """As if both had been decoded first; but a half that has the type already is a copy."""
     source = model(tmp_path / "s.gguf", gate, up, mixed_layers=(0, 2))
     options = replace(PLAIN, allow_requantize=True)
@@ -218,7 +216,7 @@ def test_halves_of_different_types_are_encoded_from_their_own(
     assert tensor.reason.startswith(f"merged from {gate} and {up}; ")
 
 
-def test_halves_that_stay_different_are_left_alone(tmp_path: Path) -> None:
+def test_halves_with_different_types_are_not_merged(tmp_path: Path) -> None:
     """COPY gives them no type; a rule does."""
     source = model(tmp_path / "s.gguf", "F16", "F32", mixed_layers=(1, 2))
     options = replace(PLAIN, merge_up_gate=True)
@@ -235,7 +233,7 @@ def test_halves_that_stay_different_are_left_alone(tmp_path: Path) -> None:
         plan_quantize(alone, tmp_path / "o.gguf", "COPY", options)
 
 
-def test_a_half_that_is_quantized_is_not_quantized_again_unasked(tmp_path: Path) -> None:
+def test_a_quantized_half_is_not_requantized_by_default(tmp_path: Path) -> None:
     source = model(tmp_path / "s.gguf", "F16", "Q8_0")
     options = replace(PLAIN, merge_up_gate=True)
     with refuses(TypeNotSupported, "QK-E209 F16 Q8_0 Q4_0 --allow-requantize"):
@@ -251,7 +249,7 @@ def refused(refusal: str, source: Path, type_name: str = "Q8_0", **options: obje
         plan_quantize(source, source.with_name("o.gguf"), type_name, QuantizeOptions(**options))  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path, tiny_moe: Path, data: Path) -> None:
+def test_impossible_requests_are_refused(tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     merged = merge_up_gate(tiny_moe, tmp_path / "m.gguf").plan.shards[0].path
     refused("QK-E211 --merge-up-gate", merged, merge_up_gate=True)
     refused("QK-E211 --split-up-gate ffn_gate_up_exps", tiny_moe, split_up_gate=True)
@@ -259,7 +257,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, tiny_moe: Path, data: Path) -
     refused("QK-E123 tiny-moe-imatrix.gguf general.architecture", data / "tiny-moe-imatrix.gguf", merge_up_gate=True)
 
 
-def test_layers_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
+def test_unmergeable_layers_are_named(tmp_path: Path) -> None:
     source = model(tmp_path / "s.gguf")
     with open_gguf(source) as file:
         tensors = [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in file.tensors.values()]
@@ -279,7 +277,7 @@ def test_layers_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_halves_that_are_to_have_two_types_are_not_merged(tmp_path: Path, options: dict[str, object]) -> None:
+def test_halves_with_two_target_types_are_not_merged(tmp_path: Path, options: dict[str, object]) -> None:
     source = model(tmp_path / "s.gguf")
     refused("QK-E211 --merge-up-gate", source, merge_up_gate=True, **options)
     merged = merge_up_gate(source, tmp_path / "m.gguf").plan.shards[0].path
@@ -294,7 +292,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(cli, ["quantize", *map(str, args)])
 
 
-def test_a_dry_run_shows_what_is_merged_and_who_loads_it(tmp_path: Path, tiny_moe: Path) -> None:
+def test_a_dry_run_shows_merges_and_compatible_runtimes(tmp_path: Path, tiny_moe: Path) -> None:
     result = run("--dry-run", "--merge-up-gate", tiny_moe, tmp_path / "o.gguf", "Q4_K_M")
     assert result.exit_code == 0, result.output
     assert "--merge-up-gate merges up and gate experts of 4 layers (blk.0 .. blk.3)" in result.stderr

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from refusals import refuses
-from test_cards import write_source
+from test_gpus import write_source
 from test_imatrix_collect import spoilt
 from test_nextn import predicting
 
@@ -90,7 +90,7 @@ def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def both_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's thread takes a job, then the other node a batch, then whoever comes: both do something."""
+    """The driver's thread takes a job, then the other node a batch, then any: both do some work."""
     took, gave = threading.Event(), threading.Event()
     take, give = ray_tasks._Jobs._next_job, ray_tasks._Jobs.batch
 
@@ -147,7 +147,7 @@ def same_bytes(a: Source, b: Source) -> None:
         assert b.tensors[name].type is tensor.type
 
 
-def test_a_plan_and_its_source_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_and_its_source_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name of file, wherever the other process is."""
     split = quantize(MODEL, tmp_path / "split.gguf", "COPY", QuantizeOptions(split_max_size=2_000_000)).paths
     monkeypatch.chdir(tmp_path)
@@ -169,7 +169,7 @@ def test_a_plan_and_its_source_travel(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
-def test_a_checkpoint_travels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_pickles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints.write_checkpoint(name, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     options = ConvertOptions(pre=checkpoints.describe(name).vocab.get("pre"), allow_other_ids=True)
@@ -182,7 +182,7 @@ def test_a_checkpoint_travels(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 # ---------------------------------------------------------------- the same bytes
 
 
-def test_quantize_gives_the_bytes_of_threads(nodes: Any, tmp_path: Path, small_jobs: None, both_work: None) -> None:
+def test_quantize_equals_threads(nodes: Any, tmp_path: Path, small_jobs: None, both_work: None) -> None:
     a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
     by_threads = quantize(MODEL, a, "Q4_K_M", WITH_IMATRIX, measure_error=True)
     by_nodes = quantize(MODEL, b, "Q4_K_M", WITH_IMATRIX, measure_error=True, ray="auto")
@@ -196,7 +196,7 @@ def test_quantize_gives_the_bytes_of_threads(nodes: Any, tmp_path: Path, small_j
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
 
 
-def test_shards_and_copies_give_the_bytes_of_threads(nodes: Any, tmp_path: Path) -> None:
+def test_shards_and_copies_equal_threads(nodes: Any, tmp_path: Path) -> None:
     for sub, ray in (("threads", None), ("ray", "auto")):
         (tmp_path / sub).mkdir()
         quantize(MODEL, tmp_path / sub / "o.gguf", "COPY", QuantizeOptions(split_max_size=2_000_000), ray=ray)
@@ -207,7 +207,7 @@ def test_shards_and_copies_give_the_bytes_of_threads(nodes: Any, tmp_path: Path)
     assert all((tmp_path / "threads" / f).read_bytes() == (tmp_path / "ray" / f).read_bytes() for f in files)
 
 
-def test_convert_and_merge_give_the_bytes_of_threads(nodes: Any, tmp_path: Path) -> None:
+def test_convert_and_merge_equal_threads(nodes: Any, tmp_path: Path) -> None:
     folder = checkpoints.write_checkpoint("qwen3-moe", tmp_path / "model")
     options = ConvertOptions(pre=checkpoints.describe("qwen3-moe").vocab.get("pre"), allow_other_ids=True)
     for type_name in (None, "Q8_0"):
@@ -244,7 +244,7 @@ def stop_after(share: float, total: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(("first", "second"), [("auto", None), (None, "auto")])
-def test_a_run_is_resumed_by_either(
+def test_runs_are_resumed_across_executors(
     first: str | None, second: str | None, nodes: Any, tmp_path: Path, small_jobs: None
 ) -> None:
     expected, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
@@ -257,7 +257,7 @@ def test_a_run_is_resumed_by_either(
     assert out.read_bytes() == expected.read_bytes()
 
 
-def test_perplexity_and_kld_give_the_figures_of_one_machine(nodes: Any, tmp_path: Path) -> None:
+def test_perplexity_and_kld_equal_one_machine(nodes: Any, tmp_path: Path) -> None:
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.arange(32 * 9) % 97
     settings: dict[str, Any] = {"n_ctx": 32, "n_batch": 64}
     actual = perplexity(model, tokens=tokens, save_logits=SaveLogits(tmp_path / "base"), **settings)
@@ -279,7 +279,7 @@ def test_perplexity_and_kld_give_the_figures_of_one_machine(nodes: Any, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "compact"])
-def test_saved_logits_are_those_of_one_machine(kind: str, nodes: Any, tmp_path: Path) -> None:
+def test_saved_logits_equal_one_machine(kind: str, nodes: Any, tmp_path: Path) -> None:
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.arange(32 * 9) % 97
     for sub, run in (("a", {}), ("b", {"nodes": Nodes()})):
         save = SaveLogits(tmp_path / sub, kind, top_k=20)
@@ -289,8 +289,8 @@ def test_saved_logits_are_those_of_one_machine(kind: str, nodes: Any, tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "m.gguf"]
 
 
-def test_covariances_are_those_of_one_machine(nodes: Any, tmp_path: Path) -> None:
-    """A run that is stopped, too, whoever goes on with it."""
+def test_covariances_equal_one_machine(nodes: Any, tmp_path: Path) -> None:
+    """Also a stopped run, resumed by either."""
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 6)
     options, out = ImatrixOptions(n_ctx=32, n_batch=64), tmp_path / "c.gguf"
     settings: dict[str, Any] = {"tokens": tokens, "options": options, "max_ram": 12 << 20}
@@ -322,7 +322,7 @@ def stop_at_pass(number: int) -> Callable[[CovarianceProgress], None]:
     [{}, {"all_experts": True, "output_frequency": 2}, {"nextn": True}],
     ids=["plain", "all-experts", "nextn"],
 )
-def test_an_importance_matrix_is_that_of_one_machine(changes: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
+def test_an_importance_matrix_equals_one_machine(changes: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
     write: Callable[[Path], Path] = partial(write_zoo, "qwen3moe-moe")
     if "nextn" in changes:
         write = partial(predicting, arch="glm4moe", has_head=True)
@@ -349,7 +349,7 @@ class StopAfter(Watcher):
 
 
 @pytest.mark.parametrize("first", ["nodes", "threads"])
-def test_a_collection_is_resumed_by_either(first: str, nodes: Any, tmp_path: Path) -> None:
+def test_collections_are_resumed_across_executors(first: str, nodes: Any, tmp_path: Path) -> None:
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 12)
     options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
     executors: dict[str, Any] = {"nodes": {"nodes": Nodes()}, "threads": {}}
@@ -363,7 +363,7 @@ def test_a_collection_is_resumed_by_either(first: str, nodes: Any, tmp_path: Pat
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
-def test_chunks_that_are_no_numbers_are_left_out(nodes: Any, tmp_path: Path) -> None:
+def test_nonfinite_chunks_are_skipped(nodes: Any, tmp_path: Path) -> None:
     model = write_zoo("qwen3moe-moe", tmp_path / "m.gguf")
     bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
     tokens = np.random.default_rng(1).integers(0, 97, 32 * 8)
@@ -379,7 +379,7 @@ def test_chunks_that_are_no_numbers_are_left_out(nodes: Any, tmp_path: Path) -> 
         np.testing.assert_allclose(by_nodes.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
 
 
-def test_sums_are_added_as_by_one(tmp_path: Path) -> None:
+def test_sums_are_added_in_order(tmp_path: Path) -> None:
     """Whatever was lost is in the low parts."""
     rng = np.random.default_rng(1)
     x = rng.normal(0, 1, 3000) * 10.0 ** rng.integers(-9, 9, 3000)
@@ -400,7 +400,7 @@ def test_sums_are_added_as_by_one(tmp_path: Path) -> None:
 
 
 def shared_of(tmp_path: Path, journal: Journal, mark: str) -> ray_tasks.RunSpec:
-    """Return what a worker process gets of a run whose files are reserved."""
+    """Return the pickled state of a run for a worker process, with reserved files."""
     plan = plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_0")
     part = tmp_path / "o.gguf.part"
     part.write_bytes(bytes(plan.nbytes))
@@ -433,7 +433,7 @@ def test_a_node_refuses_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 ray_tasks.begin(bad, 1)
 
 
-def test_a_late_worker_does_not_write_into_what_took_its_place(tmp_path: Path) -> None:
+def test_a_late_worker_does_not_write_into_a_new_output(tmp_path: Path) -> None:
     with Journal(tmp_path / "o.gguf.journal", "x", []) as journal:
         shared = shared_of(tmp_path, journal, "mark")
         run, part = ray_tasks.begin(shared, 1), shared.parts[0]
@@ -488,7 +488,7 @@ def begin_refusing(refusing: set[str], threads: int) -> Callable[[int], str]:
     return lambda number: node_id()
 
 
-def test_a_node_that_refuses_is_named_and_left_out(nodes: Any) -> None:
+def test_a_refusing_node_is_named_and_excluded(nodes: Any) -> None:
     nodes_by_id = Cluster().nodes()
     bad, good = sorted(nodes_by_id)
     numbers = Numbers(6, begin_refusing, {bad})
@@ -500,7 +500,7 @@ def test_a_node_that_refuses_is_named_and_left_out(nodes: Any) -> None:
         Cluster().run(Numbers(6, begin_refusing, {bad, good}))
 
 
-def test_cpus_of_a_node_are_divided() -> None:
+def test_cpus_of_a_node_are_shared() -> None:
     for cpus, workers, width in ((1, 1, 1), (8, 1, 8), (9, 2, 4), (64, 8, 8), (65, 9, 7)):
         node = Node("id", "name", cpus, gpus=1)
         node.divide(cpus, cluster_module.WIDTH)
@@ -515,7 +515,7 @@ def begin_slow(slow: str, threads: int) -> Callable[[int], str]:
     return run
 
 
-def test_a_slow_node_gets_less(nodes: Any) -> None:
+def test_a_slow_node_gets_fewer_batches(nodes: Any) -> None:
     slow, fast = sorted(Cluster().nodes())
     numbers = Numbers(40, begin_slow, slow)
     Cluster().run(numbers)
@@ -542,12 +542,12 @@ def begin_failing(kind: str, threads: int) -> Callable[[int], None]:
         ("disk", ClusterError, "QK-E450 node /out/x.part 3"),
     ],
 )
-def test_errors_come_with_the_name_of_their_node(kind: str, error: Any, refusal: str, nodes: Any) -> None:
+def test_errors_name_their_node(kind: str, error: Any, refusal: str, nodes: Any) -> None:
     with refuses(error, refusal):
         Cluster().run(Numbers(1, begin_failing, kind))  # another would be cancelled, and its worker start again
 
 
-def test_a_bug_comes_with_the_name_of_its_node(nodes: Any) -> None:
+def test_unexpected_exceptions_name_their_node(nodes: Any) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)on node .*ZeroDivisionError: a bug"):
         Cluster().run(Numbers(1, begin_failing, "bug"))
 
@@ -567,7 +567,7 @@ def begin_without_room(shared: Any, threads: int) -> Callable[[Any], Any]:
     return failing
 
 
-def test_a_node_without_room_ends_a_run_that_is_kept(
+def test_a_full_node_ends_a_resumable_run(
     nodes: Any, tmp_path: Path, small_jobs: None, both_work: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
@@ -592,7 +592,7 @@ def begin_dying(folder: Path, threads: int) -> Callable[[int], int]:
     return run
 
 
-def test_work_of_killed_workers_is_done_again(nodes: Any, tmp_path: Path) -> None:
+def test_work_of_killed_workers_is_repeated(nodes: Any, tmp_path: Path) -> None:
     numbers = Numbers(1, begin_dying, tmp_path)
     Cluster().run(numbers)
     assert numbers.results == {0: 0}
@@ -604,7 +604,7 @@ def test_other_sources_are_refused(nodes: Any, monkeypatch: pytest.MonkeyPatch) 
         Cluster().run(Numbers(2, begin_refusing, set()))
 
 
-def test_a_broken_source_fails_as_on_threads(nodes: Any, tmp_path: Path) -> None:
+def test_a_damaged_source_fails_like_on_threads(nodes: Any, tmp_path: Path) -> None:
     source = write_model(tmp_path / "s.gguf", llama_tensors())
     with open_model(source) as opened:
         offset = opened.tensors["blk.1.ffn_up.weight"].offset
@@ -616,22 +616,22 @@ def test_a_broken_source_fails_as_on_threads(nodes: Any, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
 
 
-def with_cards(begin: str, shared: Any, threads: int) -> Any:
-    """Begin work on a node whose cards are the shim's, as many as Ray gives."""
+def with_gpus(begin: str, shared: Any, threads: int) -> Any:
+    """Begin work on a node whose GPUs are the shim's, as many as Ray gives."""
     sys.path[:0] = [str(DATA.parent), str(DATA.parent / "lib")]
     import fake_cupy
 
     before = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    fake_cupy.installed(pytest.MonkeyPatch(), len(before.split(",")) if before else 0).__enter__()
+    fake_cupy.install(pytest.MonkeyPatch(), len(before.split(",")) if before else 0).__enter__()
     module, _, name = begin.partition(":")
     return getattr(importlib.import_module(module), name)(shared, threads)
 
 
 @pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
-def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_uses_its_assigned_gpus(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other encodes the same bytes on its CPU, and "cuda" leaves it out."""
-    monkeypatch.setattr(ray_tasks, "begin", partial(with_cards, "quantkit.pipeline.ray_tasks:begin"))
-    # The driver's thread begins when the other node has a batch; where it does nothing, nobody waits.
+    monkeypatch.setattr(ray_tasks, "begin", partial(with_gpus, "quantkit.pipeline.ray_tasks:begin"))
+    # The driver's thread begins when the other node has a batch; if it is disabled, there is no wait.
     give, gave = ray_tasks._Jobs.batch, threading.Event()
 
     def batch(jobs: ray_tasks._Jobs, node: Node) -> list[jobs_module.Job] | None:
@@ -653,8 +653,8 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
         worked = [node.name for node in result.run.nodes]
         assert names[1] in worked
         assert backend == "auto" or names[0] not in worked
-        on_card = f"node {names[1]}: --backend {backend}: CUDA0 encodes 6 tensors"
-        assert [text for text in watch.texts if names[1] in text] == [on_card]
+        on_gpu = f"node {names[1]}: --backend {backend}: CUDA0 encodes 6 tensors"
+        assert [text for text in watch.texts if names[1] in text] == [on_gpu]
         if backend == "auto":
             assert f"node {names[0]}: --backend auto: using the CPU, because Ray has no GPU on this node" in watch.texts
     with refuses(RecipeError, "QK-E201 --devices --verify"):
@@ -662,13 +662,11 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
 
 
 @pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
-def test_a_model_runs_on_the_cards_that_ray_gives_a_node(
-    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_runs_on_a_nodes_assigned_gpus(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a node without one; "cuda" leaves that out. The figures are the CPU's but for rounding."""
     scoring, collect = (sys.modules[f"quantkit.{name}"] for name in ("evaluate.scoring", "imatrix.collect"))
-    monkeypatch.setattr(scoring, "begin_scoring", partial(with_cards, "quantkit.evaluate.scoring:begin_scoring"))
-    monkeypatch.setattr(collect, "begin_recording", partial(with_cards, "quantkit.imatrix.on_nodes:begin_recording"))
+    monkeypatch.setattr(scoring, "begin_scoring", partial(with_gpus, "quantkit.evaluate.scoring:begin_scoring"))
+    monkeypatch.setattr(collect, "begin_recording", partial(with_gpus, "quantkit.imatrix.on_nodes:begin_recording"))
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 16 * 5)
     options, names = ImatrixOptions(n_ctx=16, n_batch=16), [n.name for n in Cluster().nodes().values() if n.gpus]
     base = SaveLogits(tmp_path / "base")
@@ -693,15 +691,15 @@ def test_a_model_runs_on_the_cards_that_ray_gives_a_node(
             assert np.array_equal(entry.counts, sums[name].counts)
 
 
-def test_a_node_chooses_what_it_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_chooses_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node_model = NodeModel.from_path(MODEL, Nodes(backend="auto"), {})
-    with fake_cupy.installed(monkeypatch, 1):
+    with fake_cupy.install(monkeypatch, 1):
         assert node_model.placement_note() == "--backend auto: CUDA0"
         placement = node_model.load_options(1)["placement"]
         assert placement is not None
         assert placement.requested_devices() == {"CUDA0"}
         assert replace(node_model, nodes=Nodes(backend="cpu")).placement_note() == ""
-    with fake_cupy.installed(monkeypatch, 0):
+    with fake_cupy.install(monkeypatch, 0):
         assert node_model.placement_note() == "--backend auto: the CPU (CuPy finds no CUDA device)"
         with pytest.raises(NodeRefusal, match="CUDA0"):
             replace(node_model, nodes=Nodes(backend="cuda")).load_options(1)
@@ -709,7 +707,7 @@ def test_a_node_chooses_what_it_works_on(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(NodeRefusal, match="--backend cuda: no usable GPU: CuPy finds no CUDA device"):
             choose_gpus(plan, "cuda", 1, 1)
         assert choose_gpus(plan, "auto", 1, 1)[0] == ()
-    with fake_cupy.installed(monkeypatch, 2):
+    with fake_cupy.install(monkeypatch, 2):
         for workers, names in ((1, ()), (5, ("CUDA0",)), (99, ("CUDA0", "CUDA1"))):
             assert choose_gpus(plan, "auto", 1, workers)[0] == names
 
@@ -721,7 +719,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_may_leave_and_join(
+    nodes: Any, tmp_path: Path, small_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One is killed in the middle, another joins: the same bytes, and each is named."""
     monkeypatch.setattr(jobs_module, "JOB", 1 << 14)
     monkeypatch.setattr(cluster_module, "_LOOK_SECONDS", 0.0)
@@ -752,7 +752,7 @@ def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, mon
 # ---------------------------------------------------------------- the command line
 
 
-def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with refuses(ResourceError, "QK-E410 gguf-quantkit[ray]"):
         quantize(MODEL, tmp_path / "o.gguf", "Q4_0", ray="auto")
@@ -760,7 +760,7 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("arguments", [["--ray"], ["--ray", "auto"]])
-def test_ray_may_be_given_bare(
+def test_ray_needs_no_address(
     arguments: list[str], nodes: Any, tmp_path: Path, small_jobs: None, both_work: None
 ) -> None:
     """What follows it is an address only if it looks like one."""
@@ -771,7 +771,7 @@ def test_ray_may_be_given_bare(
     assert plan_merge_up_gate(MODEL, tmp_path / "other.gguf").plan.nbytes == out.stat().st_size
 
 
-def test_the_commands_take_it(nodes: Any, tmp_path: Path) -> None:
+def test_the_commands_accept_ray(nodes: Any, tmp_path: Path) -> None:
     model = write_zoo("qwen3moe-moe", tmp_path / "m.gguf")
     ids = ["--tokens", ",".join(str(i % 90) for i in range(100)), "-c", "32"]
     covariances = ["--covariance", str(tmp_path / "c.gguf")]
@@ -802,7 +802,7 @@ class Stub:
         self.threads.append(threading.current_thread().name)
 
 
-def test_connecting_and_leaving_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_and_leaving_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the next who needs the cluster."""
     ray, results = Stub(), list[object]()
     monkeypatch.setattr(Cluster, "_connected_here", False)
@@ -832,7 +832,7 @@ def test_no_cluster_is_one_error(tmp_path: Path) -> None:
         Cluster("ray://host:10001")
 
 
-def test_a_file_mapped_before_ray_starts_may_be_cut(tmp_path: Path) -> None:
+def test_a_file_mapped_before_ray_starts_may_be_truncated(tmp_path: Path) -> None:
     """Ray installs a handler of SIGBUS that ends the process: ours replaces it."""
     pytest.importorskip("ray", reason=NO_RAY)
     program = """if True:

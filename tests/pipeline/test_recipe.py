@@ -33,7 +33,7 @@ def test_recipe_lines_comments_and_origins() -> None:
     assert [r.origin for r in rules] == ["mix.txt:3", "mix.txt:4", "mix.txt:5"]
 
 
-def test_custom_q_splits_behind_types_only() -> None:
+def test_custom_q_splits_only_after_types() -> None:
     rules = recipe.parse_custom_q(r"blk\.[0-9]{1,2}\.attn_v=iq5_ks,(?=token)embd=q8_0, ffn_(up|gate){1,}=q4_0_r8,", 2)
     assert pairs(rules) == [
         (r"blk\.[0-9]{1,2}\.attn_v", "IQ5_KS"),
@@ -48,7 +48,7 @@ def test_a_recipe_line_may_hold_several_rules() -> None:
     assert pairs(rules) == [("attn_q", "Q4_K"), ("attn_k", "Q5_K")]
 
 
-def test_tensor_type_file_takes_words_and_lines() -> None:
+def test_tensor_type_file_has_words_and_lines() -> None:
     rules = recipe.parse_tensor_type_file("attn_v=q6_K attn_k=q8_0\n# remark\nffn_down = q5_K\n\toutput=f16", "t.txt")
     assert pairs(rules) == [("attn_v", "Q6_K"), ("attn_k", "Q8_0"), ("ffn_down", "Q5_K"), ("output", "F16")]
     assert rules[2].origin == "--tensor-type-file t.txt:3"
@@ -165,7 +165,7 @@ def test_lints(text: str, names: list[str], expected: list[str]) -> None:
         (r"ffn_(up|gate)_exps\.bias=q6_K", None),
     ],
 )
-def test_rules_for_separate_experts_hold_for_merged_ones(text: str, decides: str | None) -> None:
+def test_rules_for_separate_experts_apply_to_merged_ones(text: str, decides: str | None) -> None:
     rule = decide(recipe.parse_recipe(text, "r"), "blk.7.ffn_gate_up_exps.weight").rule
     assert (rule and rule.type.name) == decides
 
@@ -185,7 +185,7 @@ RULES = st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(["Q4_K", "
 
 
 @given(RULES)
-def test_merged_experts_get_what_their_name_or_both_halves_say(pairs: list[tuple[str, str]]) -> None:
+def test_merged_experts_follow_rules_of_their_name_or_both_halves(pairs: list[tuple[str, str]]) -> None:
     rules = [Rule(pattern, BY_NAME[name], f"r:{i}") for i, (pattern, name) in enumerate(pairs)]
     merged, gate, up = (f"blk.0.ffn_{part}_exps.weight" for part in ("gate_up", "gate", "up"))
     direct, of_gate, of_up = (first_match(rules, name) for name in (merged, gate, up))
@@ -205,7 +205,7 @@ def test_merged_experts_get_what_their_name_or_both_halves_say(pairs: list[tuple
         assert decide(rules, name).rule is first_match(rules, name)
 
 
-def test_what_decides_about_merged_experts_is_said() -> None:
+def test_the_deciding_rule_of_merged_experts_is_reported() -> None:
     [lint] = lint_rules(recipe.parse_recipe("ffn_up_exps=q6_K\nffn_gate_exps=q6_K", "r"), MERGED)
     assert str(lint) == (
         "QK-W014: ffn_gate_exps = Q6_K (r:2) and ffn_up_exps = Q6_K (r:1) apply to merged "
@@ -224,7 +224,7 @@ def test_what_decides_about_merged_experts_is_said() -> None:
     assert "this model has separate up and gate experts" in lint.message
 
 
-def test_a_class_that_llama_quantize_would_lower_is_told() -> None:
+def test_patterns_lowercased_by_llama_quantize_are_reported() -> None:
     [lint] = lint_rules(recipe.parse_tensor_type(r"blk\.\d+\.\Sttn=q4_K"), DENSE)
     assert lint.code == "QK-W005"
     assert r"lower-cases \S to \s" in lint.message

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from header_models import DENSE, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
+from header_models import DENSE, MLA, MOE, SHARED, Tensor, build_model, write_sparse
 from test_choose import dry_run as llama_quantize
 from test_choose_ik import dry_run as ik_quantize
 
@@ -28,7 +28,7 @@ TREE_TYPES = {"llama.cpp": ("TQ2_0",), "ik": ("IQ4_KS", "IQ2_KL", "Q6_0")}
 def make_model(name: str, folder: Path, tree_types: tuple[str, ...]) -> tuple[Path, dict[str, TensorType]]:
     """Write a model, and return it with a type for each of its matrices: by class and layer, as cooks give them."""
     arch, sizes, parts = MODELS[name]
-    metadata, tensors = drawn_up(arch, sizes, parts, global_names=())
+    metadata, tensors = build_model(arch, sizes, parts, global_names=())
     write_sparse(folder / "model.gguf", metadata, tensors)
     rng, types = random.Random(name), list(map(type_by_name, (*BOTH, *tree_types)))
     quantizable = [tensor for tensor in tensors if is_asked(tensor)]
@@ -44,13 +44,13 @@ def number_of(tensor: Tensor) -> int:
 
 
 def is_asked(tensor: Tensor) -> bool:
-    """Tell whether both programs ask rules about a tensor: of vectors and routers they do not."""
+    """Return whether both programs apply rules to a tensor, which they do not for vectors and routers."""
     is_quantizable = len(tensor.shape) > 1 and tensor.name.endswith("weight")
     return is_quantizable and not any(part in tensor.name for part in ("norm", "ffn_gate_inp"))
 
 
 def converted(types: dict[str, TensorType], model: Path, dialect: str) -> str:
-    """Return a recipe of ours, converted to a dialect and proved on the model."""
+    """Return a quantkit recipe, converted to a dialect and verified on the model."""
     recipe = model.with_name("ours.recipe")
     remainder = [name for name in read_model(model).tensors if name not in types]
     recipe.write_text(write_recipe(types, ["types of a test"], "ours", other_names=remainder))

@@ -96,7 +96,7 @@ def test_a_requantized_dense_model_loads(llama_bin: Path, smollm2: Path, data: P
 
 @pytest.mark.peer
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
-def test_merged_experts_load_where_the_report_says(
+def test_merged_experts_load_as_reported(
     ik_bin: Path, llama_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
 ) -> None:
     separate, merged = tmp_path / "apart.gguf", tmp_path / "merged.gguf"
@@ -116,7 +116,7 @@ def loaders(llama_bin: Path, ik_lib: Path) -> dict[str, Libllama]:
 @pytest.mark.peer
 @pytest.mark.parametrize("seed", [None, 0], ids=["whole", "damaged"])
 @pytest.mark.parametrize("name", sparse_models.NAMES)
-def test_a_model_loads_where_the_verdict_says(loaders: dict[str, Libllama], name: str, seed: int | None) -> None:
+def test_a_model_loads_as_predicted(loaders: dict[str, Libllama], name: str, seed: int | None) -> None:
     model, label = sparse_models.model(name), "whole"
     if seed is not None:
         model, _, label = damage.damage(model, seed)

@@ -54,7 +54,7 @@ def test_stream_weights(rows: int, threads: int) -> None:
 def test_stream_weights_on_the_device(memory: Memory) -> None:
     for rows in (1, 9):
         slots, want = stream_weights(rows)
-        outs = {name: memory.room((rows + 1, n)) for name, n in (("before", 4), ("after", 4), ("across", 16))}
+        outs = {name: memory.allocate((rows + 1, n)) for name, n in (("before", 4), ("after", 4), ("across", 16))}
         addresses = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
         memory.run(cuda.stream_weights(rows), rows=rows, **outs, **addresses)
         for (name, out), expected in zip(outs.items(), want, strict=True):

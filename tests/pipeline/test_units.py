@@ -19,12 +19,12 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1X", "1e9", "12 12"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
 
-def test_numbers_are_written_for_people() -> None:
+def test_numbers_are_formatted_with_units() -> None:
     assert format_size(18526240) == "17.67 MiB"
     assert format_size(12) == "12 B"
     assert format_size(5 << 40) == "5.00 TiB"

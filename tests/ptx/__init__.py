@@ -1,4 +1,4 @@
-"""PTX on the CPU: what NVRTC makes of our kernels, translated to C++ and run on the fibers of tests/shim.
+"""PTX on the CPU: NVRTC's output for quantkit's kernels, translated to C++ and run on the fibers of tests/shim.
 
 The shim compiles the text of a kernel; here the compiler's own output runs, inline assembly and branches for the device
 included. parse.py reads PTX, instructions.py says what instructions there are, translate.py writes C++ of them,

@@ -24,8 +24,8 @@ from quantkit.kernels.cuda.core.kernel import Kernel
 
 FOLDER = Path(__file__).parent
 
-#: Code that is checked where it touches memory needs no sanitizers of its own. What is read before it is written is
-#: neither zero nor what was there by chance.
+#: Code that is checked where it touches memory needs no sanitizers of its own. Uninitialized memory is neither zero nor
+#: leftover data.
 FLAGS = [
     "-std=c++17", "-Og", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno",
     "-ftrivial-auto-var-init=pattern",
@@ -53,7 +53,7 @@ def nvrtc() -> Any:
 
 
 def why_not() -> str | None:
-    """Say why PTX cannot be made or run here; None if it can."""
+    """Return the reason why PTX cannot be generated or run here; None if it can."""
     try:
         nvrtc()
     except (ImportError, RuntimeError):
@@ -149,7 +149,7 @@ def library_of(kernel: Kernel, capability: int, *flags: str) -> ctypes.CDLL:
 
 
 class PTXDevice(HostDevice):
-    """HostDevice, but a kernel is what NVRTC makes of it for a compute capability."""
+    """A HostDevice whose kernels are compiled by NVRTC for a compute capability."""
 
     #: More flags that kernels are compiled with.
     flags: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ class PTXDevice(HostDevice):
             self.launch(launch, self._count if self.order is None else self.order)
 
     def shared_of(self, launch: Launch) -> int:
-        """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
+        """Return the shared memory of a block: the size declared in the source, then that of the launch."""
         library = library_of(launch.kernel, self.capability, *self.flags)
         declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
         assert declared <= 48 << 10, f"{launch.kernel} declares {declared} bytes of shared memory"

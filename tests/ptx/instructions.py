@@ -1,4 +1,4 @@
-"""The instructions of PTX that our kernels use, each with all of its modifiers, and the types of its operands.
+"""The PTX instructions of quantkit's kernels, each with all of its modifiers, and the types of its operands.
 
 An instruction that computes a value from values is a function of machine.h whose name is the opcode with underscores.
 What is not in this table, or has another modifier, is an error: no modifier is ever passed over. .ftz (flush denormals)
@@ -130,7 +130,7 @@ LDMATRIX = {
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": 4,
 }
 
-#: State space, operation and type: d = what was there; .add [a], b; .cas [a], compare, b.
+#: State space, operation and type: d = the old value; .add [a], b; .cas [a], compare, b.
 ATOMICS = {
     "atom.global.add.u32": 1,
     "atom.shared.add.u32": 1,

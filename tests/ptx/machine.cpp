@@ -1,9 +1,9 @@
-// What is more than an expression of machine.h: memory, the instructions on which a warp meets, roundings. From the PTX
-// ISA document, 9.7; fragments of matrices from the tables of 9.7.14.5. Compiled with sanitizers, once: an access is
-// tried here, by its type, so that it is checked before the translated code, which is compiled without, does it.
+// The parts of machine.h that are more than an expression: memory, warp-level instructions, rounding. From the PTX ISA
+// document, 9.7; fragments of matrices from the tables of 9.7.14.5. Compiled once, with sanitizers: an access is tried
+// here, by its type, and thus checked, before the translated code, which is compiled without sanitizers, makes it.
 //
-// Not the hardware's: approximations (ex2, rcp) are computed exactly and rounded; sums of an mma in f32 are made in
-// double and rounded once (PTX leaves their order and precision open).
+// Deviations from the hardware: approximations (ex2, rcp) are computed exactly and rounded; f32 sums of an mma are
+// computed in double and rounded once (PTX leaves their order and precision open).
 #include "machine.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace {
 const uint64_t BASE = 1024, WINDOW = 232448;  // shared memory: at most 227 KiB
 const uint32_t FULL = 0xffffffffu;
 
-// Kinds of what a warp meets on: an instruction that must be the same one for all (.aligned) is told by its line.
+// Kinds of warp-level instructions: one that must be the same for all lanes (.aligned) is identified by its line.
 enum { SHFL = 1 << 24, VOTE_ALL, VOTE_ANY, BALLOT, MATCH, REDUCE, WARP_BARRIER, ALIGNED = 1 << 25 };
 
 unsigned lane() { return host_thread->thread.x % 32; }
@@ -46,7 +46,7 @@ template <typename T> __attribute__((noinline)) void try_load(const uint8_t* p) 
 void seen(uint64_t a, unsigned n, int line);
 bool is_counting();
 
-// Aligned, and every eight bytes of it may be read: UBSan and ASan end the process otherwise.
+// Aligned, and every eight bytes of it readable: otherwise UBSan and ASan end the process.
 uint8_t* tried(uint64_t a, unsigned n, int line) {
     if (a % n) {
         char text[120];
@@ -63,7 +63,7 @@ uint8_t* tried(uint64_t a, unsigned n, int line) {
     return (uint8_t*)a;
 }
 
-// Counting (count.py): the k-th time that a thread comes to a line is one request of its warp.
+// Counting (count.py): the k-th time that a thread reaches a line is one request of its warp.
 struct Request {
     uint64_t at[32];
     uint32_t lanes, bytes;
@@ -79,7 +79,8 @@ std::map<std::pair<unsigned, int>, unsigned> visits;              // thread, lin
 std::map<std::pair<int, bool>, Count> counts;                     // line, shared
 Dim3 counted_block;
 
-// Shared memory: wavefronts. 32 lanes go at once, of 8 bytes 16 lanes, of 16 bytes 8; words in one bank one by one.
+// Shared memory: wavefronts. 32 lanes are served at once, of 8 bytes 16 lanes, of 16 bytes 8; words in one bank one by
+// one.
 void count_shared(const Request& r, Count& count) {
     const unsigned together = r.bytes <= 4 ? 32 : 128 / r.bytes;
     for (unsigned first = 0; first < 32; first += together) {
@@ -94,7 +95,7 @@ void count_shared(const Request& r, Count& count) {
     }
 }
 
-// Global memory: sectors of 32 bytes, and how many there would be if the bytes lay together.
+// Global memory: sectors of 32 bytes, and their number if the bytes were contiguous.
 void count_global(const Request& r, Count& count) {
     std::set<uint64_t> sectors, bytes;
     for (unsigned l = 0; l < 32; l++)
@@ -155,8 +156,8 @@ uint8_t* at_shared_st(uint64_t a, unsigned n, int line) { return in_shared(a, n,
 uint64_t generic_of_shared(uint64_t a) { return a - BASE + (uint64_t)host_dynamic_shared(); }
 uint64_t shared_of_generic(uint64_t a) { return a - (uint64_t)host_dynamic_shared() + BASE; }
 
-// Begin to count, of blocks with so much shared memory; end it, and hand over what was counted: line, shared or not, requests,
-// parts of them, the least there could be.
+// Begins to count, for blocks with this much shared memory; ends it, and returns the counts: line, shared or not,
+// requests, parts of them, the minimum possible.
 void ptx_begin_count(uint64_t nbytes) {
     shared_bytes = nbytes;
     counts.clear();
@@ -174,7 +175,7 @@ uint64_t ptx_end_count(uint64_t* rows, uint64_t room) {
     return n;
 }
 
-// ---- where lanes meet
+// ---- synchronization of lanes
 
 // bar.sync is barrier.sync.aligned: the threads of a warp are at the same one.
 void bar_sync(int line) {
@@ -187,8 +188,8 @@ void bar_warp_sync(uint32_t mask) {
     host_exchange(WARP_BARRIER, nullptr, 0);
 }
 
-// The modes differ in which lane is read, j, and in when it is there; c holds a clamp in its low 5 bits, and from bit 8
-// on which bits of a lane's number tell its segment.
+// The modes differ in the lane that is read, j, and in the condition for a read; c holds a clamp in its low 5 bits,
+// and from bit 8 on the bits of a lane's number that identify its segment.
 enum { UP, DOWN, BUTTERFLY, INDEX };
 static uint32_t shuffle(int mode, uint32_t a, uint32_t b, uint32_t c, uint32_t mask, bool& there) {
     whole(mask);
@@ -244,8 +245,8 @@ uint32_t redux_sync_min_u32(uint32_t a, uint32_t mask) {
 }
 
 // Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i: 8 values of 16 bits each. Register i of lane l gets
-// values 2 (l % 4) and the next one of row l / 4; transposed: of column l / 4. What lanes beyond the matrices give is
-// looked at on sm_75 as well, so it must be an address everywhere.
+// values 2 (l % 4) and the next one of row l / 4; transposed: of column l / 4. The addresses of lanes beyond the
+// matrices are checked on sm_75 as well, so they must be valid everywhere.
 static void load_matrices(uint32_t* d, uint64_t p, int line, unsigned count, bool transposed) {
     const bool before = counting;
     counting &= lane() < 8 * count;  // the addresses of other lanes are not used
@@ -262,15 +263,15 @@ static void load_matrices(uint32_t* d, uint64_t p, int line, unsigned count, boo
         }
         d[i] = half[0] | (uint32_t)half[1] << 16;
     }
-    host_exchange(ALIGNED + line, nullptr, 0);  // all have read before any writes there
+    host_exchange(ALIGNED + line, nullptr, 0);  // all have read before any lane writes
 }
 void ldmatrix_sync_aligned_m8n8_x2_shared_b16(uint32_t* d, uint64_t p, int line) { load_matrices(d, p, line, 2, false); }
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t* d, uint64_t p, int line) { load_matrices(d, p, line, 4, false); }
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t* d, uint64_t p, int line) { load_matrices(d, p, line, 4, true); }
 }
 
-// ---- mma: D = A B + C. Elements i of a lane's fragments, from the low bits of its first register up, lie where the
-// tables of 9.7.14.5 say, with group = lane / 4 and thread = lane % 4.
+// ---- mma: D = A B + C. Elements i of a lane's fragments, from the low bits of its first register up, are placed as
+// in the tables of 9.7.14.5, with group = lane / 4 and thread = lane % 4.
 
 namespace {
 struct Place {
@@ -305,7 +306,7 @@ Place c_m16(int g, int t, int i) { return {i < 2 ? g : g + 8, 2 * t + (i & 1)}; 
 enum Type { S8, F16, BF16, TF32 };
 int bits_of(Type type) { return type == S8 ? 8 : type == TF32 ? 32 : 16; }
 
-// Which element of which lane an element of a matrix is: a layout read backwards.
+// The lane and element of a matrix element: the inverse of a layout.
 struct Where {
     uint8_t lane[32][32], element[32][32];
 };
@@ -428,18 +429,19 @@ uint16_t cvt_rn_f16_f32(float f) {
     if (f != f) return 0x7fff;
     const uint16_t sign = std::signbit(f) ? 0x8000 : 0;
     const double x = fabs((double)f);
-    if (x >= 65520) return sign | 0x7c00;  // half way from the largest to what would be next
+    if (x >= 65520) return sign | 0x7c00;  // half way between the largest value and the next one
     int exponent;
     frexp(x, &exponent);  // x in [1/2, 1) 2^exponent
     if (exponent < -13 || x == 0) exponent = -13;
     const long steps = (long)nearbyint(ldexp(x, 11 - exponent));      // in units of the last place: 2^(exponent - 11)
-    return sign | (uint16_t)(((long)(exponent + 13) << 10) + steps);  // the leading bit, 1024, counts up the exponent
+    return sign | (uint16_t)(((long)(exponent + 13) << 10) + steps);  // the leading bit, 1024, increments the exponent
 }
 
 // The first operand becomes the upper half.
 uint32_t cvt_rn_f16x2_f32(float a, float b) { return (uint32_t)cvt_rn_f16_f32(a) << 16 | cvt_rn_f16_f32(b); }
 
-// Two halves less two: the difference is exact in f32, or rounded twice to no harm (24 bits are more than 2 x 11 + 1).
+// Two halves less two: the difference is exact in f32, or its double rounding is harmless (24 bits are more than 2 x
+// 11 + 1).
 static uint16_t half_difference(uint32_t a, uint32_t b) {
     return cvt_rn_f16_f32(cvt_f32_f16((uint16_t)a) - cvt_f32_f16((uint16_t)b));
 }
@@ -469,7 +471,7 @@ __attribute__((noinline)) static float fused(float a, float b, float c) {
 float add_rz_f32(float a, float b) { return rounded(FE_TOWARDZERO, plus, a, b, 0); }
 float fma_rm_f32(float a, float b, float c) { return rounded(FE_DOWNWARD, fused, a, b, c); }
 
-// To integers: out of range becomes the nearest there is; a NaN of f32 becomes 0, of f64 the number 0x80000000.
+// To integers: out of range becomes the nearest limit; a NaN of f32 becomes 0, of f64 the number 0x80000000.
 static uint32_t to_s32(double whole) {
     return whole >= 2147483647.0 ? 0x7fffffffu : whole <= -2147483648.0 ? 0x80000000u : (uint32_t)(int32_t)whole;
 }
@@ -477,12 +479,12 @@ uint32_t cvt_rni_s32_f32(float a) { return a != a ? 0 : to_s32(nearbyint((double
 uint32_t cvt_rzi_s32_f32(float a) { return a != a ? 0 : to_s32(trunc((double)a)); }
 uint32_t cvt_rni_s32_f64(double a) { return a != a ? 0x80000000u : to_s32(nearbyint(a)); }
 
-// .ftz: a denormal, given or made, is zero of its sign.
+// .ftz: a denormal operand or result is zero with its sign.
 static float flushed(float f) { return fabsf(f) < 0x1p-126f ? copysignf(0.0f, f) : f; }
 float ex2_approx_ftz_f32(float a) { return flushed(one_nan((float)exp2((double)flushed(a)))); }
 float rcp_approx_ftz_f32(float a) { return flushed(one_nan((float)(1.0 / (double)flushed(a)))); }
 
-// The number if one of them is a NaN; +0 is more than -0.
+// The number if one of them is a NaN; +0 is greater than -0.
 float max_f32(float a, float b) {
     if (a != a) return one_nan(b);
     if (b != b) return a;
@@ -567,7 +569,7 @@ uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     for (unsigned i = 0; i < length && position + i <= 31; i++) f = (f & ~(1u << (position + i))) | (a >> i & 1) << (position + i);
     return f;
 }
-// Of bits a, b, c that of the table which they number.
+// The entry of the table that bits a, b, c select.
 uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
     uint32_t found = 0;
     for (unsigned i = 0; i < 32; i++) found |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i;
@@ -580,7 +582,7 @@ uint32_t shf_r_wrap_b32(uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)(
 uint32_t shf_r_clamp_b32(uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)(joined(a, b) >> (c < 32 ? c : 32)); }
 }
 
-// Division by zero gives a value that PTX does not tell: a kernel that meets it is wrong.
+// Division by zero has an unspecified result in PTX: a kernel that divides by zero is wrong.
 template <typename T, typename U> static U divided(U a, U b, bool rest) {
     if (!b) host_fail("an integer division by zero");
     if ((T)b == (T)-1 && (T)-1 < 0) return rest ? 0 : (U)0 - a;

@@ -1,5 +1,6 @@
-// What PTX instructions mean, for code that translate.py makes: written from the PTX ISA document (9.7), not from our
-// kernels or the shim. Integers are unsigned here, of the register's size; s32 and so on says how they are looked at.
+// The meaning of PTX instructions, for code that translate.py generates: written from the PTX ISA document (9.7),
+// independently of quantkit's kernels and the shim. Integers are unsigned here, of the register's size; s32 and so on
+// name their interpretation.
 #pragma once
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // tests/shim/host.h says why
 #include <math.h>
@@ -21,7 +22,7 @@ void host_end_group();
 void host_wait_groups(unsigned pending);
 void host_wait_for_previous(), host_check_waited();
 
-// Addresses, checked: aligned to the access, within what was allocated. line: of the PTX, for messages.
+// Addresses, checked: aligned to the access, within an allocation. line: of the PTX, for messages.
 uint8_t *at_global_ld(uint64_t, unsigned nbytes, int line), *at_global_st(uint64_t, unsigned nbytes, int line);
 uint8_t *at_shared_ld(uint64_t, unsigned nbytes, int line), *at_shared_st(uint64_t, unsigned nbytes, int line);
 uint8_t *at_generic_ld(uint64_t, unsigned nbytes, int line), *at_generic_st(uint64_t, unsigned nbytes, int line);
@@ -30,7 +31,7 @@ uint64_t generic_of_shared(uint64_t), shared_of_generic(uint64_t);
 [[noreturn]] void ptx_trap(int line);
 [[noreturn]] void ptx_fail(const char* what, int line);
 
-// Where the lanes of a warp meet. d, a, b, c: registers of 32 bits; line: which instruction it is.
+// Synchronization of a warp's lanes. d, a, b, c: registers of 32 bits; line: identifies the instruction.
 void bar_sync(int line);
 void bar_warp_sync(uint32_t mask);
 uint32_t shfl_sync_up_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t mask, bool& there);
@@ -54,7 +55,8 @@ DECLARE_MMA(m16n8k16_row_col_f32_bf16_bf16_f32);
 DECLARE_MMA(m16n8k4_row_col_f32_tf32_tf32_f32);
 DECLARE_MMA(m16n8k8_row_col_f32_tf32_tf32_f32);
 
-// What was there; then it is the sum, the larger one, or b if it was equal to a. Fibers change where lanes meet only.
+// Returns the old value; stores the sum, the maximum, or b if the old value equals a. Fibers switch only at
+// synchronization.
 uint32_t atom_add_u32(uint8_t*, uint32_t), atom_max_s32(uint8_t*, uint32_t);
 uint64_t atom_cas_b64(uint8_t*, uint64_t a, uint64_t b);
 
@@ -77,15 +79,15 @@ uint32_t shf_l_wrap_b32(uint32_t a, uint32_t b, uint32_t c), shf_r_wrap_b32(uint
 uint32_t shf_r_clamp_b32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t div_s32(uint32_t, uint32_t), div_u32(uint32_t, uint32_t), rem_s32(uint32_t, uint32_t), rem_u32(uint32_t, uint32_t);
 uint64_t div_s64(uint64_t, uint64_t), rem_s64(uint64_t, uint64_t);
-// The condition code register, CC.CF: of the thread that runs; nothing comes between the instructions of a chain.
+// The condition code register, CC.CF, of the running thread; no other instruction comes between those of a chain.
 uint32_t add_cc_u32(uint32_t, uint32_t), addc_u32(uint32_t, uint32_t), addc_cc_u32(uint32_t, uint32_t);
 uint32_t sub_cc_u32(uint32_t, uint32_t), subc_u32(uint32_t, uint32_t), subc_cc_u32(uint32_t, uint32_t);
 uint32_t mad_lo_cc_u32(uint32_t, uint32_t, uint32_t), madc_lo_cc_u32(uint32_t, uint32_t, uint32_t);
 uint32_t madc_hi_cc_u32(uint32_t, uint32_t, uint32_t), madc_hi_u32(uint32_t, uint32_t, uint32_t);
 }
 #define thread_at host_thread
-// Compiled with COUNTED: how often each thread of a launch has run each line of the PTX; who launches it says where that
-// is counted. It does not begin as 0, for what does is taken for shared memory.
+// Compiled with COUNTED: how often each thread of a launch has run each line of the PTX; the launcher sets the
+// destination. It does not begin as 0, because zero-initialized variables are taken for shared memory.
 #ifdef COUNTED
 extern "C" {
 unsigned (*lines_run)[16384] = (unsigned (*)[16384]) ~0ull;
@@ -191,7 +193,7 @@ static inline uint64_t as_b64(double f) {
 #define shr_s32(a, b) U32(S32(a) >> ((b) < 31 ? (b) : 31))
 #define shr_s64(a, b) U64(S64(a) >> ((b) < 63 ? (b) : 63))
 
-// ---- predicates: of floats a comparison with a NaN is false, those that end with u are true then
+// ---- predicates: a comparison of floats with a NaN is false, or true for those that end with u
 
 #define setp_eq_b16(a, b) ((a) == (b))
 #define setp_eq_s16(a, b) ((a) == (b))
@@ -251,7 +253,7 @@ static inline uint64_t as_b64(double f) {
 #define selp_f32(a, b, p) ((p) ? (a) : (b))
 #define selp_f64(a, b, p) ((p) ? (a) : (b))
 
-// ---- floats: nothing is contracted (compiled so), denormals stay; a NaN that f32 arithmetic makes is 0x7fffffff
+// ---- floats: nothing is contracted (by compiler flags), denormals stay; NaN results of f32 arithmetic are 0x7fffffff
 
 static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); }
 #define add_rn_f32(a, b) one_nan((a) + (b))

@@ -71,7 +71,7 @@ _HEADER = re.compile(
 
 
 def variable(text: str) -> Variable:
-    """Return what a declaration declares."""
+    """Return the declared variables."""
     match = _VARIABLE.fullmatch(text)
     if match is None:
         raise PTXError(f"not a declaration: {text[:120]}")

@@ -28,7 +28,7 @@ Kinds = set[tuple[object, ...]]
 
 
 def kinds(launched: set[tuple[Kernel, int]]) -> Kinds:
-    """Return what kernels were launched."""
+    """Return the launched kernels."""
     return {(kernel.file, kernel.name, capability, *_choices(kernel)) for kernel, capability in launched}
 
 
@@ -41,7 +41,7 @@ def _choices(kernel: Kernel) -> tuple[object, ...]:
 
 
 def _unpack_form(name: str) -> tuple[object, ...]:
-    """Return how tensor cores multiply by a type; other types of the same way differ in their unpacker."""
+    """Return the tensor-core path of a type; other types of the same path differ in their unpacker."""
     record = FORMATS[name]
     return record.span, record.mins, record.folded_scale_bytes, record.grid > 0, name if record.is_float else ""
 
@@ -60,12 +60,12 @@ class ChosenNodes:
         self._kinds_by_path.setdefault(node.path, set()).update(kinds(launched))
 
     def wants(self, node: Any) -> bool:
-        """Tell whether a case has a kernel that none before it had; one that did not run on the shim is wanted."""
+        """Return whether a case has a kernel that no previous one had; true for one that did not run on the shim."""
         lines = self._on_shim.get(_case(node))
         return lines is None or bool(lines - self._kinds_by_path.get(node.path, set()))
 
 
 def _case(node: Any) -> tuple[object, ...]:
-    """Return what a test's cases on all devices have in common."""
+    """Return the key shared by a test's cases on all devices."""
     words = node.callspec.id.split("-")
     return node.path, node.originalname, *(word for word in words if word != node.callspec.params["device"])

@@ -23,7 +23,7 @@ BASE = 1024
 
 
 def storage(kind: str) -> str:
-    """Return how a type is held: b32 for u32 and s32, b16 for f16."""
+    """Return the register type of a type: b32 for u32 and s32, b16 for f16."""
     return kind if kind in ("f32", "f64", "pred") else f"b{kind[1:]}"
 
 
@@ -149,7 +149,7 @@ class Translator:
         return f"(uint64_t)V_{name}"
 
     def address(self, text: str) -> str:
-        """Return what [register + offset] means, 64 bits."""
+        """Return the 64-bit address of [register + offset]."""
         match = re.fullmatch(r"\[([%$\w]+)(?:\+(-?\d+))?\]", text)
         if match is None:
             raise PTXError(f"not an address: {text}")

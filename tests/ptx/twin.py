@@ -25,13 +25,13 @@ OPEN, TOLERANCE, NEAR_LIMITED = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32
 
 
 def is_exact(kernel: Kernel, capability: int) -> bool:
-    """Tell whether a kernel is made of instructions with one result."""
+    """Return whether a kernel has only instructions with a unique result."""
     body = module_of(kernel.file, kernel.defines, capability).functions[f"quantkit_{kernel.name}"].body
     return not any(OPEN.search(statement.text.split(" {")[0]) for statement in body)
 
 
 def tolerance_of(kernel: Kernel) -> float:
-    """Return how far a kernel that is not exact may be; limits come with an activation."""
+    """Return the tolerance of an inexact kernel; limits come with an activation."""
     return NEAR_LIMITED if "ACTIVATION" in dict(kernel.defines) else TOLERANCE
 
 
@@ -95,7 +95,7 @@ class TwinDevice(PTXDevice):
 
 
 def _differ_beside_nan(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Tell of each 16 bits whether they differ, but for those of floats or doubles that are NaN in both.
+    """Return for each 16 bits whether they differ, except those of floats or doubles that are NaN in both.
 
     NaN has many bits. Scales may lie between the bytes of blocks, so floats begin at any 16 bits.
     """

@@ -1,6 +1,6 @@
-// CUDA's language for a C++ compiler: threads of a block are fibers (runtime.cpp), collectives wait for each other.
-// Stricter than a GPU: warp operations want all 32 lanes, a block is whole warps, and a barrier that some threads never
-// reach ends the process with a message. Loads must be aligned (UBSan), memory in bounds (ASan).
+// CUDA's language for a C++ compiler: threads of a block are fibers (runtime.cpp), collectives synchronize them.
+// Stricter than a GPU: warp operations require all 32 lanes, a block consists of whole warps, and a barrier that some
+// threads never reach ends the process with a message. Loads must be aligned (UBSan), memory in bounds (ASan).
 #pragma once
 // C's functions of float and double, which kernels tell apart by name. <cmath>, with its overloads and special functions,
 // has 20000 lines: a third of the time of a kernel.
@@ -37,13 +37,13 @@ struct HostThread {
 extern "C" {
 extern HostThread* host_thread;                                          // of the running fiber
 void host_sync_threads(int kind);                                        // __syncthreads
-const void* host_exchange(int kind, const void* mine, unsigned nbytes);  // [32][64]: what each lane gave
+const void* host_exchange(int kind, const void* mine, unsigned nbytes);  // [32][64]: each lane's operands
 uint8_t* host_dynamic_shared();
-// cp.async: nothing is copied before it is waited for, so that a missing wait shows.
+// cp.async: data is copied only when it is waited for, so that a missing wait is detected.
 void host_copy_async(void* to, const void* from, unsigned nbytes);
 void host_end_group();
-void host_wait_groups(unsigned pending);  // all but the last so many groups are there after it
-// What the launch before writes is forbidden memory, where a test says what that is, until a thread waits for it.
+void host_wait_groups(unsigned pending);  // all but the last groups are complete after it
+// Output of the previous launch is poisoned, where a test declares it, until a thread waits for that launch.
 void host_wait_for_previous();
 void host_check_waited();
 [[noreturn]] void host_fail(const char* what);
@@ -134,7 +134,7 @@ static inline unsigned __ballot_sync(unsigned mask, int predicate) {
 static inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
 static inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, p) == 0xffffffffu; }
 
-// ---- atomics: fibers change at collectives only
+// ---- atomics: fibers switch at collectives only
 
 template <typename T, typename U> static inline T atomicAdd(T* p, U v) {
     T old = *p;
@@ -236,7 +236,7 @@ static inline unsigned __brev(unsigned v) {
     for (int i = 0; i < 32; i++) r |= (v >> i & 1u) << (31 - i);
     return r;
 }
-// prmt: bit 3 of a selector's nibble spreads the sign of the byte; __byte_perm does not look at that bit.
+// prmt: bit 3 of a selector's nibble spreads the sign of the byte; __byte_perm ignores that bit.
 static inline unsigned host_prmt(unsigned x, unsigned y, unsigned s) {
     const uint64_t both = (uint64_t)y << 32 | x;
     unsigned out = 0;
@@ -314,7 +314,7 @@ template <typename F> static inline uint32_t host_halves(uint32_t a, uint32_t b,
 static inline uint32_t to_halves(float x, float y) { return float_to_half(x) | (uint32_t)float_to_half(y) << 16; }
 static inline float exp2_near(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 
-// ---- tensor cores (mma.cuh): every lane gives its registers, and picks what its results are made of
+// ---- tensor cores (mma.cuh): every lane contributes its registers, and reads the operands of its results
 
 template <typename T> static inline T* fixed(T* p) { return p; }
 static inline uint32_t fixed(uint32_t v) { return v; }
@@ -396,7 +396,7 @@ static inline void mma_m16n8k8_f16(float c[4], uint32_t a0, uint32_t a1, uint32_
 static inline void mma_m16n8k16_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     host_mma_16(23, c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, 2, host_bf16_to_float);
 }
-// tf32: the low 13 bits of an operand do not count.
+// tf32: the low 13 bits of an operand are ignored.
 static inline float host_tf32(uint32_t u) { return __uint_as_float(u & 0xffffe000u); }
 static inline void mma_m16n8k8_tf32(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     const HostOperands mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
@@ -414,7 +414,7 @@ static inline void mma_m16n8k4_tf32(float c[4], uint32_t a0, uint32_t a1, uint32
     mma_m16n8k8_tf32(c, a, both);
 }
 
-// Which of the lanes have the same value.
+// The mask of lanes that have the same value.
 static inline unsigned __match_any_sync(unsigned mask, int v) {
     if (mask != 0xffffffffu) host_fail("a match of a part of a warp");
     const void* table = host_exchange(24, &v, sizeof v);

@@ -1,9 +1,9 @@
-// Runs kernels compiled by host.h: the threads of a block are fibers on one thread of the system, block after block.
-// A result that depends on the order, of which there are ORDERS, lacks a barrier: fibers go from the first to the last, or
-// from the last to the first; a fiber that waits hands over to the next one that can run, or to one of another warp only
-// when its own has none; blocks come from the first on, or from the last. Shared memory begins with what shows when it is
-// used: NaN, or the largest numbers. ASan is not told of fibers' stacks: it would need them only for fake ones, which are
-// off, and a collective would cost twice as much.
+// Runs kernels compiled by host.h: the threads of a block are fibers on one thread of the system, block after block. A
+// result that depends on the order, of which there are ORDERS, reveals a missing barrier: fibers run from the first to
+// the last, or from the last to the first; a fiber that waits yields to the next one that can run, or to one of
+// another warp only when its own has none; blocks run in ascending or descending order. Shared memory is initialized
+// with values that reveal their use: NaN, or the largest numbers. ASan is not informed of fibers' stacks: it would
+// need them only for fake stacks, which are off, and a collective would cost twice as much.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,14 +19,14 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 extern "C" const char* __asan_default_options() {
-    // The interpreter is no ASan program: the runtime is loaded late, and what Python leaks is not ours to find.
+    // The interpreter is not built with ASan: the runtime is loaded late, and Python's leaks are not reported.
     return "verify_asan_link_order=0:detect_leaks=0:abort_on_error=1:handle_segv=0:detect_odr_violation=0:"
            "detect_stack_use_after_return=0";
 }
 #endif
 extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1:halt_on_error=1:abort_on_error=1"; }
 
-// Save the registers a call keeps, change stacks. System V x86-64.
+// Saves the registers that a call preserves, switches stacks. System V x86-64.
 extern "C" void host_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(".text\n.globl host_switch\n.type host_switch,@function\nhost_switch:\n"
@@ -47,7 +47,7 @@ asm(".text\n.globl host_switch\n.type host_switch,%function\nhost_switch:\n"
 #error "the shim switches stacks on x86-64 and aarch64"
 #endif
 
-// What only moves fibers need not be watched.
+// Functions that only switch fibers are not instrumented.
 #define UNWATCHED __attribute__((no_sanitize_address, no_sanitize_undefined))
 
 namespace {
@@ -68,8 +68,8 @@ struct Fiber {
     uint8_t* stack;
     void* sp;
     State state;
-    bool waited;  // for the launch before
-    // Asynchronous copies, where their groups end, and how many of both are over; the vectors keep their memory.
+    bool waited;  // for the previous launch
+    // Asynchronous copies, where their groups end, and how many of both are complete; the vectors keep their memory.
     std::vector<Copy> copies;
     std::vector<size_t> groups;
     size_t copied, groups_over;
@@ -89,10 +89,10 @@ const void* arguments;
 const char* kernel_name = "?";
 uint8_t* dynamic_shared;
 size_t dynamic_capacity;
-void* unready;  // memory that the launch before writes, and its bytes
+void* unready;  // memory that the previous launch writes, and its bytes
 uint64_t unready_nbytes;
 
-// The next of `n` threads from `first` on that can run, as a pass over them after another would find it; -1 if there is none.
+// The next of `n` threads from `first` on that can run, cyclically; -1 if there is none.
 UNWATCHED int next_of(int first, int n) {
     int i = current - first;
     for (int step = 0; step < n; step++) {
@@ -107,7 +107,7 @@ UNWATCHED int next_ready() {
     return own < 0 ? next_of(0, count) : own;
 }
 
-// Memory that a kernel's library begins with zeros: what it declares as shared.
+// Zero-initialized memory of a kernel's library: what it declares as shared.
 struct Zeros {
     const void* function;
     uint8_t* begin;
@@ -129,7 +129,7 @@ int find_zeros(dl_phdr_info* library, size_t, void* to) {
     return here;
 }
 
-// What a block finds in shared memory is no one's. Neither this nor what lies between variables is watched.
+// The initial contents of a block's shared memory. Neither this nor the space between variables is instrumented.
 UNWATCHED void spoil(volatile uint8_t* p, size_t nbytes, uint8_t with) {
     for (; nbytes && (uintptr_t)p % 8; nbytes--) *p++ = with;
     for (; nbytes >= 8; nbytes -= 8, p += 8) *(volatile uint64_t*)p = with * 0x0101010101010101ull;
@@ -177,7 +177,7 @@ void prepare(Fiber& f) {
     memcpy(sp + 88, &entry, sizeof entry);
     f.sp = sp;
 #endif
-    // What a kernel poisons of its stack is clean when it ends; fiber_main, at the top, does not end.
+    // Unpoisons a kernel's stack when it ends; fiber_main, at the top, does not end.
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region((uint8_t*)top - 1024, 1024);
 #endif
@@ -257,7 +257,7 @@ uint8_t* host_dynamic_shared() { return dynamic_shared; }
 
 void host_copy_async(void* to, const void* from, unsigned nbytes) {
     if ((uintptr_t)to % nbytes || (uintptr_t)from % nbytes) host_fail("an asynchronous copy of unaligned addresses");
-    memset(to, 0xa5, nbytes);  // a use of it too early shows, and a copy too early
+    memset(to, 0xa5, nbytes);  // a premature use of it is detected, and a premature copy
     fibers[current].copies.push_back({to, from, nbytes});
 }
 
@@ -272,7 +272,7 @@ void host_wait_groups(unsigned pending) {
         }
 }
 
-// From now on the launches are early ones, and what came before them writes this.
+// From now on launches are programmatic dependent ones, and the previous launch writes this memory.
 void host_not_ready(void* p, uint64_t nbytes) { unready = p, unready_nbytes = nbytes; }
 
 void host_wait_for_previous() {

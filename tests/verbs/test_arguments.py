@@ -37,7 +37,7 @@ def needs(verb: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
-def test_no_verb_swallows_a_name_that_it_does_not_know(verb: Any) -> None:
+def test_every_verb_refuses_unknown_names(verb: Any) -> None:
     with pytest.raises(TypeError, match="no_such_name"):
         verb(**needs(verb), no_such_name=1)
 
@@ -51,7 +51,7 @@ def test_no_verb_swallows_a_name_that_it_does_not_know(verb: Any) -> None:
         ("imatrix", "n_ctx", "options", "ImatrixOptions"),
     ],
 )
-def test_a_field_of_an_option_record_is_said_to_be_one(verb: str, name: str, parameter: str, record: str) -> None:
+def test_a_field_of_an_option_record_is_recognized(verb: str, name: str, parameter: str, record: str) -> None:
     function = getattr(quantkit, verb)
     with refuses(ArgumentError, "QK-E210", name, f"{parameter}={record}({name}="):
         function(**needs(function), **{name: True})
@@ -72,7 +72,7 @@ def test_a_field_of_an_option_record_is_said_to_be_one(verb: str, name: str, par
         ("load", "kv_typ", "kv_type"),
     ],
 )
-def test_what_was_meant_is_suggested(verb: str, name: str, suggestion: str) -> None:
+def test_a_similar_name_is_suggested(verb: str, name: str, suggestion: str) -> None:
     function = getattr(quantkit, verb)
     with refuses(ArgumentError, "QK-E210", suggestion) as caught:
         function(**needs(function), **{name: 1})
@@ -90,7 +90,7 @@ SEQUENCES = [
 
 
 @pytest.mark.parametrize(("verb", "name"), SEQUENCES, ids=lambda value: getattr(value, "__name__", value))
-def test_one_text_is_no_sequence_of_verbs(verb: Any, name: str) -> None:
+def test_verbs_refuse_a_string_as_a_sequence(verb: Any, name: str) -> None:
     with refuses(ArgumentError, "QK-E210 a.txt", name):
         verb(**{**needs(verb), name: "a.txt"})
 
@@ -101,19 +101,19 @@ FIELDS = [(kind, f.name, str(f.type)) for kind in OPTIONS for f in kind.__datacl
 @pytest.mark.parametrize(
     ("kind", "name"), [(k, n) for k, n, t in FIELDS if t.startswith("tuple[")], ids=lambda value: str(value)
 )
-def test_one_text_is_no_sequence_of_options(kind: Any, name: str) -> None:
+def test_options_refuse_a_string_as_a_sequence(kind: Any, name: str) -> None:
     with refuses(ArgumentError, "QK-E210", name):
         kind(**{name: "Q4_K"})
 
 
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k, n, t in FIELDS if t == "Path | None"])
-def test_options_take_text_as_a_path(kind: Any, name: str) -> None:
+def test_options_accept_text_as_a_path(kind: Any, name: str) -> None:
     assert getattr(kind(**{name: "x.gguf"}), name) == Path("x.gguf")
     with refuses(ArgumentError, "QK-E210", name):
         kind(**{name: 3})
 
 
-def test_options_take_types_and_any_sequence() -> None:
+def test_options_accept_types_and_any_sequence() -> None:
     options = quantkit.QuantizeOptions(ffn_down_type=Q4_K, recipe=["a.recipe", Path("b")], calibrate=["t.txt"])  # type: ignore[arg-type]
     assert (options.ffn_down_type, options.recipe) == ("Q4_K", (Path("a.recipe"), Path("b")))
     assert options.calibrate == (Path("t.txt"),)
@@ -141,18 +141,18 @@ def test_values_of_another_type_are_refused(kind: Any, arguments: dict[str, Any]
         kind(**arguments)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     options = quantkit.SearchOptions(target_size=np.int64(7), target_bpw=np.float32(4.5), merge_up_gate=np.True_)  # type: ignore[arg-type]
     assert (options.target_size, options.target_bpw, options.merge_up_gate) == (7, 4.5, True)
     assert type(options.target_size) is int
 
 
-def test_what_only_type_checkers_know_is_left_alone() -> None:
+def test_annotations_for_type_checkers_are_ignored() -> None:
     anything = object()
     assert accept(anything, Any, "x") is anything
 
 
-def test_a_type_may_be_what_to_quantize_to(tmp_path: Path) -> None:
+def test_a_type_is_a_valid_target(tmp_path: Path) -> None:
     source = write_model(tmp_path / "s.gguf", {"blk.0.ffn_up.weight": ((256, 8), "F16")})
     by_name = quantkit.plan_quantize(source, tmp_path / "o.gguf", "Q4_K")
     by_type = quantkit.plan_quantize(source, tmp_path / "o.gguf", Q4_K)
@@ -160,7 +160,7 @@ def test_a_type_may_be_what_to_quantize_to(tmp_path: Path) -> None:
     assert quantkit.quantize(source, tmp_path / "o.gguf", Q4_K, threads=1).plan.title == by_name.title
 
 
-def test_a_loaded_model_refuses_options_of_loading(data: Path) -> None:
+def test_a_loaded_model_refuses_load_options(data: Path) -> None:
     with quantkit.load(data / "tiny-moe-bf16.gguf", threads=1) as model:
         with refuses(ArgumentError, "QK-E210 kv_type"):
             quantkit.perplexity(model, "a text", n_ctx=8, kv_type="q8_0")

@@ -21,7 +21,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(a) for a in arguments])
 
 
-def test_json_has_llama_benchs_fields_and_ours(tiny_moe: Path) -> None:
+def test_json_has_llama_benchs_fields_and_own_ones(tiny_moe: Path) -> None:
     result = run("bench", "-m", tiny_moe, "-p", "16", "-n", "2", "-d", "0,8", "-r", "2", "-o", "json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
@@ -46,7 +46,7 @@ def test_switches_are_combined_and_shown(tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
-def test_lines_come_one_a_test(tiny_moe: Path, form: str) -> None:
+def test_one_line_per_test(tiny_moe: Path, form: str) -> None:
     result = run("bench", "-m", tiny_moe, "-p", "4,8", "-n", "0", "-r", "1", "-o", form)
     assert result.exit_code == 0, result.output
     if form == "csv":
@@ -86,7 +86,7 @@ def test_wrong_options_are_refused(tiny_moe: Path, arguments: tuple[str, ...], m
     assert message in result.output
 
 
-def test_the_functions_refuse_what_makes_no_sense(tiny_moe: Path) -> None:
+def test_invalid_arguments_are_refused(tiny_moe: Path) -> None:
     with refuses(RecipeError, "QK-E214"):
         next(bench(tiny_moe, []))
     with refuses(RecipeError, "QK-E203 16 4"):

@@ -1,4 +1,4 @@
-"""Quantization layer by layer: a graph in stages computes what it does as a whole; what a run makes of a text."""
+"""Quantization layer by layer: a graph in stages equals the whole graph; the result of a run on a text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stages_give_what_the_whole_gives(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+def test_stages_equal_the_whole(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """Both streams through the same file: the inputs of matrices are the same in both, and as in an uncut run."""
     path = zoo(name)
     with load(path, threads=1, n_ctx=12, rewrite=every_token) as model:
@@ -142,7 +142,7 @@ def test_bytes_do_not_depend_on_how_it_runs(
         quantize(small, second, "Q4_K_M", options(), threads=1, max_ram=16 << 20)
     rerun = quantize(small, second, "Q4_K_M", options(), threads=1, max_ram=16 << 20, resume=True)
     assert second.read_bytes() == first.read_bytes()
-    assert stages == [*range(4), *range(3, max(stages) + 1)]  # it goes on with the stage
+    assert stages == [*range(4), *range(3, max(stages) + 1)]  # it continues with the stage
     assert rerun.run.resumed > 6  # tensors of the stages before
     stages.clear()
     shards, split = tmp_path / "split.gguf", options(split_max_size="2M")
@@ -166,7 +166,7 @@ def test_a_single_matrix_is_calibrated(text: Path, small: Path, tmp_path: Path) 
     assert report.tensors[0].after < report.tensors[0].before
 
 
-def test_activations_of_another_model_are_not_gone_on_with(
+def test_activations_of_another_model_are_not_resumed(
     text: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose embeddings are others, with the same ends; nothing was encoded yet of what the activations are for."""
@@ -195,7 +195,7 @@ def test_activations_of_another_model_are_not_gone_on_with(
     assert out.read_bytes() == fresh.read_bytes()
 
 
-def test_a_damaged_spill_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_spill_is_computed_again(tmp_path: Path) -> None:
     spill = Spill(tmp_path / "s", "one", ())
     spill.begin()
     (tmp_path / "s" / "state.json").write_text('{"identity": "one", "stage": 3, "files": {"gone": 1}}')
@@ -219,7 +219,7 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
     assert calibrated_error < (0.4 if preset == "Q2_K" else 0.6) * plain
 
 
-def test_what_is_balanced(tmp_path: Path) -> None:
+def test_balanced_columns(tmp_path: Path) -> None:
     """All by itself, without what is kept as it is; an importance matrix counts what columns are multiplied by."""
 
     def plan(preset: str = "Q4_K_M", **options: Any) -> Plan:
@@ -249,7 +249,7 @@ def test_what_is_balanced(tmp_path: Path) -> None:
     assert spreads[0] < 0.82 * spreads[1]
 
 
-def test_inputs_are_rounded_as_products_round_them() -> None:
+def test_inputs_are_rounded_like_products() -> None:
     for n, name in ((512, "Q4_K"), (96, "Q8_0")):
         x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
         x[1, : n // 2] = 0
@@ -258,7 +258,7 @@ def test_inputs_are_rounded_as_products_round_them() -> None:
         assert np.abs(rounded - by_products).max() < 0.1 * np.abs(x - by_products).max()
 
 
-def test_what_cannot_be_calibrated_is_said(text: Path, tmp_path: Path) -> None:
+def test_impossible_calibrations_are_refused(text: Path, tmp_path: Path) -> None:
     with refuses(RecipeError, "QK-E201 --feedback --calibrate"):
         plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", calibrated(text, feedback=text))
     with refuses(RecipeError, "QK-E201 --ray"):

@@ -1,4 +1,4 @@
-"""Calibration text: what is read, what is dropped, what is held out, and whether a text is recognized later."""
+"""Calibration text: inputs, removed duplicates, the held-out part, and recognition of a text later."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def passages(corpus: Corpus) -> tuple[set[str], set[str]]:
 # --- the corpus ---
 
 
-def test_sizes_and_a_held_out_part_that_shares_nothing(texts: Path) -> None:
+def test_the_held_out_part_shares_no_text(texts: Path) -> None:
     corpus = calibration([texts], size=60_000, heldout=0.1)
     assert 0.9 * 54_000 < corpus.calibration.nbytes <= 54_000
     assert 0.5 * 6_000 < corpus.evaluation.nbytes <= 6_000
@@ -68,7 +68,7 @@ def test_sizes_and_a_held_out_part_that_shares_nothing(texts: Path) -> None:
     assert corpus.notes == ()
 
 
-def test_the_same_bytes_whatever_the_names_and_their_order(texts: Path, tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_names_and_order(texts: Path, tmp_path: Path) -> None:
     first = calibration([texts], size=50_000, seed=7)
     rerun = calibration([texts], size=50_000, seed=7)
     folder = tmp_path / "other"
@@ -85,7 +85,7 @@ def test_the_same_bytes_whatever_the_names_and_their_order(texts: Path, tmp_path
 
 
 def test_pinned_bytes(tmp_path: Path) -> None:
-    """A seed gives these bytes for ever: importance matrices name texts by their hashes."""
+    """A seed always gives these bytes: importance matrices name texts by their hashes."""
     words = [f"w{i * i % 1009}" for i in range(12_000)]
     text = "\n\n".join(" ".join(words[i : i + 60]) for i in range(0, len(words), 60))
     (tmp_path / "a.txt").write_text(text)
@@ -94,7 +94,7 @@ def test_pinned_bytes(tmp_path: Path) -> None:
     assert corpus.evaluation.sha256[:16] == "a7b116931b223549"
 
 
-def test_less_text_than_asked_for(tmp_path: Path) -> None:
+def test_less_text_than_requested(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(prose(1, 6000))
     corpus = calibration([tmp_path / "a.txt"], size=10**6, heldout=0.1)
     total = (tmp_path / "a.txt").stat().st_size
@@ -135,7 +135,7 @@ def test_copies_of_the_held_out_part_are_not_calibrated_on(texts: Path, tmp_path
         assert len(shared.intersection(hashes)) <= 0.1 * len(hashes)
 
 
-def test_what_every_file_has_is_no_leak_that_is_warned_about(texts: Path) -> None:
+def test_common_boilerplate_is_no_leak(texts: Path) -> None:
     license_text = " ".join(f"license{i}" for i in range(60))
     for path in sorted(texts.iterdir()):
         path.write_text(f"{license_text}\n\n{path.read_text()}")
@@ -148,20 +148,20 @@ def test_what_every_file_has_is_no_leak_that_is_warned_about(texts: Path) -> Non
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab \n\té語𝄞"), max_size=400), st.integers(4, 64))
-def test_cutting_loses_nothing_but_space(text: str, size: int) -> None:
+def test_cutting_loses_only_whitespace(text: str, size: int) -> None:
     pieces = list(split_passages(text, size))
     assert "".join("".join(piece.split()) for piece in pieces) == "".join(text.split())
     assert all(0 < len(piece.encode()) <= size for piece in pieces)
     assert all(piece == piece.strip("\n").rstrip() for piece in pieces)
 
 
-def test_passages_end_where_paragraphs_do() -> None:
+def test_passages_end_at_paragraphs() -> None:
     text = "one two\nthree\n\nfour five six\nseven\n\neight"
     assert list(split_passages(text, 24)) == ["one two\nthree", "four five six\nseven", "eight"]
     assert list(split_passages("    indented\n    code\n", 100)) == ["    indented\n    code"]
 
 
-def test_seen() -> None:
+def test_overlap_with_known_texts() -> None:
     deduplicator = Deduplicator()
     text = prose(1, 60)
     assert deduplicator.take(text, held_out=True)
@@ -251,7 +251,7 @@ def test_unusable_inputs(tmp_path: Path) -> None:
         ({"size": 1000}, "QK-E203 1000 2000"),
     ],
 )
-def test_options_that_make_no_sense(texts: Path, options: dict[str, float], refusal: str) -> None:
+def test_invalid_options_are_refused(texts: Path, options: dict[str, float], refusal: str) -> None:
     with refuses(RecipeError, refusal):
         calibration([texts], **options)  # type: ignore[arg-type]
 
@@ -285,7 +285,7 @@ def test_overlap_estimates_the_share(share: float) -> None:
         assert "of this text was used for calibration" in (actual.warning or "")
 
 
-def test_the_same_text_is_recognized_however_short() -> None:
+def test_short_equal_texts_are_recognized() -> None:
     assert "results say nothing about other texts" in (overlap("three short words", "three short words").warning or "")
     assert overlap("three short words", "others").warning is None
 
@@ -320,7 +320,7 @@ def test_an_imatrix_keeps_the_sketch(tmp_path: Path, texts: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["scale", "shingles", "sha256"])
-def test_a_false_sketch(key: str) -> None:
+def test_an_invalid_sketch_is_refused(key: str) -> None:
     fields = sketch(prose(1, 300)).fields()
     fields[f"quantkit.calibration.{key}"] = Field.of(f"quantkit.calibration.{key}", -1)
     with refuses(FormatError, "QK-E118"):
@@ -330,7 +330,7 @@ def test_a_false_sketch(key: str) -> None:
 # --- what was held out ---
 
 
-def test_a_text_knows_what_its_corpus_held_out(tmp_path: Path, texts: Path) -> None:
+def test_a_text_records_its_held_out_part(tmp_path: Path, texts: Path) -> None:
     out = tmp_path / "out"
     corpus = calibration([texts], out, size=60_000, heldout=0.2)
     held_out_parts = {
@@ -353,13 +353,13 @@ def test_a_text_knows_what_its_corpus_held_out(tmp_path: Path, texts: Path) -> N
         assert find_held_out(out / "calibration.txt", raw) is None
 
 
-def test_nothing_held_out_is_nothing_to_warn_about(tmp_path: Path, texts: Path) -> None:
+def test_no_held_out_part_gives_no_warning(tmp_path: Path, texts: Path) -> None:
     calibration([texts], tmp_path / "out", size=60_000, heldout=0)
     path = tmp_path / "out" / "calibration.txt"
     assert find_held_out(path, path.read_bytes()) is None
 
 
-def test_what_was_held_out_is_kept_in_metadata() -> None:
+def test_the_held_out_part_is_kept_in_metadata() -> None:
     one, two = (HeldOut((name,), sketch(prose(seed, 3000))) for name, seed in (("a", 1), ("b", 2)))
     both = merge_held_out([one, two, one])
     assert both is not None

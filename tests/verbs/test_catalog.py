@@ -26,7 +26,7 @@ def test_all_types_with_their_figures() -> None:
 
 
 @pytest.mark.parametrize("tree", ["mainline", "ik"])
-def test_those_of_a_tree(tree: str) -> None:
+def test_types_of_a_project(tree: str) -> None:
     catalog = quantkit.types(tree)
     assert 0 < len(catalog) < len(TYPES)
     assert quantkit.types({"mainline": "llama.cpp", "ik": "ik_llama.cpp"}[tree]) == catalog
@@ -43,6 +43,6 @@ def test_the_command_prints_them() -> None:
 
 
 @pytest.mark.parametrize("function", [quantkit.types, quantkit.presets])
-def test_no_other_tree(function: object) -> None:
+def test_an_unknown_project_is_refused(function: object) -> None:
     with refuses(RecipeError, "QK-E203", "oak"):
         function("oak")  # type: ignore[operator]

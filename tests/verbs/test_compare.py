@@ -92,7 +92,7 @@ def test_split_and_single_files_compare_as_models(tmp_path: Path) -> None:
     assert "split-00001-of-00003.gguf and 2 more shards" in result.output
 
 
-def test_trailing_ones_of_a_shape_say_nothing(pair: Pair) -> None:
+def test_trailing_ones_of_a_shape_are_ignored(pair: Pair) -> None:
     x = normal(1, 1, 64)
     assert compare(*pair({"a": f32(x)}, {"a": f32(x[0])})).identical
 
@@ -104,7 +104,7 @@ def with_fields(path: Path, **values: Any) -> Path:
     return write(path, {}, [Field.of(k.replace("__", "."), v) for k, v in values.items()])
 
 
-def test_metadata_that_differs(tmp_path: Path) -> None:
+def test_differing_metadata(tmp_path: Path) -> None:
     text = "x" * 3000
     a = with_fields(tmp_path / "a", same=1, gone="was", t=1, s="one", long=text + "A" + text, f=0.5, n=[1, 2, 3, 4])
     b = with_fields(tmp_path / "b", same=1, new=True, t=-1, s="two", long=text + "B" + text, f=0.25, n=[1, 5, 3])
@@ -148,7 +148,7 @@ def test_keys_can_be_ignored(tmp_path: Path) -> None:
     assert "0 removed, 2 ignored" in result.output
 
 
-def test_either_half_alone(tmp_path: Path) -> None:
+def test_metadata_or_tensors_only(tmp_path: Path) -> None:
     x = f32(normal(4, 32))
     a = write(tmp_path / "a", {"a": x}, [Field.of("k", 1)])
     b = write(tmp_path / "b", {"a": x}, [Field.of("k", 2)])
@@ -181,14 +181,14 @@ def test_missing_tensors_and_shapes(pair: Pair) -> None:
     assert "s: 64 x 4 F32 -> 32 x 8 F32" in result.output
 
 
-def test_long_lists_are_cut_without_per_tensor(pair: Pair) -> None:
+def test_long_lists_are_truncated_without_per_tensor(pair: Pair) -> None:
     a, b = pair({f"t{i:02}": f32(normal(1, 4)) for i in range(20)}, {"x": f32(normal(1, 4))})
     assert "and 9 more (--per-tensor lists all)" in run(a, b).output
     assert "t19" not in run(a, b).output
     assert "t19" in run(a, b, "--per-tensor").output
 
 
-def test_one_byte_at_the_very_end_is_found(pair: Pair) -> None:
+def test_a_difference_in_the_last_byte_is_found(pair: Pair) -> None:
     x = normal(1100, 257)
     y = x.copy()
     y[-1, -1] += 0.5
@@ -283,7 +283,7 @@ def test_rows_longer_than_a_piece_without_importance(pair: Pair, monkeypatch: py
     assert error.relative == pytest.approx(expected(x, y), rel=1e-12)
 
 
-def test_threads_change_nothing(tiny_moe: Path, tmp_path: Path) -> None:
+def test_threads_do_not_change_the_result(tiny_moe: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed.gguf"
     with open_gguf(tiny_moe) as file:
         tensors = [(t.name, t.shape, t.type, np.array(file.data(t))) for t in file.tensors.values()]
@@ -306,7 +306,7 @@ def bits_of(t: TensorType, shape: tuple[int, ...], fill: int) -> Tensor:
     ("name", "note"),
     [("I32", "no decoder for I32"), ("F64", "no decoder for F64")],
 )
-def test_what_cannot_be_decoded_is_said(pair: Pair, name: str, note: str) -> None:
+def test_undecodable_types_are_reported(pair: Pair, name: str, note: str) -> None:
     t = BY_NAME[name]
     a, b = pair({"a": bits_of(t, (256, 4), 1)}, {"a": bits_of(t, (256, 4), 2)})
     assert [(x.difference, x.note, x.error) for x in compare(a, b).tensors or ()] == [("bytes", note, None)]
@@ -338,7 +338,7 @@ def test_nan_and_zeros(pair: Pair) -> None:
     assert run(a, b, "--per-tensor").exit_code == 1
 
 
-def test_a_file_that_shrinks_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shrinking_file_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = pair({"a": f32(normal(64, 64))}, {"a": f32(normal(64, 64))})
     opened = compare_module.open_gguf
 
@@ -353,7 +353,7 @@ def test_a_file_that_shrinks_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPat
         compare(a, b)
 
 
-def test_progress_ends_at_its_end(pair: Pair) -> None:
+def test_progress_ends_at_the_total(pair: Pair) -> None:
     x, y = normal(600, 1024), normal(600, 1024)
     y[300, 7] = 1
     calls: list[Progress] = []

@@ -1,4 +1,4 @@
-"""The verb convert: what is written of a checkpoint, and what is refused; elsewhere, the reference's bytes."""
+"""The verb convert: outputs and refusals; the reference's bytes are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_experts_are_stacked(moe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q6_K"])
 @pytest.mark.parametrize("intermediate", ["auto", "f16", "f32"])
-def test_one_pass_is_two_programs(moe: Path, tmp_path: Path, type_name: str, intermediate: str) -> None:
+def test_one_pass_equals_two_programs(moe: Path, tmp_path: Path, type_name: str, intermediate: str) -> None:
     one, between, two = (tmp_path / name for name in ("one.gguf", "between.gguf", "two.gguf"))
     convert(moe, one, type_name, replace(PRE, intermediate=intermediate), PLAIN)
     convert(moe, between, None, replace(PRE, outtype=intermediate))
@@ -100,7 +100,7 @@ def test_memory_and_threads_do_not_matter(moe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("type_name", [None, "Q4_K_M"])
-def test_an_interrupted_run_goes_on(
+def test_an_interrupted_run_is_resumed(
     moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str | None
 ) -> None:
     full, out, jobs = tmp_path / "whole.gguf", tmp_path / "out.gguf", 0
@@ -125,7 +125,7 @@ def test_an_interrupted_run_goes_on(
     assert out.read_bytes() == full.read_bytes()
 
 
-def test_another_source_does_not_go_on(tmp_path: Path) -> None:
+def test_another_source_is_not_resumed(tmp_path: Path) -> None:
     a, b = (write_checkpoint(tmp_path / name / "M", arrays=moe_arrays(i)) for i, name in enumerate("ab"))
     plans = [plan_convert(folder, tmp_path / "x.gguf", None, PRE).fingerprint for folder in (a, b)]
     assert plans[0] != plans[1]
@@ -162,7 +162,7 @@ def write_broken(tmp_path: Path, config: dict[str, Any] | None = None, **arrays:
     return write_checkpoint(tmp_path / "broken", config, changed)
 
 
-def test_a_type_that_no_file_has_is_refused(moe: Path, tmp_path: Path) -> None:
+def test_an_internal_type_is_refused(moe: Path, tmp_path: Path) -> None:
     with refuses(RecipeError, "QK-E203 --outtype q4_0 bf16"):
         plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, outtype="q4_0"))
 
@@ -180,12 +180,12 @@ _EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
         ({"model.norm.weight": np.zeros((0,), np.uint16)}, "QK-E305 model.norm.weight"),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path: Path, arrays: dict[str, Any], refusal: str) -> None:
+def test_tensors_of_wrong_shape_are_refused(tmp_path: Path, arrays: dict[str, Any], refusal: str) -> None:
     with refuses(FormatError, refusal, "model.safetensors"):
         plan_convert(write_broken(tmp_path, **arrays), tmp_path / "x.gguf", None, PRE)
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_nonfinite_values_are_refused(tmp_path: Path) -> None:
     bad = bf16(np.full((256, 256), np.nan, np.float32))
     arrays: dict[str, Any] = {_EXPERT: bad}
     folder = write_broken(tmp_path, None, **arrays)
@@ -213,7 +213,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "magic"}}, TypeNotSupported, "QK-E300 magic"),
     ],
 )
-def test_configurations_that_do_not_fit(
+def test_inconsistent_configurations_are_refused(
     tmp_path: Path, changes: dict[str, Any], error: type[QuantkitError], refusal: str
 ) -> None:
     with refuses(error, refusal) as e:
@@ -237,7 +237,7 @@ def test_configurations_that_do_not_fit(
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_numbers_alone_take_no_memory(
+def test_counting_needs_no_memory(
     tmp_path: Path, name: str, within: str, changes: dict[str, Any], refusal: str
 ) -> None:
     """Found by scripts/fuzz_checkpoint.py --all."""
@@ -250,7 +250,7 @@ def test_numbers_alone_take_no_memory(
     assert len(e.value.message) < 500
 
 
-def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:
+def test_incompatible_options(moe: Path, tmp_path: Path) -> None:
     for type_name, options, settings in (
         (None, replace(PRE, intermediate="none"), None),
         (None, PRE, QuantizeOptions(pure=True)),
@@ -261,7 +261,7 @@ def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:
             plan_convert(moe, tmp_path / "x.gguf", type_name, options, settings)
 
 
-def test_no_input_is_replaced(tmp_path: Path) -> None:
+def test_inputs_are_never_replaced(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         with refuses(ResourceError, "QK-E403"):
@@ -302,7 +302,7 @@ def test_fused_experts_are_the_same(moe: Path, tmp_path: Path) -> None:
     assert all(a.data(name).tobytes() == b.data(name).tobytes() for name in a.tensors)
 
 
-def test_a_truncated_file(moe: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(moe: Path, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -313,7 +313,7 @@ def test_a_truncated_file(moe: Path, tmp_path: Path) -> None:
     assert plan.title == "F16"  # nothing is 16 bits wide, and that is the reference's guess
 
 
-def test_killed_runs_go_on(moe: Path, tmp_path: Path) -> None:
+def test_killed_runs_are_resumed(moe: Path, tmp_path: Path) -> None:
     """kill -9 while a process converts, twice; then it ends with the bytes of an undisturbed run."""
     convert(moe, tmp_path / "whole.gguf", "Q4_K_M", PRE, PLAIN)
     out, rng = tmp_path / "out.gguf", random.Random(11)
@@ -333,7 +333,7 @@ def test_killed_runs_go_on(moe: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out.gguf.*"))
 
 
-def test_tiny_moe_comes_back(tmp_path: Path) -> None:
+def test_tiny_moe_round_trips(tmp_path: Path) -> None:
     """The checkpoint made of tiny-moe's GGUF file converts to its tensors and keys."""
     script, data = (Path(__file__).parents[2] / name for name in ("scripts/make_tiny_checkpoint.py", "tests/data"))
     subprocess.run([sys.executable, str(script), str(tmp_path / "tiny-moe")], check=True)

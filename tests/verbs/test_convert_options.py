@@ -35,7 +35,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", PEER_OPTIONS)
-def test_every_option_is_there_or_refused(name: str, moe: Path) -> None:
+def test_every_option_is_supported_or_refused(name: str, moe: Path) -> None:
     options = {n: p for p in command.params if isinstance(p, click.Option) for n in (*p.opts, *p.secondary_opts)}
     assert name in options
     if (reason := getattr(options[name], "reason", None)) is None:
@@ -46,7 +46,7 @@ def test_every_option_is_there_or_refused(name: str, moe: Path) -> None:
     assert reason in result.stderr
 
 
-def test_options_without_effect_say_so(moe: Path, tmp_path: Path) -> None:
+def test_options_without_effect_are_noted(moe: Path, tmp_path: Path) -> None:
     arguments = ["--no-lazy", "--use-temp-file", "--verbose", "--dry-run", "--pre", "gpt-2", "--outfile"]
     result = CliRunner().invoke(cli, ["convert", str(moe), *arguments, str(tmp_path / "x.gguf")])
     assert result.exit_code == 0
@@ -123,7 +123,7 @@ def _write_mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_checkpoint(tmp_path / "Ahead", moe_config(num_nextn_predict_layers=1), moe_arrays(layers=3))
 
 
-def test_layers_that_predict_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _write_mtp(tmp_path, monkeypatch)
     plain = write_checkpoint(
         tmp_path / "plain" / "Ahead",
@@ -147,7 +147,7 @@ def test_layers_that_predict_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert path.path.name == "mtp-Ahead-BF16.gguf"
 
 
-def test_a_model_that_predicts_nothing_ahead(moe: Path, tmp_path: Path) -> None:
+def test_a_model_without_prediction_layers(moe: Path, tmp_path: Path) -> None:
     for options, option in (({"mtp": True}, "QK-E206 --mtp"), ({"no_nextn": True}, "QK-E206 --no-nextn")):
         with refuses(RecipeError, option):
             plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, **options))
@@ -155,7 +155,7 @@ def test_a_model_that_predicts_nothing_ahead(moe: Path, tmp_path: Path) -> None:
         plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, mtp=True, no_nextn=True))
 
 
-def test_only_layers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_prediction_layers_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_mtp(tmp_path, monkeypatch)
     folder = write_checkpoint(tmp_path / "none", moe_config(num_nextn_predict_layers=1))
     with refuses(FormatError, "QK-E206 --mtp"):
@@ -163,13 +163,13 @@ def test_only_layers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["fp8_as_q8", "vocab_only"])
-def test_options_without_a_type(moe: Path, tmp_path: Path, name: str) -> None:
+def test_options_with_default_type(moe: Path, tmp_path: Path, name: str) -> None:
     settings: dict[str, Any] = {name: True}
     with refuses(RecipeError, "QK-E201 TYPE"):
         plan_convert(moe, tmp_path / "x.gguf", "Q8_0", replace(PRE, **settings))
 
 
-def test_joined_along_another_dimension(tmp_path: Path) -> None:
+def test_experts_joined_along_another_dimension(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     arrays = [rng.normal(size=(3, n, 8)).astype(np.float32) for n in (2, 5, 1)]
     path, offset, parts = tmp_path / "x", 0, []
@@ -188,7 +188,7 @@ def test_joined_along_another_dimension(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("type_name", [None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v32", "gemma3n", "t5", "plamo2"])
-def test_a_dry_run_says_the_bytes_that_are_written(name: str, type_name: str | None, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_written_size(name: str, type_name: str | None, tmp_path: Path) -> None:
     """Also where all weights are holes (all checkpoints: scripts/check_dry_run.py)."""
     description, out = checkpoints.describe(name), tmp_path / "out.gguf"
     checkpoint = checkpoints.write_description(description, tmp_path)

@@ -39,7 +39,7 @@ def drawn_imatrix(path: Path, model: Path) -> Path:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", NAMES)
-def test_one_pass_is_two_programs(llama_bin: Path, tmp_path: Path, name: str) -> None:
+def test_one_pass_equals_two_programs(llama_bin: Path, tmp_path: Path, name: str) -> None:
     options = options_of(checkpoints.describe(name))
     folder = checkpoints.write_checkpoint(name, tmp_path)
     # The bytes of convert_hf_to_gguf.py, as test_convert_goldens.py proves.

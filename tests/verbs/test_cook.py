@@ -1,4 +1,5 @@
-"""quantkit cook: what can be asked for, which steps stand, and that a killed cook goes on to the same bytes."""
+"""quantkit cook: what can be asked for, which steps are up to date, and that a killed cook is resumed with equal
+bytes."""
 
 from __future__ import annotations
 
@@ -79,14 +80,14 @@ def test_targets(text: str, goal: tuple[str, float] | None, part: str) -> None:
         ("", "QK-E301 Q4_K_M 12.3G"),
     ],
 )
-def test_targets_that_are_none(text: str, refusal: str) -> None:
+def test_invalid_targets_are_refused(text: str, refusal: str) -> None:
     with refuses(RecipeError, refusal):
         parse_target(text)
 
 
 @given(st.text(max_size=20) | st.from_regex(r"\A(kld=?|)[\d.e+-]*(bpw|[KMGT]i?B?|)(\+\w+)*\Z"))
 @settings(max_examples=100, deadline=None)
-def test_no_target_breaks_the_parser(text: str) -> None:
+def test_no_target_crashes_the_parser(text: str) -> None:
     try:
         target = parse_target(text)
     except RecipeError:
@@ -131,7 +132,7 @@ def test_defaults_and_paths() -> None:
         ({"name": "a\nb"}, "QK-E208 cook.toml"),
     ],
 )
-def test_what_is_wrong_is_named(top: dict[str, Any], refusal: str) -> None:
+def test_errors_name_their_table(top: dict[str, Any], refusal: str) -> None:
     with refuses(RecipeError, refusal) as e:
         configured(**top)
     assert e.value.message.startswith("cook.toml: ")
@@ -195,7 +196,7 @@ def test_the_starter_has_every_key_and_its_default(tmp_path: Path) -> None:
         assert table_values == default, table
 
 
-def test_texts_are_divided_at_blank_lines() -> None:
+def test_texts_are_split_at_blank_lines() -> None:
     text = b"\n\n".join(b"passage %d of some length" % i for i in range(20))
     first, second = split_text(text, 0.4)
     assert first + second == text
@@ -207,7 +208,7 @@ def test_texts_are_divided_at_blank_lines() -> None:
             part.decode()
 
 
-def test_conversations_alone_are_all_that_an_imatrix_reads(tmp_path: Path) -> None:
+def test_an_imatrix_may_read_only_conversations(tmp_path: Path) -> None:
     chat = tmp_path / "chat.jsonl"
     chat.write_text('{"messages": []}\n')
     off = {"run": False}
@@ -257,7 +258,7 @@ class Line:
         return [d.step.name for d in decide(self.steps(), State(self.folder)) if d.up_to_date]
 
 
-def test_only_what_depends_on_a_change_runs_again(tmp_path: Path) -> None:
+def test_only_steps_that_depend_on_a_change_run_again(tmp_path: Path) -> None:
     line = Line(tmp_path)
     assert line.cook() == ["a", "b", "c"]
     assert line.cook() == []
@@ -285,7 +286,7 @@ def test_only_what_depends_on_a_change_runs_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "shard", "folder"])
-def test_content_is_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_content_digests_cover_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Not only the ends of tensors; of a model in shards, of all of them; of a folder, of its files."""
     monkeypatch.setattr(content_module, "_PIECE", 1 << 12)
     paths = {"file": ["m.gguf"], "shard": [f"m-{no:05}-of-00003.gguf" for no in (1, 2, 3)], "folder": ["a/b", "a/c"]}
@@ -307,8 +308,8 @@ def test_content_is_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     assert State(tmp_path).digest(path) in digests
 
 
-def test_a_plan_reads_no_file_that_no_step_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dry run of a model of some hundred gigabytes takes no minutes; what a step knows is told by its content."""
+def test_a_plan_reads_only_declared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run of a model of some hundred gigabytes is fast; the inputs of a step are identified by content."""
     (file := tmp_path / "m.gguf").write_bytes(bytes(100))
     state = State(tmp_path)
     state.record([file])
@@ -320,7 +321,7 @@ def test_a_plan_reads_no_file_that_no_step_knows(tmp_path: Path, monkeypatch: py
     assert State(tmp_path, planning=True).digest(stranger)
 
 
-def test_why_a_step_runs(tmp_path: Path) -> None:
+def test_reasons_for_running_a_step(tmp_path: Path) -> None:
     line = Line(tmp_path)
     state = State(tmp_path)
     assert [d.reason for d in decide(line.steps(), state)] == ["not done yet", "after a", "after b"]
@@ -358,7 +359,7 @@ def test_a_kill_at_any_point(tmp_path: Path, name: str, when: str) -> None:
         assert (tmp_path / "c").read_text() == f"in a{value} b{value} c{value}"
 
 
-def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
+def test_foreign_files_are_never_replaced(tmp_path: Path) -> None:
     line = Line(tmp_path)
     (tmp_path / "b").write_text("mine")
     with refuses(ResourceError, "QK-E402"):
@@ -373,7 +374,7 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_text() == "changed by hand"
 
 
-def test_a_broken_state_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_state_is_an_error(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"kind": "quantkit.cook", "version": 1}', '{"kind": "quantkit.cook", "version": 2}'):
         (tmp_path / STATE).write_text(text)
         with refuses(QuantkitError, "QK-E122 cook.json"):
@@ -438,7 +439,7 @@ def cook_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_files_are_those_of_the_commands(
+def test_the_files_equal_those_of_the_commands(
     cook_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(cook_folder)
@@ -485,7 +486,7 @@ def test_the_files_are_those_of_the_commands(
         ({"sensitivity": {"chunks": 5}, "search": {"candidates": 1}}, ""),
     ],
 )
-def test_which_steps_a_change_makes_run(
+def test_steps_that_a_change_reruns(
     cook_folder: Path, monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], runs: str
 ) -> None:
     monkeypatch.chdir(cook_folder)
@@ -520,7 +521,7 @@ class Killer(NullObserver):
         self.has_reached |= self.now == self.step
 
 
-def test_a_killed_cook_goes_on_to_the_same_bytes(cook_folder: Path, work_folder: Path) -> None:
+def test_a_killed_cook_is_resumed_with_equal_bytes(cook_folder: Path, work_folder: Path) -> None:
     """Killed at the start, within and at the end of every step in turn, each run going on where the last one was."""
     config = small()
     killed = list[str]()
@@ -546,7 +547,7 @@ def test_a_change_after_a_kill_starts_over(cook_folder: Path, work_folder: Path)
     assert files_of(work_folder) == files_of(cook_folder)
 
 
-def test_what_is_in_the_way(work_folder: Path) -> None:
+def test_existing_files_are_not_replaced(work_folder: Path) -> None:
     (work_folder / "out").mkdir()
     path = work_folder / "out/moe-IQ4_XS.gguf"
     path.write_bytes(b"mine")
@@ -556,8 +557,8 @@ def test_what_is_in_the_way(work_folder: Path) -> None:
     assert (work_folder / "out/moe-Q4_K_M.gguf").exists()
 
 
-def test_a_goal_is_searched_and_met(work_folder: Path) -> None:
-    """A size is kept to the byte, by a recipe that quantize takes; another goal searches anew and measures nothing."""
+def test_a_goal_is_searched_for_and_met(work_folder: Path) -> None:
+    """A size is met to the byte, by a recipe for quantize; another goal searches again without measuring."""
     most = 5_200_000
     config = small(["5.2M"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True)
     result = cook(config)
@@ -580,7 +581,7 @@ def test_a_search_needs_its_extra(work_folder: Path, monkeypatch: pytest.MonkeyP
     assert cook(small(["Q8_0"], imatrix={"run": False}, check={"run": False})).executed == ("quantize Q8_0",)
 
 
-def test_files_in_parts(work_folder: Path) -> None:
+def test_split_files(work_folder: Path) -> None:
     """Shards are known when they are planned; fewer of them do not leave the check of more behind."""
     first = cook(small(["Q8_0"], quantize={"split_max_size": "4M"}))
     assert [path.name for path in sorted((work_folder / "out").glob("*.gguf"))] == [
@@ -605,7 +606,7 @@ def test_one_cook_at_a_time(work_folder: Path) -> None:
         cook(small(), observer=Second())
 
 
-def test_options_of_the_card_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_card_options_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[Config] = []
 
     def stop(config: Config) -> None:
@@ -618,7 +619,7 @@ def test_options_of_the_card_reach_the_report(monkeypatch: pytest.MonkeyPatch) -
     assert [(c.report.base_model, c.report.license) for c in configs] == [("org/base", "mit")]
 
 
-def test_a_gate_fails_when_everything_is_made(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_fails_after_all_steps(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cook_folder)
     with refuses(QualityGate, "QK-E500 0.0001"):
         cook(small([], target=[{"target": "Q4_K_M", "max_kld": 1e-4}]))
@@ -638,7 +639,7 @@ def test_a_gate_fails_when_everything_is_made(cook_folder: Path, monkeypatch: py
         ({"output": str(MODEL / "x")}, ResourceError, "QK-E405 tiny-moe-bf16.gguf"),
     ],
 )
-def test_nothing_begins_that_cannot_end(
+def test_impossible_cooks_do_not_start(
     work_folder: Path, tables: dict[str, Any], error: type[Exception], refusal: str
 ) -> None:
     with refuses(error, refusal):
@@ -646,7 +647,7 @@ def test_nothing_begins_that_cannot_end(
     assert not list(work_folder.iterdir())
 
 
-def test_no_text_says_what_needs_one(work_folder: Path) -> None:
+def test_a_missing_text_names_its_step(work_folder: Path) -> None:
     config = config_from({"model": str(MODEL), "targets": "Q4_K_M"}, "cook.toml", Path())
     with refuses(RecipeError, "QK-E202 MB"):
         plan_cook(config)
@@ -655,7 +656,7 @@ def test_no_text_says_what_needs_one(work_folder: Path) -> None:
     assert [step.name for step in cook_plan.steps] == ["quantize Q4_K_M"]
 
 
-def test_the_report_comes_last_and_stands(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_last_and_stays_up_to_date(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"run": True, "base_model": "org/base", "license": "mit"}
     config = small(["Q8_0", "Q4_0"], imatrix={"run": False}, report=settings)
     monkeypatch.setattr(import_module("quantkit.report.measure"), "kld", None)  # checks have measured it
@@ -678,7 +679,7 @@ def test_the_report_comes_last_and_stands(work_folder: Path, monkeypatch: pytest
         cook(config)
 
 
-def test_a_calibrated_target_takes_the_chunks_of_the_importance_matrix(work_folder: Path) -> None:
+def test_a_calibrated_target_uses_the_imatrix_chunks(work_folder: Path) -> None:
     cook_plan = plan_cook(small(["Q2_K+calibrate"]))
     step = next(step for step in cook_plan.steps if step.name == "quantize Q2_K-calibrate")
     assert (step.options["calibrate_ctx"], step.options["calibrate_chunks"]) == (64, 2)
@@ -708,7 +709,7 @@ def test_a_corpus_of_folders(work_folder: Path) -> None:
 
 @pytest.mark.parametrize("message", ["pipe", "zero"])
 @pytest.mark.parametrize("place", ["calibration.text", "calibration.chat", "calibration.evaluation", "imatrix.file"])
-def test_what_is_read_is_a_file(work_folder: Path, place: str, message: str) -> None:
+def test_inputs_must_be_files(work_folder: Path, place: str, message: str) -> None:
     os.mkfifo("pipe")
     Path("zero").symlink_to("/dev/zero")
     top: dict[str, Any] = {"model": str(MODEL), "targets": "Q8_0", "calibration": {"text": str(MODEL)}}
@@ -743,7 +744,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def test_the_command_line(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cook that stands, by options and by a file: the same steps; nothing is written by --dry-run."""
+    """An up-to-date cook, by options and by a file, has the same steps; --dry-run writes nothing."""
     monkeypatch.chdir(cook_folder)
     texts = ["-f", str(DATA / "tiny-moe-calibration.txt"), "--evaluation", str(DATA / "tiny-moe-evaluation.txt")]
     text = run(str(MODEL), "Q4_K_M", "3.5bpw", *texts, "--no-report", "-o", "out", "--dry-run")
@@ -778,7 +779,7 @@ def test_init_writes_a_file_that_runs(work_folder: Path) -> None:
     assert tomllib.loads((work_folder / "cook.toml").read_text())["calibration"]["text"] == [texts.name]
 
 
-def test_the_command_reports_and_is_interrupted_cleanly(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_handles_interruption(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["imatrix = {ctx = 64, chunks = 2}", "check = {ctx = 64, chunks = 2}", "report = {run = false}"]
     texts = f'calibration = {{text = "{DATA}/tiny-moe-calibration.txt", evaluation = "{DATA}/tiny-moe-evaluation.txt"}}'
     (work_folder / "c.toml").write_text(

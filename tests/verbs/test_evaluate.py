@@ -1,4 +1,4 @@
-"""Perplexity, divergence and logits: against definitions by the letter, and against llama-perplexity itself."""
+"""Perplexity, divergence and logits: against literal definitions, and against llama-perplexity itself."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def ppl_by_the_letter(nll: list[float]) -> tuple[float, float]:
 @pytest.mark.parametrize("n_ctx", [16, 21])
 @pytest.mark.parametrize("n_batch", [1, 5, 16, 21, 50, 1000])
 @pytest.mark.parametrize("bos", [None, 7])
-def test_perplexity_is_its_definition_in_any_batching(gguf: Path, n_ctx: int, n_batch: int, bos: int | None) -> None:
+def test_perplexity_follows_its_definition_for_any_batching(
+    gguf: Path, n_ctx: int, n_batch: int, bos: int | None
+) -> None:
     tokens = some_tokens(137)
     model = FakeModel(gguf, V, bos=bos)
     result = perplexity(model, tokens=tokens, n_ctx=n_ctx, n_batch=n_batch, threads=2)
@@ -94,7 +96,7 @@ def test_several_sequences_run_in_one_pass(gguf: Path) -> None:
     assert model.calls == [48, 48, 16]
 
 
-def test_only_so_many_chunks(gguf: Path) -> None:
+def test_a_limited_number_of_chunks(gguf: Path) -> None:
     model = FakeModel(gguf, V)
     result = perplexity(model, tokens=some_tokens(16 * 7), n_ctx=16, n_batch=16, chunks=2)
     assert (result.n_chunks, result.n_scored, model.calls) == (2, 14, [16, 16])
@@ -129,7 +131,7 @@ def test_ids_need_no_tokenizer(gguf: Path) -> None:
     assert without.ppl == perplexity(FakeModel(gguf, V), tokens=tokens, n_ctx=16).ppl
 
 
-def test_a_context_beyond_training_is_noted(gguf: Path) -> None:
+def test_a_context_beyond_the_training_length_is_noted(gguf: Path) -> None:
     model = FakeModel(gguf, V, n_ctx_train=10)
     assert "exceeds the 10" in perplexity(model, tokens=some_tokens(64), n_ctx=16).notes[0]
 
@@ -156,7 +158,7 @@ def test_a_context_beyond_training_is_noted(gguf: Path) -> None:
         ({"tokens": [1] * 64, "n_ctx": 16, "save_logits": SaveLogits("x", "compact", top_k=0)}, "QK-E203 0"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said(gguf: Path, arguments: dict[str, Any], refusal: str) -> None:
+def test_impossible_evaluations_are_refused(gguf: Path, arguments: dict[str, Any], refusal: str) -> None:
     with refuses(QuantkitError, refusal):
         perplexity(FakeModel(gguf, V), **arguments)
 
@@ -171,7 +173,7 @@ class _FailingModel(FakeModel):
 
 
 @pytest.mark.parametrize("form", ["llama.cpp", "compact"])
-def test_logits_that_are_none_end_the_run_and_leave_no_file(gguf: Path, tmp_path: Path, form: str) -> None:
+def test_nonfinite_logits_end_the_run_without_a_file(gguf: Path, tmp_path: Path, form: str) -> None:
     with refuses(QuantkitError, "QK-E108 NaN"):
         perplexity(
             _FailingModel(gguf, V), tokens=some_tokens(64), n_ctx=16, save_logits=SaveLogits(tmp_path / "base", form)
@@ -211,7 +213,7 @@ def kld_by_the_letter(x: F32, base: LlamaRows, row: int, token: int) -> tuple[fl
 
 @pytest.mark.parametrize("clip", [16, 24])
 @pytest.mark.parametrize("spread", [0.5, 4.0, 12.0])
-def test_scores_are_llama_cpp_by_the_letter(clip: int, spread: float) -> None:
+def test_scores_equal_a_transcription_of_llama_cpp(clip: int, spread: float) -> None:
     rng = np.random.default_rng(int(spread))
     p = (rng.standard_normal((6, V)) * spread).astype(f32)
     q = p + rng.standard_normal((6, V)).astype(f32) * f32(0.3)
@@ -226,7 +228,7 @@ def test_scores_are_llama_cpp_by_the_letter(clip: int, spread: float) -> None:
     assert not result.bound.any()
 
 
-def test_what_a_base_leaves_out_may_be_impossible() -> None:
+def test_tokens_outside_a_base_may_have_probability_zero() -> None:
     p = np.zeros((1, V), f32)
     p[0, 5] = -40
     q = np.zeros((1, V), f32)
@@ -240,9 +242,7 @@ def test_what_a_base_leaves_out_may_be_impossible() -> None:
 
 @pytest.mark.parametrize("bos", [None, 9])
 @pytest.mark.parametrize("n_batch", [7, 16, 70, 1000])
-def test_a_base_has_the_text_and_what_the_model_predicted(
-    gguf: Path, tmp_path: Path, bos: int | None, n_batch: int
-) -> None:
+def test_a_base_has_the_text_and_the_predictions(gguf: Path, tmp_path: Path, bos: int | None, n_batch: int) -> None:
     model = FakeModel(gguf, V, bos=bos)
     base = open_logits(save(model, tmp_path / "base"))
     assert np.array_equal(base.chunks.tokens.ravel(), some_tokens(16 * 9))
@@ -253,7 +253,7 @@ def test_a_base_has_the_text_and_what_the_model_predicted(
     assert result.sums.n == 9 * 7
 
 
-def test_divergence_is_its_definition(gguf: Path, tmp_path: Path) -> None:
+def test_divergence_follows_its_definition(gguf: Path, tmp_path: Path) -> None:
     model, noisy = FakeModel(gguf, V, bos=3), FakeModel(gguf, V, bos=3, noise=0.3)
     result = kld(noisy, save(model, tmp_path / "base"), n_batch=50)
     expected = []
@@ -266,7 +266,7 @@ def test_divergence_is_its_definition(gguf: Path, tmp_path: Path) -> None:
     assert result.sums.kld_distribution()["Maximum"] == pytest.approx(max(expected), rel=1e-2)
 
 
-def test_only_so_many_chunks_of_a_base(gguf: Path, tmp_path: Path) -> None:
+def test_a_limited_number_of_chunks_of_a_base(gguf: Path, tmp_path: Path) -> None:
     base = save(FakeModel(gguf, V), tmp_path / "base")
     events: list[KldProgress] = []
     result = kld(FakeModel(gguf, V, noise=0.2), base, chunks=4, n_batch=48, progress=events.append)
@@ -283,7 +283,7 @@ def test_a_base_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["llama.cpp", "compact"])
-def test_a_base_cut_short_is_refused_but_for_its_whole_chunks(gguf: Path, tmp_path: Path, form: str) -> None:
+def test_a_truncated_base_is_only_valid_for_its_complete_chunks(gguf: Path, tmp_path: Path, form: str) -> None:
     raw = save(FakeModel(gguf, V), tmp_path / "base", format=form).read_bytes()
     (tmp_path / "cut").write_bytes(raw[:-5])
     with refuses(FormatError, "QK-E103 8 9 --chunks"):
@@ -330,14 +330,14 @@ def test_the_compact_bound_is_reached() -> None:
     assert 0.99 * result.bound[0] < error <= result.bound[0]
 
 
-def test_of_equal_tops_the_first_counts() -> None:
+def test_the_first_of_equal_top_tokens_is_used() -> None:
     x = np.zeros((3, V), f32)
     x[:, [4, 7, 9]] = 5
     base = most_probable(x, softmax(x), np.zeros(3, np.int32), 20, 0)
     assert compare_with_compact(x, base, np.zeros(3, np.int32)).same_top.all()
 
 
-def test_compact_rows_keep_what_they_say() -> None:
+def test_compact_rows_keep_their_promised_tokens() -> None:
     rng = np.random.default_rng(1)
     x = (rng.standard_normal((5, 4000)) * 3).astype(f32)
     rows = most_probable(x, softmax(x), np.zeros(5, np.int32), 500, 0.05)
@@ -355,7 +355,7 @@ def test_compact_rows_keep_what_they_say() -> None:
 @pytest.mark.parametrize("n", [1, 5, 1000, 30000])
 @pytest.mark.parametrize("k", [1, 3, 64, 1024])
 @pytest.mark.parametrize("kind", ["normal", "ties", "constant", "sorted", "comb"])
-def test_largest_are_the_largest(n: int, k: int, kind: str) -> None:
+def test_the_largest_logits_are_selected(n: int, k: int, kind: str) -> None:
     rng = np.random.default_rng(n + k)
     x = rng.standard_normal(n).astype(f32)
     if kind == "ties":
@@ -371,7 +371,7 @@ def test_largest_are_the_largest(n: int, k: int, kind: str) -> None:
     assert actual.tolist() == sorted(np.argsort(-x, kind="stable")[:k].tolist())
 
 
-def test_a_compact_base_agrees_with_the_whole_one(gguf: Path, tmp_path: Path) -> None:
+def test_a_compact_base_agrees_with_the_full_one(gguf: Path, tmp_path: Path) -> None:
     model, noisy = FakeModel(gguf, V, bos=3), FakeModel(gguf, V, bos=3, noise=0.3)
     full = kld(noisy, save(model, tmp_path / "whole", clip=24))
     compact = kld(noisy, save(model, tmp_path / "compact", format="compact", top_k=200))
@@ -413,7 +413,7 @@ def test_memory_does_not_grow_with_the_context(gguf: Path, tmp_path: Path, form:
 # --- statistics ---
 
 
-def test_running_sums_are_the_formulas_of_llama_cpp() -> None:
+def test_running_sums_equal_llama_cpps_formulas() -> None:
     rng = np.random.default_rng(2)
     nll, nll_base, kld_values, p_diff = (rng.gamma(2, 1, 1000).astype(f32) for _ in range(4))
     sums = KldSums()
@@ -457,7 +457,7 @@ def test_a_model_compared_with_itself_has_no_nan() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 5, 10, 11])
-def test_few_tokens_have_no_error(n: int) -> None:
+def test_few_tokens_have_no_standard_error(n: int) -> None:
     sums = NllSums()
     sums.add(np.arange(n, dtype=f32))
     assert (sums.mean.error > 0) == (n > 10)
@@ -475,7 +475,7 @@ def test_percentiles_are_linear_between_values() -> None:
 # --- logits ---
 
 
-def test_logits_are_those_of_a_fresh_context(gguf: Path, tmp_path: Path) -> None:
+def test_logits_equal_a_fresh_context(gguf: Path, tmp_path: Path) -> None:
     model, tokens = FakeModel(gguf, V, bos=3), some_tokens(50)
     expected = model.forward(tokens.tolist())
     assert np.array_equal(logits(model, tokens=tokens, n_batch=7), expected)
@@ -490,7 +490,7 @@ class _Failing(FakeModel):
         raise QuantkitError("no")
 
 
-def test_logits_appear_whole_or_not_at_all(gguf: Path, tmp_path: Path) -> None:
+def test_logits_files_appear_complete(gguf: Path, tmp_path: Path) -> None:
     with refuses(QuantkitError, "QK-E400"):
         logits(_Failing(gguf, V), tokens=[1, 2], output=tmp_path / "o.npy")
     assert not list(tmp_path.iterdir())
@@ -514,7 +514,7 @@ def loads(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[d
 
 
 @pytest.mark.usefixtures("loads")
-def test_perplexity_prints_as_llama_perplexity(tmp_path: Path) -> None:
+def test_perplexity_prints_like_llama_perplexity(tmp_path: Path) -> None:
     expected = perplexity(FakeModel(tmp_path / "a.gguf", V), tokens=some_tokens(20 * 32), n_ctx=32)
     result = run("perplexity", "-m", tmp_path / "a.gguf", "--tokens", f"@{tmp_path}/ids.i32", "-c", 32)
     assert result.exit_code == 0, result.output
@@ -593,7 +593,7 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         (("-fmo",), None, "No such option '-fmo'"),
     ],
 )
-def test_options_as_the_peers_spell_them(
+def test_option_names_of_the_peers(
     tmp_path: Path,
     loads: list[dict[str, Any]],
     peer_options: tuple[Any, ...],
@@ -729,7 +729,7 @@ def test_help_has_examples(command: str) -> None:
 # --- with the engine ---
 
 
-def test_the_engine_keeps_the_contract(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_the_engine_implements_the_session_interface(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     numpy_backend = Placement(99, ((".*", "REFERENCE"),), ("REFERENCE",))
     text = (data / "tiny-moe-evaluation.txt").read_bytes()
     with load(tiny_moe, kv_type="f32", placement=numpy_backend) as model:

@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "300K"])
-def test_there_and_back(model: Path, tmp_path: Path, max_shard_size: str) -> None:
+def test_round_trip(model: Path, tmp_path: Path, max_shard_size: str) -> None:
     export(model, tmp_path / "back", ExportOptions(max_shard_size=max_shard_size))
     convert(tmp_path / "back", tmp_path / "y.gguf", None, PRE)
     with open_gguf(model) as a, open_gguf(tmp_path / "y.gguf") as b:
@@ -78,7 +78,7 @@ def test_memory_threads_and_shards_do_not_matter(model: Path, tmp_path: Path) ->
     assert len(read_checkpoint(tmp_path / "0")) == 1
 
 
-def test_what_is_there_is_kept(model: Path, tmp_path: Path) -> None:
+def test_existing_files_are_kept(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "back")
     with refuses(ResourceError, "QK-E402 config.json --overwrite"):
         export(model, tmp_path / "back")
@@ -107,7 +107,7 @@ class Stopping:
             raise KeyboardInterrupt
 
 
-def test_a_run_that_was_ended_goes_on(model: Path, tmp_path: Path) -> None:
+def test_an_ended_run_is_resumed(model: Path, tmp_path: Path) -> None:
     """Nothing is under a final name until all is written; --resume ends with the bytes of an undisturbed run."""
     options = ExportOptions(max_shard_size="600K")
     export(model, tmp_path / "whole", options)
@@ -129,7 +129,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_run_that_is_killed_while_files_get_their_names(
+def test_a_run_killed_during_renames_is_resumed(
     replaces: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is under a final name is whole, config.json is never beside other weights, and --resume ends the run."""
@@ -166,9 +166,7 @@ def test_a_run_that_is_killed_while_files_get_their_names(
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
-def test_a_disk_on_which_only_the_weights_have_room(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_with_space_only_for_the_weights(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_plan = plan_export(model, tmp_path / "back")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=export_plan.plan.nbytes + 100))
     with refuses(ResourceError, "QK-E406"):
@@ -176,7 +174,7 @@ def test_a_disk_on_which_only_the_weights_have_room(
     assert not (tmp_path / "back").exists()
 
 
-def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created(model: Path, tmp_path: Path) -> None:
     with refuses(ResourceError, "QK-E401"):
         export(model, tmp_path / "a" / "b")
     (tmp_path / "file").touch()
@@ -184,7 +182,7 @@ def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
         export(model, tmp_path / "file")
 
 
-def test_what_lies_beside_the_file_does_not_matter(model: Path, tmp_path: Path) -> None:
+def test_files_beside_the_model_do_not_matter(model: Path, tmp_path: Path) -> None:
     """The way here reads tokenizer.json and modules.json beside config.json: those that are written, not others."""
     shutil.copy(model, tmp_path / "x.gguf")
     for name in ("tokenizer.json", "modules.json", "config.json"):
@@ -192,7 +190,7 @@ def test_what_lies_beside_the_file_does_not_matter(model: Path, tmp_path: Path) 
     export(tmp_path / "x.gguf", tmp_path / "back")
 
 
-def test_how_tokens_become_one_embedding_is_written(model: Path, tmp_path: Path) -> None:
+def test_the_pooling_module_is_written(model: Path, tmp_path: Path) -> None:
     """A model for embeddings brings the files of sentence-transformers, and converted again has its key."""
     checkpoint = checkpoints.write_checkpoint("bert", tmp_path / "drawn")
     # The checkpoint states fewer key heads than its matrices hold, which llama.cpp's loader refuses for BERT.
@@ -222,7 +220,7 @@ def test_sizes_of_shards(size: str, model: Path, tmp_path: Path) -> None:
         assert set(index_values["weight_map"].values()) == {path.name for path in files}
 
 
-def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     data = bytearray(model.read_bytes())
     with open_gguf(model) as file:
@@ -234,7 +232,7 @@ def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
-def test_what_cannot_be_exported(model: Path, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(model: Path, tmp_path: Path) -> None:
     with refuses(TypeNotSupported, "QK-E304 LlamaForCausalLM"):
         plan_export(model, tmp_path / "back", ExportOptions(architecture="LlamaForCausalLM"))
     quantize(model, tmp_path / "key.gguf", "BF16", QuantizeOptions(override_kv=("qwen3moe.expert_odd=int:3",)))
@@ -258,7 +256,7 @@ def test_the_configuration(model: Path, tmp_path: Path) -> None:
     assert config["norm_topk_prob"] is True
 
 
-# --- what transformers would ignore, and what comes back ---
+# --- settings that transformers would ignore, and round trips ---
 
 _HEADS = "attn_q attn_k attn_v attn_output"
 
@@ -287,7 +285,7 @@ def with_biases(model: Path, kinds: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "granite-hybrid", "falcon-h1"])
-def test_dimensions_that_llama_quantize_drops_are_back(name: str, tmp_path: Path) -> None:
+def test_dimensions_dropped_by_llama_quantize_are_restored(name: str, tmp_path: Path) -> None:
     path = converted(name, tmp_path)
     shapes = {t.name: t.shape for t in plan_export(path, tmp_path / "a").opened.tensors.values()}
     quantize(path, tmp_path / "q.gguf", "F16")
@@ -328,7 +326,7 @@ def test_biases_have_their_switch(name: str, kinds: str, switches: str, tmp_path
         ("phi3", "ffn_up"),
     ],
 )
-def test_biases_that_no_switch_makes_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+def test_biases_without_a_switch_are_refused(name: str, kind: str, tmp_path: Path) -> None:
     model = converted(name, tmp_path)
     plan_export(model, tmp_path / "back")
     assert with_biases(model, kind)
@@ -336,7 +334,7 @@ def test_biases_that_no_switch_makes_are_refused(name: str, kind: str, tmp_path:
         plan_export(model, tmp_path / "back")
 
 
-def test_the_table_of_biases_is_of_exported_classes() -> None:
+def test_the_table_of_biases_has_only_exported_classes() -> None:
     """scripts/record_biases.py reads it from sources of transformers (test_scripts.py)."""
     assert BIASES.keys() <= CLASSES.keys()
     # Their tensors have other names than in transformers.
@@ -355,7 +353,7 @@ def test_the_table_of_biases_is_of_exported_classes() -> None:
         (10000.0, 32, 8.0, 1.0, 1.25, 100),  # none between
     ],
 )
-def test_rope_of_llama_3_follows_from_its_factors(
+def test_rope_scaling_of_llama_3_follows_from_its_factors(
     tmp_path: Path, theta: float, width: int, factor: float, low: float, high: float, length: int
 ) -> None:
     rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
@@ -374,7 +372,7 @@ def test_rope_of_llama_3_follows_from_its_factors(
         assert actual == rope
 
 
-def test_rope_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
     values = np.linspace(1, 8, 64, dtype=np.float32)
     meta = SimpleNamespace(model=SimpleNamespace(data=lambda _: values.view(np.uint8)), path="file")
     config = checkpoints.describe("llama").config | {"head_dim": 128}
@@ -382,7 +380,7 @@ def test_rope_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
         llama3_rope(meta, ARCHITECTURES["LlamaForCausalLM"], config)  # type: ignore[arg-type]
 
 
-def test_what_a_file_says_of_itself_comes_back(model: Path, tmp_path: Path) -> None:
+def test_general_metadata_round_trips(model: Path, tmp_path: Path) -> None:
     """The keys of a model card and of sampling, ids and flags of tokens; what cannot is named."""
     texts = {
         **{"name": 'Müller\'s: "Best" #1', "author": "- no", "license": "other", "license.name": "x", "version": "1.0"},
@@ -434,7 +432,7 @@ def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1 << 31, [3, 1], "x", 1.5, True, ["a", "b"], None])
-def test_metadata_of_no_model_is_an_error(value: object, model: Path) -> None:
+def test_metadata_of_an_unknown_model_is_an_error(value: object, model: Path) -> None:
     """Whatever a key says, of whatever type: an error for people, or a model."""
     with open_gguf(model) as file:
         keys = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer.ggml."))]

@@ -34,7 +34,7 @@ def asked_for(error: MissingPackages) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: f"{extra.name}-{extra.purpose}")
-def test_pyproject_brings_what_an_extra_needs(extra: Extra) -> None:
+def test_pyproject_has_the_packages_of_extras(extra: Extra) -> None:
     packages = {re.split(r"[><=]", requirement)[0] for requirement in DECLARED["optional-dependencies"][extra.name]}
     assert set(extra.packages.values()) <= packages
     (everything,) = DECLARED["optional-dependencies"]["all"]
@@ -42,7 +42,7 @@ def test_pyproject_brings_what_an_extra_needs(extra: Extra) -> None:
     assert (extra in extras.ALL) != (extra in extras.ON_REQUEST)
 
 
-def test_everything_that_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_packages_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, SEARCH, REPORT)
     with pytest.raises(MissingPackages) as caught:
         check_extras(SEARCH, REPORT, PLOT)
@@ -50,7 +50,9 @@ def test_everything_that_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch
     assert asked_for(caught.value) == {"search", "report"}
 
 
-def test_a_cook_names_all_that_its_steps_lack(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cook_names_all_missing_packages_of_its_steps(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a text\n" * 99)
     settings = {"targets": ["3.5bpw"], "output": str(tmp_path / "out"), "calibration": {"text": [str(text)]}}
@@ -61,7 +63,7 @@ def test_a_cook_names_all_that_its_steps_lack(tmp_path: Path, data: Path, monkey
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cook_names_what_the_checkpoint_needs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cook_names_missing_packages_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = extras.missing_packages(MODEL_CARD)
 
     def refuse(*_: object) -> None:
@@ -93,7 +95,7 @@ def test_commands_with_a_plot_name_both(tmp_path: Path, data: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("command", [[], ["recipe"], ["cache"]], ids=lambda command: "-".join(["quantkit", *command]))
-def test_help_alone_keeps_its_lines(
+def test_help_texts_keep_their_lines(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from quantkit.cli import main

@@ -1,4 +1,4 @@
-"""quantkit imatrix -m MODEL -f TEXT: what it makes, what interrupts it, what it says."""
+"""quantkit imatrix -m MODEL -f TEXT: results, interruptions, messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(model: Path, out: Path, tokens: np.ndarray = TOKENS, watcher: Watcher | 
 # ---------------------------------------------------------------- the same whatever the way
 
 
-def test_threads_and_the_order_of_chunks_change_nothing(model: Path, tmp_path: Path) -> None:
+def test_threads_and_chunk_order_do_not_change_sums(model: Path, tmp_path: Path) -> None:
     expected = imatrix(
         model, (), tmp_path / "a.gguf", tokens=TOKENS, options=options(n_batch=N_CTX), threads=1, kv_type="f32"
     ).imatrix
@@ -79,7 +79,7 @@ class StopAfter(Watcher):
 
 
 @pytest.mark.parametrize("often", [2, 3, 0])
-def test_a_resumed_run_makes_the_same_file(often: int, model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_writes_the_same_file(often: int, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     full = run(model, out, output_frequency=often)
     expected = out.read_bytes()
@@ -95,7 +95,7 @@ def test_a_resumed_run_makes_the_same_file(often: int, model: Path, tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]
 
 
-def test_a_state_of_another_run_is_not_gone_on_from(model: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_another_run_is_not_resumed(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     with pytest.raises(KeyboardInterrupt):
         run(model, out, watcher=StopAfter(7))
@@ -113,14 +113,14 @@ def test_a_state_of_another_run_is_not_gone_on_from(model: Path, tmp_path: Path)
     assert out.read_bytes() == before
 
 
-def test_an_intermediate_file_is_that_of_fewer_chunks(model: Path, tmp_path: Path) -> None:
+def test_an_intermediate_file_equals_a_run_of_fewer_chunks(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out.gguf", save_frequency=4)
     fewer = run(model, tmp_path / "fewer.gguf", chunks=4)
     assert fewer.n_chunks == 4
     assert (tmp_path / "out.gguf.at_4").read_bytes() == (tmp_path / "fewer.gguf").read_bytes()
 
 
-def test_two_texts_are_two_files_merged(model: Path, tmp_path: Path) -> None:
+def test_two_texts_equal_two_merged_files(model: Path, tmp_path: Path) -> None:
     one, two = run(model, tmp_path / "1.gguf", chunks=3), run(model, tmp_path / "2.gguf", from_chunk=3)
     expected, both = run(model, tmp_path / "3.gguf").imatrix, merge([one.imatrix, two.imatrix]).imatrix  # type: ignore[list-item]
     added = imatrix(
@@ -167,7 +167,7 @@ class Dropped(Watcher):
 
 
 @pytest.mark.parametrize("ppl", [True, False])
-def test_a_chunk_with_nan_is_found_and_left_out(ppl: bool, model: Path, tmp_path: Path) -> None:
+def test_a_chunk_with_nan_is_skipped(ppl: bool, model: Path, tmp_path: Path) -> None:
     bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
     tokens, watcher = TOKENS.copy(), Dropped()
     tokens[3 * N_CTX + 5] = tokens[6 * N_CTX + 9] = 120
@@ -189,7 +189,7 @@ def test_a_chunk_with_nan_is_found_and_left_out(ppl: bool, model: Path, tmp_path
     assert lines == [f"{chunk + 1}: {why}" for chunk, why in result.dropped.items()]
 
 
-def test_a_model_of_nothing_but_nan_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_model_of_only_nan_is_refused(model: Path, tmp_path: Path) -> None:
     bad = spoilt(model, tmp_path / "bad.gguf", "blk.1.attn_norm.weight", 0, np.inf)
     with refuses(QuantkitError, "QK-E108 blk.1.attn_q.weight 0"):
         run(bad, tmp_path / "out.gguf")
@@ -199,7 +199,7 @@ def test_a_model_of_nothing_but_nan_is_refused(model: Path, tmp_path: Path) -> N
 # ---------------------------------------------------------------- what else is recorded
 
 
-def test_merged_experts_get_all_names(model: Path, tmp_path: Path) -> None:
+def test_merged_experts_get_entries_for_all_names(model: Path, tmp_path: Path) -> None:
     merged = tmp_path / "merged.gguf"
     merge_up_gate(model, merged)
     separate = run(model, tmp_path / "a.gguf").imatrix
@@ -219,7 +219,7 @@ def test_merged_experts_get_all_names(model: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(imatrix_of_names.entries[name].sums, gate.sums, rtol=1e-5)
 
 
-def test_all_experts_go_to_a_file_of_their_own(model: Path, tmp_path: Path) -> None:
+def test_all_experts_writes_a_separate_file(model: Path, tmp_path: Path) -> None:
     result = run(model, tmp_path / "out.gguf", all_experts=True)
     plain = run(model, tmp_path / "plain.gguf")
     assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
@@ -234,7 +234,7 @@ def test_all_experts_go_to_a_file_of_their_own(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["llama4-moe", "cohere2-dense"])
-def test_all_experts_of_weighted_inputs_and_of_none(name: str, tmp_path: Path) -> None:
+def test_all_experts_with_weighted_inputs(name: str, tmp_path: Path) -> None:
     result = run(write_zoo(name, tmp_path / "model.gguf"), tmp_path / "out.gguf", all_experts=True)
     if name == "cohere2-dense":
         assert result.all_experts is None
@@ -260,7 +260,7 @@ def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp
         result.coverage.check(1.0 if n_empty else 1.1)
 
 
-def test_an_interrupted_command_says_how_to_go_on(
+def test_an_interrupted_command_names_resume(
     tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(self: object, chunk: int, *_: object) -> None:
@@ -276,7 +276,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     assert "--resume" not in quantkit(*arguments, "-ofreq", 0).stderr  # there is nothing to go on from
 
 
-def test_what_is_no_model_and_no_text_is_named(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_invalid_models_and_texts_are_named(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     text, matrix = tmp_path / "text.txt", data / "tiny-moe-imatrix.gguf"
     text.write_bytes(b"good " * 99 + b"\xf7\xbf\xbf\xbf")
     for arguments, words in (
@@ -289,7 +289,7 @@ def test_what_is_no_model_and_no_text_is_named(tiny_moe: Path, data: Path, tmp_p
         assert not (tmp_path / "o.gguf").exists()
 
 
-def test_experts_merged_while_loading_are_those_of_a_merged_file(model: Path, tmp_path: Path) -> None:
+def test_experts_merged_at_load_equal_a_merged_file(model: Path, tmp_path: Path) -> None:
     merge_up_gate(model, tmp_path / "merged.gguf")
     run(tmp_path / "merged.gguf", tmp_path / "1.gguf")
     imatrix(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), merge_up_gate=True, **RUN)
@@ -300,7 +300,7 @@ def test_experts_merged_while_loading_are_those_of_a_merged_file(model: Path, tm
     assert digests[0] != digests[1]  # of the files
 
 
-def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: Path) -> None:
+def test_chunk_lengths_of_joined_files_must_agree(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "1.gguf")
     for arguments, size in (([], N_CTX), (["-c", 2 * N_CTX], 2 * N_CTX)):
         quantkit("--in-file", tmp_path / "1.gguf", "-o", tmp_path / f"{size}.gguf", *arguments)
@@ -322,7 +322,7 @@ def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: 
         ({"options": options(n_ctx=512)}, "QK-E203 512"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], refusal: str, model: Path, tmp_path: Path) -> None:
+def test_impossible_requests_are_refused(changes: dict[str, Any], refusal: str, model: Path, tmp_path: Path) -> None:
     with refuses(QuantkitError, refusal):
         imatrix(model, (), tmp_path / "out.gguf", **{"tokens": TOKENS, **RUN, **changes})
     assert not list(tmp_path.iterdir())
@@ -394,7 +394,7 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
         ('[{"role": "tool", "content": "x"}]', "QK-E116 tokenizer.chat_template TemplateError"),
     ],
 )
-def test_what_is_no_conversation_is_refused(line: str, refusal: str, chatty: Path, tmp_path: Path) -> None:
+def test_an_invalid_conversation_is_refused(line: str, refusal: str, chatty: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     chats = tmp_path / "chats.jsonl"
     chats.write_text(f'[{{"role": "user", "content": "x"}}]\n{line}\n')
@@ -409,7 +409,7 @@ def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -
         imatrix(tiny_moe, (), tmp_path / "out.gguf", chat=[chats])
 
 
-def test_evaluations_warn_of_text_that_was_calibrated_on(
+def test_evaluating_on_calibration_text_gives_a_warning(
     calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path
 ) -> None:
     texts = [(data / f"tiny-moe-{name}.txt").read_bytes()[:20_000] for name in ("calibration", "evaluation")]
@@ -433,7 +433,7 @@ def test_evaluations_warn_of_text_that_was_calibrated_on(
 
 
 def quantkit_(*arguments: object) -> str:
-    """Return what a command prints on stderr."""
+    """Return a command's stderr."""
     result = CliRunner().invoke(cli, [*map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stderr
@@ -445,7 +445,7 @@ def corpus_of(folder: Path, data: Path) -> Path:
     return folder
 
 
-def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_calibrating_on_held_out_text_gives_a_warning(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "corpus", data)
     held_out = corpus / "evaluation.txt"
     settings = {"options": ImatrixOptions(n_ctx=64, chunks=2, ppl=False)}
@@ -464,7 +464,7 @@ def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, d
 
     assert not warned(tmp_path / "right.gguf")
     assert [message in note for note in warned(tmp_path / "wrong.gguf")] == [True]
-    # Nothing tells where the copy is from, until it meets an importance matrix that knows the corpus.
+    # The origin of the copy is unknown until an importance matrix of the corpus is given.
     assert not warned(tmp_path / "moved.gguf")
     merge_result = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
     assert "warning: the merged importance matrix was computed on about 100 % of" in merge_result.stderr
@@ -479,7 +479,7 @@ def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, d
     assert f"\nwarning: {tmp_path / 'wrong.gguf'} was computed on {held_out}" in f"\n{dry}"
 
 
-def test_the_hash_that_is_recorded_is_that_of_the_file(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_the_recorded_hash_is_the_files(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     text = corpus_of(tmp_path / "corpus", data) / "calibration.txt"
     options = ImatrixOptions(n_ctx=64, chunks=1, ppl=False)
     matrix = imatrix(tiny_moe, [text], tmp_path / "i.gguf", options=options).imatrix
@@ -494,7 +494,7 @@ def quantkit(*arguments: object) -> Any:
     return CliRunner().invoke(cli, ["imatrix", *map(str, arguments)])
 
 
-def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_the_command_lists_available_files(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     text, out = data / "tiny-moe-evaluation.txt", tmp_path / "out.gguf"
     arguments = ["-m", tiny_moe, "-f", text, "-o", out, "-c", 128, "--chunks", 5, "-t", 1, "-no-fug", "-no-fmoe"]
     result = quantkit(*arguments, "-lsim", "--plot", tmp_path / "plot.svg", "--require-coverage", "99%")
@@ -532,7 +532,7 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
         (["--show-statistics"], "--show-statistics needs an --in-file"),
     ],
 )
-def test_the_command_refuses(arguments: list[str], words: str, tiny_moe: Path) -> None:
+def test_invalid_command_lines_are_refused(arguments: list[str], words: str, tiny_moe: Path) -> None:
     result = quantkit(*(tiny_moe if a == "MODEL" else a for a in arguments))
     assert result.exit_code == 2
     assert words in result.output.replace("\n", " ")
@@ -550,7 +550,7 @@ def calibrated(tiny_moe: Path, data: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     ("reference", "limit"), [("imatrix.gguf", 1e-2), ("imatrix.dat", 1e-2), ("imatrix-ik.dat", 3e-2)]
 )
-def test_tiny_moe_is_as_both_runtimes_have_it(reference: str, limit: float, calibrated: Path, data: Path) -> None:
+def test_tiny_moe_equals_both_runtimes(reference: str, limit: float, calibrated: Path, data: Path) -> None:
     actual, expected = read_imatrix(calibrated), read_imatrix(data / f"tiny-moe-{reference}")
     assert actual.entries.keys() == expected.entries.keys()
     assert actual.chunk_count == expected.chunk_count == 343

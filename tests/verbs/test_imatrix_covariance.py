@@ -46,7 +46,7 @@ def expected_bytes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return make
 
 
-def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path) -> None:
+def test_covariances_in_many_passes_equal_one_pass(model: Path, tmp_path: Path) -> None:
     one = covariance(model, (), tmp_path / "1.gguf", tokens=TOKENS, options=options(), max_ram=ALL, **RUN)
     passes = covariance(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), max_ram=SMALL, **RUN)
     assert one.n_passes == 1
@@ -72,7 +72,7 @@ def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path
         (SMALL, 2, [(2, 1)]),
     ],
 )
-def test_resumed_covariances_make_the_same_file(
+def test_resumed_covariances_write_the_same_file(
     max_ram: int,
     often: int,
     stops: list[tuple[int, int]],
@@ -107,7 +107,7 @@ def test_resumed_covariances_make_the_same_file(
     assert events[0].chunk == min(7, result.resumed[1] + 2)
 
 
-def test_covariances_go_on_under_another_limit_but_not_with_another_text(
+def test_covariances_resume_with_another_limit_but_not_text(
     model: Path, expected_bytes: Callable[[int], bytes], tmp_path: Path
 ) -> None:
     out, run = tmp_path / "out.gguf", {"max_ram": SMALL, **RUN}
@@ -128,7 +128,7 @@ def test_covariances_go_on_under_another_limit_but_not_with_another_text(
     assert out.read_bytes() == expected_bytes(SMALL)
 
 
-def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, tmp_path: Path) -> None:
+def test_impossible_covariances_are_refused_before_the_imatrix(model: Path, tmp_path: Path) -> None:
     out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
     arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 1]
     for changes, words in (

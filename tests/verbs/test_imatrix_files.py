@@ -17,7 +17,7 @@ def matrix(data: Path) -> Path:
     return data / "tiny-moe-imatrix.gguf"
 
 
-def test_show_has_coverage_of_a_model(matrix: Path, tiny_moe: Path) -> None:
+def test_show_lists_coverage_of_a_model(matrix: Path, tiny_moe: Path) -> None:
     alone, of_model = quantkit.show_imatrix(matrix), quantkit.show_imatrix(matrix, model=tiny_moe)
     assert not alone.coverage.of_model
     assert of_model.coverage.of_model
@@ -27,7 +27,7 @@ def test_show_has_coverage_of_a_model(matrix: Path, tiny_moe: Path) -> None:
     assert [t.name for t in output.missing] == ["output.weight"]
 
 
-def test_a_matrix_twice_is_the_same_matrix_of_twice_the_tokens(matrix: Path, tmp_path: Path) -> None:
+def test_a_matrix_merged_with_itself_has_twice_the_tokens(matrix: Path, tmp_path: Path) -> None:
     double = quantkit.merge_imatrix([matrix, matrix], tmp_path / "double.gguf")
     assert double.path == tmp_path / "double.gguf"
     difference = quantkit.diff_imatrix(matrix, tmp_path / "double.gguf")
@@ -45,7 +45,7 @@ def test_without_an_output_nothing_is_written(matrix: Path, tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_the_name_decides_the_format(matrix: Path, tmp_path: Path) -> None:
+def test_the_suffix_selects_the_format(matrix: Path, tmp_path: Path) -> None:
     dat = quantkit.convert_imatrix(matrix, tmp_path / "m.dat")
     assert dat.format == "dat"
     assert dat.notes

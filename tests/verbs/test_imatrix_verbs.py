@@ -141,7 +141,7 @@ def run(*arguments: object, code: int = 0) -> Result:
 # --- statistics ---
 
 
-def test_statistics_are_those_llama_imatrix_stored(data: Path) -> None:
+def test_statistics_equal_those_stored_by_llama_imatrix(data: Path) -> None:
     imatrix = read_imatrix(data / "tiny-moe-imatrix.gguf")
     result = statistics(imatrix)
     assert len(result.tensors) == 32
@@ -151,7 +151,7 @@ def test_statistics_are_those_llama_imatrix_stored(data: Path) -> None:
         np.testing.assert_allclose(t.row(), stored, rtol=3e-7, equal_nan=True, err_msg=t.name)
 
 
-def test_statistics_by_hand() -> None:
+def test_statistics_follow_their_definition() -> None:
     """Two tokens of (1, 0) and (3, 4): E[x] = (2, 2), E[x^2] = (5, 8)."""
     x = np.array([[1.0, 0.0], [3.0, 4.0]])
     matrix = Imatrix(Path("x"), {"blk.0.attn_q.weight": entry(x), "blk.1.attn_q.weight": entry(2 * x)}, ["t"], 1, 2)
@@ -167,7 +167,7 @@ def test_statistics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("layer", ["999999999", "9" * 21, "9" * 5000])
-def test_a_layer_of_any_number_is_one_entry(layer: str) -> None:
+def test_any_layer_number_is_one_entry(layer: str) -> None:
     """Nothing counts up to it; a number that no layer has is none."""
     x = np.array([[1.0, 0.0], [3.0, 4.0]])
     entries = {f"blk.{n}.attn_q.weight": entry(x) for n in ("0", layer)}
@@ -222,7 +222,7 @@ def tables(output: str) -> tuple[list[list[str]], list[list[str]]]:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("case", ["tiny-moe.gguf", "tiny-moe.dat", "ik.dat", *awkward()])
-def test_show_prints_llama_imatrix_s_figures(llama_bin: Path, data: Path, tmp_path: Path, case: str) -> None:
+def test_show_prints_llama_imatrixs_figures(llama_bin: Path, data: Path, tmp_path: Path, case: str) -> None:
     references = {"tiny-moe.gguf": "tiny-moe-imatrix.gguf", "tiny-moe.dat": "tiny-moe-imatrix.dat"}
     path = data / {**references, "ik.dat": "tiny-moe-imatrix-ik.dat"}.get(case, "")
     if path == data:
@@ -248,7 +248,7 @@ def test_show_prints_llama_imatrix_s_figures(llama_bin: Path, data: Path, tmp_pa
 # --- coverage ---
 
 
-def test_all_is_there(data: Path, tiny_moe: Path) -> None:
+def test_complete_coverage(data: Path, tiny_moe: Path) -> None:
     with open_gguf(tiny_moe) as file:
         tensors, names = tuple(file.tensors.values()), set(file.tensors)
     for name in ("tiny-moe-imatrix.gguf", "tiny-moe-imatrix.dat", "tiny-moe-imatrix-ik.dat"):
@@ -261,7 +261,7 @@ def test_all_is_there(data: Path, tiny_moe: Path) -> None:
     assert by_layer[0].tokens_min == 15066
 
 
-def test_what_fusion_loses_is_missing_or_served_by_its_other_half() -> None:
+def test_entries_lost_by_fusion_use_the_other_half() -> None:
     """ik_llama.cpp's fused operations record the up tensor alone."""
     matrix = Run(1).imatrix()
     fused = {n: e for n, e in matrix.entries.items() if "gate_exps" not in n}
@@ -280,7 +280,7 @@ def test_what_fusion_loses_is_missing_or_served_by_its_other_half() -> None:
     result.check(0.42)
 
 
-def test_experts_never_and_hardly_hit() -> None:
+def test_experts_without_and_with_few_tokens() -> None:
     result = coverage(Run(2, empty=1).imatrix(), moe_tensors(), hardly=130)
     counts = Run(2, empty=1).imatrix().entries["blk.0.ffn_up_exps.weight"].counts
     t = next(t for t in result.tensors if t.name == "blk.0.ffn_up_exps.weight")
@@ -291,7 +291,7 @@ def test_experts_never_and_hardly_hit() -> None:
     assert result.share == 1 - 6 / 28
 
 
-def test_zeros_are_shown(tmp_path: Path) -> None:
+def test_zeros_are_reported(tmp_path: Path) -> None:
     matrix = Run(1).imatrix()
     for name, rows in (("blk.1.ffn_up_exps.weight", [2]), ("blk.0.attn_q.weight", [0])):
         sums = matrix.entries[name].sums.copy()
@@ -305,7 +305,7 @@ def test_zeros_are_shown(tmp_path: Path) -> None:
     ) in out
 
 
-def test_bad_values_are_found_and_located() -> None:
+def test_invalid_values_are_located() -> None:
     matrix = Run(1).imatrix()
     sums = matrix.entries["blk.1.ffn_up_exps.weight"].sums.copy()
     sums[2, 3], sums[3, 1], sums[3, 2] = np.nan, -1, np.inf
@@ -331,14 +331,14 @@ def test_other_models_and_wrong_sizes() -> None:
     assert next(t for t in with_output.tensors if t.name == "output.weight").expected
 
 
-def test_a_dat_tells_no_tokens(tmp_path: Path) -> None:
+def test_a_dat_has_no_token_counts(tmp_path: Path) -> None:
     result = coverage(saved(tmp_path / "x.dat", Run(2, empty=1).imatrix(), "dat"), moe_tensors())
     group = {g.name: g for g in result.by_class()}["ffn_down_exps"]
     assert (group.experts, group.never, group.tokens_min, group.tokens_median) == (8, 2, None, None)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_expected_of_every_architecture(name: str) -> None:
+def test_expected_entries_of_every_architecture(name: str) -> None:
     """All matrices but embeddings, output, convolutions and small ones (Gemma 3n, RWKV); peers record the same."""
     head = (ZOO / "headers" / f"{name}.head").read_bytes()
     tensors = [Tensor(t, tuple(ne)) for t, ne, _ in tensor_infos(head)]
@@ -357,7 +357,7 @@ def test_what_is_expected_of_every_architecture(name: str) -> None:
 
 
 @pytest.mark.parametrize("runs", [(Run(1),), (Run(1), Run(2, 3)), (Run(1, empty=2), Run(2, 1, empty=1), Run(3))])
-def test_merged_is_one_run_over_all_texts(runs: tuple[Run, ...]) -> None:
+def test_a_merge_equals_one_run_over_all_texts(runs: tuple[Run, ...]) -> None:
     assert_close(merge([r.imatrix() for r in runs]).imatrix, both(*runs))
 
 
@@ -371,13 +371,13 @@ def test_order_and_grouping_do_not_matter(runs: list[Run]) -> None:
         assert np.array_equal(one.entries[name].sums, two.entries[name].sums)
 
 
-def test_the_given_matrices_stay_as_they_are() -> None:
+def test_merging_does_not_modify_its_inputs() -> None:
     a, b = Run(1).imatrix(), Run(1).imatrix()
     merge([a, Run(2).imatrix()])
     assert_close(a, b, 0)
 
 
-def test_statistics_of_the_merged_are_new() -> None:
+def test_statistics_of_a_merge_are_recomputed() -> None:
     a, b = with_stats(Run(1).imatrix()), with_stats(Run(2).imatrix())
     matrix = merge([a, b]).imatrix
     row = matrix.entries["blk.1.attn_q.weight"].stats
@@ -389,7 +389,7 @@ def test_statistics_of_the_merged_are_new() -> None:
     )
 
 
-def test_dat_files_weigh_by_calls_and_know_empty_experts(tmp_path: Path) -> None:
+def test_dat_files_are_weighted_by_calls(tmp_path: Path) -> None:
     a, b = Run(1, 2, empty=1), Run(2, 2)
     one = saved(tmp_path / "a.dat", a.imatrix(), "dat")
     result = merge([one, b.imatrix()])
@@ -407,7 +407,7 @@ def test_dat_files_weigh_by_calls_and_know_empty_experts(tmp_path: Path) -> None
     np.testing.assert_allclose(dense.sums, want.sums, rtol=1e-6)
 
 
-def test_two_dats_make_one(tmp_path: Path) -> None:
+def test_two_dat_files_are_merged(tmp_path: Path) -> None:
     one = saved(tmp_path / "a.dat", Run(1).imatrix(), "dat")
     two = saved(tmp_path / "b.dat", Run(2, 4).imatrix(), "dat")
     matrix = merge([one, two], chunk_size=256).imatrix
@@ -418,7 +418,7 @@ def test_two_dats_make_one(tmp_path: Path) -> None:
     assert matrix.entries["blk.1.ffn_up_exps.weight"].counts.size == N_EXPERT
 
 
-def test_one_count_for_all_experts_is_spread(tmp_path: Path) -> None:
+def test_one_count_for_all_experts_is_divided(tmp_path: Path) -> None:
     """llama-imatrix makes such GGUF files of .dat files."""
     dat = saved(tmp_path / "a.dat", Run(1, empty=1).imatrix(), "dat")
     one_count = saved(tmp_path / "a.gguf", dat)
@@ -439,7 +439,7 @@ def test_different_shapes_name_the_tensor() -> None:
         merge([])
 
 
-def test_what_only_one_file_has_is_kept_and_noted() -> None:
+def test_entries_of_only_one_file_are_kept_and_noted() -> None:
     a, b = Run(1).imatrix(), Run(2).imatrix()
     del b.entries["blk.0.attn_q.weight"]
     result = merge([a, b])
@@ -447,19 +447,19 @@ def test_what_only_one_file_has_is_kept_and_noted() -> None:
     assert np.array_equal(result.imatrix.entries["blk.0.attn_q.weight"].sums, a.entries["blk.0.attn_q.weight"].sums)
 
 
-def test_chunks_of_other_sizes_count_by_tokens() -> None:
+def test_chunks_of_different_sizes_are_weighted_by_tokens() -> None:
     a, b = Run(1, 2).imatrix(), replace(Run(2, 2).imatrix(), chunk_size=512)
     result = merge([a, b])
     assert (result.imatrix.chunk_count, result.imatrix.chunk_size) == (6, 256)
     assert "run-2: chunks of 512 tokens are counted as chunks of 256" in result.notes
 
 
-def test_the_same_file_twice_is_noted(tmp_path: Path) -> None:
+def test_a_duplicate_file_is_noted(tmp_path: Path) -> None:
     one = saved(tmp_path / "a.gguf", Run(1).imatrix())
     assert any("tokens are counted twice" in note for note in merge([one, one]).notes)
 
 
-def test_what_is_known_of_the_texts_is_joined() -> None:
+def test_records_of_the_texts_are_joined() -> None:
     texts = [" ".join(np.random.default_rng(i).choice(["a", "b", "c", "d", "e"], 3000)) for i in range(2)]
     a, b = (replace(Run(i).imatrix(), extra=sketch(text).fields()) for i, text in enumerate(texts))
     result = merge([a, b])
@@ -477,7 +477,7 @@ def test_what_is_known_of_the_texts_is_joined() -> None:
 # --- conversion ---
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     """What encoders see survives; counts are of the busiest expert, and zero where they were."""
     first = Run(5, empty=1).imatrix()
     one = saved(tmp_path / "a.gguf", first)
@@ -497,7 +497,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert result.notes[0].startswith("a .dat has no token counts: each call counts as 256 tokens (--chunk-size)")
 
 
-def test_what_is_lost_in_a_dat_is_said() -> None:
+def test_data_lost_in_a_dat_are_noted() -> None:
     matrix = with_stats(replace(Run(1, empty=1).imatrix(), datasets=["a", "b"], n_layer_nextn=1))
     matrix.entries["blk.0.attn_k.weight"] = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
     notes = convert(apply_fill(matrix, "mean"), "dat").notes
@@ -511,7 +511,7 @@ def test_what_is_lost_in_a_dat_is_said() -> None:
     assert convert(matrix, "gguf").notes == ()
 
 
-def test_experts_of_a_dat_need_a_clue(tmp_path: Path, tiny_moe: Path, data: Path) -> None:
+def test_experts_of_a_dat_need_their_number(tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     matrix = Run(1, empty=1).imatrix()
     entries = {n: e for n, e in matrix.entries.items() if "exps" in n}
     dat = saved(tmp_path / "x.dat", replace(matrix, entries=entries), "dat")
@@ -529,7 +529,7 @@ def test_experts_of_a_dat_need_a_clue(tmp_path: Path, tiny_moe: Path, data: Path
     assert read_imatrix(path).entries["blk.2.ffn_down_exps.weight"].sums.shape == (8, 256)
 
 
-def test_zeros_of_ik_s_script_are_no_tokens(tmp_path: Path) -> None:
+def test_zeros_of_iks_script_mean_no_tokens(tmp_path: Path) -> None:
     dat = saved(tmp_path / "x.dat", Run(1).imatrix(), "dat")
     sums = dat.entries["blk.0.ffn_up_exps.weight"].sums.copy()
     sums[0, :N_EMBD] = 0
@@ -571,7 +571,7 @@ def emptied(*experts: int) -> Imatrix:
 
 
 @pytest.mark.parametrize("policy", FILLS)
-def test_fills_are_recorded_and_taken_back(tmp_path: Path, policy: str) -> None:
+def test_fills_are_recorded_and_reversible(tmp_path: Path, policy: str) -> None:
     before = emptied(1, 3)
     after = saved(tmp_path / "x.gguf", apply_fill(before, policy))
     assert_close(before, emptied(1, 3), 0)  # the given one is untouched
@@ -587,7 +587,7 @@ def test_fills_are_recorded_and_taken_back(tmp_path: Path, policy: str) -> None:
     assert_close(apply_fill(apply_fill(after, "ones"), "none"), before, 0)
 
 
-def test_what_a_fill_gives() -> None:
+def test_values_of_a_fill() -> None:
     before = emptied(1, 2)
     e = before.entries["blk.0.ffn_down_exps.weight"]
 
@@ -619,7 +619,7 @@ def test_renaming_keeps_a_fill_and_its_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["blk.0.ffn_up_exps.weight: 9", "blk.9.x: 1", "blk.0.ffn_up_exps.weight: a", "x"])
-def test_a_false_record_of_a_fill(line: str) -> None:
+def test_an_invalid_fill_record_is_refused(line: str) -> None:
     matrix = replace(Run(1).imatrix(), extra={"quantkit.imatrix.filled": Field.of("quantkit.imatrix.filled", [line])})
     with refuses(FormatError, "QK-E118 quantkit.imatrix.filled"):
         filled_experts(matrix)
@@ -654,7 +654,7 @@ def test_differences_of_counts_and_empty_experts() -> None:
     assert len(without_tokens.beyond(1)) == len(without_tokens.tensors)
 
 
-def test_nan_is_never_within_a_limit() -> None:
+def test_nan_exceeds_every_limit() -> None:
     a, b = Run(1).imatrix(), Run(1).imatrix()
     b.entries["blk.0.attn_q.weight"].sums[0, 0] = np.nan
     assert difference(a, b).beyond(10) == ["blk.0.attn_q.weight: relative difference nan"]
@@ -682,7 +682,7 @@ def test_show(data: Path, tiny_moe: Path) -> None:
     assert max(map(len, run("show", "--per-tensor", data / "tiny-moe-imatrix.gguf").output.splitlines())) <= 130
 
 
-def test_show_tells_what_is_missing(data: Path, tmp_path: Path, tiny_moe: Path) -> None:
+def test_show_lists_missing_entries(data: Path, tmp_path: Path, tiny_moe: Path) -> None:
     imatrix = read_imatrix(data / "tiny-moe-imatrix.gguf")
     entries = {n: e for n, e in imatrix.entries.items() if "gate_exps" not in n and n != "blk.2.attn_v.weight"}
     write_imatrix(tmp_path / "x.gguf", replace(imatrix, entries=entries))
@@ -722,7 +722,7 @@ def test_merge_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gguf", "dat"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
-def test_values_that_calibration_cannot_give_are_not_passed_on(tmp_path: Path, value: float, kind: Any) -> None:
+def test_impossible_values_are_not_written(tmp_path: Path, value: float, kind: Any) -> None:
     good, bad, out = (tmp_path / f"{name}.{kind}" for name in ("good", "bad", "out"))
     matrix = Run(1).imatrix()
     write_imatrix(good, matrix, kind)
@@ -818,7 +818,7 @@ def test_merged_equals_a_run_of_llama_imatrix_over_both_texts(calibrated: Path) 
 
 
 @pytest.mark.peer
-def test_merging_writes_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_merging_writes_llama_imatrixs_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
     files = [calibrated / "first.gguf", calibrated / "second.gguf"]
     arguments = [part for file in files for part in ("--in-file", file)]
     out = tmp_path / "theirs.gguf"
@@ -839,7 +839,7 @@ def test_merging_writes_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path,
 
 
 @pytest.mark.peer
-def test_a_dat_is_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_a_dat_has_llama_imatrixs_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
     arguments = ("--in-file", calibrated / "second.gguf", "-c", 256, "--output-format", "dat")
     out = tmp_path / "theirs.dat"
     llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", out, out=out)
@@ -871,7 +871,7 @@ def same_bytes(a: dict[str, bytes], b: dict[str, bytes]) -> float:
 
 
 @pytest.mark.peer
-def test_llama_quantize_takes_what_we_write(
+def test_llama_quantize_reads_the_output(
     llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, matrices: dict[str, Path]
 ) -> None:
     program, out, copy = llama_bin / "llama-quantize", tmp_path / "out.gguf", tmp_path / "copy.gguf"
@@ -887,7 +887,7 @@ def test_llama_quantize_takes_what_we_write(
 
 
 @pytest.mark.peer
-def test_ik_llama_quantize_takes_our_dats(
+def test_ik_llama_quantize_reads_the_dat_output(
     ik_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, matrices: dict[str, Path]
 ) -> None:
     libraries = {"LD_LIBRARY_PATH": f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"}

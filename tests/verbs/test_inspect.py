@@ -41,7 +41,7 @@ def write_split(path: Path) -> list[Path]:
     return paths
 
 
-def test_the_tiny_moe_by_its_facts(tiny_moe: Path) -> None:
+def test_the_tiny_moe_has_its_known_figures(tiny_moe: Path) -> None:
     summary = inspect(tiny_moe)
     assert (summary.version, summary.alignment, summary.file_bytes) == (3, 32, 18526240)
     assert (summary.architecture, summary.name, summary.file_type, summary.file_type_name) == (
@@ -59,7 +59,7 @@ def test_the_tiny_moe_by_its_facts(tiny_moe: Path) -> None:
     assert all(runtime.loads for runtime in summary.runtimes)
 
 
-def test_the_text_tells_it_all(tiny_moe: Path) -> None:
+def test_the_text_shows_all_sections(tiny_moe: Path) -> None:
     result = run(tiny_moe)
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
@@ -79,7 +79,7 @@ def test_the_text_tells_it_all(tiny_moe: Path) -> None:
     assert max(map(len, result.output.splitlines())) <= 120
 
 
-def test_what_is_shown_can_be_chosen(tiny_moe: Path) -> None:
+def test_sections_can_be_selected(tiny_moe: Path) -> None:
     brief = run(tiny_moe, "--no-tensors", "--metadata", "none").output
     assert "general.architecture" not in brief
     assert "blk.0." not in brief
@@ -134,7 +134,7 @@ def test_any_shard_shows_the_whole_model(tmp_path: Path) -> None:
     assert run_json(paths[0])["tensors"][2]["shard"] == 2
 
 
-def test_types_of_one_tree_and_long_names_are_told(tmp_path: Path) -> None:
+def test_types_of_one_project_and_long_names_are_reported(tmp_path: Path) -> None:
     path, long = tmp_path / "ik.gguf", "blk.0." + "x" * 60
     tensors = [
         ("blk.0.ffn_up.weight", (256, 4), BY_NAME["IQ4_KS"], bytes(4 * 140)),
@@ -152,7 +152,7 @@ def test_types_of_one_tree_and_long_names_are_told(tmp_path: Path) -> None:
 
 
 def verdicts(path: Path, name: str = "", type_name: str = "", **fields: Any) -> list[str]:
-    """Return what both runtimes do with a model one of whose tensors, or some of whose keys, are changed."""
+    """Return both runtimes' verdicts on a model with a changed tensor, or changed keys."""
     with open_gguf(path, header_only=True) as file:
         types = {t.name: BY_NAME[type_name] if t.name == name else t.type for t in file.tensors.values()}
         changed = {key.replace("__", "."): Field.of(key.replace("__", "."), value) for key, value in fields.items()}
@@ -163,7 +163,7 @@ def verdicts(path: Path, name: str = "", type_name: str = "", **fields: Any) -> 
 LOADS = "loads, on CPU and CUDA"
 
 
-def test_what_runtimes_do_with_types(tiny_moe: Path) -> None:
+def test_runtime_verdicts_on_types(tiny_moe: Path) -> None:
     tensor = "blk.0.attn_output.weight"
     assert verdicts(tiny_moe) == verdicts(tiny_moe, tensor, "Q4_K") == [LOADS, LOADS]
     cpu = "loads; on CUDA, {} stays on the CPU"
@@ -173,7 +173,7 @@ def test_what_runtimes_do_with_types(tiny_moe: Path) -> None:
     assert verdicts(tiny_moe, tensor, "Q4_K_R4") == [refused.format("Q4_K_R4"), cpu.format("Q4_K_R4")]
 
 
-def test_what_runtimes_do_with_headers(tiny_moe: Path, zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_runtime_verdicts_on_headers(tiny_moe: Path, zoo: Callable[[str], Path], tmp_path: Path) -> None:
     assert verdicts(zoo("olmoe-moe"))[1] == "does not load: no architecture olmoe"
     for verdict in verdicts(tiny_moe, qwen3moe__expert_used_count=0, qwen3moe__embedding_length=128):
         assert verdict.startswith("does not load: ")
@@ -192,8 +192,8 @@ def test_what_runtimes_do_with_headers(tiny_moe: Path, zoo: Callable[[str], Path
     assert verdicts(tmp_path / "merged.gguf") == [refused, LOADS]
 
 
-def test_a_verdict_that_was_not_checked_says_so(data: Path) -> None:
-    """An importance matrix is no model; of an architecture alone nothing is known but its types."""
+def test_an_unchecked_verdict_is_marked(data: Path) -> None:
+    """An importance matrix has no verdict; an architecture alone has one only on types."""
     field = Field.of("general.architecture", "qwen3")
     verdicts = runtimes({field.key: field}, [("a", BY_NAME["Q4_K"], (256, 4))])
     assert [r.loads for r in verdicts] == [False, False]
@@ -221,7 +221,7 @@ def test_provenance_and_per_layer_values(tmp_path: Path) -> None:
     assert "experts 0" not in lines
 
 
-def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_a_file_are_escaped(tmp_path: Path) -> None:
     fields = [
         Field.of("general.architecture", "a\x1b[2J\nb"),
         Field.of("general.name", b"\xff\x07".decode("utf-8", "surrogateescape")),
@@ -238,7 +238,7 @@ def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert run_json(path)["metadata"][2]["value"] == "nan"
 
 
-def test_a_missing_body_only_with_header_only(tmp_path: Path) -> None:
+def test_missing_data_is_only_allowed_with_header_only(tmp_path: Path) -> None:
     path = tmp_path / "head.gguf"
     path.write_bytes(layout_gguf(llama_fields(), [("a.weight", (1 << 20,), BY_NAME["F32"])]).header)
     result = run(path)
@@ -248,7 +248,7 @@ def test_a_missing_body_only_with_header_only(tmp_path: Path) -> None:
     assert run_json(path, "--header-only")["total"]["weights"] == 1 << 20
 
 
-def test_broken_files_and_patterns(tmp_path: Path, tiny_moe: Path) -> None:
+def test_damaged_files_and_patterns(tmp_path: Path, tiny_moe: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + bytes(7))
     with refuses(FormatError, "QK-E102 broken.gguf"):
@@ -261,7 +261,7 @@ def test_broken_files_and_patterns(tmp_path: Path, tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_hostile_files_get_one_clear_error(name: str, tmp_path: Path) -> None:
+def test_hostile_files_are_one_error(name: str, tmp_path: Path) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(ATTACKS[name][0])
     result = run(path)
@@ -325,7 +325,7 @@ def test_first_items_of_nothing() -> None:
     assert first_items(Field.of("k", [], item_type=ValueType.STRING), 5) == []
 
 
-def test_sums_of_a_model_by_hand(tmp_path: Path) -> None:
+def test_sums_of_a_model(tmp_path: Path) -> None:
     tensors = llama_tensors(layers=2)
     summary = inspect(write_model(tmp_path / "m.gguf", tensors))
     sizes = {n: int(np.prod(shape)) * (4 if t == "F32" else 2) for n, (shape, t) in tensors.items()}

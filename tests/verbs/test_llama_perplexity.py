@@ -83,7 +83,7 @@ def peer(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path_factory: pytest.T
 
 
 @pytest.mark.peer
-def test_llama_cpps_base_file_is_ours(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
+def test_base_files_equal_llama_cpps(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
     expected = open_logits(peer["base"])
     path = peer["folder"] / "ours.bin"
     tokens = expected.chunks.tokens.ravel()
@@ -110,7 +110,7 @@ def test_llama_cpps_base_file_is_ours(peer: dict[str, Any], llama_bin: Path, tin
 
 
 @pytest.mark.peer
-def test_the_table_is_llama_cpps(peer: dict[str, Any], llama_bin: Path) -> None:
+def test_the_table_equals_llama_cpps(peer: dict[str, Any], llama_bin: Path) -> None:
     llama = llama_perplexity(
         llama_bin,
         "Same top p:",
@@ -126,7 +126,7 @@ def test_the_table_is_llama_cpps(peer: dict[str, Any], llama_bin: Path) -> None:
 
 
 def _check_table(llama: str, model: LibllamaModel, base: Path) -> None:
-    """Compare every line of ours with llama.cpp's, and every number in it to one in the last digit."""
+    """Compare every line with llama.cpp's, and every number in it to one in the last digit."""
     lines: list[str] = []
     result = kld(model, base, progress=lambda now: lines.append(chunk_line(now.current, now.sums)))
     actual = [line for line in (*lines, *statistics_text(result.sums).splitlines()) if line]
@@ -149,7 +149,7 @@ def _check_table(llama: str, model: LibllamaModel, base: Path) -> None:
 
 
 @pytest.mark.peer
-def test_a_stride_is_llama_cpps_where_bos_plays_no_part(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
+def test_strides_equal_llama_cpps_without_bos(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
     # -c 128 -b 128 with a stride of 64 makes it 160 tokens of context, rounded up to 256.
     llama = llama_perplexity(
         llama_bin, "[3]", "-m", tiny_moe, "-f", peer["text"], "-c", 128, "--ppl-stride", 64, "--chunks", 3

@@ -85,13 +85,14 @@ def test_the_bytes_are_the_references(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_every_adapter_has_an_answer() -> None:
+def test_every_adapter_has_an_expectation() -> None:
     assert {name for name, adapter in ADAPTERS.items() if adapter.outtypes} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "llama-alora"])
-def test_a_file_beside_its_model_is_the_merged_model(name: str, tmp_path: Path) -> None:
-    """What the runtime adds, B @ A * alpha / rank, is what merging adds: names, rows and scales are right in both."""
+def test_an_adapter_file_equals_the_merged_model(name: str, tmp_path: Path) -> None:
+    """The runtime's addition, B @ A * alpha / rank, equals that of merging: names, rows and scales are right in
+    both."""
     adapter = ADAPTERS[name]
     base = checkpoints.write_checkpoint(adapter.base, tmp_path)
     source, out = write_adapter(adapter, tmp_path / "a"), tmp_path / "out.gguf"
@@ -119,7 +120,7 @@ def test_a_file_beside_its_model_is_the_merged_model(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["llama-patterns", "llama-rslora-patterns"])
-def test_only_weights_with_another_scale_get_another_b(name: str, tmp_path: Path) -> None:
+def test_only_weights_with_another_scale_change_b(name: str, tmp_path: Path) -> None:
     adapter, out = ADAPTERS[name], tmp_path / "out.gguf"
     convert_lora(write_adapter(adapter, tmp_path), out, base=write_base(adapter, tmp_path / "b"))
     tensors = read_all(out)
@@ -133,7 +134,7 @@ def test_only_weights_with_another_scale_get_another_b(name: str, tmp_path: Path
             assert abs(factor - 1) > 1e-9 or np.array_equal(actual, b)
 
 
-def test_the_base_may_be_named_by_the_adapter(tmp_path: Path) -> None:
+def test_the_adapter_may_name_its_base(tmp_path: Path) -> None:
     base = write_base(LLAMA, tmp_path)
     plans = [
         plan_convert_lora(write_adapter(LLAMA, tmp_path / "named", str(base)), tmp_path / "x.gguf"),
@@ -167,7 +168,7 @@ def merged_with(base: Path, name: str, adapter_options: tuple[str, ...], out: Pa
     return read_all(out)
 
 
-def test_what_is_merged_is_the_product(tmp_path: Path) -> None:
+def test_the_merge_adds_the_product(tmp_path: Path) -> None:
     """Against float64, for an architecture that leaves rows and columns as they are."""
     adapter = ADAPTERS["qwen2"]
     base, source = checkpoints.write_checkpoint("qwen2", tmp_path), write_adapter(adapter, tmp_path / "a")
@@ -182,7 +183,7 @@ def test_what_is_merged_is_the_product(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "rank"), [(1, 1, 1), (1, 3, 2), (4, 16, 1), (5, 17, 3), (7, 40, 5), (33, 256, 8)]
 )
-def test_every_value_is_a_sum_in_the_order_of_the_rank(rows: int, columns: int, rank: int) -> None:
+def test_values_are_summed_in_rank_order(rows: int, columns: int, rank: int) -> None:
     random = np.random.default_rng(rows)
     shapes = (rows, columns), (rank, columns), (rows, rank)
     x, a, b = (random.standard_normal(shape, dtype=np.float32) for shape in shapes)
@@ -198,7 +199,7 @@ QUANTIZED = ("llama-gptq", "llama-ct-int4-asym", "llama-fp8-e5m2", "llama-nvfp4"
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_weights_are_decoded_before(name: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_decoded_before_the_merge(name: str, tmp_path: Path) -> None:
     adapter = replace(LLAMA, base=name)
     source = str(write_adapter(adapter, tmp_path / "a"))
     about = checkpoints.describe(name)
@@ -234,7 +235,7 @@ def test_experts_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     assert set(types.values()) == {"NVFP4"}
 
 
-def test_one_pass_is_merging_and_then_quantizing(tmp_path: Path) -> None:
+def test_one_pass_equals_merge_then_quantize(tmp_path: Path) -> None:
     """Against a checkpoint that holds the merged weights, as PEFT's merge_and_unload saves one."""
     adapter = ADAPTERS["qwen3"]
     base, source = checkpoints.write_checkpoint("qwen3", tmp_path / "b"), write_adapter(adapter, tmp_path / "a")
@@ -264,7 +265,7 @@ def test_memory_and_threads_do_not_matter(llama: Path, tmp_path: Path) -> None:
         assert len(outputs) == 1
 
 
-def test_another_adapter_does_not_go_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_adapter_is_not_resumed(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte in the middle of a factor, or another scale, is another output."""
     source, out, jobs, run = write_adapter(LLAMA, tmp_path), tmp_path / "x.gguf", 0, Worker.run
 
@@ -319,8 +320,8 @@ def edited(adapter: Adapter, path: Path, **config: Any) -> Path:
     return source
 
 
-def rewritten(adapter: Adapter, path: Path, tensors: Any) -> Path:
-    """Write an adapter with what ``tensors`` makes of its list of name, dtype, shape and bytes."""
+def write_changed_adapter(adapter: Adapter, path: Path, tensors: Any) -> Path:
+    """Write an adapter with tensors changed by the function ``tensors``."""
     source = write_adapter(adapter, path)
     tensors_by_name = {t[0].removeprefix("base_model.model."): t for t in adapters.tensors(adapter)}
     checkpoints.write_safetensors(source / "adapter_model.safetensors", list(tensors(tensors_by_name).values()))
@@ -378,7 +379,9 @@ def refusals(source: Path, llama: Path, refusal: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_more_than_factors(llama: Path, tmp_path: Path, config: dict[str, Any], refusal: str) -> None:
+def test_adapters_with_more_than_factors_are_refused(
+    llama: Path, tmp_path: Path, config: dict[str, Any], refusal: str
+) -> None:
     refusals(edited(LLAMA, tmp_path, **config), llama, refusal)
 
 
@@ -451,8 +454,8 @@ def renamed(prefix: str) -> Any:
         (lambda tensors: {}, "QK-E117 lora_A lora_B"),
     ],
 )
-def test_tensors_that_do_not_fit(llama: Path, tmp_path: Path, change: Any, refusal: str) -> None:
-    refusals(rewritten(LLAMA, tmp_path, change), llama, refusal)
+def test_tensors_of_wrong_shape_are_refused(llama: Path, tmp_path: Path, change: Any, refusal: str) -> None:
+    refusals(write_changed_adapter(LLAMA, tmp_path, change), llama, refusal)
 
 
 @pytest.mark.parametrize(
@@ -470,9 +473,9 @@ def test_tensors_that_do_not_fit(llama: Path, tmp_path: Path, change: Any, refus
         (renamed("model.layers.1.self_attn.other_proj"), "QK-E107 model.layers.1.self_attn.other_proj.weight"),
     ],
 )
-def test_shapes_that_the_configuration_contradicts(tmp_path: Path, change: Any, refusal: str) -> None:
+def test_shapes_that_contradict_the_configuration(tmp_path: Path, change: Any, refusal: str) -> None:
     with refuses(FormatError, refusal):
-        plan_convert_lora(rewritten(LLAMA, tmp_path, change), base=write_base(LLAMA, tmp_path / "b"))
+        plan_convert_lora(write_changed_adapter(LLAMA, tmp_path, change), base=write_base(LLAMA, tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
@@ -492,7 +495,7 @@ def test_shapes_that_the_configuration_contradicts(tmp_path: Path, change: Any, 
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
-def test_what_llama_cpp_cannot_have_beside_a_model(adapter: Adapter, refusal: str, tmp_path: Path) -> None:
+def test_adapters_unsupported_by_llama_cpp_are_refused(adapter: Adapter, refusal: str, tmp_path: Path) -> None:
     """All of it can be merged."""
     source = write_adapter(adapter, tmp_path / "a")
     with refuses(FormatError, refusal):
@@ -501,9 +504,9 @@ def test_what_llama_cpp_cannot_have_beside_a_model(adapter: Adapter, refusal: st
     plan_convert(base, tmp_path / "x.gguf", None, options_of(adapter.base, merge_lora=(str(source),)))
 
 
-def test_copies_of_base_weights_are_left_out(llama: Path, tmp_path: Path) -> None:
+def test_copies_of_base_weights_are_skipped(llama: Path, tmp_path: Path) -> None:
     """PEFT saves the embeddings whole where factors are of them."""
-    source = rewritten(LLAMA, tmp_path, with_tensor("model.embed_tokens.base_layer.weight", (640, 256)))
+    source = write_changed_adapter(LLAMA, tmp_path, with_tensor("model.embed_tokens.base_layer.weight", (640, 256)))
     for plan in (
         plan_convert_lora(source, base=llama),
         plan_convert(llama, tmp_path / "x.gguf", None, options_of("llama", merge_lora=(str(source),))),
@@ -521,7 +524,7 @@ def test_an_invocation_cannot_be_merged(llama: Path, tmp_path: Path) -> None:
             plan_convert_lora(wrong, base=llama)
 
 
-def test_files_that_are_missing_or_cut(llama: Path, tmp_path: Path) -> None:
+def test_missing_or_truncated_files(llama: Path, tmp_path: Path) -> None:
     source = write_adapter(LLAMA, tmp_path)
     file, config = source / "adapter_model.safetensors", source / "adapter_config.json"
     data, text = file.read_bytes(), config.read_text()
@@ -567,7 +570,7 @@ def test_changed_files_are_refused_or_read(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", ["A", "B"])
-def test_a_value_that_is_none_is_the_adapters(llama: Path, tmp_path: Path, factor: str) -> None:
+def test_a_nonfinite_value_names_the_adapter(llama: Path, tmp_path: Path, factor: str) -> None:
     """A NaN in a factor is no fault of the weight that it is added to."""
     name = f"{Q}.lora_{factor}.weight"
 
@@ -576,7 +579,7 @@ def test_a_value_that_is_none_is_the_adapters(llama: Path, tmp_path: Path, facto
         nan = np.full(1, np.nan, {"F32": np.float32, "F16": np.float16}.get(dtype, np.float32)).tobytes()
         return {**tensors, name: (full, dtype, shape, (b"\xc0\x7f" if dtype == "BF16" else nan) + data[len(nan) :])}
 
-    source = rewritten(LLAMA, tmp_path, with_nan)
+    source = write_changed_adapter(LLAMA, tmp_path, with_nan)
     with pytest.raises(FormatError) as e:
         convert(llama, tmp_path / "x.gguf", None, options_of("llama", merge_lora=(str(source),)))
     assert str(source / "adapter_model.safetensors") in e.value.message
@@ -584,7 +587,7 @@ def test_a_value_that_is_none_is_the_adapters(llama: Path, tmp_path: Path, facto
     assert not (tmp_path / "x.gguf").exists()
 
 
-def test_options_that_do_not_go_together(llama: Path, tmp_path: Path) -> None:
+def test_incompatible_options(llama: Path, tmp_path: Path) -> None:
     source = str(write_adapter(LLAMA, tmp_path))
     for scale in ("0", "nan", "inf", "-inf"):
         with refuses(RecipeError, "QK-E203 0"):
@@ -597,7 +600,7 @@ def test_options_that_do_not_go_together(llama: Path, tmp_path: Path) -> None:
         plan_convert_lora(source, base=llama, outtype="q4_0")
 
 
-def test_no_input_is_replaced(llama: Path, tmp_path: Path) -> None:
+def test_inputs_are_never_replaced(llama: Path, tmp_path: Path) -> None:
     source = write_adapter(LLAMA, tmp_path)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         before = (source / file).read_bytes()
@@ -645,7 +648,7 @@ def test_command_lines(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.peer
-def test_llama_cpp_runs_a_file_as_the_merged_model(llama_bin: Path, data: Path, tmp_path: Path) -> None:
+def test_llama_cpp_runs_an_adapter_like_the_merged_model(llama_bin: Path, data: Path, tmp_path: Path) -> None:
     """Perplexity with --lora is that of the merged model: attention, experts, rsLoRA, ranks by pattern."""
     script = Path(__file__).parents[2] / "scripts" / "make_tiny_checkpoint.py"
     base = tmp_path / "tiny-moe"

@@ -114,7 +114,7 @@ def test_the_identity_holds_for_any_shape_and_over_shards(
 
 
 def test_split_then_merge_is_the_identity_too(tmp_path: Path) -> None:
-    """A file that was merged elsewhere: other tensors between, no record of ours."""
+    """A file that was merged elsewhere: other tensors between, without quantkit's record."""
     merged = tmp_path / "m.gguf"
     t = BY_NAME["Q8_0"]
     tensors = [
@@ -131,7 +131,7 @@ def test_split_then_merge_is_the_identity_too(tmp_path: Path) -> None:
     assert merged_again.read_bytes() == merged.read_bytes()
 
 
-def test_merged_experts_take_the_place_of_the_first_half(tmp_path: Path, zoo: Callable[[str], Path]) -> None:
+def test_merged_experts_replace_the_first_half(tmp_path: Path, zoo: Callable[[str], Path]) -> None:
     """In the zoo, ffn_down_exps lies between the two."""
     run_merge(plan_merge_up_gate(zoo("qwen3moe-moe"), tmp_path / "m.gguf"))
     with open_gguf(tmp_path / "m.gguf") as merged:
@@ -139,7 +139,7 @@ def test_merged_experts_take_the_place_of_the_first_half(tmp_path: Path, zoo: Ca
     assert names[-3:] == ["ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"]
 
 
-def test_only_what_was_merged_here_is_taken_apart(tmp_path: Path) -> None:
+def test_only_recorded_merges_are_split(tmp_path: Path) -> None:
     t, source = BY_NAME["F16"], tmp_path / "s.gguf"
     tensors = experts(t, 4, 2, layers=1, bias=False)
     write_gguf(source, FIELDS, [*tensors, random_tensor("blk.1.ffn_gate_up_exps.weight", (1, 8, 2), t, 7)])
@@ -147,7 +147,7 @@ def test_only_what_was_merged_here_is_taken_apart(tmp_path: Path) -> None:
     assert split_path.read_bytes() == source.read_bytes()
 
 
-def test_a_quantized_merge_comes_apart_in_the_order_of_its_source(tmp_path: Path, tiny_moe: Path) -> None:
+def test_a_quantized_merge_is_split_in_source_order(tmp_path: Path, tiny_moe: Path) -> None:
     merged = carry_out(plan_merge_up_gate(tiny_moe, tmp_path / "m.gguf"))
     quantize(merged, tmp_path / "q.gguf", "Q8_0", QuantizeOptions(no_provenance=True))
     separate = carry_out(plan_split_up_gate(tmp_path / "q.gguf", tmp_path / "s.gguf"))
@@ -156,7 +156,7 @@ def test_a_quantized_merge_comes_apart_in_the_order_of_its_source(tmp_path: Path
     assert tensor_bytes(separate) == tensor_bytes(tmp_path / "direct.gguf")
 
 
-def test_up_first_experts_are_turned_around(tmp_path: Path) -> None:
+def test_up_first_experts_are_swapped(tmp_path: Path) -> None:
     source = tmp_path / "old.gguf"
     write_gguf(source, FIELDS, [random_tensor("blk.0.ffn_up_gate_exps.weight", (32, 4, 2), BY_NAME["Q8_0"], 1)])
     turned = tensor_bytes(carry_out(plan_merge_up_gate(source, tmp_path / "new.gguf")))
@@ -166,7 +166,7 @@ def test_up_first_experts_are_turned_around(tmp_path: Path) -> None:
     assert turned == {"blk.0.ffn_gate_up_exps.weight": ("Q8_0", want)}
 
 
-def test_halves_of_different_types_are_left_alone_or_encoded_again(tmp_path: Path) -> None:
+def test_halves_of_different_types_are_kept_or_reencoded(tmp_path: Path) -> None:
     source, shape = tmp_path / "s.gguf", (64, 3, 2)
     rng = np.random.default_rng(1)
     gate, up = (rng.normal(0, 0.1, shape[::-1]).astype(np.float32) for _ in range(2))
@@ -209,7 +209,7 @@ def test_halves_of_different_types_are_left_alone_or_encoded_again(tmp_path: Pat
         ),
     ],
 )
-def test_what_cannot_be_merged_is_named(tmp_path: Path, change: object, refusal: str) -> None:
+def test_unmergeable_tensors_are_named(tmp_path: Path, change: object, refusal: str) -> None:
     source = tmp_path / "s.gguf"
     assert callable(change)
     write_gguf(source, FIELDS, change(experts(BY_NAME["F32"], 2, 2, layers=1)))
@@ -217,7 +217,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path, change: object, refusal:
         plan_merge_up_gate(source, tmp_path / "o.gguf")
 
 
-def test_interleaved_rows_must_divide(tmp_path: Path) -> None:
+def test_interleaved_rows_must_form_whole_groups(tmp_path: Path) -> None:
     t = BY_NAME["Q4_K_R4"]
     merged = [random_tensor("blk.0.ffn_gate_up_exps.weight", (256, 4, 2), t, 1)]
     write_gguf(tmp_path / "m.gguf", FIELDS, merged)
@@ -225,7 +225,7 @@ def test_interleaved_rows_must_divide(tmp_path: Path) -> None:
         plan_split_up_gate(tmp_path / "m.gguf", tmp_path / "o.gguf")
 
 
-def test_merged_twice_is_said(tmp_path: Path, tiny_moe: Path) -> None:
+def test_merging_twice_is_noted(tmp_path: Path, tiny_moe: Path) -> None:
     merged = carry_out(plan_merge_up_gate(tiny_moe, tmp_path / "m.gguf"))
     with refuses(RecipeError, "QK-E211 m.gguf"):
         plan_merge_up_gate(merged, tmp_path / "o.gguf")
@@ -233,7 +233,7 @@ def test_merged_twice_is_said(tmp_path: Path, tiny_moe: Path) -> None:
         plan_split_up_gate(tiny_moe, tmp_path / "o.gguf")
 
 
-def test_the_later_half_may_lie_in_a_later_shard(tmp_path: Path) -> None:
+def test_the_second_half_may_be_in_a_later_shard(tmp_path: Path) -> None:
     tensors_of_file = [
         random_tensor(f"blk.0.{n}.weight", (8, 2, 2), BY_NAME["F32"], 1) for n in ("ffn_up_exps", "a", "ffn_gate_exps")
     ]
@@ -251,7 +251,7 @@ def test_the_later_half_may_lie_in_a_later_shard(tmp_path: Path) -> None:
     assert [s.path.read_bytes() for s in split_plan.plan.shards] == [path.read_bytes() for path in shards]
 
 
-def test_shards_are_kept_where_the_record_knows_none(tmp_path: Path, tiny_moe: Path) -> None:
+def test_shards_are_kept_without_a_record(tmp_path: Path, tiny_moe: Path) -> None:
     merged = carry_out(plan_merge_up_gate(tiny_moe, tmp_path / "m.gguf"))
     options = QuantizeOptions(split_max_size=4_000_000, no_provenance=True)
     shards = quantize(merged, tmp_path / "q.gguf", "Q8_0", options).paths
@@ -316,7 +316,7 @@ def test_a_dry_run_and_refusals_write_nothing(tmp_path: Path, tiny_moe: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_metadata_is_as_before_and_the_record_is_gone(tmp_path: Path, tiny_moe: Path) -> None:
+def test_splitting_restores_metadata_and_removes_the_record(tmp_path: Path, tiny_moe: Path) -> None:
     merged, split_path = round_trip(tiny_moe, tmp_path)
     with open_gguf(merged) as m, open_gguf(split_path) as b, open_gguf(tiny_moe) as t:
         assert m.get("quantkit.merge.tensors") == list(t.tensors)

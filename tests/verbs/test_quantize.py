@@ -1,4 +1,4 @@
-"""The verb: what is written, and what is refused."""
+"""The verb quantize: outputs and refusals."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_the_plan_is_the_file(llama: Path, tmp_path: Path) -> None:
         }
 
 
-def test_nothing_but_the_output_is_left(llama: Path, tmp_path: Path) -> None:
+def test_only_the_output_remains(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "o.gguf", "Q8_0")
     assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
 
 
-def test_measured_error_is_the_decoded_difference(llama: Path, tmp_path: Path) -> None:
+def test_measured_error_equals_the_decoded_difference(llama: Path, tmp_path: Path) -> None:
     from quantkit.kernels import dequantize
 
     out = tmp_path / "o.gguf"
@@ -93,7 +93,7 @@ def test_measured_error_is_the_decoded_difference(llama: Path, tmp_path: Path) -
 # ---------------------------------------------------------------- shards
 
 
-def test_shards_hold_the_same_bytes(llama: Path, tmp_path: Path) -> None:
+def test_shards_have_the_same_bytes(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "one.gguf", "Q4_0")
     result = quantize(llama, tmp_path / "many.gguf", "Q4_0", QuantizeOptions(split_max_size=60_000))
     assert len(result.paths) > 3
@@ -175,7 +175,7 @@ def quantized(llama: Path, data: Path, tmp_path: Path) -> Path:
     return tmp_path / "q.gguf"
 
 
-def test_a_copy_keeps_what_the_source_says_of_its_making(quantized: Path, tmp_path: Path) -> None:
+def test_a_copy_keeps_the_sources_provenance(quantized: Path, tmp_path: Path) -> None:
     origin, imatrix = keys_of(quantized), keys_of(quantized, "quantize.imatrix")
     assert origin["quantkit.quantize.recipe"] == "Q8_0\n--override-kv general.name=str:Mine\n--override-kv a.b=int:1"
     assert len(origin["quantkit.quantize.imatrix.sha256"]) == 64
@@ -202,7 +202,7 @@ def test_a_copy_keeps_what_the_source_says_of_its_making(quantized: Path, tmp_pa
         assert len(copy["quantkit.copy.version"]) == len(names)
 
 
-def test_what_is_encoded_again_says_what_its_source_said(quantized: Path, tmp_path: Path) -> None:
+def test_a_requantized_file_keeps_its_sources_provenance(quantized: Path, tmp_path: Path) -> None:
     quantize(quantized, tmp_path / "copy.gguf", "COPY")
     options = QuantizeOptions(allow_requantize=True)
     quantize(tmp_path / "copy.gguf", tmp_path / "again.gguf", "Q4_0", options)
@@ -223,7 +223,7 @@ def test_what_is_encoded_again_says_what_its_source_said(quantized: Path, tmp_pa
 
 
 @pytest.mark.parametrize("type_name", ["COPY", "Q4_0"])
-def test_no_provenance_is_none_at_all(quantized: Path, tmp_path: Path, type_name: str) -> None:
+def test_no_provenance_writes_no_keys(quantized: Path, tmp_path: Path, type_name: str) -> None:
     options = QuantizeOptions(no_provenance=True, allow_requantize=True)
     quantize(quantized, tmp_path / "o.gguf", type_name, options)
     assert keys_of(tmp_path / "o.gguf") == {}
@@ -264,7 +264,7 @@ def test_the_text_of_a_file_becomes_a_value(llama: Path, tmp_path: Path, kind: s
     refused(RecipeError, "QK-E121 UTF-8", llama, tmp_path / "p.gguf", "COPY", binary)
 
 
-def test_pruned_layers_are_gone_and_counted(tmp_path: Path) -> None:
+def test_pruned_layers_are_removed_and_counted(tmp_path: Path) -> None:
     fields = llama_fields(layers=4, llama__attention__head_count_kv=[1, 2, 3, 4])
     source = write_model(tmp_path / "s.gguf", llama_tensors(layers=4), fields)
     out = tmp_path / "o.gguf"
@@ -285,7 +285,7 @@ def refused(error: type[QuantkitError], refusal: str, *args: Any, **kwargs: Any)
         quantize(*args, **kwargs)
 
 
-def test_outputs_that_would_destroy_something_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_destructive_outputs_are_refused(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     out.write_bytes(b"precious")
     refused(ResourceError, "QK-E402 o.gguf --overwrite", llama, out, "Q8_0")
@@ -301,7 +301,7 @@ def test_outputs_that_would_destroy_something_are_refused(llama: Path, tmp_path:
     assert out.read_bytes()[:4] == b"GGUF"
 
 
-def test_an_output_that_is_a_link_lies_where_it_points(llama: Path, tmp_path: Path) -> None:
+def test_an_output_link_is_followed(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "o.gguf").symlink_to(tmp_path / "disk" / "real.gguf")
     quantize(llama, tmp_path / "o.gguf", "Q8_0")
@@ -309,19 +309,19 @@ def test_an_output_that_is_a_link_lies_where_it_points(llama: Path, tmp_path: Pa
     assert [p.name for p in (tmp_path / "disk").iterdir()] == ["real.gguf"]
 
 
-def test_a_full_disk_is_noticed_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_detected_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module.shutil, "disk_usage", lambda _: type("U", (), {"free": 1000})())
     refused(ResourceError, "QK-E406 1000", llama, tmp_path / "o.gguf", "Q8_0")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_memory_is_said(llama: Path, tmp_path: Path) -> None:
+def test_too_little_memory_is_an_error(llama: Path, tmp_path: Path) -> None:
     refused(ResourceError, "QK-E407 2", llama, tmp_path / "o.gguf", "Q8_0", threads=2, max_ram=1000)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY", "F32"])
-def test_a_value_that_is_not_finite_is_located(tmp_path: Path, value: float, type_name: str) -> None:
+def test_a_nonfinite_value_is_located(tmp_path: Path, value: float, type_name: str) -> None:
     source = write_model(tmp_path / "s.gguf", llama_tensors())
     with open_gguf(source) as file:
         offset = file.tensors["blk.1.ffn_up.weight"].offset + (77 * 256 + 5) * 2
@@ -332,7 +332,7 @@ def test_a_value_that_is_not_finite_is_located(tmp_path: Path, value: float, typ
     assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
 
 
-def test_a_source_that_shrinks_is_noticed(llama: Path, tmp_path: Path) -> None:
+def test_a_shrinking_source_is_detected(llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "s.gguf"
     source.write_bytes(llama.read_bytes())
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0")
@@ -343,7 +343,7 @@ def test_a_source_that_shrinks_is_noticed(llama: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
 
 
-def test_requests_that_make_no_sense_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     refused(TypeNotSupported, "QK-E301 Q4_K_X", llama, out, "Q4_K_X")
     refused(
@@ -401,14 +401,14 @@ def test_rules_of_ik(llama: Path, tmp_path: Path) -> None:
         assert file.get("quantkit.quantize.recipe") == "Q3_K_M\n--rules ik"
 
 
-def test_a_file_without_layers_is_no_problem(tmp_path: Path) -> None:
+def test_a_file_without_layers_is_quantized(tmp_path: Path) -> None:
     source = write_model(tmp_path / "s.gguf", {"token_embd.weight": ((256, 4), "F16")}, llama_fields(0))
     quantize(source, tmp_path / "o.gguf", "Q4_K_M")
     assert list(tensor_bytes(tmp_path / "o.gguf")) == ["token_embd.weight"]
     refused(RecipeError, "QK-E203 0", source, tmp_path / "p.gguf", "Q8_0", QuantizeOptions(prune_layers=(0,)))
 
 
-def test_a_file_that_is_no_model_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_file_without_a_model_is_refused(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     refused(FormatError, "QK-E123 tiny-moe-imatrix.gguf", data / "tiny-moe-imatrix.gguf", out, "Q8_0")
     source = write_model(tmp_path / "s.gguf", llama_tensors(), [])
@@ -418,7 +418,7 @@ def test_a_file_that_is_no_model_is_refused(data: Path, tmp_path: Path) -> None:
         assert file.get("general.architecture") == "llama"
 
 
-def test_metadata_of_a_wrong_type_is_named(tmp_path: Path) -> None:
+def test_metadata_of_wrong_type_is_named(tmp_path: Path) -> None:
     heads = "llama.attention.head_count"
     fields = [f for f in llama_fields() if f.key != heads]
     source = write_model(tmp_path / "s.gguf", llama_tensors(), [*fields, Field.of(heads, "x")])
@@ -429,7 +429,7 @@ def test_metadata_of_a_wrong_type_is_named(tmp_path: Path) -> None:
     refused(FormatError, "QK-E123 general.file_type x", source, tmp_path / "p.gguf", "COPY")
 
 
-def test_overrides_count_for_the_mixture(tmp_path: Path) -> None:
+def test_overrides_affect_the_type_rules(tmp_path: Path) -> None:
     """As in llama-quantize, which loads the source with them: of four layers, only some get more bits."""
     source = write_model(tmp_path / "s.gguf", llama_tensors(4), llama_fields(4))
     plain = plan_quantize(source, tmp_path / "o.gguf", "Q4_K_M")
@@ -444,15 +444,13 @@ def test_a_copy_of_an_unnamed_file_type_is_marked_as_a_guess(llama: Path, tmp_pa
         assert file.get("general.file_type") == 1024 + 1  # LLAMA_FTYPE_GUESSED, MOSTLY_F16
 
 
-def test_a_copied_value_that_is_not_finite_is_called_a_value(tmp_path: Path) -> None:
+def test_a_copied_nonfinite_value_is_reported(tmp_path: Path) -> None:
     norm = np.full(256, np.nan, np.float32).tobytes()
     write_gguf(tmp_path / "s.gguf", llama_fields(), [("output_norm.weight", (256,), BY_NAME["F32"], norm)])
     refused(FormatError, "QK-E108 0 F32", tmp_path / "s.gguf", tmp_path / "o.gguf", "Q8_0")
 
 
-def test_nothing_is_said_to_be_kept_when_nothing_was_written(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_resume_hint_without_written_data(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -489,7 +487,7 @@ def interrupted(source: Path, out: Path, tensors: int) -> None:
 
 
 @pytest.mark.parametrize("tensors", [1, 5, 16])
-def test_an_interrupted_run_goes_on(llama: Path, tmp_path: Path, tensors: int) -> None:
+def test_an_interrupted_run_is_resumed(llama: Path, tmp_path: Path, tensors: int) -> None:
     quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
     out = tmp_path / "o.gguf"
     interrupted(llama, out, tensors)
@@ -513,7 +511,7 @@ def test_empty_tensors_are_resumed(tmp_path: Path, tensors: int) -> None:
     assert sha256(out) == sha256(full)
 
 
-def test_damaged_bytes_are_made_again(llama: Path, tmp_path: Path) -> None:
+def test_damaged_bytes_are_encoded_again(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
     out = tmp_path / "o.gguf"
     interrupted(llama, out, 8)
@@ -526,7 +524,7 @@ def test_damaged_bytes_are_made_again(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel_copies", [True, False])
-def test_damaged_copies_are_made_again(
+def test_damaged_copies_are_copied_again(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
 ) -> None:
     """With copy_file_range, and where the kernel cannot do it (two file systems)."""
@@ -547,7 +545,7 @@ def test_damaged_copies_are_made_again(
     assert sha256(out) == sha256(tmp_path / "whole.gguf")
 
 
-def test_a_torn_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
+def test_an_incomplete_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
     out = tmp_path / "o.gguf"
     interrupted(llama, out, 8)
@@ -559,7 +557,7 @@ def test_a_torn_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [b"5", b"[]", b'{"tensor": "a"}', b'{"tensor": [], "crc32": 1, "sums": []}', b"\xff"])
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_journal_of_nonsense_is_read_no_further(llama: Path, tmp_path: Path, line: bytes, position: int) -> None:
+def test_reading_stops_at_an_invalid_journal_line(llama: Path, tmp_path: Path, line: bytes, position: int) -> None:
     quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
     out = tmp_path / "o.gguf"
     interrupted(llama, out, 8)
@@ -571,7 +569,7 @@ def test_a_journal_of_nonsense_is_read_no_further(llama: Path, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("left", [None, 1000])
-def test_a_finished_part_that_was_damaged_is_made_again(
+def test_a_damaged_finished_part_is_encoded_again(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int | None
 ) -> None:
     """Killed between the last byte and the rename; then the file under the temporary name is cut or removed."""
@@ -594,7 +592,7 @@ def test_a_finished_part_that_was_damaged_is_made_again(
     assert sha256(out) == sha256(tmp_path / "whole.gguf")
 
 
-def test_other_work_is_not_resumed(llama: Path, tmp_path: Path) -> None:
+def test_a_different_request_is_not_resumed(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     interrupted(llama, out, 3)
     refused(ResourceError, "QK-E408 --resume", llama, out, "Q4_K_M")
@@ -612,8 +610,8 @@ def test_other_work_is_not_resumed(llama: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["o.gguf"]
 
 
-def test_another_encoder_is_other_work_even_without_provenance(llama: Path, tmp_path: Path) -> None:
-    """The header and all sizes are the same: only the fingerprint tells them apart."""
+def test_another_encoder_is_not_resumed_even_without_provenance(llama: Path, tmp_path: Path) -> None:
+    """The header and all sizes are the same: only the fingerprint distinguishes them."""
     plans = {
         encoder: plan_quantize(
             llama, tmp_path / "o.gguf", "IQ4_XS", QuantizeOptions(encoder=encoder, no_provenance=True)
@@ -625,7 +623,7 @@ def test_another_encoder_is_other_work_even_without_provenance(llama: Path, tmp_
     refused(RecipeError, "QK-E203 best", llama, tmp_path / "o.gguf", "COPY", QuantizeOptions(encoder="best"))
 
 
-def test_resume_without_an_earlier_run_just_runs(llama: Path, tmp_path: Path) -> None:
+def test_resume_without_an_earlier_run_starts_one(llama: Path, tmp_path: Path) -> None:
     assert quantize(llama, tmp_path / "o.gguf", "Q8_0", resume=True).run.resumed == 0
 
 
@@ -656,7 +654,7 @@ IK_EXPECTED = json.loads((DATA / "ik-quantize.json").read_text())
 
 
 @pytest.mark.parametrize("case", IK_EXPECTED)
-def test_tiny_moe_is_the_file_of_ik_llama_quantize(data: Path, tiny_moe: Path, tmp_path: Path, case: str) -> None:
+def test_tiny_moe_equals_ik_llama_quantizes_file(data: Path, tiny_moe: Path, tmp_path: Path, case: str) -> None:
     """Hashes of whole files, made by llama-quantize of ik_llama.cpp 8337e4cd3 built with -mavx2 -ffp-contract=off.
 
     As it reads no other, the importance matrix was a .dat, hidden, because the header has its path; and IQ2_KS has the

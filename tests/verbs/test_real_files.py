@@ -65,7 +65,9 @@ def test_the_bytes_are_the_references(vocabularies: dict[str, tuple[Path, tuple[
     assert sums == EXPECTED
 
 
-def test_notes_say_which_tokenize_otherwise(vocabularies: dict[str, tuple[Path, tuple[str, ...]]]) -> None:
+def test_notes_name_vocabularies_that_tokenize_differently(
+    vocabularies: dict[str, tuple[Path, tuple[str, ...]]],
+) -> None:
     about = {name: [note for note in notes if re.search(r"\bids\b", note)] for name, (_, notes) in vocabularies.items()}
     assert {name for name, notes in about.items() if any("not checked" in note for note in notes)} == UNCHECKED
     assert {name for name, notes in about.items() if any("instead of" in note for note in notes)} == DIFFERENT_IDS
@@ -85,7 +87,7 @@ def test_ids_are_llama_cpps(vocabularies: dict[str, tuple[Path, tuple[str, ...]]
             assert actual.tolist() == ids, f"{name}: {text!r}"
 
 
-def test_a_whole_model_is_read_and_quantized_anew(tmp_path: Path, llama_bin: Path, data: Path) -> None:
+def test_a_whole_model_is_read_and_requantized(tmp_path: Path, llama_bin: Path, data: Path) -> None:
     """Gemma 3 270M in Q4_K_M: inspect, an F32 copy, compare, perplexity beside llama-perplexity."""
     facts = inspect(real_files.GEMMA)
     assert (facts.architecture, facts.n_tensors) == ("gemma3", 236)
@@ -114,7 +116,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_whole_model_comes_back_from_its_checkpoint(exported: Path, tmp_path: Path) -> None:
+def test_a_whole_model_round_trips_through_a_checkpoint(exported: Path, tmp_path: Path) -> None:
     """Values and keys are those of a BF16 copy; only the RoPE base that the file leaves to its loader is added."""
     output, copy = tmp_path / "back.gguf", tmp_path / "copy.gguf"
     convert(exported, output)
@@ -127,7 +129,7 @@ def test_a_whole_model_comes_back_from_its_checkpoint(exported: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("preset", ["Q4_0", "Q8_0", "IQ4_XS"])
-def test_a_whole_model_quantized_anew_has_llama_quantizes_bytes(preset: str, tmp_path: Path, llama_bin: Path) -> None:
+def test_a_requantized_whole_model_equals_llama_quantizes(preset: str, tmp_path: Path, llama_bin: Path) -> None:
     out = tmp_path / "out.gguf"
     command = ["llama-quantize", "--allow-requantize", str(real_files.GEMMA), str(out), preset, "2"]
 

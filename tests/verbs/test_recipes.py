@@ -63,9 +63,7 @@ def test_numbers_as_a_pattern(numbers: set[int]) -> None:
 
 @settings(deadline=None)
 @given(st.dictionaries(NAMES, TYPES, max_size=40), st.sets(NAMES, max_size=20), st.sampled_from(DIALECTS))
-def test_written_rules_give_exactly_the_types(
-    types: dict[str, TensorType], extra_names: set[str], dialect: str
-) -> None:
+def test_written_rules_reproduce_the_types(types: dict[str, TensorType], extra_names: set[str], dialect: str) -> None:
     strangers = extra_names - types.keys()
     text = write_recipe(types, ["a line"], dialect, other_names=strangers)
     read = parse_recipe(text, "r", dialect)
@@ -91,7 +89,7 @@ def test_rules_are_few_and_readable() -> None:
         write_recipe(types, dialect="llama.cpp")
 
 
-def test_names_that_no_rule_tells_apart() -> None:
+def test_names_that_no_rule_distinguishes() -> None:
     with refuses(RecipeError, "QK-E200 a.weight Q8_0 Q4_K"):
         write_recipe({"A.weight": BY_NAME["Q4_K"], "a.weight": BY_NAME["Q8_0"]})
 
@@ -175,7 +173,7 @@ def write_recipe_file(folder: Path, text: str) -> Path:
         (r"^blk\.3\.ffn_down_exps\.weight$=iq2_ks", "thireus"),
     ],
 )
-def test_dialects_are_told_apart(text: str, dialect: str) -> None:
+def test_dialects_are_detected(text: str, dialect: str) -> None:
     assert detect_dialect(text) == dialect
 
 
@@ -204,7 +202,7 @@ def test_converted_recipes_give_the_same_types(text: str, dialect: str, big: Pat
     )
 
 
-def test_types_a_tree_lacks_are_left_out_or_replaced(big: Path, tmp_path: Path) -> None:
+def test_types_missing_in_a_project_are_dropped_or_replaced(big: Path, tmp_path: Path) -> None:
     path = write_recipe_file(tmp_path, "attn = iq6_k\nffn = q4_K\n")
     result = convert_recipe(path, "llama.cpp", model=big)
     assert result.text == "ffn=q4_k\n"
@@ -215,7 +213,7 @@ def test_types_a_tree_lacks_are_left_out_or_replaced(big: Path, tmp_path: Path) 
     assert not result.omitted
 
 
-#: What patterns are put together from: what engines read in the same way, and what some do not.
+#: Parts of patterns: portable ones, and ones that some engines read differently.
 PARTS = st.sampled_from(
     ["attn", "_", "[qk]", r"\.", ".", "blk", r"\d", r"\D", "[0-9]", "{1,2}", "+", "?", "*", "|", "(up|gate)"]
     + [
@@ -241,7 +239,7 @@ PARTS = st.sampled_from(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.lists(PARTS, min_size=1, max_size=5), TYPES), max_size=4), st.sets(NAMES, max_size=12))
-def test_any_rules_there_and_back(rule_lists: list[tuple[list[str], TensorType]], names: set[str]) -> None:
+def test_any_rules_round_trip(rule_lists: list[tuple[list[str], TensorType]], names: set[str]) -> None:
     rules = []
     for parts, t in rule_lists:
         try:
@@ -271,19 +269,19 @@ def test_any_rules_there_and_back(rule_lists: list[tuple[list[str], TensorType]]
         ("ATTN", "ik", "attn"),
     ],
 )
-def test_rewritten(pattern: str, dialect: str, expected: str) -> None:
+def test_rewritten_patterns(pattern: str, dialect: str, expected: str) -> None:
     assert rewrite(pattern, dialect) == expected
 
 
 @pytest.mark.parametrize(
     "pattern", ["(?i)a", "a*+", "(?<=a)b", r"\p{L}", r"\Aa", "(a)\\1", "a**", "[]a]", "a{1,99999}"]
 )
-def test_not_portable(pattern: str) -> None:
+def test_patterns_that_are_not_portable(pattern: str) -> None:
     with pytest.raises(NotPortable):
         rewrite(pattern, "ik")
 
 
-def test_llama_cpp_lowers_patterns_and_ik_does_not() -> None:
+def test_llama_cpp_lowercases_patterns_and_ik_does_not() -> None:
     assert DialectPattern("ATTN", "llama.cpp", "").matches("blk.0.attn_q.weight")
     assert not DialectPattern("ATTN", "ik", "").matches("blk.0.attn_q.weight")
     assert DialectPattern(r"^\Slk", "ik", "").matches("blk.0")
@@ -316,7 +314,7 @@ def test_lint_without_a_model(tmp_path: Path) -> None:
     assert [(f.code, f.severity) for f in lints] == [("QK-W028", "error")]
 
 
-def test_rows_that_do_not_divide_are_told(tmp_path: Path) -> None:
+def test_rows_of_partial_blocks_are_reported(tmp_path: Path) -> None:
     fields = [Field.of("general.architecture", "llama"), Field.of("llama.block_count", 1)]
     infos = [("blk.0.ffn_down.weight", (96, 64), BY_NAME["F16"]), ("blk.0.attn_q.weight", (256, 60), BY_NAME["F16"])]
     model = write_hollow(tmp_path / "m.gguf", fields, infos, {})
@@ -343,7 +341,7 @@ def test_show_by_class_and_device(big: Path, tmp_path: Path) -> None:
             show_recipe(path, model=big, **options)
 
 
-def test_of_a_file_and_back(tmp_path: Path) -> None:
+def test_recipe_of_a_file_round_trips(tmp_path: Path) -> None:
     model = Path(__file__).parents[1] / "data" / "tiny-moe-bf16.gguf"
     out = tmp_path / "out.gguf"
     options = QuantizeOptions(tensor_type=("attn_k=q8_0", "attn_v=q5_0"), token_embedding_type="q5_0")

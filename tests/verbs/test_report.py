@@ -128,7 +128,7 @@ def example(hostile: str = "", layers: int = 6) -> Report:
     )
 
 
-def test_data_survive_a_file(tmp_path: Path) -> None:
+def test_report_data_round_trip(tmp_path: Path) -> None:
     numbers = example(HOSTILE)
     path = tmp_path / "data.json"
     path.write_text(numbers.to_json())
@@ -138,7 +138,7 @@ def test_data_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value"), [("files", 1), ("kind", "other"), ("format", 2), ("title", None), ("more", 1), ("model", [])]
 )
-def test_other_data_are_refused(tmp_path: Path, place: str, value: object) -> None:
+def test_unknown_data_are_refused(tmp_path: Path, place: str, value: object) -> None:
     data = json.loads(example().to_json())
     data[place] = value
     path = tmp_path / "data.json"
@@ -147,7 +147,7 @@ def test_other_data_are_refused(tmp_path: Path, place: str, value: object) -> No
         read_data(path)
 
 
-def test_names_cannot_leave_their_place_in_the_page() -> None:
+def test_names_are_escaped_in_the_page() -> None:
     text = page_text(example(HOSTILE))
     plain = page_text(example())
     assert text.count("<script") == plain.count("<script")
@@ -159,7 +159,7 @@ def test_names_cannot_leave_their_place_in_the_page() -> None:
     assert json.loads(script_json(HOSTILE)) == HOSTILE
 
 
-def test_the_page_asks_for_nothing() -> None:
+def test_the_page_makes_no_request() -> None:
     text = page_text(example())
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
@@ -168,7 +168,7 @@ def test_the_page_asks_for_nothing() -> None:
     assert not re.search(r"<(?:link|img|iframe|object|embed)\b|\ssrc=|@import|url\(", text.partition("<script")[0])
 
 
-def test_a_colour_scale_says_that_it_ends_before_the_least_value() -> None:
+def test_a_clipped_colour_scale_is_labelled() -> None:
     numbers = example()
     assert numbers.sensitivity is not None
     least = dataclasses.replace(numbers.sensitivity.costs[0], kld=1e-9)
@@ -179,7 +179,7 @@ def test_a_colour_scale_says_that_it_ends_before_the_least_value() -> None:
         assert chart.scale.ticks[0].startswith("≤") is is_open
 
 
-def test_tables_have_all_that_charts_show() -> None:
+def test_tables_have_all_data_of_charts() -> None:
     numbers = example()
     text = page_text(numbers)
     assert {c.name for c in charts(numbers)} >= {"chart-divergence", "chart-tokens", "chart-errors", "chart-coverage"}
@@ -204,12 +204,12 @@ def test_tables_have_all_that_charts_show() -> None:
         (["m-", "m-Q4_0"], ["m-", "m-Q4_0"]),
     ],
 )
-def test_labels_are_cut_between_words(names: list[str], labels: list[str]) -> None:
+def test_labels_are_truncated_between_words(names: list[str], labels: list[str]) -> None:
     files = [dataclasses.replace(f, name=f"{n}.gguf") for f, n in zip(example().files, names, strict=False)]
     assert short_names(files) == labels
 
 
-def test_ink_has_contrast() -> None:
+def test_colours_have_contrast() -> None:
     assert (text_colour("#440154"), text_colour("#fde725")) == ("#ffffff", "#000000")
 
 
@@ -234,7 +234,7 @@ def measured_as(*values: tuple[int, float, float, float]) -> list[File]:
         ([(31, 0.020, 0.001, 1.0)], None, []),
     ],
 )
-def test_only_divergences_that_intervals_tell_apart_conclude(
+def test_only_disjoint_intervals_give_a_conclusion(
     values: list[tuple[int, float, float, float]], closest: str | None, worse: list[tuple[str, str]]
 ) -> None:
     files = measured_as(*values)
@@ -244,7 +244,7 @@ def test_only_divergences_that_intervals_tell_apart_conclude(
     assert [tuple(re.findall(r"model-\w+\.gguf", sentence)) for sentence in sentences] == expected
 
 
-def test_files_measured_on_other_texts_conclude_nothing() -> None:
+def test_different_texts_give_no_conclusion() -> None:
     first, *files = measured_as((31, 0.12, 0.004, 1.1), (57, 0.012, 0.001, 1.0))
     assert first.quality is not None
     assert closest_file([first, *files])
@@ -258,7 +258,7 @@ def test_a_perplexity_below_the_base_is_explained() -> None:
     assert not perplexity_warning(example().files)
 
 
-def test_an_error_is_a_standard_error_and_a_size_binary_in_page_and_card() -> None:
+def test_page_and_card_use_standard_errors_and_binary_sizes() -> None:
     numbers = example()
     file = numbers.files[0]
     assert file.quality is not None
@@ -309,7 +309,7 @@ def test_the_table_of_files_is_not_capped() -> None:
 
 
 @pytest.mark.parametrize("names", [[t.name for t in TYPES if t.block], ["IQ4_NL", "IQ4_XS", "Q4_K", "Q4_0", "Q4_1"]])
-def test_keys_tell_types_apart(names: list[str]) -> None:
+def test_legend_entries_distinguish_types(names: list[str]) -> None:
     keys = type_keys(names[:60])
     assert len(set(keys.values())) == len(keys)
     assert all(len(key) == 1 for key in keys.values())
@@ -317,7 +317,7 @@ def test_keys_tell_types_apart(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("layers", [4, 30, 90])
-def test_every_cell_of_types_has_a_name_and_a_key(layers: int) -> None:
+def test_every_type_cell_has_a_name_and_a_legend_entry(layers: int) -> None:
     numbers = report_of(3, layers)
     (chart,) = (c for c in charts(numbers) if c.name == "chart-types")
     keys = type_keys(sorted({m.type for f in numbers.files for m in f.matrices}))
@@ -328,7 +328,7 @@ def test_every_cell_of_types_has_a_name_and_a_key(layers: int) -> None:
     assert chart.min_width >= 9 * layers
 
 
-def test_a_map_tells_what_is_not_measured() -> None:
+def test_a_map_marks_missing_measurements() -> None:
     """No cell without a value has a colour of the scale; a row without any says so."""
     numbers = report_of(3, 30)
     for name in ("chart-errors", "chart-costs"):
@@ -350,7 +350,7 @@ def test_a_map_tells_what_is_not_measured() -> None:
     assert names == {name for name, error in errors.items() if error is not None}
 
 
-def test_plenty_of_tokens_looks_like_plenty() -> None:
+def test_large_token_counts_share_one_colour() -> None:
     """The colour of the coverage follows the number that suffices, not the largest one."""
     numbers = report_of(3, 30)
     (chart,) = (c for c in charts(numbers) if c.name == "chart-coverage")
@@ -362,7 +362,7 @@ def test_plenty_of_tokens_looks_like_plenty() -> None:
     assert blue > red
 
 
-def test_many_files_have_small_charts_of_one_scale() -> None:
+def test_many_files_get_small_charts_with_one_scale() -> None:
     of_three, of_twenty = charts(report_of(3, 4)), charts(report_of(20, 4))
     assert "chart-tokens" in {c.name for c in of_three}
     small = [c for c in of_twenty if c.name.startswith("chart-tokens-")]
@@ -386,7 +386,7 @@ def test_the_card_advises_by_measured_divergence() -> None:
     assert files[2].name in download
 
 
-def test_the_card_sets_what_the_metadata_lack() -> None:
+def test_the_card_fills_missing_metadata() -> None:
     def front(text: str) -> dict[str, str]:
         values: dict[str, str] = yaml.safe_load(text.split("---\n")[1])
         return values
@@ -402,19 +402,19 @@ def test_the_card_sets_what_the_metadata_lack() -> None:
     ("recipe", "name"),
     [("Q2_K", "Q2_K"), ("Q2_K\n--calibrate a.txt", "Q2_K"), ("Q2_K\n^x$ = Q4_K", "recipe"), (None, "Q2_K")],
 )
-def test_a_recipe_is_no_preset(recipe: str | None, name: str) -> None:
+def test_a_recipe_is_not_labelled_as_a_preset(recipe: str | None, name: str) -> None:
     file = dataclasses.replace(example().files[0], preset="Q2_K")
     provenance = () if recipe is None else (("quantkit.quantize.recipe", recipe),)
     assert preset_name(dataclasses.replace(file, provenance=provenance)) == name
 
 
-def test_downloads_have_sizes_of_hubs() -> None:
+def test_downloads_have_decimal_sizes() -> None:
     assert [decimal_size(n) for n in (6_056_000, 99_000_000, 4_370_000_000)] == ["6.1 MB", "99.0 MB", "4.37 GB"]
     shards = dataclasses.replace(example().files[0], name="m-00001-of-00003.gguf", shards=3)
     assert "--include 'm-*.gguf'" in card_text(dataclasses.replace(example(), files=(shards,)))
 
 
-def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
+def test_a_page_from_data_alone(tmp_path: Path) -> None:
     data, out = tmp_path / "kept.json", tmp_path / "page.html"
     with refuses(RecipeError, "QK-E214 page.json"):
         report([], out)
@@ -430,7 +430,7 @@ def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
         report([], out, data=data)
 
 
-def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of the zoo against one of them; another run measures nothing, and says the same."""
     base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
     tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
@@ -486,7 +486,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     assert sorted(tmp_path.glob("parts-*.gguf")) == shards
 
 
-def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None:
+def test_estimates_are_distinguished_from_measurements(tmp_path: Path) -> None:
     groups = tuple(Group(f"blk.{i}.attn_q", "attn_q", i, {f"blk.{i}.attn_q.weight": (256, 256)}) for i in range(3))
     q2_k = type_by_name("Q2_K")
     costs = (
@@ -509,7 +509,7 @@ def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None
     assert GUESS in page_text(numbers).partition("<script")[0]
 
 
-def test_the_command_of_what_tells_nothing_or_little(tmp_path: Path) -> None:
+def test_the_command_without_provenance(tmp_path: Path) -> None:
     """A file of llama-quantize names the importance matrix at most."""
     summary = dataclasses.replace(inspect(write_zoo("llama-dense", tmp_path / "q.gguf")), file_type_name="Q4_0")
     assert rebuild_command(summary) == ""
@@ -517,7 +517,7 @@ def test_the_command_of_what_tells_nothing_or_little(tmp_path: Path) -> None:
     assert rebuild_command(changed_summary) == "llama-quantize --imatrix i.gguf model-BF16.gguf q.gguf Q4_0"
 
 
-def test_the_command_of_what_was_calibrated(tmp_path: Path) -> None:
+def test_the_command_with_calibration(tmp_path: Path) -> None:
     """No covariances were given; texts are named without their folders."""
     recipe = "Q4_K_M\n--calibrate /home/me/a.txt,b.jsonl\n--calibrate-chunks 3\n^x$ = Q8_0"
     facts = (("quantkit.quantize.recipe", recipe), ("quantkit.feedback.method", 2))

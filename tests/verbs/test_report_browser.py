@@ -38,7 +38,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, page: Path) -> Any:
-    """Return the browser with the page anew, in the light theme, wide; what it logs is an error of the test."""
+    """Return the browser with the reloaded page, in the light theme, wide; log entries fail the test."""
     show(browser, page)
     yield browser
     assert [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
@@ -69,7 +69,7 @@ def test_every_chart_is_drawn(opened: Any) -> None:
     assert len(labels) == len(example().files)
 
 
-def test_links_lead_somewhere_and_headings_are_in_order(opened: Any) -> None:
+def test_links_have_targets_and_headings_are_in_order(opened: Any) -> None:
     bad = """return [...document.querySelectorAll("a")].map((a) => a.getAttribute("href"))
         .filter((to) => !to.startsWith("#") || !document.getElementById(to.slice(1)))"""
     assert opened.execute_script(bad) == []
@@ -90,7 +90,7 @@ def test_axe_finds_nothing(opened: Any, page: Path, theme: str) -> None:
     assert violations(verdict) == []
 
 
-def test_a_change_of_theme_shows_at_once(opened: Any) -> None:
+def test_a_theme_change_applies_immediately(opened: Any) -> None:
     ink = "return getComputedStyle(document.querySelector('#chart-divergence .role-axis-title text')).fill"
     before = opened.execute_script(ink)
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
@@ -98,7 +98,7 @@ def test_a_change_of_theme_shows_at_once(opened: Any) -> None:
     assert opened.execute_script(ink) != before
 
 
-def test_nothing_is_wider_than_a_phone(opened: Any, page: Path) -> None:
+def test_pages_fit_a_phone(opened: Any, page: Path) -> None:
     show(opened, page, width=NARROW)
     assert opened.execute_script("return document.documentElement.scrollWidth") <= NARROW
 
@@ -113,7 +113,7 @@ def test_the_keyboard_reaches_everything(opened: Any) -> None:
     assert len(names) == elements
 
 
-def test_headings_sort_by_number_and_say_so(opened: Any) -> None:
+def test_headings_sort_by_number_and_are_labelled(opened: Any) -> None:
     head = opened.find_elements("css selector", "#table-files thead th")[3]
     column = "return [...document.querySelectorAll('#table-files tbody tr')].map((r) => +r.cells[3].dataset.value)"
     button = head.find_element("css selector", "button")
@@ -132,7 +132,7 @@ def test_maps_show_the_chosen_file(opened: Any) -> None:
     WebDriverWait(opened, 10).until(lambda b: b.execute_script(cells) != before)
 
 
-def test_a_deep_model_is_drawn(opened: Any, tmp_path: Path) -> None:
+def test_a_deep_model_is_rendered(opened: Any, tmp_path: Path) -> None:
     """Also where charts have no width while they are made, as in a long page that is not laid out yet."""
     page, text = tmp_path / "deep.html", page_text(example(layers=100))
     page.write_text(text.replace("</head>", "<style>.chart { width: 0 }</style></head>", 1), encoding="utf-8")
@@ -193,7 +193,7 @@ def test_numbers_of_layers_are_apart(opened: Any, pages: dict[Any, Path], size: 
         assert min(gaps) >= 4
 
 
-def test_the_table_of_files_is_whole_and_scrolls_with_its_names(opened: Any, pages: dict[Any, Path]) -> None:
+def test_the_table_of_files_scrolls_with_fixed_names(opened: Any, pages: dict[Any, Path]) -> None:
     show(opened, pages[20, 30], width=NARROW)
     area = "document.querySelector('#table-files').parentElement"
     assert opened.execute_script(f"return {area}.scrollHeight <= {area}.clientHeight + 1")
@@ -205,7 +205,7 @@ def test_the_table_of_files_is_whole_and_scrolls_with_its_names(opened: Any, pag
     assert opened.execute_script(left) == before
 
 
-def test_labels_without_room_are_named(opened: Any, pages: dict[Any, Path]) -> None:
+def test_labels_without_space_are_listed(opened: Any, pages: dict[Any, Path]) -> None:
     show(opened, pages[20, 30], width=NARROW)
     for name in ("chart-divergence", "chart-perplexity"):
         texts = opened.execute_script(
@@ -218,7 +218,7 @@ def test_labels_without_room_are_named(opened: Any, pages: dict[Any, Path]) -> N
         assert bool(note) == any(not is_placed for _, is_placed in texts)
 
 
-def test_no_label_lies_on_the_line_of_the_base(opened: Any, pages: dict[Any, Path]) -> None:
+def test_no_label_overlaps_the_base_line(opened: Any, pages: dict[Any, Path]) -> None:
     show(opened, pages[20, 30])
     line, labels = opened.execute_script(
         """const box = (e) => { const b = e.getBoundingClientRect(); return [b.top, b.bottom, e.textContent]; };
@@ -230,7 +230,7 @@ def test_no_label_lies_on_the_line_of_the_base(opened: Any, pages: dict[Any, Pat
     assert [text for top, bottom, text in labels if top + 2 < line[0] < bottom - 2] == []
 
 
-def test_all_files_are_chosen_at_once_each_with_its_name(opened: Any, pages: dict[Any, Path]) -> None:
+def test_all_files_can_be_selected_with_names(opened: Any, pages: dict[Any, Path]) -> None:
     show(opened, pages[3, 90])
     names = "return [...document.querySelectorAll('#chart-types .file-name')].map((n) => n.textContent)"
     files = report_of(3, 90).by_size().files
@@ -243,7 +243,7 @@ def test_all_files_are_chosen_at_once_each_with_its_name(opened: Any, pages: dic
     assert opened.execute_script(maps) == len(files)
 
 
-def test_it_prints(opened: Any) -> None:
+def test_the_page_prints(opened: Any) -> None:
     pdf = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     assert base64.b64decode(pdf["data"]).startswith(b"%PDF-")
 

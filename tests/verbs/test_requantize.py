@@ -44,7 +44,7 @@ def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "encoder"), [("Q6_K_R4", None), ("Q6_K_R4", "mainline"), ("Q6_K", "ik")])
-def test_what_the_original_would_lose_is_by_the_same_search(tmp_path: Path, target: str, encoder: str | None) -> None:
+def test_the_originals_error_uses_the_same_encoder(tmp_path: Path, target: str, encoder: str | None) -> None:
     source, _ = model(tmp_path / "m.gguf", BY_NAME["Q8_K_R8"])
     options = QuantizeOptions(allow_requantize=True, encoder=encoder)
     (note,) = plan_quantize(source, tmp_path / "o.gguf", target, options).notes
@@ -52,7 +52,7 @@ def test_what_the_original_would_lose_is_by_the_same_search(tmp_path: Path, targ
     assert note.endswith(f"{QUALITY['Q8_K_R8'].error:.3g} %; {target} of the original weights loses {best:.3g} %")
 
 
-def test_what_loses_nothing_twice_is_not_mentioned(tmp_path: Path) -> None:
+def test_lossless_requantization_is_not_mentioned(tmp_path: Path) -> None:
     names = {t.name: t for t in DECODABLE}
     for t, target in (("F16", "Q4_0"), ("Q8_0", "F16"), ("Q8_0", "COPY")):
         source, _ = model(tmp_path / f"{t}.gguf", names[t])

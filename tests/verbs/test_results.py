@@ -68,7 +68,7 @@ def test_a_result_is_a_table(results: dict[str, Any], verb: str) -> None:
     assert not re.search(r"<(?!/?(table|thead|tbody|tr|th|td|caption)\b)", html)
 
 
-def test_values_are_those_of_the_result(results: dict[str, Any]) -> None:
+def test_table_values_equal_the_result(results: dict[str, Any]) -> None:
     kld = results["kld"]
     assert kld.mean == kld.sums.kld.mean
     assert kld.as_table().rows[0] == ("mean KL divergence", kld.mean.value, kld.mean.error)
@@ -121,7 +121,7 @@ def run(verb: str, folder: Path, tiny_moe: Path, data: Path, **progress: Any) ->
 @pytest.mark.parametrize(
     "verb", ["quantize", "merge_up_gate", "export", "compare", "perplexity", "imatrix", "covariance"]
 )
-def test_one_function_follows_every_verb(verb: str, tmp_path: Path, tiny_moe: Path, data: Path) -> None:
+def test_one_progress_callback_works_for_every_verb(verb: str, tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     events: list[tuple[float, float, str]] = []
     run(verb, tmp_path, tiny_moe, data, progress=lambda now: events.append((now.current, now.total, now.text)))
     assert len(events) > 1
@@ -132,7 +132,7 @@ def test_one_function_follows_every_verb(verb: str, tmp_path: Path, tiny_moe: Pa
 
 
 @pytest.mark.parametrize(("verb", "name"), [("quantize", "observer"), ("imatrix", "watcher")])
-def test_one_of_two_receivers(verb: str, name: str, tmp_path: Path, tiny_moe: Path, data: Path) -> None:
+def test_only_one_progress_receiver(verb: str, name: str, tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     from quantkit.imatrix import Watcher
 
     with refuses(RecipeError, "QK-E201"):

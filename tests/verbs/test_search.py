@@ -119,7 +119,7 @@ def instances(draw: st.DrawFn) -> Instance:
 
 @given(instances(), st.integers(1, 3))
 @settings(max_examples=60)
-def test_solutions_are_those_of_exhaustive_search(instance: Instance, least: int) -> None:
+def test_solutions_equal_exhaustive_search(instance: Instance, least: int) -> None:
     """The best answers, one after the other, none beyond a limit, none too near to one before it."""
     exclusions: list[Exclusion] = []
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_a_large_instance_is_solved(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == ""
 
 
-def test_the_best_so_far_is_returned_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_solution_is_returned_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     import scipy.optimize
 
     class Nothing:
@@ -174,7 +174,7 @@ def test_the_best_so_far_is_returned_when_the_time_is_up(monkeypatch: pytest.Mon
     assert solution.cost - solution.gap <= optimum.cost <= solution.cost
 
 
-def test_without_scipy_there_is_one_clear_line(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scipy_the_error_names_the_extra(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     with refuses(ResourceError, "QK-E410 gguf-quantkit[search]"):
         search(random_costs(dense), options=SearchOptions(target_bpw=4))
@@ -255,7 +255,7 @@ class Exhaustive:
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
-def test_allocations_are_those_of_exhaustive_search(dense: Path, constraint: str) -> None:
+def test_allocations_equal_exhaustive_search(dense: Path, constraint: str) -> None:
     """Least divergence within some bits per weight, and fewest bytes within some divergence."""
     options, holds = CONSTRAINTS[constraint]
     costs = six(dense)
@@ -274,7 +274,7 @@ def test_allocations_are_those_of_exhaustive_search(dense: Path, constraint: str
         assert smallest.footprint.data == min(n for n, kld in allowed if kld <= target)
 
 
-def test_a_size_is_that_of_the_file_and_never_exceeded(dense: Path) -> None:
+def test_a_size_limit_applies_to_the_file(dense: Path) -> None:
     """Of all files that recipes of four groups make, none is better, but for the bytes of a header."""
     costs = random_costs(dense, TYPES[:3], limit=4)
     with open_model(dense) as source:
@@ -296,7 +296,7 @@ def test_a_size_is_that_of_the_file_and_never_exceeded(dense: Path) -> None:
             assert allocation.kld <= min((kld for n, kld in files if n <= target - 256), default=math.inf) * (1 + 1e-9)
 
 
-def test_a_recipe_gives_the_promised_file(dense: Path, tmp_path: Path) -> None:
+def test_a_recipe_gives_the_predicted_size(dense: Path, tmp_path: Path) -> None:
     """Read back, its rules are the same, its file has exactly the types and the size; tensors not measured stay."""
     costs = random_costs(dense, limit=12)
     (tmp_path / "S.json").write_text(costs.to_json())
@@ -328,7 +328,7 @@ def test_merged_experts_have_one_type_and_their_bytes(moe: Path) -> None:
     assert separate.kld == pytest.approx(allocation.kld)
 
 
-def test_rows_that_do_not_divide_count_as_what_they_become(tmp_path: Path) -> None:
+def test_rows_of_partial_blocks_count_as_their_fallback(tmp_path: Path) -> None:
     tensors = {**llama_tensors(1, 256, 288), "output_norm.weight": ((256,), "F32")}
     path = write_model(tmp_path / "odd.gguf", tensors, llama_fields(1, 256, 288))
     allocation = search(random_costs(path, ("Q4_K",)), options=SearchOptions(target_bpw=16)).best
@@ -338,7 +338,7 @@ def test_rows_that_do_not_divide_count_as_what_they_become(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("arch", ["llama-dense", "qwen3moe-moe", "gemma-dense", "deepseek2-moe", "olmoe-moe"])
-def test_bytes_read_for_a_token_are_those_of_the_graph(arch: str, tmp_path: Path) -> None:
+def test_bytes_per_token_equal_the_graphs(arch: str, tmp_path: Path) -> None:
     path = write_hollow_zoo(arch, tmp_path / "zoo.gguf")
     with open_model(path) as source:
         space = Space(random_costs(path), source, SearchOptions())
@@ -355,7 +355,7 @@ def noisy(klds: Mapping[tuple[str, str], tuple[float, float]], **options: Any) -
     return Sensitivity({}, {}, options, groups, costs)
 
 
-def test_what_is_measured_well_stays_and_noise_is_taken_out() -> None:
+def test_significant_costs_are_kept_and_noise_is_smoothed() -> None:
     rng = np.random.default_rng(5)
     scales, step = np.exp(rng.normal(0, 1, 40)), dict(zip(TYPES, (1.0, 0.3, 0.1, 0.01), strict=True))
     truth = {(f"g{i}", t): scales[i] * step[t] for i in range(40) for t in TYPES}
@@ -373,7 +373,7 @@ def test_what_is_measured_well_stays_and_noise_is_taken_out() -> None:
     assert Predictor(noisy(poor)).extrapolated_kld("g3", BY_NAME["Q4_K"]) == pytest.approx(truth["g3", "Q4_K"], rel=2)
 
 
-def test_kink_and_scale_come_from_allocations_that_were_measured_together() -> None:
+def test_kink_and_scale_are_fitted_to_joint_measurements() -> None:
     rng, rule = np.random.default_rng(2), Combination(10**-2.5, 0.9, 6)
     alone = {(f"g{i}", t): math.exp(rng.normal(-8, 1)) * 4.0**-n for i in range(20) for n, t in enumerate(TYPES)}
     measurements = [
@@ -389,7 +389,7 @@ def test_kink_and_scale_come_from_allocations_that_were_measured_together() -> N
     assert fit_combination(measurements[:2], lambda group, t: alone[group, t.name]) == Combination()
 
 
-def test_a_divergence_is_reached_by_the_rule_that_was_fitted(dense: Path) -> None:
+def test_a_divergence_goal_uses_the_fitted_rule(dense: Path) -> None:
     """What was measured together decides how groups add up, and so which size a divergence needs."""
     plain = random_costs(dense)
     klds = {(c.group, c.type.name): c.kld or 0.0 for c in plain.costs}
@@ -405,7 +405,7 @@ def test_a_divergence_is_reached_by_the_rule_that_was_fitted(dense: Path) -> Non
     assert second.kld == pytest.approx(0.5 * sum(klds[g, t.name] for g, t in second.types.items()), rel=1e-6)
 
 
-def test_costs_with_feedback_count_where_there_are_any(dense: Path) -> None:
+def test_costs_with_feedback_are_used_where_available(dense: Path) -> None:
     costs = random_costs(dense, ("Q4_K", "Q6_K"), limit=3)
     first = costs.costs[0]
     with_feedback = replace(costs, costs=(*costs.costs, replace(first, kld=1e-9, feedback=True)))
@@ -414,7 +414,7 @@ def test_costs_with_feedback_count_where_there_are_any(dense: Path) -> None:
     assert Predictor(with_feedback, feedback=True).kld(costs.costs[1].group, costs.costs[1].type) is not None
 
 
-def test_a_file_made_with_feedback_has_its_size(dense: Path, tmp_path: Path) -> None:
+def test_a_file_with_feedback_has_the_predicted_size(dense: Path, tmp_path: Path) -> None:
     """Its keys are in the header; types that it does not know are sized without it."""
     cov = write_covariances(tmp_path / "cov.gguf", {"blk.0.attn_q.weight: blk.0.attn_k.weight": (5000,)})
     costs = random_costs(dense, ("Q4_0", "Q8_0", "Q4_1"), limit=6)
@@ -423,7 +423,7 @@ def test_a_file_made_with_feedback_has_its_size(dense: Path, tmp_path: Path) -> 
     assert (tmp_path / "out.gguf").stat().st_size == allocation.nbytes <= 2_400_000
 
 
-def test_proxies_stand_for_what_was_not_measured(dense: Path) -> None:
+def test_proxies_replace_missing_measurements(dense: Path) -> None:
     costs = random_costs(dense)
     partial_costs = tuple(
         c if c.type.name == "Q4_K" else replace(c, kld=None, proxies={"bad": 1.0, "good": c.kld or 0.0})
@@ -443,7 +443,7 @@ def test_proxies_stand_for_what_was_not_measured(dense: Path) -> None:
 # --- the front, and what is measured ---
 
 
-def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> None:
+def test_the_pareto_front_decreases_and_includes_presets(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "S.json").write_text(random_costs(dense, ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")).to_json())
     line = ["search", "-s", str(tmp_path / "S.json"), "--points", "6", "--front", str(tmp_path / "front.csv")]
     result = CliRunner().invoke(cli, [*line, "--plot", str(tmp_path / "front.svg")])
@@ -460,7 +460,7 @@ def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> Non
     assert b"Q4_K_M" in (tmp_path / "front.svg").read_bytes()
 
 
-def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Path, tmp_path: Path) -> None:
+def test_the_best_candidates_are_measured_and_sorted(tiny_moe: Path, tmp_path: Path) -> None:
     quantkit.perplexity(tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"))
     check = Check(2, tmp_path / "base", folder=tmp_path)
     messages: list[str] = []
@@ -478,7 +478,7 @@ def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Pa
     assert len(messages) == 3
 
 
-def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
+def test_already_quantized_tensors(dense: Path, tmp_path: Path) -> None:
     """Only if that is allowed; the plan then is one that quantize takes."""
     path = tmp_path / "q8_0.gguf"
     quantkit.quantize(dense, path, "Q8_0", threads=1)
@@ -491,7 +491,7 @@ def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
     assert best.options.allow_requantize
 
 
-def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
+def test_router_changes_combine_quadratically(dense: Path) -> None:
     """What is found for a size, and for a divergence, is the best of all allocations, or nearly; the rule says how bad
     it is, a plan of the same types, too."""
     costs = random_costs(dense, limit=6, seed=5)
@@ -525,7 +525,7 @@ def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
     assert smallest.footprint.padded <= 1.02 * least
 
 
-def test_of_several_the_second_is_the_best_for_plain_sums(dense: Path) -> None:
+def test_the_second_candidate_is_the_best_for_linear_sums(dense: Path) -> None:
     """Where a rule discounts small costs, and only for a size: for a divergence the rule is what counts."""
     costs = six(dense)
     klds = {(c.group, c.type.name): c.kld or 0.0 for c in costs.costs}
@@ -584,7 +584,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_said_with_what_is_possible(dense: Path, case: str) -> None:
+def test_impossible_goals_name_the_possible_range(dense: Path, case: str) -> None:
     options, refusal = REFUSED[case]
     target = {} if any(name.startswith("target") for name in options) else {"target_bpw": 4.0}
     with refuses((RecipeError, TypeNotSupported), refusal):
@@ -621,7 +621,7 @@ def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Pa
         ('"model": {', '"model": 7, "was": {'),
     ],
 )
-def test_a_hostile_file_is_refused_with_one_line(dense: Path, tmp_path: Path, old: str, new: str) -> None:
+def test_a_hostile_file_is_one_error(dense: Path, tmp_path: Path, old: str, new: str) -> None:
     text = random_costs(dense, limit=2).to_json()
     assert old in text
     (tmp_path / "S.json").write_text(text.replace(old, new))
@@ -631,7 +631,7 @@ def test_a_hostile_file_is_refused_with_one_line(dense: Path, tmp_path: Path, ol
     assert isinstance(result.exception, SystemExit)
 
 
-def test_no_number_is_no_cost(dense: Path) -> None:
+def test_nonfinite_costs_are_refused(dense: Path) -> None:
     measured_costs = random_costs(dense, limit=2)
     bad: Any
     for bad in (math.nan, math.inf, "0.1"):

@@ -53,7 +53,7 @@ def options(**changes: object) -> SensitivityOptions:
 
 
 def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, folder: Path) -> tuple[float, float]:
-    """Return what quantizing groups and measuring the file gives: divergence, and ln(perplexity)."""
+    """Return the divergence and ln(perplexity) of a file with quantized groups."""
     path = folder / "with.gguf"
     rules = tuple(f"^{t.replace('.', '[.]')}$={name}" for group in groups for t in group.tensors)
     quantize(model, path, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
@@ -62,7 +62,7 @@ def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, fol
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+def test_costs_equal_those_of_files(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """Every class of tensors of the first, a middle and the last layer, and those outside of layers."""
     model, base = zoo(name), tmp_path / "base"
     ids = ids_of(model)
@@ -103,7 +103,7 @@ def observed(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("kind", ["ffn_down_exps", "attn_q"])
-def test_bytes_are_those_of_quantize(
+def test_bytes_equal_quantizes(
     zoo: Callable[[str], Path], observed: tuple[Path, Path], kind: str, tmp_path: Path
 ) -> None:
     """With importance and error feedback, where there is any; the second time out of the cache."""
@@ -225,7 +225,7 @@ def test_proxies_only_measures_one_type_of_each_group(zoo: Callable[[str], Path]
     assert fit_combination(read_measured_allocations(result), Predictor(result).extrapolated_kld).n == 3
 
 
-def test_full_runs_leave_the_others_to_the_ends_of_their_layers(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_other_runs_stop_at_the_end_of_their_layer(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     model, both = zoo("gemma3n-dense"), ("Q4_0", "Q8_0")
     ids = ids_of(model)
     full = sensitivity(model, tmp_path / "all.json", tokens=ids, options=options(types=both, together=False))
@@ -248,7 +248,7 @@ def test_full_runs_leave_the_others_to_the_ends_of_their_layers(zoo: Callable[[s
         sensitivity(model, tmp_path / "some.json", tokens=ids, options=resume_options)
 
 
-def test_guesses_follow_the_rule_of_all_groups() -> None:
+def test_estimates_follow_the_rule_of_all_groups() -> None:
     """Costs that go with errors as a * (e + kink * sqrt(e)): two types of a group tell the others, one nearly does."""
     names, kink, rng = ("IQ1_M", "Q2_K", "Q4_K", "Q8_0"), 0.03, np.random.default_rng(1)
     costs, errors, truth = dict[Pair, Cost](), dict[Pair, float](), dict[Pair, float]()
@@ -284,7 +284,7 @@ def test_guesses_follow_the_rule_of_all_groups() -> None:
 @pytest.mark.parametrize(
     ("full_runs", "types", "runs"), [(None, 4, None), (None, 5, 2), (3, 4, 3), (-1, 9, None), (9, 5, 9)]
 )
-def test_how_many_types_run_in_full(full_runs: int | None, types: int, runs: int | None) -> None:
+def test_number_of_full_runs(full_runs: int | None, types: int, runs: int | None) -> None:
     assert full_runs_of(full_runs, types) == runs
 
 
@@ -330,7 +330,7 @@ def test_rank_correlation_of_proxies() -> None:
     }
 
 
-def test_what_cannot_be_measured(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unmeasurable_requests_are_refused(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     model, out = zoo("qwen3-dense"), tmp_path / "s.json"
     ids = ids_of(model)
 

@@ -28,7 +28,7 @@ def sample(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-def test_values_are_those_of_another_reader(tiny_moe: Path) -> None:
+def test_values_equal_another_readers(tiny_moe: Path) -> None:
     tensors = {t.name: t for t in gguf.GGUFReader(tiny_moe).tensors}
     with quantkit.open_gguf(tiny_moe) as file:
         assert file.tensors.keys() == tensors.keys()
@@ -46,7 +46,7 @@ def test_values_are_those_of_another_reader(tiny_moe: Path) -> None:
     [..., 1, slice(1, 2), (2, slice(1, 7, 2)), (slice(None), 3), [2, 0], (slice(0, 0),), -1],
     ids=str,
 )
-def test_rows_are_an_index(tmp_path: Path, name: str, rows: Any) -> None:
+def test_rows_select_values(tmp_path: Path, name: str, rows: Any) -> None:
     x = sample(EXPERTS, ROWS, N)
     t = BY_NAME[name]
     data = x if name == "F32" else x.astype(np.float16) if name == "F16" else quantize(x, t)
@@ -58,7 +58,7 @@ def test_rows_are_an_index(tmp_path: Path, name: str, rows: Any) -> None:
         assert np.array_equal(values, values_of_all[rows])
 
 
-def test_one_scale_of_a_whole_tensor(tmp_path: Path) -> None:
+def test_a_tensor_with_one_scale(tmp_path: Path) -> None:
     """I2_S: levels 0, 1, 2 are -1, 0, 1, times the scale behind the last row."""
     levels = np.random.default_rng(2).integers(0, 3, (4, 128)).astype(np.uint8)
     quarters = levels.reshape(4, 4, 32)
@@ -94,7 +94,7 @@ def test_refusals(tmp_path: Path) -> None:
         file.values("w", 2)
 
 
-def test_a_type_by_name_is_written(tmp_path: Path) -> None:
+def test_a_type_name_is_accepted_for_writing(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", "Q8_0", quantize(sample(ROWS, N), "Q8_0"), (N, ROWS))
     with quantkit.open_gguf(tmp_path / "a.gguf") as file:
         assert file.tensors["w"].type is BY_NAME["Q8_0"]
@@ -102,7 +102,7 @@ def test_a_type_by_name_is_written(tmp_path: Path) -> None:
         write(tmp_path / "b.gguf", "Q9", sample(1, N), (N,))
 
 
-def test_a_file_that_is_open_is_not_cut(tmp_path: Path) -> None:
+def test_an_open_file_is_not_truncated(tmp_path: Path) -> None:
     """A tensor of a file may be written into the same file, which is replaced once the new one is complete."""
     x = sample(EXPERTS, ROWS, N)
     path = write(tmp_path / "m.gguf", "F32", x)

@@ -56,7 +56,7 @@ class _Region:
         return [self.parts[i : i + self.per_vector] for i in range(0, len(self.parts), self.per_vector)]
 
     def order(self, size: int) -> npt.NDArray[np.int64]:
-        """Return the byte that each lane of the vectors holds, pieces one behind the other; -1 for unused lanes."""
+        """Return the byte that each lane of the vectors holds, pieces one after another; -1 for unused lanes."""
         out = np.full(64 * len(self.bytes), -1)
         for i, (piece, start) in enumerate(self.parts):
             out[i * self.width : (i + 1) * self.width] = piece * size + start + np.arange(self.width)
@@ -90,7 +90,7 @@ def _constant(values: npt.ArrayLike) -> ir.Constant:
 
 
 def _gather(b: Any, vectors: list[Any], lanes: npt.NDArray[np.int64]) -> Any:
-    """Return a vector of the bytes ``lanes`` of all vectors one behind the other; anything where a lane is negative."""
+    """Return a vector of the bytes ``lanes`` of all vectors one after another; anything where a lane is negative."""
     result = ir.Constant(_VECTOR, ir.Undefined)
     for v in sorted({int(lane) // 64 for lane in lanes if lane >= 0}):
         of_vector = (lanes >= 0) & (lanes // 64 == v)

@@ -183,7 +183,7 @@ fit: Any = None
 
 
 def _reached(s):
-    """Return the rating of a likely partition: the best of a few, fitted by turns to levels and scale."""
+    """Return the rating of a likely partition: the best of a few, fitted alternately to levels and scale."""
     best = d = shifted = splat(f32x16, F(0))
     n = span // 16
     for i1 in range(n, 5 * n, 2 * n):

@@ -10,16 +10,16 @@
 // stores its o, m and l, and `attention_combine` merges them. The number of parts depends on the size of the cache only
 // and their bounds on the positions, so the same launch serves any position.
 //
-// WAY: FEW rows (attention_few.cuh), TILE of rows in f32 (attention_tile.cuh), TENSOR cores (attention_tensor.cuh).
-// HEAD_K, HEAD_V: columns of a head's key and value; CACHE: type of the cache; ROWS of q and THREADS per block.
-// SELECTED 1: a token sees the keys at the positions of its row of `selected` (lightning_indexer.cu).
+// Variants (WAY): FEW rows (attention_few.cuh), a TILE of rows in f32 (attention_tile.cuh), TENSOR cores
+// (attention_tensor.cuh). HEAD_K, HEAD_V: columns of a head's key and value; CACHE: type of the cache; ROWS of q and
+// THREADS per block. SELECTED 1: a token attends to the positions in its row of `selected` (lightning_indexer.cu).
 #include "matmul/activations.cuh"
 #include "core/last_block.cuh"
 
-// q: [rows][n_head][HEAD_K], out: [rows][n_head][HEAD_V]; v_cache 0: values are the first columns of the keys;
-// sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: if splits > 1, see attention.py;
-// selected: [rows][n_selected], if SELECTED; ratio: 0, or these are cells of a window and of blocks of so many positions
-// (blocks.cu).
+// q: [rows][n_head][HEAD_K], out: [rows][n_head][HEAD_V]; v_cache 0: the values are the first columns of the keys;
+// sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: if splits > 1, see attention.py; selected:
+// [rows][n_selected], if SELECTED; ratio: 0, or the number of positions per block if `selected` numbers the cells of a
+// window followed by blocks (blocks.cu).
 struct attention_args {
     const Batch* batch;
     int64_t rows;

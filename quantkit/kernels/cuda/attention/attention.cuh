@@ -1,9 +1,10 @@
-// Shared by all ways of attention: the rows of a block, the keys they see, caps and biases, where results go.
+// Shared by all variants of attention: the rows of a thread block, their visible keys, caps and biases, where results
+// go.
 //
 // Rows of q that share a key-value head are numbered token by token, head by head of the group: row = token * group +
-// head. A block takes ROWS of them and one of `splits` parts of the keys. If its tokens belong to several sequences, it
-// processes one sequence after another, and rows of the others see no keys meanwhile. With SELECTED keys each token is
-// a sequence of its own, whose keys are numbered as they come in its row of `selected`.
+// head. A thread block has ROWS of them and one of `splits` parts of the keys. If its tokens belong to several
+// sequences, it processes one sequence after another, and for rows of the others no keys are visible meanwhile. With
+// SELECTED keys each token is a sequence of its own, whose keys are numbered in the order of its row of `selected`.
 #pragma once
 #include "attention/cache.cuh"
 
@@ -16,7 +17,7 @@
 #define CHUNKED 2
 #define WHOLE 3
 
-#define NONE -3.0e38f  // the largest score of no keys: finite, so that differences are never NaN
+#define NONE -3.0e38f  // the largest score if there are no keys: finite, so that differences are never NaN
 #define NO_SEQUENCE 0x7fffffff
 
 INLINE int warp_smallest(int v) {
@@ -25,16 +26,16 @@ INLINE int warp_smallest(int v) {
 }
 
 // The first position visible from `position`.
-INLINE int first_seen(const attention_args& a, int position) {
+INLINE int first_visible(const attention_args& a, int position) {
     const int window = (int)a.window;
     if (a.mask == SLIDING) return max(position - window + 1, 0);
     if (a.mask == CHUNKED) return position / window * window;
     return 0;
 }
 
-// The number of the last key that a token sees: its position, or how many are selected; with WHOLE that of the last token
-// of its sequence.
-INLINE int last_seen(const attention_args& a, int token) {
+// The number of the last key visible to a token: its position, or the number of selected keys; with WHOLE that of the
+// last token of its sequence.
+INLINE int last_visible(const attention_args& a, int token) {
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
     if (SELECTED) {
         const int end = positions[token] + 1, n = (int)a.n_selected, window = (int)a.window;
@@ -46,7 +47,7 @@ INLINE int last_seen(const attention_args& a, int token) {
     return positions[last];
 }
 
-// A row of q: its number (token * n_head + head; -1: none) and what it sees.
+// A row of q: its number (token * n_head + head; -1: none) and the range of keys visible to it.
 struct Row {
     int64_t number;
     int sequence, first, last;
@@ -67,7 +68,7 @@ INLINE Row row_of(const attention_args& a, int kv_head, int row) {
     if (token >= a.rows) return Row{-1, -1, 0, -1, 0.0f};
     const int position = a.batch->positions[token];
     const int sequence = SELECTED ? token : a.batch->sequences[token];
-    return Row{token * a.n_head + head, sequence, first_seen(a, position), last_seen(a, token),
+    return Row{token * a.n_head + head, sequence, first_visible(a, position), last_visible(a, token),
                slope_of(a.alibi, head, (int)a.n_head)};
 }
 
@@ -82,11 +83,11 @@ INLINE Range next_range(const attention_args& a, int begin, int end, int after) 
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
     if (SELECTED) {
         const int token = max(begin, after + 1);
-        return token < end ? Range{token, 0, last_seen(a, token)} : Range{NO_SEQUENCE, 0, -1};
+        return token < end ? Range{token, 0, last_visible(a, token)} : Range{NO_SEQUENCE, 0, -1};
     }
     if (end - begin == 1) {
         const int position = positions[begin];
-        return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_seen(a, position), last_seen(a, begin)};
+        return Range{sequences[begin] > after ? sequences[begin] : NO_SEQUENCE, first_visible(a, position), last_visible(a, begin)};
     }
     int sequence = NO_SEQUENCE, first = NO_SEQUENCE, last = -1;
     for (int t = begin + lane; t < end; t += 32)
@@ -94,13 +95,13 @@ INLINE Range next_range(const attention_args& a, int begin, int end, int after) 
     sequence = warp_smallest(sequence);
     for (int t = begin + lane; t < end; t += 32)
         if (sequences[t] == sequence) {
-            first = min(first, first_seen(a, positions[t]));
-            last = max(last, last_seen(a, t));
+            first = min(first, first_visible(a, positions[t]));
+            last = max(last, last_visible(a, t));
         }
     return Range{sequence, warp_smallest(first), -warp_smallest(-last)};
 }
 
-// The blocks of `size` keys, begin ... end, of a range that part `split` takes.
+// The blocks of `size` keys, begin ... end, of a range that belong to part `split`.
 struct Blocks {
     int begin, end;
 };
@@ -137,7 +138,7 @@ INLINE float bend(const attention_args& a, const Row& row, int key, float s) {
 
 INLINE float mask(const Row& row, int key, float s) { return key >= row.first && key <= row.last ? s : __int_as_float(0xff800000); }
 
-// Where the cells of a sequence, or of a token's, begin; and the cell of a key, counted from there.
+// First cell of a sequence, or of a token's keys; and the cell of a key relative to it.
 INLINE int64_t first_cell(const attention_args& a, int sequence) {
     return (SELECTED ? a.batch->sequences[sequence] : sequence) * a.batch->n_ctx;
 }

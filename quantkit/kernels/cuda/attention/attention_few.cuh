@@ -16,7 +16,7 @@
 
 #define LEVELS (CACHE == CACHE_Q8_0)
 
-// This lane's columns of rows: T groups of N adjacent columns; levels have one scale per group.
+// This lane's columns of rows: T groups of N adjacent columns; quantized levels have one scale per group.
 template <int HEAD, int N, int T> struct Lane {
     const uint8_t *values, *scales;  // of row 0
     uint32_t bytes;                  // row stride
@@ -28,7 +28,7 @@ template <int HEAD, int N, int T> struct Lane {
         bytes = (uint32_t)cache_bytes(width);
     }
 
-    // Zeros beyond the last column. d: the scales of levels, else 1.
+    // Zeros beyond the last column. d: the scales of quantized levels, else 1.
     __device__ __forceinline__ void read(int row, float (&out)[N * T], float (&d)[T]) const {
         const uint8_t* from = values + (uint64_t)(uint32_t)row * bytes;
         const uint8_t* scale = scales + (uint64_t)(uint32_t)row * bytes;
@@ -55,7 +55,8 @@ template <int HEAD, int N, int T> struct Lane {
     }
 };
 
-// Sums 2 D values over the warp; lane i gets the sum of value i. (Recursive: in a loop indices would not be constant.)
+// Sums 2 D values over the warp; lane i gets the sum of value i. (Recursive, because a loop would not keep the indices
+// constant.)
 template <int D> INLINE float sum_lanes(float* v) {
     const bool upper = threadIdx.x & D;
 #pragma unroll
@@ -69,7 +70,7 @@ template <int D> INLINE float sum_lanes(float* v) {
 
 INLINE void attend(const attention_args& a, int kv_head, int first_row, int split) {
     __shared__ float weights[WARPS][32][ROWS];
-    __shared__ float kept[WARPS][ROWS][HEAD_V], kept_m[WARPS][ROWS], kept_l[WARPS][ROWS];
+    __shared__ float partial_o[WARPS][ROWS][HEAD_V], partial_m[WARPS][ROWS], partial_l[WARPS][ROWS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = (int)(a.n_head / a.n_head_kv);
     const int begin = first_row / group, end = min((int)a.rows, (first_row + ROWS - 1) / group + 1);
     Range range = next_range(a, begin, end, -1);
@@ -90,7 +91,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) o[r][i] = 0;
     }
     const float scale = scale_of(a);
-    // For scores, a lane stands for a row and one key of each SPAN; until the end, l covers only its own keys.
+    // For scores, a lane has a row and one key of each SPAN; until the end, l covers only its own keys.
     float m = NONE, l = 0;
 
     for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
@@ -176,13 +177,13 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
     // Merge the warps.
 #pragma unroll
     for (int d = SPAN / 2; d; d >>= 1) l += __shfl_xor_sync(FULL, l, d);
-    if (lane % SPAN == 0) kept_m[warp][lane / SPAN] = m, kept_l[warp][lane / SPAN] = l;
+    if (lane % SPAN == 0) partial_m[warp][lane / SPAN] = m, partial_l[warp][lane / SPAN] = l;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll
         for (int i = 0; i < V_WIDTH * V_TIMES; i++) {
             const int column = V_WIDTH * (lane + i / V_WIDTH * 32) + i % V_WIDTH;
-            if (column < HEAD_V) kept[warp][r][column] = o[r][i];
+            if (column < HEAD_V) partial_o[warp][r][column] = o[r][i];
         }
     }
     __syncthreads();
@@ -192,11 +193,11 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         const int64_t number = token * a.n_head + head;
         float largest = NONE, sum = 0, factors[WARPS];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, kept_m[w][r]);
+        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, partial_m[w][r]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            factors[w] = exp2_near(kept_m[w][r] - largest);
-            sum += factors[w] * kept_l[w][r];
+            factors[w] = exp2_near(partial_m[w][r] - largest);
+            sum += factors[w] * partial_l[w][r];
         }
         const bool whole = a.splits == 1;
         const float by = whole ? last_factor(a.sinks, head, largest, sum) : 1.0f;
@@ -204,7 +205,7 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int spli
         for (int i = threadIdx.x; i < HEAD_V; i += THREADS) {
             float value = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) value = fmaf(factors[w], kept[w][r][i], value);
+            for (int w = 0; w < WARPS; w++) value = fmaf(factors[w], partial_o[w][r][i], value);
             out[i] = value * by;
         }
         if (!whole && threadIdx.x == 0) {

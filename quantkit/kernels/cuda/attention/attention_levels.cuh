@@ -1,14 +1,14 @@
 // Rows of a q8_0 cache for tensor cores. A level is exact as f16, and so are products with levels; the scales, one per
-// 32 values, multiply sums of 32 products for keys, and the weights for values.
+// 32 values, are applied to sums of 32 products (keys) or to the weights (values).
 //
-// Rows are only 2-byte aligned: they are copied in whole pieces of 16 bytes, with neighbouring bytes, and unpacked in
+// Rows are only 2-byte aligned: they are copied in 16-byte pieces, including neighbouring bytes, and unpacked in
 // shared memory.
 #pragma once
 #include "attention/attention.cuh"
 #include "core/halves.cuh"
 #include "core/mma.cuh"
 
-// The 16-byte pieces that cover a head's row wherever it begins; their bytes, rounded up to an odd number of pieces.
+// The 16-byte pieces that cover a head's row at any alignment; their bytes, rounded up to an odd number of pieces.
 #define PIECES_OF(head) (((head) / 32 * 34 + 14 + 15) / 16)
 #define RAW_OF(head) (16 * (PIECES_OF(head) | 1))
 

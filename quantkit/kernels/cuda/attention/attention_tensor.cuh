@@ -6,7 +6,7 @@
 // are exchanged; otherwise each warp would read all of q repeatedly.
 //
 // The keys of the next block are loaded while this one's values are used, values while its scores are computed. With
-// LATENT, values are the first columns of the keys; f16 keys then alternate between two buffers.
+// LATENT, the values are the first columns of the keys; f16 keys then alternate between two buffers.
 #pragma once
 #include "attention/attention.cuh"
 #include "core/async_copy.cuh"
@@ -42,7 +42,7 @@ INLINE void split(float x, float y, uint32_t* high, uint32_t* low) {
     *low = to_halves(x - h.x, y - h.y);
 }
 
-// The lanes that copy a row of `pieces` pieces of 16 bytes.
+// The lanes that copy a row of `pieces` 16-byte pieces.
 INLINE constexpr int lanes_for(int pieces) {
     int n = 8;
     if (pieces % 8)
@@ -74,8 +74,8 @@ INLINE void fetch_values(const Cells& cells, int start, uint8_t* to) {
     fetch<LEVELS ? PIECES_OF(HEAD_V) : HEAD_V / 8, LEVELS ? RAW_OF(HEAD_V) : V_STRIDE>(cells, start, to);
 }
 
-// Splits rows of q, each times a power of two that brings its largest value to 2^14 ... 2^15; factors: its inverse. A
-// warp loads several rows at once: until they arrive a block has nothing else to do.
+// Splits rows of q, each scaled by a power of two such that its largest value is in 2^14 ... 2^15; factors: its
+// inverse. A warp loads several rows at once, because the block has no other work until they arrive.
 INLINE void keep_q(const attention_args& a, int kv_head, int first_row, uint8_t* high, uint8_t* low, float* factors) {
     const int PAIRS = (HEAD_K / 2 + 31) / 32, MOST = PAIRS <= 2 ? 8 : 4;
     const int AT_ONCE = ROWS / WARPS < MOST ? ROWS / WARPS : MOST;
@@ -194,8 +194,8 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
 
     uint8_t *here = LEVELS ? tile : incoming, *there = LATENT && !LEVELS ? tile : incoming;
     for (; range.sequence != NO_SEQUENCE; range = next_range(a, begin, end, range.sequence)) {
-        const Row seeing[2] = {in_range(row_of(a, kv_head, first_row + top + g), range),
-                               in_range(row_of(a, kv_head, first_row + top + g + 8), range)};
+        const Row visible[2] = {in_range(row_of(a, kv_head, first_row + top + g), range),
+                                in_range(row_of(a, kv_head, first_row + top + g + 8), range)};
         blocks = blocks_of(a, range, KEYS, part);
         const int64_t cells = first_cell(a, range.sequence);
         const Cells keys = cells_of(a, key_row(a, kv_head, cells), a.n_head_kv * HEAD_K, range);
@@ -274,12 +274,12 @@ INLINE void attend(const attention_args& a, int kv_head, int first_row, int part
             if (is_bent(a)) {
 #pragma unroll
                 for (int i = 0; i < 4 * S_TILES; i++)
-                    s[i / 4][i % 4] = bend(a, seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
+                    s[i / 4][i % 4] = bend(a, visible[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
             }
-            if (start < max(seeing[0].first, seeing[1].first) || start + KEYS - 1 > min(seeing[0].last, seeing[1].last)) {
+            if (start < max(visible[0].first, visible[1].first) || start + KEYS - 1 > min(visible[0].last, visible[1].last)) {
 #pragma unroll
                 for (int i = 0; i < 4 * S_TILES; i++)
-                    s[i / 4][i % 4] = mask(seeing[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
+                    s[i / 4][i % 4] = mask(visible[i % 4 / 2], key + i / 4 * 8 + i % 2, s[i / 4][i % 4]);
             }
 #pragma unroll
             for (int i = 0; i < 4 * S_TILES; i++) largest[i % 4 / 2] = fmaxf(largest[i % 4 / 2], s[i / 4][i % 4]);

@@ -1,5 +1,5 @@
-// Many rows, in f32, 64 keys at a time. Sixteen lanes share four rows: each takes every sixteenth score and four of
-// every 64 columns of the values. Shared memory holds 32 columns of the keys, or values of a few keys, at a time.
+// Many rows, in f32, 64 keys at a time. Sixteen lanes share four rows: each has every sixteenth score and four of
+// every 64 columns of the values. Shared memory holds 32 columns of the keys, or the values of a few keys, at a time.
 #pragma once
 #include "attention/attention.cuh"
 

@@ -1,8 +1,8 @@
-// Rows of a cache that stand for blocks of positions, and the cells that a token sees if they follow a window.
+// Rows of a cache that represent blocks of positions, and the cells visible to a token: a window, then blocks.
 #include "attention/cache.cuh"
 
-// k: [rows, k_width]. A token that ends a block of `ratio` positions has the cell first + sequence * (n_ctx / ratio) +
-// block.
+// k: [rows, k_width]. A token that ends a block of `ratio` positions is written to the cell first + sequence * (n_ctx
+// / ratio) + block.
 struct block_write_args {
     const Batch* batch;
     const float* k;
@@ -21,8 +21,8 @@ KERNEL(block_write, 256) {
     keep_column(x, a.k_cache + cell * cache_bytes(a.k_width), column, column < a.k_width);
 }
 
-// out: [rows][n_out], cells counted from that of the sequence's position 0: the last `window` positions, then blocks,
-// then -1. blocks: [rows][n_out - window], numbers of blocks, or none: all that have ended.
+// out: [rows][n_out], cells relative to that of the sequence's position 0: the last `window` positions, then blocks,
+// then -1. blocks: [rows][n_out - window], block numbers, or null: all complete blocks.
 struct window_and_blocks_args {
     const Batch* batch;
     int32_t* out;

@@ -1,4 +1,4 @@
-// Writes keys and values to the cells of their tokens. A warp takes 32 columns of a row.
+// Writes keys and values to the cells of their tokens. A warp writes 32 columns of a row.
 #include "attention/cache.cuh"
 
 // k: [rows, k_width], v: [rows, v_width]; v_width 0: no v.

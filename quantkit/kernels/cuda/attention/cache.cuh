@@ -13,7 +13,7 @@ INLINE int64_t cache_bytes(int64_t values) {
 
 INLINE float2 halves(uint32_t two) { return make_float2(half_to_float((uint16_t)two), half_to_float((uint16_t)(two >> 16))); }
 
-// Two levels, as floats. level + 128 becomes the low byte of a float above 2^23, since integer conversions are slow.
+// Two levels, as floats. level + 128 becomes the low byte of a float above 2^23, because integer conversions are slow.
 INLINE float2 levels(uint16_t two) {
     const uint32_t bytes = two ^ 0x8080u;
     return make_float2(__uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7650)) - 8388736.0f,

@@ -2,11 +2,11 @@
 //
 //     score[p] = sum over heads of scale * weight[h] * max(q[h] . k[p], 0)
 //
-// Tokens that see no more than n_selected keys take them all, and nothing is scored for them. Of others the n-th largest
-// score is found digit by digit (a radix selection over integers that sort as the floats do, NaN as the lowest), and a
-// last pass keeps the positions above it in order, and of those equal to it the lowest.
+// A token with no more than n_selected visible keys selects them all, without scores. For the others the n-th largest
+// score is found digit by digit (radix selection over integers that sort like the floats, NaN lowest), and a last pass
+// keeps the positions above it in order, and the lowest of those equal to it.
 //
-// ratio: 1; or keys are those of blocks of so many positions, n_ctx / ratio a sequence, and their numbers count.
+// ratio: 1; or keys belong to blocks of `ratio` positions, n_ctx / ratio per sequence, and block numbers are selected.
 //
 // HEAD: columns of a key; CACHE: type of the cache.
 #include "attention/cache.cuh"
@@ -50,7 +50,7 @@ INLINE void stage_q(const indexer_scores_args& a, int64_t token, int head, int f
     }
 }
 
-// Block x: every so many tiles of KEYS; y: a token. A thread takes four heads, of HEADS, and every sixteenth key.
+// Block x: a group of tiles of KEYS; y: a token. A thread has four of the HEADS heads and every sixteenth key.
 KERNEL(indexer_scores, 128) {
     __shared__ __align__(16) float keys[KEYS * STRIDE], q[HEADS * STRIDE], sums[8][KEYS];
     const int64_t token = a.first + blockIdx.y;
@@ -118,7 +118,7 @@ INLINE uint32_t sort_key(float v) {
     return bits << 1 > 0xff000000u ? 0 : bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
 
-// The sum of v over the threads before this one; total: over all. part: THREADS / 32 shared values.
+// The sum of v over the preceding threads; total: over all. part: THREADS / 32 shared values.
 INLINE int sum_before(int v, int* part, int* total) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int sum = v;
@@ -150,7 +150,7 @@ KERNEL(indexer_select, 512) {
     }
     const float* scores = a.scores + (int64_t)blockIdx.x * a.batch->n_ctx;
 
-    uint32_t least = 0;  // the high digits of the smallest key that is wanted
+    uint32_t least = 0;  // the high digits of the smallest selected key
     int remaining = (int)a.n_selected;
     for (int shift = 32 - BITS; shift >= 0; shift -= BITS) {
         if (threadIdx.x < 1 << BITS) counts[threadIdx.x] = 0;
@@ -169,7 +169,7 @@ KERNEL(indexer_select, 512) {
         remaining -= chosen_digit[1];
     }
 
-    // `wanted` keys equal to the least are taken, the first ones.
+    // `wanted` keys equal to the smallest are selected, the first ones.
     int larger = 0, equal = 0;
     for (int start = 0; start < n; start += THREADS * EACH) {
         const int i0 = start + EACH * (int)threadIdx.x;

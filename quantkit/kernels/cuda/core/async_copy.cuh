@@ -27,7 +27,7 @@ INLINE void copy16(SharedAddress to, const uint8_t* from) {
 #endif
 }
 
-// The same under a condition: a predicate, as behind a branch the assembler puts loads that nothing needs before a copy.
+// The same under a condition: a predicate, because the assembler would move loads before a copy inside a branch.
 INLINE void copy16_if(bool is_valid, SharedAddress to, const uint8_t* from) {
 #if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
     asm volatile(

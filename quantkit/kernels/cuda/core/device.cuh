@@ -19,8 +19,8 @@ typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
 
-// The prefix avoids clashes with CUDA's own names, such as norm. A file that wants several blocks at once on a
-// multiprocessor, and so fewer registers a thread, defines BLOCKS_AT_ONCE before including this one.
+// The prefix avoids clashes with CUDA's own names, such as norm. A file that needs several blocks per multiprocessor
+// at once, and so fewer registers per thread, defines BLOCKS_AT_ONCE before including this one.
 #ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE 1
 #endif
@@ -30,8 +30,8 @@ typedef unsigned long long uint64_t;
 #define KERNEL_THAT_WAITS(name, threads) KERNEL(name, threads)
 __device__ __forceinline__ void wait_for_previous() {}
 #else
-// With early launches (device.py) a kernel's blocks may start before the previous launch is done. Every thread of every
-// kernel waits for that launch, so a finished launch implies that all earlier ones are finished.
+// With programmatic dependent launch (device.py) a kernel's blocks may start before the previous launch is done. Every
+// thread of every kernel waits for that launch, so a finished launch implies that all earlier ones are finished.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next launch begin once all blocks of this one have reached this point.
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.
         body_##name(a);                                                       \
     }                                                                         \
     static __device__ __forceinline__ void body_##name(const name##_args& a)
-// A kernel whose body waits itself, after first requesting what no launch writes: weights.
+// A kernel whose body itself waits for the previous launch, after prefetching data that no launch writes: weights.
 #define KERNEL_THAT_WAITS(name, threads)                                      \
     static __device__ __forceinline__ void body_##name(const name##_args& a); \
     DECLARED(name, threads)(const __grid_constant__ name##_args a) {          \
@@ -101,6 +101,8 @@ INLINE uint16_t float_to_bf16(float f) {
     return (uint16_t)((u + (0x7fffu + ((u >> 16) & 1))) >> 16);
 }
 
+INLINE int lane_id() { return (int)threadIdx.x & 31; }
+
 // Sums and maxima over a warp by butterflies: all lanes get the same value.
 template <typename T> INLINE T warp_sum(T v) {
     for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(FULL, v, d);
@@ -124,7 +126,7 @@ template <typename T> INLINE T block_sum(T v, T* part) {
     return total;
 }
 
-// The batch, in device memory; int64 words, which Python writes as one array.
+// The batch, in device memory: int64 words, which Python writes as one array.
 struct Batch {
     int64_t n_tokens, n_outputs;
     const int32_t *tokens, *positions, *sequences, *outputs;  // outputs: rows that need logits

@@ -71,7 +71,7 @@ def wait_for(is_done: Callable[[], bool], seconds: float, given_up: Callable[[],
 
 
 def abandon(*objects: object) -> None:
-    """Keep objects of a device that hangs for ever: freeing them would wait for the device, even at exit."""
+    """Keep objects of a device that hangs: freeing them would wait for the device, even at exit."""
     for object_ in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(object_))
 

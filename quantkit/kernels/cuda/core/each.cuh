@@ -33,8 +33,8 @@ template <typename F> INLINE void each_of(int64_t total, F f) {
         for (; i < total; i++) f(i, float{});
 }
 
-// Visits this block's columns of a row of `width`: PART of them from PART * blockIdx.y. by_four: for a column that is a
-// multiple of four, all that is read or written is 16-byte aligned and contiguous with the next three columns.
+// Visits this block's columns of a row of `width`: PART of them from PART * blockIdx.y. by_four: for a column that is
+// a multiple of four, all reads and writes are 16-byte aligned and contiguous with the next three columns.
 template <typename F> INLINE void each_column(int64_t width, bool by_four, F f) {
     const int64_t first = PART * (int64_t)blockIdx.y;
     if (by_four) {

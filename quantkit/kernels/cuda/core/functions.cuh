@@ -43,7 +43,7 @@ INLINE float gelu_quick(float x) {
     return round_half(h * sigmoid(1.702f * h));
 }
 
-// kind is a constant, so that one case remains.
+// kind is a constant, so only one case is compiled.
 INLINE float activation(int kind, float x, float alpha) {
     switch (kind) {
         case ACT_SILU: return x * sigmoid(x);

@@ -1,4 +1,4 @@
-// Arithmetic on two f16 packed in a word, as tensor cores take them; denormals are kept.
+// Arithmetic on two f16 packed in a word, as tensor cores read them; denormals are kept.
 #pragma once
 #include "core/device.cuh"
 

@@ -1,4 +1,4 @@
-// Lets the last of several blocks continue with what all of them wrote, which saves a launch.
+// Lets the last of several blocks process the output of all of them, which saves a launch.
 #pragma once
 #include "core/device.cuh"
 

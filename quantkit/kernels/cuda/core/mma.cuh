@@ -29,7 +29,7 @@ INLINE uint32_t fixed(uint32_t v) {
     return v;
 }
 
-// threadIdx.x and blockIdx.x, read anew at each use, so that values derived from them are recomputed rather than kept
+// threadIdx.x and blockIdx.x, read again at each use, so that values derived from them are recomputed rather than kept
 // in registers across a loop.
 INLINE unsigned thread_here() {
     unsigned t;

@@ -21,8 +21,8 @@ template <class V, int L, int R> INLINE void add_outer(V (&sums)[4][4], V (*left
     }
 }
 
-// Set a thread's sums to what c has, rows of `width` values, in rows and columns before the end; 0 beyond. Those of the
-// first thread begin at (top, side).
+// Initialize a thread's sums from c, rows of `width` values, in rows and columns before the end; 0 beyond. Those of
+// the first thread begin at (top, side).
 INLINE void get_sums(double (&sums)[4][4], const double* c, int64_t width, int64_t top, int64_t side, int64_t end_row,
                      int64_t end_column) {
 #pragma unroll
@@ -34,7 +34,7 @@ INLINE void get_sums(double (&sums)[4][4], const double* c, int64_t width, int64
         }
 }
 
-// Store them there.
+// Store them to c.
 INLINE void put_sums(const double (&sums)[4][4], double* c, int64_t width, int64_t top, int64_t side, int64_t end_row,
                      int64_t end_column) {
 #pragma unroll

@@ -5,7 +5,7 @@
 #pragma once
 #include "encode/max_rows.cuh"
 
-// 0, 1 or 2: in a row of zeros, 2.
+// 0, 1 or 2: 2 in a row of zeros.
 INLINE uint32_t trit_of(float v, float half) { return v >= half ? 2 : v <= (half > 0 ? -half : -1e-45f) ? 0 : 1; }
 
 struct EncodeIQ1_BN {
@@ -17,13 +17,13 @@ struct EncodeIQ1_BN {
             const int byte = i % 13;
             const float* from = x + i / 13 * 64;
             uint32_t number = 0;
-            for (int j = 4; j >= 0; j--) {  // the first digit is the lowest
+            for (int j = 4; j >= 0; j--) {  // the first digit is the least significant
                 const int at = byte < 12 ? 16 * (byte / 3) + 5 * (byte % 3) + j : 16 * j + 15;
                 number = 3 * number + (byte < 12 || j < 4 ? trit_of(from[min(at, 63)], half) : 0);
             }
             out[2 + i] = (uint8_t)((number * 256 + 242) / 243);
         }
-        if (threadIdx.x < 2) {  // of any address
+        if (threadIdx.x < 2) {  // at any alignment
             uint16_t d;
             store_half((uint8_t*)&d, most);
             out[threadIdx.x] = (uint8_t)(d >> 8 * threadIdx.x);
@@ -36,7 +36,7 @@ struct EncodeIQ2_BN {
 
     STATIC_INLINE void row(const float* x, int64_t n, float most, uint8_t* out, uint32_t*) {
         const float half = 0.5f * most;
-        for (int64_t i = threadIdx.x; i < n / 16; i += blockDim.x) {  // four bytes: of four values each
+        for (int64_t i = threadIdx.x; i < n / 16; i += blockDim.x) {  // four bytes of four values each
             const float* from = x + i / 4 * 64 + i % 4 * 4;
             uint32_t word = 0;
 #pragma unroll

@@ -1,22 +1,21 @@
-// Rows of f32 to blocks of a type, for all types alike: what differs is in the family's file, as an encoder (lane.cuh).
-// Macros: ENCODER; LANES, the threads of a block; WEIGHTED, if columns have an importance; INTERLEAVED, of how many values that is
-// looked at again, as ik does in rows that it interleaves.
-//
-// A lane has a block, or a part of one. The lanes of a block of threads fetch their values together, line after line,
-// into shared memory, where each then reads its own; the bytes go back the same way.
+// Encodes rows of f32 as blocks of a type: the same kernel for all types, with an encoder (lane.cuh) from the family's
+// file. Macros: ENCODER; LANES, the threads per thread block; WEIGHTED, if columns have an importance; INTERLEAVED,
+// the number of values per group whose importances are guarded, as ik_llama.cpp does in rows that it interleaves.
+// A lane encodes a block, or a part of one. The lanes of a thread block load their values together, coalesced, into
+// shared memory, where each then reads its own; the bytes are stored in the same way.
 #include "encode/all.cuh"
 
 const int VALUES = ENCODER::VALUES, PER_BLOCK = ENCODER::BLOCK / VALUES, BLOCKS = LANES / PER_BLOCK;
-const int STRIDE = VALUES + 1;  // values of a lane lie so that lanes read different banks
+const int STRIDE = VALUES + 1;  // padding: lanes read different banks
 #ifdef WEIGHTED
 const bool OWN_WEIGHTS = true;
 #else
-const bool OWN_WEIGHTS = ENCODER::WEIGHS;
+const bool OWN_WEIGHTS = ENCODER::COMPUTES_WEIGHTS;
 #endif
 static_assert(32 % PER_BLOCK == 0, "a block's lanes are of one warp");
 
-// blocks: of all rows, per_row of each. importance: of every column; squares: the mean square of every row (below).
-// The rest is what a type with a grid looks up (lane.cuh).
+// blocks: in all rows, per_row in each. importance: per column; squares: the mean square of every row (below). The
+// other members are the tables of a grid type (lane.cuh).
 struct encode_args {
     const float *x, *importance, *squares, *points;
     const int32_t* entries;
@@ -26,8 +25,8 @@ struct encode_args {
 };
 
 #ifdef INTERLEAVED
-// Set importances to 1e-9 where they, the values or their products are almost 0 in so many of the lane's values: the twin of
-// guard in quantkit/kernels/cpu/encode/interleaved.py.
+// Sets importances to 1e-9 in groups of INTERLEAVED values where they, the values or their products are almost 0: the
+// twin of guard in quantkit/kernels/cpu/encode/interleaved.py.
 INLINE void guard(const Lane& lane) {
     const float tiny = 1e-9f, limit = (float)INTERLEAVED * (tiny * tiny);
     for (int at = 0; at < VALUES; at += INTERLEAVED) {
@@ -45,7 +44,7 @@ INLINE void guard(const Lane& lane) {
 #endif
 
 KERNEL(encode, LANES) {
-    __shared__ float values[LANES * STRIDE], room[BLOCKS * ENCODER::ROOM + 1];
+    __shared__ float values[LANES * STRIDE], scratch[BLOCKS * ENCODER::SCRATCH + 1];
     __shared__ __align__(16) uint8_t bytes[BLOCKS * ENCODER::BYTES];
     const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;
     const int n_active = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
@@ -53,9 +52,9 @@ KERNEL(encode, LANES) {
     if (n_active == BLOCKS && lies_in_quads(x))
         fetch_quads<LANES, VALUES, STRIDE>(values, [&](int i) { return *(const float4*)(x + i); });
     else fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < n_active * ENCODER::BLOCK ? x[i] : 0.0f; });
-    Lane lane = {values + threadIdx.x * STRIDE, 0,
-                 room + block * ENCODER::ROOM,  bytes + block * ENCODER::BYTES,
-                 (int)threadIdx.x % PER_BLOCK,  {a.entries, a.lists, a.words, a.points}};
+    Lane lane = {values + threadIdx.x * STRIDE,      0,
+                 scratch + block * ENCODER::SCRATCH, bytes + block * ENCODER::BYTES,
+                 (int)threadIdx.x % PER_BLOCK,       {a.entries, a.lists, a.words, a.points}};
     __shared__ float weights[OWN_WEIGHTS ? LANES * STRIDE : 1];
     lane.w = weights + (OWN_WEIGHTS ? threadIdx.x * STRIDE : 0);
 #ifdef WEIGHTED
@@ -79,14 +78,14 @@ KERNEL(encode, LANES) {
     ENCODER::plain(lane);
 #endif
     __syncthreads();
-    uint8_t* out = a.out + first * ENCODER::BYTES;  // 16 bytes aligned, as the whole is
+    uint8_t* out = a.out + first * ENCODER::BYTES;  // 16-byte aligned, like out
     const int size = n_active * ENCODER::BYTES;
     for (int i = 16 * threadIdx.x; i + 16 <= size; i += 16 * LANES) *(uint4*)(out + i) = *(const uint4*)(bytes + i);
     for (int i = size / 16 * 16 + threadIdx.x; i < size; i += LANES) out[i] = bytes[i];
 }
 
 #ifdef WEIGHTED
-// The mean square of every row, summed from left to right by a lane.
+// The mean square of every row, summed from left to right by one lane.
 struct mean_squares_args {
     const float* x;
     float* squares;

@@ -1,15 +1,15 @@
-// MXFP4 and NVFP4: E2M1 with a scale that is a small float; the twin of quantkit/kernels/cpu/encode/fp4.py, which has the
-// layouts and says why midpoints and the exponent are exact.
+// MXFP4 and NVFP4: E2M1 with a scale that is a small float; the twin of quantkit/kernels/cpu/encode/fp4.py, which has
+// the layouts and the reasons why midpoints and the exponent are exact.
 //
 // Source: llama.cpp b11434 ggml-quants.c quantize_row_mxfp4_ref, quantize_row_nvfp4_ref, best_index_mxfp4.
 #pragma once
 #include "encode/lane.cuh"
 
 // The midpoints between magnitudes 0 1 2 3 4 6 8 12 times d; infinite where the larger magnitude overflows.
-struct Middles {
+struct Midpoints {
     float m[7];
 
-    __device__ __forceinline__ explicit Middles(float d) {
+    __device__ __forceinline__ explicit Midpoints(float d) {
         const float m8 = d * 8.0f * 0.5f, m12 = d * 12.0f * 0.5f;
         m[0] = d * 0.5f, m[1] = d * 1.5f, m[2] = d * 2.5f, m[3] = d * 3.5f, m[4] = d * 5.0f;
         m[5] = d * 3.0f + m8;
@@ -31,13 +31,13 @@ template <int N> INLINE float largest_magnitude(const float* x) {
     return size;
 }
 
-// How many floats below 2^k have log2f equal to k.
+// The number of floats below 2^k whose log2f is k.
 INLINE int floats_that_round_up(int k) {
     const int m = k > 0 ? k - 1 : -k;
     return (m >= 2) + (m >= 4) + 3 * (m >= 8) + 6 * (m >= 16) + 11 * (m >= 32) + 22 * (m >= 64) + 44 * (m >= 128);
 }
 
-// The byte of a largest magnitude: floor(log2) - 2, biased by 127.
+// The exponent byte for a largest magnitude: floor(log2) - 2, biased by 127.
 INLINE int e8m0_of(float amax) {
     if (!(amax > 0)) return 0;
     const int shift = amax < 1.17549435e-38f ? -24 : 0;
@@ -49,20 +49,20 @@ INLINE int e8m0_of(float amax) {
 INLINE float e8m0_half(int e) { return __int_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23); }
 
 struct EncodeMXFP4 {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 17, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 17, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const float* x = lane.x;
         uint8_t* out = lane.out;
         const int e = e8m0_of(largest_magnitude<32>(x));
-        const Middles middles(e8m0_half(e));
+        const Midpoints middles(e8m0_half(e));
         out[0] = (uint8_t)e;
         for (int j = 0; j < 16; j++) out[1 + j] = (uint8_t)(middles.level(x[j]) | middles.level(x[j + 16]) << 4);
     }
 };
 
-// A float >= 0 as 4 exponent and 3 mantissa bits: ties round up, from 248 on to 448.
+// A float >= 0 as 4 exponent and 3 mantissa bits: ties round up; 248 and above become 448.
 INLINE int ue4m3_of(float v) {
     const int bits = __float_as_int(lesser(v, 448.0f)), exponent = (bits >> 23) - 120;
     if (exponent <= 0) return min((int)(lesser(v, 1.0f) * 512.0f + 0.5f), 7);
@@ -73,7 +73,7 @@ INLINE int ue4m3_of(float v) {
 // Half the value of an unsigned E4M3.
 INLINE float ue4m3_half(int u) { return u < 8 ? (float)u * 0.0009765625f : __int_as_float((u << 20) + (119 << 23)); }
 
-// A level as the reference finds it, for values whose differences to several magnitudes are equal.
+// The level that the reference's search returns where differences to several magnitudes are equal.
 INLINE uint32_t level_one_by_one(float x, float d) {
     uint32_t best = 0;
     float error = fabsf(x);
@@ -89,8 +89,8 @@ INLINE uint32_t level_one_by_one(float x, float d) {
 }
 
 struct EncodeNVFP4 {
-    static const int VALUES = 16, BLOCK = 64, BYTES = 36, ROOM = 0;
-    static const bool WEIGHS = false;  // a lane has one of four sub-blocks
+    static const int VALUES = 16, BLOCK = 64, BYTES = 36, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;  // each lane has one of four sub-blocks
 
     STATIC_INLINE void plain(const Lane& lane) {
         const float* x = lane.x;
@@ -99,7 +99,7 @@ struct EncodeNVFP4 {
         const float amax = largest_magnitude<16>(x);
         const int scale = ue4m3_of(amax / 6.0f);
         const float half = ue4m3_half(scale);
-        const Middles middles(scale ? half : 1.0f);  // values under a scale of 0 are < 0.006: level 0
+        const Midpoints middles(scale ? half : 1.0f);  // with a scale of 0 the values are < 0.006: level 0
         const bool one_by_one = amax >= 16777216.0f;
         out[part] = (uint8_t)scale;
         for (int j = 0; j < 8; j++) {

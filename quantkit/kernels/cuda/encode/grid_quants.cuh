@@ -1,4 +1,4 @@
-// IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S: magnitudes are points of a grid, signs are stored apart; the twin of
+// IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S: magnitudes are points of a grid, signs are stored separately; the twin of
 // quantkit/kernels/cpu/encode/grid_quants.py, which has the table of types.
 //
 // Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}_impl.
@@ -6,14 +6,14 @@
 #include "encode/grid_runs.cuh"
 #include "encode/k_quants.cuh"
 
-// What was found for a sub-block: its scale, -1 if it is dead, its signs and the indices of its points.
+// Result for a sub-block: its scale (-1 if it is dead), its signs and the indices of its points.
 struct SubBlock {
     float scale;
     uint32_t signs;
     const uint16_t* results;
 };
 
-// The most of what the lanes of a super-block have, and 0.
+// The maximum over the lanes of a superblock, at least 0.
 template <int N> INLINE float largest_in_block(float v) {
     v = fmaxf(v, 0);
     for (int d = N / 2; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, d));
@@ -25,7 +25,8 @@ INLINE uint32_t scale_code(float scale, float inverse) {
     return scale > 0 ? (uint32_t)max(0, min(15, nearest_int(0.5f * (inverse * scale - 1.0f)))) : 0;
 }
 
-// A block of SIZE bytes: cleared, and its scale d, the largest of all lanes over ``codes``, stretched. inverse: 1 / d.
+// Begins a block of SIZE bytes: zeroes it and stores its scale d, the largest of all lanes over ``codes``, times a
+// gain. inverse: 1 / d.
 template <int N, int SIZE> struct GridBlock {
     bool alive;
     float inverse;
@@ -40,24 +41,24 @@ template <int N, int SIZE> struct GridBlock {
     }
 };
 
-// Two codes in a byte, by the even one of two lanes.
+// Stores two codes in a byte; the even one of two lanes writes.
 INLINE void store_codes(const Lane& lane, uint32_t code, bool alive, uint8_t* to) {
     const uint32_t other = __shfl_xor_sync(FULL, code, 1);
     if (alive && !(lane.part & 1)) to[lane.part / 2] = (uint8_t)(code | other << 4);
 }
 
-INLINE void store_word(uint8_t* to, uint32_t v) {  // two bytes aligned
+INLINE void store_word(uint8_t* to, uint32_t v) {  // 2-byte aligned
     *(uint16_t*)to = (uint16_t)v;
     *(uint16_t*)(to + 2) = (uint16_t)(v >> 16);
 }
 
-// T: of a type: Search, EVEN (seven signs), SIGMA (times the mean square), AGAIN, tiny() (sub-blocks of smaller values are
-// dead), write.
+// T, the type's traits: Search, EVEN (seven signs), SIGMA (factor of the mean square), AGAIN, tiny() (sub-blocks of
+// smaller values are dead), write.
 template <class T, class S, int TYPE_BYTES> struct GridQuant {
     typedef S Search;
-    static const int VALUES = 256 / S::PER_BLOCK, BLOCK = 256, BYTES = TYPE_BYTES, ROOM = S::ROOM;
+    static const int VALUES = 256 / S::PER_BLOCK, BLOCK = 256, BYTES = TYPE_BYTES, SCRATCH = S::SCRATCH;
     static const int SIZE = VALUES / S::GROUPS, TOP = SIZE == 4 ? 7 : 2;
-    static const bool WEIGHS = true;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE float sigma(const Lane& lane) {
         const float results = (float)T::SIGMA * SuperBlock<S::PER_BLOCK>(lane).squares() / 256.0f;
@@ -90,13 +91,13 @@ template <class T, class S, int TYPE_BYTES> struct GridQuant {
         for (int i = 1; i < VALUES; i++) largest = fmaxf(largest, lane.x[i]);
         bool dead = largest < T::tiny();
         float scale = largest / (float)(2 * TOP + 1);
-        if (T::AGAIN == ALWAYS) {  // candidates are about a first fit
-            static_assert(T::AGAIN != ALWAYS || S::ROOM * S::BLOCKS >= 8 * VALUES, "a byte for each value of a warp");
-            scale = fit_positive<VALUES>(lane.x, lane.w, (uint8_t*)S::room_of_warp(lane) + S::me() * VALUES, TOP + 2);
+        if (T::AGAIN == ALWAYS) {  // candidates are relative to a first fit
+            static_assert(T::AGAIN != ALWAYS || S::SCRATCH * S::BLOCKS >= 8 * VALUES, "a byte for each value of a warp");
+            scale = fit_positive<VALUES>(lane.x, lane.w, (uint8_t*)S::scratch_of_warp(lane) + lane_id() * VALUES, TOP + 2);
             largest = dead ? 0.0f : scale * (float)(TOP + 1);
             dead = largest <= 0;
         }
-        __syncwarp();  // magnitudes and weights are there
+        __syncwarp();  // magnitudes and weights are written
         scale = S::template search<T::AGAIN>(lane, dead ? 0.0f : largest, scale);
         if (scale < 0) {
             signs ^= T::EVEN ? (1u << VALUES / 8 * 7) - 1 : 0xffffffffu >> (32 - VALUES);
@@ -163,7 +164,7 @@ struct QuantIQ3_XXS : GridQuant<QuantIQ3_XXS, GridSearch<32, 4, 7, 15, 2>, 98> {
     }
 };
 
-// Sub-blocks of zeros are left out, so that qs and signs of later ones move forward; qh and scales do not.
+// Sub-blocks of zeros are skipped, which moves qs and signs of later ones forward; qh and scales stay in place.
 struct QuantIQ3_S : GridQuant<QuantIQ3_S, GridSearch<32, 4, 7, 9, 2>, 110> {
     static const bool EVEN = false;
     static const int SIGMA = 2;

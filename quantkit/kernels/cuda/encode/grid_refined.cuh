@@ -1,5 +1,5 @@
-// IQ2_XS and IQ1_M as ik_llama.cpp encodes them: the same grids and bytes as in grid_quants.cuh and grid_ternary.cuh; the
-// twin of quantkit/kernels/cpu/encode/grid_refined.py, which says what differs.
+// IQ2_XS and IQ1_M as ik_llama.cpp encodes them: the same grids and bytes as in grid_quants.cuh and grid_ternary.cuh;
+// the twin of quantkit/kernels/cpu/encode/grid_refined.py, which describes the differences.
 //
 // Source: ik_llama.cpp 8337e4cd3 ggml-quants.c quantize_row_iq2_xs_impl, quantize_row_iq1_m_impl, iq1m_process_1block.
 #pragma once
@@ -9,10 +9,10 @@
 struct RefinedIQ2_XS {
     typedef RunSearch<16, 7> Search;
     static const int VALUES = 16, BLOCK = 256, BYTES = 74;
-    // Of a lane: sums over w*x, and over w, of the values below each boundary. The search comes later, in the same place.
-    static const int SUMS = 17, ROOM = 16 * 2 * SUMS;
-    static_assert(Search::ROOM <= ROOM, "the search has the room of the sums");
-    static const bool WEIGHS = true;
+    // Per lane: prefix sums of w*x and of w over the sorted values. The search later reuses this memory.
+    static const int SUMS = 17, SCRATCH = 16 * 2 * SUMS;
+    static_assert(Search::SCRATCH <= SCRATCH, "the search has the scratch of the sums");
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
         QuantIQ2_XS::weigh_by_squares(lane);
@@ -24,7 +24,7 @@ struct RefinedIQ2_XS {
         finish(lane);
     }
 
-    // Put the sums below each boundary of the sorted values; of equal ones the first comes first.
+    // Computes the prefix sums over the sorted values; equal values keep their order.
     STATIC_INLINE void sum_below(const Lane& lane, float* sum_x, float* sum_w) {
         for (int i = 0; i < 16; i++) {
             const float x = lane.x[i];
@@ -41,9 +41,9 @@ struct RefinedIQ2_XS {
         }
     }
 
-    // The scale of the best partition into three runs of levels 1, 3 and 5; 0 if there is none.
+    // The scale of the best partition into three runs with levels 1, 3 and 5; 0 if there is none.
     STATIC_INLINE float scale_of_partitions(const Lane& lane) {
-        float *sum_x = lane.room + 2 * SUMS * lane.part, *sum_w = sum_x + SUMS;
+        float *sum_x = lane.scratch + 2 * SUMS * lane.part, *sum_w = sum_x + SUMS;
         sum_below(lane, sum_x, sum_w);
         const float all_x = sum_x[16], all_w = sum_w[16];
         float best = 0, scale = 0;
@@ -62,7 +62,7 @@ struct RefinedIQ2_XS {
         return scale;
     }
 
-    // Round all groups by the best scale, up to three times while that is better; return the scale.
+    // Rounds all groups by the best scale, up to three times while the rating improves; returns the scale.
     STATIC_INLINE float round_on(const Lane& lane, float scale, float best, bool moving) {
         uint16_t* const results = Search::results(lane);
 #pragma unroll 1
@@ -83,7 +83,7 @@ struct RefinedIQ2_XS {
         return scale;
     }
 
-    // 1 or -1 for a value by its sign bits, 7 for each 8 values, of which an even number is negative.
+    // 1 or -1 per value from its sign bits: 7 bits for 8 values, of which an even number is negative.
     STATIC_INLINE float sign_of(uint32_t signs, int i) {
         const uint32_t bits = signs >> i / 8 * 7 & 127;
         return (i % 8 == 7 ? (uint32_t)__popc(bits) : bits >> i % 8) & 1 ? -1.0f : 1.0f;
@@ -95,9 +95,9 @@ struct RefinedIQ2_XS {
         for (int i = 1; i < 16; i++) largest = fmaxf(largest, lane.x[i]);
         const bool dead = largest < 1e-15f;
         float scale = scale_of_partitions(lane), best;
-        __syncwarp();  // magnitudes and weights are there, and the room is free
+        __syncwarp();  // magnitudes and weights are written, the scratch memory is free
         Lane inner = lane;
-        inner.room += Search::me() / 16 * (Search::ROOM - ROOM);
+        inner.scratch += lane_id() / 16 * (Search::SCRATCH - SCRATCH);
         Search::best_points(inner, dead ? 0.0f : scale != 0 ? scale * 5.0f : 1.0f, scale, best);
         scale = round_on(inner, scale, best, !dead && scale != 0);
         const uint32_t signs = dead ? 0 : scale < 0 ? own ^ 0x3fff : own;
@@ -106,7 +106,7 @@ struct RefinedIQ2_XS {
         fit_again(lane, sub, own);
     }
 
-    // Fit d to the codes of scales: the terms of its sums, in the place of values and weights, are added up in order.
+    // Fits d to the codes of scales: the terms of its sums, stored in place of values and weights, are added in order.
     STATIC_INLINE void fit_again(const Lane& lane, const SubBlock& sub, uint32_t own) {
         const float top = largest_in_block<16>(sub.scale);
         const float factor = 0.125f * (float)(int)(2 * scale_code(sub.scale, 1.0f / (top / 31.0f)) + 1);
@@ -133,11 +133,11 @@ struct RefinedIQ2_XS {
     }
 };
 
-// Candidates of IQ1_M, whose runs are added up one after the other.
+// Candidates of IQ1_M, whose runs are summed sequentially.
 struct RefinedHalves : Halves {
     STATIC_INLINE float none() { return 0; }
 
-    // As Halves'.
+    // As in Halves.
     __device__ __forceinline__ void rate(int i, int j, Rating* results) const {
         Rating below[2][2], middle[2], above[2][2];  // of both halves: shifted up, and down
         for (int half = 0; half < 2; half++) {
@@ -162,10 +162,10 @@ struct RefinedHalves : Halves {
 
 struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
     typedef TernaryGrid<RefinedHalves> Parts;
-    static const int VALUES = 16, BLOCK = 256, BYTES = 56, ROOM = Parts::ROOM;
-    static const bool WEIGHS = true;
+    static const int VALUES = 16, BLOCK = 256, BYTES = 56, SCRATCH = Parts::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true;
 
-    // By the mean square of 32 values, which two lanes have.
+    // Uses the mean square of 32 values, shared by two lanes.
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const float* x = lane.x - (lane.part & 1) * 17;
         float total = 0;
@@ -174,14 +174,14 @@ struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
         finish(lane);
     }
 
-    // Weigh by x^2 where sum(w |x|) is 0; the first value is left out of the sum.
-    STATIC_INLINE void use_squares_if_nothing_weighs(const Lane& lane) {
+    // Weights are x^2 where sum(w |x|) is 0; that sum omits the first value, as in ik_llama.cpp.
+    STATIC_INLINE void use_squares_if_weights_are_zero(const Lane& lane) {
         float total = 0;
         for (int i = 1; i < 16; i++) total = total + lane.w[i] * fabsf(lane.x[i]);
         if (total == 0) Parts::weigh_by_squares(lane);
     }
 
-    // The shifts, and their scale, that fit the points found best.
+    // The shifts, and their scale, that fit the selected points best.
     STATIC_INLINE void choose_shifts(const Lane& lane, Shifted& sub) {
         Rating sums[4] = {};
         for (int k = 0; k < 2; k++) {
@@ -208,7 +208,7 @@ struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
         }
     }
 
-    // Search the lane's sub-block; those of smaller values than ``tiny`` are of zeros.
+    // Searches the lane's sub-block; one whose values are below ``tiny`` is encoded as zeros.
     STATIC_INLINE Shifted fit(const Lane& lane, float tiny) {
         bool off;
         Shifted sub = Parts::fit(lane, tiny, off);
@@ -218,10 +218,10 @@ struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
     }
 
     STATIC_INLINE void finish(const Lane& lane) {
-        float weights[16];  // what d is fitted by
+        float weights[16];  // terms to which d is fitted
 #pragma unroll
         for (int i = 0; i < 16; i++) weights[i] = lane.w[i];
-        use_squares_if_nothing_weighs(lane);
+        use_squares_if_weights_are_zero(lane);
         const Shifted sub = fit(lane, 1e-7f);
         __syncwarp();
 #pragma unroll

@@ -1,20 +1,20 @@
-// Rows of f32 to types with a grid whose rows have a scale (grid_rows.cuh). Macros: ENCODER; WEIGHTED, if columns have an
+// Encodes rows of f32 as grid types with a row scale (grid_rows.cuh). Macros: ENCODER; WEIGHTED, if columns have an
 // importance.
 //
-//     parts     a lane has a sub-block, of whatever row: all bytes but scales
-//     codes     a block of threads has a row: its scale, that of the largest sub-block, and codes of all others
+//     parts     one lane per sub-block, of any row: all bytes except scales
+//     codes     one thread block per row: its scale, from the largest sub-block scale, and the codes of all sub-blocks
 #include "encode/all.cuh"
 
 const int LANES = 128, VALUES = ENCODER::VALUES, STRIDE = VALUES + 1, PER_BLOCK = ENCODER::BLOCK / VALUES;
-const int TOGETHER = 256 / VALUES;  // lanes that share room
+const int TOGETHER = 256 / VALUES;  // lanes that share scratch memory
 #ifdef WEIGHTED
 const bool IMPORTANCE = true;
 #else
 const bool IMPORTANCE = false;
 #endif
 
-// rows of n values; scales: room for one of each sub-block; out: the rows' bytes. The rest is what a type with a grid looks
-// up (lane.cuh).
+// rows of n values; scales: one float of scratch per sub-block; out: the encoded rows. The other members are the
+// tables of a grid type (lane.cuh).
 struct parts_args {
     const float *x, *importance, *points;
     const int32_t* entries;
@@ -34,7 +34,7 @@ INLINE uint8_t* begin_of(uint8_t* out, int64_t row, int64_t blocks) {
 }
 
 KERNEL(parts, 128) {
-    __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], room[LANES / TOGETHER * ENCODER::ROOM + 1];
+    __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], scratch[LANES / TOGETHER * ENCODER::SCRATCH + 1];
     const int64_t per_row = a.n / VALUES, first = (int64_t)blockIdx.x * LANES, left = a.rows * per_row - first;
     const int n_active = left < LANES ? (int)left : LANES, at = threadIdx.x;
     const float* x = a.x + first * VALUES;
@@ -46,7 +46,7 @@ KERNEL(parts, 128) {
     __syncthreads();
     const Lane lane = {values + at * STRIDE,
                        weights + at * STRIDE,
-                       room + at / TOGETHER * ENCODER::ROOM,
+                       scratch + at / TOGETHER * ENCODER::SCRATCH,
                        0,
                        at % TOGETHER,
                        {a.entries, a.lists, a.words, a.points}};

@@ -1,11 +1,11 @@
-// Rows of IQ1_S_R4 and IQ1_M_R4: the grid and searches of IQ1_S and IQ1_M, with scales that are multiples of the row's; the
-// twin of quantkit/kernels/cpu/encode/grid_rows.py, which says how values are weighed.
+// Rows of IQ1_S_R4 and IQ1_M_R4: the grid and searches of IQ1_S and IQ1_M, with scales that are multiples of the
+// row's; the twin of quantkit/kernels/cpu/encode/grid_rows.py, which describes the weights.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp quantize_iq1_s_r4, quantize_iq1_m_r4.
 #pragma once
 #include "encode/grid_refined.cuh"
 
-// Sums of squares, and of w |x|, below this are nothing.
+// Sums of squares, and of w |x|, below this count as 0.
 const float NOTHING = 1e-14f;
 // The index of the point of zeros.
 const int ZEROS = 1029;
@@ -16,8 +16,8 @@ template <int N> INLINE float sum_of_squares(const float* x) {
     return total;
 }
 
-// Weights of a sub-block of which 32 values have so large a sum of squares; without importance where sum(w |x|) is below
-// the limit.
+// Weights of a sub-block, for the sum of squares of 32 values; importances are ignored where sum(w |x|) is below the
+// limit.
 template <int N, bool IMPORTANCE> INLINE void weigh_of_row(const Lane& lane, float squares, float limit) {
     const float sigma = 1.5f * squares / 32.0f;
     float total = 0;
@@ -30,18 +30,18 @@ template <int N, bool IMPORTANCE> INLINE void weigh_of_row(const Lane& lane, flo
         for (int i = 0; i < N; i++) lane.w[i] = __fsqrt_rn(sigma + lane.x[i] * lane.x[i]);
 }
 
-// Make a sub-block the point of zeros, with scale 0 and shifted up.
+// Sets a sub-block to the point of zeros, with scale 0 and shifted up.
 template <class Parts> INLINE void make_zero(const Lane& lane, Shifted& sub) {
     for (int k = 0; k < Parts::GROUPS; k++) Parts::results(lane)[k] = ZEROS;
     sub.scale = 0;
     sub.shifts = 0;
 }
 
-// A row begins with d, f16; blocks of 32 values follow, BYTES each: fit finds what is in the bytes of the lane's sub-block,
-// store puts them at ``out``, where its block begins; store_scale adds its scale, scale * inverse times d.
+// A row begins with d, f16; blocks of 32 values follow, BYTES each: fit computes the bytes of the lane's sub-block,
+// store writes them to ``out``, where its block begins; store_scale adds its scale, scale * inverse times d.
 struct GridRowIQ1_S {
     typedef TernaryGrid<Whole> Parts;
-    static const int VALUES = 32, BLOCK = 32, BYTES = 6, HEADER = 2, ROOM = Parts::ROOM;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 6, HEADER = 2, SCRATCH = Parts::SCRATCH;
 
     template <bool IMPORTANCE> STATIC_INLINE Shifted fit(const Lane& lane) {
         const float squares = sum_of_squares<32>(lane.x);
@@ -69,11 +69,11 @@ struct GridRowIQ1_S {
 
 struct GridRowIQ1_M {
     typedef TernaryGrid<RefinedHalves> Parts;
-    static const int VALUES = 16, BLOCK = 32, BYTES = 7, HEADER = 2, ROOM = Parts::ROOM;
+    static const int VALUES = 16, BLOCK = 32, BYTES = 7, HEADER = 2, SCRATCH = Parts::SCRATCH;
 
     template <bool IMPORTANCE> STATIC_INLINE Shifted fit(const Lane& lane) {
         const float own = sum_of_squares<16>(lane.x), squares = own + __shfl_xor_sync(FULL, own, 1);
-        // ik compares the second sum with a double, which is a bit larger.
+        // ik_llama.cpp compares the second sum with a double, which is slightly larger.
         weigh_of_row<16, IMPORTANCE>(lane, squares, lane.part & 1 ? __int_as_float(__float_as_int(NOTHING) + 1) : NOTHING);
         Shifted sub = RefinedIQ1_M::fit(lane, 0);
         if (squares < NOTHING || !(own > NOTHING)) make_zero<Parts>(lane, sub);

@@ -1,24 +1,23 @@
-// The search of grid_search.cuh for types with long lists of neighbours, IQ2_XXS and IQ2_XS: a warp measures the distances of
-// a list together.
+// The search of grid_search.cuh for types with long lists of neighbours, IQ2_XXS and IQ2_XS: the lanes of a warp share
+// the distance computations of a list.
 //
-// A lane rounds a group by one of the candidates. Those that round it to the same point are a run: their scales follow
-// each other, and they share a list. Of a run the first and the last are measured, and what lies between two that have
-// the same nearest neighbour gets it, too, if it is nearest by far enough (``sure``); else two in between are measured.
+// A lane rounds a group by one of the candidates. Consecutive candidates that round it to the same point form a run:
+// their scales are adjacent, and they share a list. Only the first and the last candidate of a run are measured;
+// candidates between two with the same nearest neighbour get it too, if its margin is large enough (``sure``);
+// otherwise two more in between are measured.
 //
-// Why: the distance of a neighbour is sum(root x^2) + s (a s - b), s the scale, a and b of the neighbour. So how much
-// farther another one is, is s times a linear function of s: over s it lies between what it is at both ends, and scales
-// of a group differ by less than half. What rounding does to a distance is far less than SLACK of it and of
-// sum(root x^2), which is asked at both ends.
+// Why: the distance of a neighbour is sum(root x^2) + s (a s - b), where s is the scale, and a and b belong to the
+// neighbour. The difference between two neighbours is therefore s times a linear function of s, bounded by its values
+// at both ends, and the scales of a run differ by less than half. Rounding changes a distance by far less than SLACK
+// times (distance + sum(root x^2)), which is tested at both ends.
 #pragma once
 #include "encode/grid_search.cuh"
 
-// Share of distances that rounding changes by far less.
+// A relative margin far above the rounding error of a distance.
 #define SLACK 0x1p-12f
 #define INFINITE __int_as_float(0x7f800000)
 
-INLINE int lane_of_warp() { return (int)threadIdx.x & 31; }
-
-// The least of values from 0 on: their bits are ordered as they are.
+// The minimum of values >= 0, whose bits sort like the values.
 INLINE float warp_min(float v) {
 #if __CUDA_ARCH__ >= 800 && !defined(QUANTKIT_HOST)
     return __uint_as_float(__reduce_min_sync(FULL, __float_as_uint(v)));
@@ -28,13 +27,14 @@ INLINE float warp_min(float v) {
 #endif
 }
 
-// What a level costs of a value.
+// The weighted squared error of a value at a level.
 INLINE float cost_of(float q, float x, float root) {
     const float off = q - x;
     return root * off * off;
 }
 
-// The nearest neighbour as each lane has it, of those it measured: its distance, the second one's, its place in the list.
+// The nearest neighbour among those that this lane measured: its distance, the second smallest distance, its place in
+// the list.
 struct Nearest {
     float least, second;
     int place;
@@ -47,7 +47,7 @@ struct Nearest {
         least = fminf(least, distance);
     }
 
-    // The first of the nearest of all lanes; second: the distance of the next one.
+    // The first of the nearest over all lanes; second: the next smallest distance.
     __device__ __forceinline__ void of_warp() {
         const float all = warp_min(least);
         const uint32_t lanes = __ballot_sync(FULL, least == all);
@@ -63,10 +63,11 @@ struct Nearest {
     }
 };
 
-// The neighbours of a list of groups of 8, measured by a warp for COUNT scales. Lane 4 i + l has what level l of value i
-// costs by each of them; no word has level 3. A list ends with copies of its first word, which do not count.
+// Measures the neighbours in a list, for groups of 8 values, by a warp and for COUNT scales. Lane 4 i + l has the cost
+// of level l for value i at each scale; no word has level 3. A list is padded with copies of its first word, which are
+// ignored.
 template <int COUNT> INLINE void measure(const GridTables& grid, int entry, const float (&cost)[COUNT], Nearest (&nearest)[COUNT]) {
-    const int me = lane_of_warp(), count = (entry & 255) * 4;
+    const int me = lane_id(), count = (entry & 255) * 4;
     const uint16_t* words = grid.words + (entry >> 8) * 4;
     const uint32_t head = words[0];
 #pragma unroll 1
@@ -90,10 +91,10 @@ template <int COUNT> INLINE void measure(const GridTables& grid, int entry, cons
     for (int n = 0; n < COUNT; n++) nearest[n].of_warp();
 }
 
-// The index of the neighbour in a place of a list.
+// The index of the neighbour at a place in a list.
 INLINE int index_at(const GridTables& grid, int entry, int place) { return grid.lists[(entry >> 8) * 4 + place]; }
 
-// The index of the first of the nearest neighbours.
+// The index of the first nearest neighbour.
 INLINE int nearest_of_warp(const GridTables& grid, int entry, float cost) {
     const float costs[1] = {cost};
     Nearest nearest[1];
@@ -103,37 +104,37 @@ INLINE int nearest_of_warp(const GridTables& grid, int entry, float cost) {
 
 template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
     typedef GridShape<N, 8, 2, STEPS, 1> Shape;
-    using Shape::best_of, Shape::iscale_of, Shape::me;
+    using Shape::best_of, Shape::iscale_of;
     static const int PER_BLOCK = Shape::PER_BLOCK, BLOCKS = Shape::BLOCKS, GROUPS = Shape::GROUPS, TRIALS = Shape::TRIALS;
     static const int STRIDE = Shape::STRIDE, ALL = Shape::ALL, FOUND = Shape::FOUND;
-    // Groups that the lanes of a warp have at once, and which lanes have a candidate.
+    // The groups that a warp processes at once, and which lanes have a candidate.
     static const int AT_ONCE = TRIALS <= 16 ? 2 : 1, PER_GROUP = 32 / AT_ONCE;
     static const uint32_t FIRST = AT_ONCE == 2 ? 0x10001u : 1u, VALID = FIRST * ((1u << TRIALS) - 1);
-    // Of all lanes the indices of points; of the candidates of a super-block ratings and indices.
+    // Point indices of all lanes; ratings and indices of the candidates of a superblock.
     static const int CANDIDATES = PER_BLOCK * TRIALS;
-    static const int ROOM = PER_BLOCK * FOUND + (2 * CANDIDATES + CANDIDATES * FOUND + BLOCKS - 1) / BLOCKS;
-    // Set in the index of a point that is a group's neighbour.
+    static const int SCRATCH = PER_BLOCK * FOUND + (2 * CANDIDATES + CANDIDATES * FOUND + BLOCKS - 1) / BLOCKS;
+    // Flag in a point's index: the point is a neighbour, because the group is not on the grid.
     static const int OFF = 1 << 15;
 
-    STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - me() / PER_BLOCK * ROOM; }
-    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
-    STATIC_INLINE float* ratings(const Lane& lane) { return room_of_warp(lane) + 32 * FOUND; }
+    STATIC_INLINE float* scratch_of_warp(const Lane& lane) { return lane.scratch - lane_id() / PER_BLOCK * SCRATCH; }
+    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)(scratch_of_warp(lane) + lane_id() * FOUND); }
+    STATIC_INLINE float* ratings(const Lane& lane) { return scratch_of_warp(lane) + 32 * FOUND; }
     STATIC_INLINE uint16_t* found_by(const Lane& lane, int candidate) {
         return (uint16_t*)(ratings(lane) + 2 * CANDIDATES) + GROUPS * candidate;
     }
 
-    // Values of groups, for distances: lane 4 i + l has value i, and the value of level l.
+    // The values of groups, for distances: lane 4 i + l has value i, and the value of level l.
     struct Values {
         float x[AT_ONCE], root[AT_ONCE], margin[AT_ONCE], q;
 
-        __device__ __forceinline__ Values(const float* from, const float* w) : q((float)(2 * (me() & 3) + 1)) {
+        __device__ __forceinline__ Values(const float* from, const float* w) : q((float)(2 * (lane_id() & 3) + 1)) {
 #pragma unroll
             for (int g = 0; g < AT_ONCE; g++) {
-                x[g] = from[8 * g + (me() >> 2)];
-                root[g] = __fsqrt_rn(w[8 * g + (me() >> 2)]);
+                x[g] = from[8 * g + (lane_id() >> 2)];
+                root[g] = __fsqrt_rn(w[8 * g + (lane_id() >> 2)]);
                 float total = root[g] * x[g] * x[g];
                 for (int d = 4; d < 32; d <<= 1) total += __shfl_xor_sync(FULL, total, d);
-                margin[g] = total > 1e-30f ? SLACK * total : INFINITE;  // where products may underflow nothing is sure
+                margin[g] = total > 1e-30f ? SLACK * total : INFINITE;  // where products may underflow, no neighbour is sure
             }
         }
         __device__ __forceinline__ float cost(int g, float scale) const {
@@ -142,10 +143,11 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         __device__ __forceinline__ float margin_of(int g) const { return g ? margin[AT_ONCE - 1] : margin[0]; }
     };
 
-    // Find the points of AT_ONCE groups from group k on, for all candidates. begins: lanes whose point is not that of the
-    // lane before; entry: of the lane's point, -1 without a candidate. Return index << 1 | sure for the lane's.
+    // Finds the points of AT_ONCE groups from group k on, for all candidates. begins: lanes whose point differs from
+    // that of the lane before; entry: of the lane's point, -1 without a candidate. Returns index << 1 | sure for the
+    // lane's.
     STATIC_INLINE int points_of_runs(const GridTables& grid, const Values& values, uint32_t begins, int entry, float scale) {
-        const uint32_t ends = (begins | ~VALID) >> 1 | 1u << 31;  // the lanes before those
+        const uint32_t ends = (begins | ~VALID) >> 1 | 1u << 31;  // preceding lanes
         int state = entry < 0 ? ~entry << 1 : 0;
         uint32_t left = __ballot_sync(FULL, entry >= 0);
         while (left) {
@@ -153,11 +155,11 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
             const uint32_t behind = FULL << lane;
             const int end = __ffs((int)(ends & behind)) - 1;
             int a = lane, b = end;
-            if (!(begins >> lane & 1)) {  // between two that are known
+            if (!(begins >> lane & 1)) {  // between two measured lanes
                 const int from = lane - 1, to = __ffs((int)(~left & behind)) - 1, third = max(1, (to - from) / 3);
                 const int known = __shfl_sync(FULL, state, from), other = __shfl_sync(FULL, state, to);
                 if (known == other && known & 1) {
-                    if (me() > from && me() < to) state = known;
+                    if (lane_id() > from && lane_id() < to) state = known;
                     left &= ~(behind & ~(FULL << to));
                     continue;
                 }
@@ -173,16 +175,16 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
             for (int n = 0; n < 2; n++) {
                 const bool sure = nearest[n].second - nearest[n].least > SLACK * nearest[n].least + values.margin_of(group);
                 const int code = index_at(grid, of, nearest[n].place) << 1 | (int)sure;
-                if (me() == (n ? b : a)) state = code;
+                if (lane_id() == (n ? b : a)) state = code;
             }
             left &= ~(1u << a | 1u << b);
         }
         return state;
     }
 
-    // Find the points of a sub-block for all candidates, [candidate][group].
+    // Finds the points of a sub-block for all candidates, [candidate][group].
     STATIC_INLINE void find_points(const GridTables& grid, const float* x, const float* w, float largest, uint16_t* to) {
-        const int trial = me() % PER_GROUP, g = me() / PER_GROUP;
+        const int trial = lane_id() % PER_GROUP, g = lane_id() / PER_GROUP;
         const bool in_range = trial < TRIALS;
         const float iscale = iscale_of(trial, largest);
 #pragma unroll 1
@@ -197,7 +199,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         }
     }
 
-    // Rate points of a sub-block.
+    // Rates the points of a sub-block.
     STATIC_INLINE Rating rate(const GridTables& grid, const float* x, const float* w, const uint16_t* points) {
         Rating sum = {0, 0};
 #pragma unroll 1
@@ -213,9 +215,9 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         return sum;
     }
 
-    // Try all candidates for the sub-blocks of a warp; leave the points of the one that won, the first one if none did,
-    // and return which are beside the grid. largest: what the first candidate makes the largest value; 0: it is dead.
-    // best: the rating of the one that won.
+    // Tries all candidates for the sub-blocks of a warp; writes the points of the best one (the first if none is rated
+    // above 0), and returns a mask of its groups that are not on the grid. largest: the value that the first candidate
+    // maps to the top level; 0: a dead sub-block. best: the rating of the best one.
     STATIC_INLINE int best_points(const Lane& lane, float largest, float& scale, float& best) {
         float* const sums = ratings(lane);
         int off = 0;
@@ -224,22 +226,22 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         for (int block = 0; block < BLOCKS; block++) {
 #pragma unroll 1
             for (int part = 0; part < PER_BLOCK; part++) {
-                const int owner = block * PER_BLOCK + part, away = (owner - me()) * STRIDE;
+                const int owner = block * PER_BLOCK + part, away = (owner - lane_id()) * STRIDE;
                 const float top = __shfl_sync(FULL, largest, owner);
                 if (top != 0) find_points(lane.grid, lane.x + away, lane.w + away, top, found_by(lane, part * TRIALS));
             }
             __syncwarp();
 #pragma unroll 1
             for (int first = 0; first < CANDIDATES; first += 32) {
-                const int at = min(first + me(), CANDIDATES - 1), owner = block * PER_BLOCK + at / TRIALS;
-                const int away = (owner - me()) * STRIDE;
+                const int at = min(first + lane_id(), CANDIDATES - 1), owner = block * PER_BLOCK + at / TRIALS;
+                const int away = (owner - lane_id()) * STRIDE;
                 if (__shfl_sync(FULL, largest, owner) == 0) continue;
                 const Rating sum = rate(lane.grid, lane.x + away, lane.w + away, found_by(lane, at));
                 sums[2 * at] = sum.qx;
                 sums[2 * at + 1] = sum.q2;
             }
             __syncwarp();
-            if (me() / PER_BLOCK == block) {
+            if (lane_id() / PER_BLOCK == block) {
                 const int won = largest == 0 ? -1 : best_of(sums + 2 * lane.part * TRIALS, scale);
                 if (won >= 0) best = scale * sums[2 * (lane.part * TRIALS + won)];
                 for (int k = 0; k < GROUPS; k++) {
@@ -253,7 +255,8 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         return off;
     }
 
-    // Round groups by a scale, each lane's of the mask ``mine`` by all lanes. keep(k, index): the lane's group k.
+    // Rounds groups by a scale: those in each lane's mask ``mine``, computed by all lanes. keep(k, index): the lane's
+    // group k.
     template <class F> STATIC_INLINE void round_by(const Lane& lane, int mine, float scale, F keep) {
         uint32_t slots[FOUND] = {};
 #pragma unroll
@@ -261,7 +264,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
             if (mine) slots[k / 2] |= (uint32_t)slot_of<8, 2>(lane.x + 8 * k, 1.0f / scale) << 16 * (k & 1);
 #pragma unroll 1
         for (int owner = 0; owner < 32; owner++) {
-            const int run = __shfl_sync(FULL, mine, owner), away = (owner - me()) * STRIDE;
+            const int run = __shfl_sync(FULL, mine, owner), away = (owner - lane_id()) * STRIDE;
             if (!run) continue;
             const float by = __shfl_sync(FULL, scale, owner);
 #pragma unroll
@@ -270,16 +273,16 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
                 const int slot = __shfl_sync(FULL, slots[k / 2], owner) >> 16 * (k & 1) & 0xffff, entry = lane.grid.entries[slot];
                 int index = ~entry;
                 if (entry >= 0) {
-                    const int value = away + 8 * k + (me() >> 2);
-                    const float q = (float)(2 * (me() & 3) + 1);
+                    const int value = away + 8 * k + (lane_id() >> 2);
+                    const float q = (float)(2 * (lane_id() & 3) + 1);
                     index = nearest_of_warp(lane.grid, entry, cost_of(by * q, lane.x[value], __fsqrt_rn(lane.w[value])));
                 }
-                if (me() == owner) keep(k, index);
+                if (lane_id() == owner) keep(k, index);
             }
         }
     }
 
-    // As GridSearch's; groups are rounded again by the warp.
+    // As in GridSearch; the warp rounds groups again.
     template <Again AGAIN> STATIC_INLINE float search(const Lane& lane, float largest, float scale) {
         static_assert(AGAIN != ALL_IF_ONE_IS_OFF, "the first point, where no candidate is better than 0, is on the grid");
         float best;

@@ -1,6 +1,6 @@
-// The search for the scale of a sub-block whose values are points of a grid: IQ2 and IQ3; the twin of
-// quantkit/kernels/cpu/encode/grid_search.py, which says what a candidate is and how it is rated.
-// A warp searches the sub-blocks of one super-block after the other.
+// The scale search for sub-blocks whose values are points of a grid, IQ2 and IQ3; the twin of
+// quantkit/kernels/cpu/encode/grid_search.py, which defines the candidates and their ratings. A warp searches the
+// sub-blocks of one superblock after another.
 //
 // Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}_impl, iq{2,3}_find_best_neighbour.
 #pragma once
@@ -19,7 +19,7 @@ template <int SIZE> struct Point {
     }
 };
 
-// The first of the neighbours in a list that are nearest: the least sum over root * (scale * q - x)^2, added in order.
+// The first of the nearest neighbours in a list, by sum(root * (scale * q - x)^2), added in order.
 template <int SIZE>
 INLINE int nearest_neighbour(const GridTables& grid, int entry, const float* x, const float* root, float scale) {
     const uint2* list = (const uint2*)grid.lists + (entry >> 8);
@@ -60,24 +60,22 @@ struct Rating {
     float qx, q2;
 };
 
-// Which groups of a sub-block are rounded again by the scale that won.
+// The groups of a sub-block that are rounded again by the best scale.
 enum Again { OFF_GRID, ALL_IF_ONE_IS_OFF, ALWAYS };
 
-// What is searched: N values a sub-block, SIZE a group, levels 0 .. TOP; STEPS candidates on either side of the first, TENTHS
-// of a level apart.
+// Parameters of a search: N values per sub-block, SIZE per group, levels 0 .. TOP; STEPS candidates on either side of
+// the first, TENTHS / 10 of a level apart.
 template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridShape {
     static const int PER_BLOCK = 256 / N, BLOCKS = 32 / PER_BLOCK, GROUPS = N / SIZE, TRIALS = 2 * STEPS + 1;
     static const int STRIDE = N + 1, ALL = (1 << GROUPS) - 1;
     static const int FOUND = GROUPS / 2;  // floats of indices, 16 bits each
-
-    STATIC_INLINE int me() { return (int)threadIdx.x & 31; }
 
     // 1 / scale of a candidate.
     STATIC_INLINE float iscale_of(int trial, float largest) {
         return ((float)(2 * TOP + 1) + (float)(trial - STEPS) * (TENTHS == 2 ? 0.2f : 0.1f)) / largest;
     }
 
-    // Return the candidate with the best of these ratings, and its scale; -1 if none is better than 0.
+    // Returns the candidate with the best of these ratings, and its scale; -1 if none is above 0.
     STATIC_INLINE int best_of(const float* sums, float& scale) {
         float best = 0;
         int won = -1;
@@ -93,24 +91,25 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridShape {
     }
 };
 
-// The search for types with short lists of neighbours: a lane has a candidate of a sub-block. Lanes next to each other round
-// the same values by nearly the same scale, mostly to the same points, and so read the same lists. Nothing is pruned. What
-// won is rounded again by the lane that has the sub-block.
+// The search for types with short lists of neighbours: one candidate per lane. Adjacent lanes round the same values by
+// nearly equal scales, mostly to the same points, and so read the same lists. Nothing is pruned. The best candidate is
+// rounded again by the lane that has the sub-block.
 template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : GridShape<N, SIZE, TOP, STEPS, TENTHS> {
     typedef GridShape<N, SIZE, TOP, STEPS, TENTHS> Shape;
-    using Shape::best_of, Shape::iscale_of, Shape::me;
+    using Shape::best_of, Shape::iscale_of;
     static const int PER_BLOCK = Shape::PER_BLOCK, BLOCKS = Shape::BLOCKS, GROUPS = Shape::GROUPS, TRIALS = Shape::TRIALS;
     static const int STRIDE = Shape::STRIDE, ALL = Shape::ALL, FOUND = Shape::FOUND;
-    // Of all lanes of a warp the indices of points; of one super-block the ratings of candidates.
-    static const int ROOM = PER_BLOCK * FOUND + (2 * PER_BLOCK * TRIALS + BLOCKS - 1) / BLOCKS;
+    // Point indices of all lanes of a warp; ratings of the candidates of one superblock.
+    static const int SCRATCH = PER_BLOCK * FOUND + (2 * PER_BLOCK * TRIALS + BLOCKS - 1) / BLOCKS;
 
-    STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - me() / PER_BLOCK * ROOM; }
+    STATIC_INLINE float* scratch_of_warp(const Lane& lane) { return lane.scratch - lane_id() / PER_BLOCK * SCRATCH; }
     // The indices of the lane's points.
-    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
-    STATIC_INLINE float* ratings(const Lane& lane) { return room_of_warp(lane) + 32 * FOUND; }
+    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)(scratch_of_warp(lane) + lane_id() * FOUND); }
+    STATIC_INLINE float* ratings(const Lane& lane) { return scratch_of_warp(lane) + 32 * FOUND; }
 
-    // Rate the points of a sub-block. Groups of the mask ``again`` are rounded by iscale, and become the nearest
-    // neighbour by scale where that is beside the grid (``off``); others are those found before. KEEP: as found.
+    // Rates the points of a sub-block. Groups are rounded by iscale, and to the nearest neighbour by scale where the
+    // result is not on the grid. KEEP: only groups in the mask ``again`` are rounded, and their points and the mask
+    // ``off`` of those not on the grid are stored; the other groups keep their points.
     template <bool KEEP>
     STATIC_INLINE Rating rate(const GridTables& grid, const float* x, const float* w, float iscale, float scale, uint16_t* results,
                               int again, int& off) {
@@ -145,8 +144,8 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
         return sum;
     }
 
-    // Try all candidates for the sub-blocks of a warp; return the one that won, -1 if none did, and its scale. largest:
-    // what the first candidate makes the largest value; 0 for a sub-block that is dead.
+    // Tries all candidates for the sub-blocks of a warp; returns the best one, -1 if there is none, and its scale.
+    // largest: the value that the first candidate maps to the top level; 0 for a dead sub-block.
     STATIC_INLINE int best_trial(const Lane& lane, float largest, float& scale) {
         float* const sums = ratings(lane);
         int won = -1;
@@ -154,10 +153,10 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
         for (int block = 0; block < BLOCKS; block++) {
 #pragma unroll 1
             for (int first = 0; first < PER_BLOCK * TRIALS; first += 32) {
-                const int at = first + me(), part = min(at / TRIALS, PER_BLOCK - 1), owner = block * PER_BLOCK + part;
+                const int at = first + lane_id(), part = min(at / TRIALS, PER_BLOCK - 1), owner = block * PER_BLOCK + part;
                 const float top = __shfl_sync(FULL, largest, owner);
                 if (at >= PER_BLOCK * TRIALS || top == 0) continue;
-                const int away = (owner - me()) * STRIDE;
+                const int away = (owner - lane_id()) * STRIDE;
                 const float iscale = iscale_of(at - part * TRIALS, top);
                 int off = 0;
                 const Rating sum = rate<false>(lane.grid, lane.x + away, lane.w + away, iscale, 1.0f / iscale, nullptr, ALL, off);
@@ -165,14 +164,14 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
                 sums[2 * at + 1] = sum.q2;
             }
             __syncwarp();
-            if (me() / PER_BLOCK == block && largest != 0) won = best_of(sums + 2 * lane.part * TRIALS, scale);
+            if (lane_id() / PER_BLOCK == block && largest != 0) won = best_of(sums + 2 * lane.part * TRIALS, scale);
             __syncwarp();
         }
         return won;
     }
 
-    // Find scale and points of the lane's sub-block; largest 0: it is dead. scale: what it is where no candidate is better
-    // than 0, and all points are the first one, which counts as beside the grid if AGAIN is ALL_IF_ONE_IS_OFF.
+    // Finds scale and points of the lane's sub-block; largest 0: it is dead. scale: the result where no candidate is
+    // rated above 0: then all points are the first one, which counts as off the grid if AGAIN is ALL_IF_ONE_IS_OFF.
     template <Again AGAIN> STATIC_INLINE float search(const Lane& lane, float largest, float scale) {
         const int won = best_trial(lane, largest, scale);
         uint16_t* const points = results(lane);
@@ -196,7 +195,7 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
 
 // ---------------------------------------------------------------- signs
 
-// Which of 8 values has the least w * x * x, the first of several.
+// The index of the smallest w * x * x of 8 values, the first of equal ones.
 INLINE int least_of_8(const float* x, const float* w) {
     int at = 0;
     float least = w[0] * x[0] * x[0];
@@ -207,8 +206,9 @@ INLINE int least_of_8(const float* x, const float* w) {
     return at;
 }
 
-// Replace values by magnitudes; return their signs: 8 bits for 8 values, lowest first. EVEN: 7 bits; if an odd number is
-// negative, the value that matters least changes its sign first, and its magnitude becomes negative.
+// Replaces values by magnitudes; returns their signs: 8 bits for 8 values, lowest first. EVEN: 7 bits; if an odd
+// number is negative, the value with the smallest w * x * x changes its sign first, and its magnitude becomes
+// negative.
 template <int N, bool EVEN> INLINE uint32_t take_signs(float* x, const float* w) {
     uint32_t signs = 0;
     for (int k = 0; k < N; k += 8) {

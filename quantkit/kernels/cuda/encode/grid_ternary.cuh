@@ -1,7 +1,7 @@
 // IQ1_S and IQ1_M: points of a grid of -1, 0, 1, all shifted by an eighth up or down; the twin of
-// quantkit/kernels/cpu/encode/grid_ternary.py, which says what is searched.
+// quantkit/kernels/cpu/encode/grid_ternary.py, which describes the search.
 //
-// A lane sorts the values of its sub-block. A warp then takes one sub-block after the other: lanes rate pairs of
+// A lane sorts the values of its sub-block. A warp then processes one sub-block after another: its lanes rate pairs of
 // boundaries, and measure the distances of neighbours.
 //
 // Source: llama.cpp b11434 ggml-quants.c quantize_row_iq1_s_impl, quantize_row_iq1_m_impl, iq1_find_best_neighbour2.
@@ -21,11 +21,11 @@ INLINE float reciprocal_near(float v) {
 
 // ---------------------------------------------------------------- candidates
 
-// Sums over the sorted values below each boundary: 0 .. N of them.
+// Prefix sums over the N sorted values.
 template <int N> struct SumsBelow {
     float x[N + 1], w[N + 1];
 
-    // Of N sorted values: value(j, x, w) is the j-th, or false if it does not count.
+    // Of N sorted values: value(j, x, w) reads the j-th; false: it is ignored.
     template <typename F> __device__ __forceinline__ void add_up(F value) {
         float sum_x = 0, sum_w = 0;
         x[0] = w[0] = 0;
@@ -63,7 +63,7 @@ struct Whole {
     }
 };
 
-// IQ1_M: shifts for each 8 of 16 values; sums of both.
+// IQ1_M: a shift for each 8 of 16 values; sums of both halves.
 struct Halves {
     static const int N = 16, CHOICES = 4;
     SumsBelow<16> sums[2];
@@ -75,7 +75,7 @@ struct Halves {
     }
     __device__ __forceinline__ float weight() const { return sums[0].w[16] + sums[1].w[16]; }
 
-    // The ratings of boundaries i <= j: both halves shifted up, the second down, the first, both.
+    // The ratings of boundaries i <= j: both halves shifted up, only the second down, only the first down, both down.
     __device__ __forceinline__ void rate(int i, int j, Rating* results) const {
         Rating up[2], down[2];
         for (int half = 0; half < 2; half++) {
@@ -96,7 +96,7 @@ struct Halves {
 
 // ---------------------------------------------------------------- the search
 
-// A candidate: boundaries, which of the shifts, and its sums.
+// A candidate: boundaries, combination of shifts, and its sums.
 struct Candidate {
     int low, high, choice;  // choice -1: none
     Rating sum;
@@ -125,18 +125,18 @@ template <int N> struct Bounds {
 };
 template <int N> static __device__ const Bounds<N> all_bounds = Bounds<N>();
 
-// The candidate that wins the reference's scan: in order, each that is better than the best so far takes its place.
+// The candidate that the reference's scan selects: in order, each that exceeds the best so far replaces it.
 template <class S> INLINE Candidate scan(const S& sums) {
     Candidate results;
     float best = S::none();
     const int count = Bounds<S::N>::COUNT;
 #pragma unroll 1
     for (int first = 0; first < count; first += 32) {
-        const bool there = first + lane_of_warp() < count;
-        const int pair = all_bounds<S::N>.at[min(first + lane_of_warp(), count - 1)];
+        const bool there = first + lane_id() < count;
+        const int pair = all_bounds<S::N>.at[min(first + lane_id(), count - 1)];
         Rating of[S::CHOICES];
         sums.rate(pair >> 8, pair & 255, of);
-        uint32_t later = there ? (1u << S::CHOICES) - 1 : 0;  // candidates of the lane that are still to come
+        uint32_t later = there ? (1u << S::CHOICES) - 1 : 0;  // candidates of the lane not yet scanned
         for (;;) {
             uint32_t better = 0;
 #pragma unroll
@@ -149,24 +149,24 @@ template <class S> INLINE Candidate scan(const S& sums) {
             const int its = __shfl_sync(FULL, pair, from);
             results = Candidate(sums, its >> 8, its & 255, choice);
             best = results.sum.qx / results.sum.q2 * results.sum.qx;
-            if (lane_of_warp() < from) later = 0;
-            if (lane_of_warp() == from) later &= ~((2u << choice) - 1);
+            if (lane_id() < from) later = 0;
+            if (lane_id() == from) later &= ~((2u << choice) - 1);
         }
     }
     return results;
 }
 
-// The same candidate, found without the scan's chain of comparisons where no other comes near it.
+// The same candidate, found without the sequential comparisons where no other is close.
 //
-// Let R be the largest qx^2 / q2, and let c be the only candidate above (1 - 2^-17) R. Within what is asked of R and of
-// the sum of weights below nothing overflows, and what decides about c does not underflow, so the scan's comparisons,
-// and the quotients here, are off by less than 2^-20. Before c the scan holds a candidate below (1 - 2^-18) R, so that c
-// takes its place, and after c no other does: c wins. If there are two such candidates, scan.
+// Let R be the largest qx^2 / q2, and let c be the only candidate above (1 - 2^-17) R. Within the tested limits of R
+// and of the sum of weights nothing overflows, and nothing relevant to c underflows, so the scan's comparisons, and
+// the quotients here, are off by less than 2^-20. Before c the scan holds a candidate below (1 - 2^-18) R, so c
+// replaces it, and no later candidate replaces c. If there are two such candidates, scan.
 template <class S> INLINE Candidate search_boundaries(const S& sums) {
     float most = -1, second = -1;  // of the lane's candidates
     int mine = 0;
 #pragma unroll 1
-    for (int at = lane_of_warp(); at < Bounds<S::N>::COUNT; at += 32) {
+    for (int at = lane_id(); at < Bounds<S::N>::COUNT; at += 32) {
         const int pair = all_bounds<S::N>.at[at];
         Rating of[S::CHOICES];
         sums.rate(pair >> 8, pair & 255, of);
@@ -190,7 +190,7 @@ template <class S> INLINE Candidate search_boundaries(const S& sums) {
 
 INLINE float eighth(bool down) { return down ? -0.125f : 0.125f; }
 
-// What was found for the lane's sub-block: its scale; which of its halves shift down, bit 1 the first; whether it is of
+// Result for the lane's sub-block: its scale; which of its halves shift down, bit 1 the first; whether it is all
 // zeros.
 struct Shifted {
     float scale;
@@ -198,18 +198,18 @@ struct Shifted {
     bool dead;
 };
 
-// S: what is searched, Whole or Halves. A warp's room: where its lanes' sorted values come from, a byte each, later the
-// indices of their points; the sums of a super-block.
+// S: Whole or Halves. A warp's scratch: the permutation of each lane's sorted values, a byte each, later the indices
+// of their points; the sums of a superblock.
 template <class S> struct TernaryGrid {
     static const int N = S::N, GROUPS = N / 8, PER_BLOCK = 256 / N, BLOCKS = 32 / PER_BLOCK;
-    static const int ORDER = 8 * N, SUMS = PER_BLOCK * (int)sizeof(S) / 4, ROOM = (ORDER + SUMS + BLOCKS - 1) / BLOCKS;
+    static const int ORDER = 8 * N, SUMS = PER_BLOCK * (int)sizeof(S) / 4, SCRATCH = (ORDER + SUMS + BLOCKS - 1) / BLOCKS;
 
-    STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - lane_of_warp() / PER_BLOCK * ROOM; }
-    STATIC_INLINE uint8_t* order(const Lane& lane) { return (uint8_t*)room_of_warp(lane) + N * lane_of_warp(); }
+    STATIC_INLINE float* scratch_of_warp(const Lane& lane) { return lane.scratch - lane_id() / PER_BLOCK * SCRATCH; }
+    STATIC_INLINE uint8_t* order(const Lane& lane) { return (uint8_t*)scratch_of_warp(lane) + N * lane_id(); }
     STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)order(lane); }
-    STATIC_INLINE S* sums(const Lane& lane) { return (S*)(room_of_warp(lane) + ORDER); }
+    STATIC_INLINE S* sums(const Lane& lane) { return (S*)(scratch_of_warp(lane) + ORDER); }
 
-    // Sort the places of the lane's values by value, equal ones by place: each is counted to where it belongs.
+    // Sorts the positions of the lane's values by value, equal ones by position: a counting sort.
     STATIC_INLINE void sort(const Lane& lane) {
         uint8_t* const to = order(lane);
 #pragma unroll 1
@@ -228,14 +228,14 @@ template <class S> struct TernaryGrid {
         }
     }
 
-    // Search the sub-blocks of a warp, one after the other; return what the lane's own search found.
+    // Searches the sub-blocks of a warp, one after another; returns the result of the lane's own.
     STATIC_INLINE Candidate search(const Lane& lane, bool dead) {
         Candidate results;
         const uint8_t* const from = order(lane);
         S* const all = sums(lane);
 #pragma unroll 1
         for (int block = 0; block < BLOCKS; block++) {
-            if (lane_of_warp() / PER_BLOCK == block)
+            if (lane_id() / PER_BLOCK == block)
                 all[lane.part].add_up([&](int j, float& x, float& w) {
                     x = lane.x[from[j]];
                     w = lane.w[from[j]];
@@ -247,7 +247,7 @@ template <class S> struct TernaryGrid {
                 const int owner = block * PER_BLOCK + part;
                 if (__shfl_sync(FULL, dead, owner)) continue;
                 const Candidate best = search_boundaries(all[part]);
-                if (lane_of_warp() == owner) results = best;
+                if (lane_id() == owner) results = best;
             }
             __syncwarp();
         }
@@ -266,25 +266,25 @@ template <class S> struct TernaryGrid {
         return slots;
     }
 
-    // Find the points of all sub-blocks of a warp; return whether a group of the lane's is beside the grid.
+    // Finds the points of all sub-blocks of a warp; returns whether a group of the lane is off the grid.
     STATIC_INLINE bool find_points(const Lane& lane, const Shifted& sub, uint64_t slots) {
         bool off = false;
 #pragma unroll 1
         for (int owner = 0; owner < 32; owner++) {
             if (__shfl_sync(FULL, sub.dead, owner)) continue;
             const float scale = __shfl_sync(FULL, sub.scale, owner);
-            const int shifts = __shfl_sync(FULL, sub.shifts, owner), away = (owner - lane_of_warp()) * (N + 1);
+            const int shifts = __shfl_sync(FULL, sub.shifts, owner), away = (owner - lane_id()) * (N + 1);
 #pragma unroll 1
             for (int k = 0; k < GROUPS; k++) {
                 const uint32_t half = (uint32_t)(slots >> 32 * (k >> 1));
                 const int entry = lane.grid.entries[__shfl_sync(FULL, half, owner) >> 16 * (k & 1) & 0xffff];
                 int index = ~entry;
                 if (entry >= 0) {
-                    const float q = (float)((lane_of_warp() & 3) - 1) + eighth(shifts & (k ? 1 : 2));
-                    const int value = away + 8 * k + (lane_of_warp() >> 2);
+                    const float q = (float)((lane_id() & 3) - 1) + eighth(shifts & (k ? 1 : 2));
+                    const int value = away + 8 * k + (lane_id() >> 2);
                     index = nearest_of_warp(lane.grid, entry, cost_of(scale * q, lane.x[value], lane.w[value]));
                 }
-                if (lane_of_warp() == owner) {
+                if (lane_id() == owner) {
                     off |= entry >= 0;
                     results(lane)[k] = (uint16_t)index;
                 }
@@ -293,7 +293,7 @@ template <class S> struct TernaryGrid {
         return off;
     }
 
-    // Call with the terms of sum(w q x) and sum(w q q), in order; q is factor times the values.
+    // Calls a function with the terms of sum(w q x) and sum(w q q), in order; q is factor times the values.
     template <typename F> STATIC_INLINE void each_term(const Lane& lane, int shifts, float factor, F take) {
 #pragma unroll 1
         for (int k = 0; k < GROUPS; k++) {
@@ -315,12 +315,12 @@ template <class S> struct TernaryGrid {
         for (int i = 0; i < N; i++) lane.w[i] = lane.x[i] * lane.x[i];
     }
 
-    // Search the lane's sub-block; its points are left in found(lane). Sub-blocks of values below tiny are of zeros. off:
-    // whether a group is beside the grid.
+    // Searches the lane's sub-block; its points are in found(lane). Sub-blocks of values below tiny become zeros. off:
+    // whether a group is off the grid.
     STATIC_INLINE Shifted fit(const Lane& lane, float tiny, bool& off) {
         float largest = 0;
         for (int i = 0; i < N; i++) {
-            if (lane.x[i] != lane.x[i]) lane.x[i] = 0;  // NaN has no place among sorted values; its row is refused afterwards
+            if (lane.x[i] != lane.x[i]) lane.x[i] = 0;  // NaN cannot be sorted; its row is rejected afterwards
             largest = fmaxf(largest, fabsf(lane.x[i]));
         }
         sort(lane);
@@ -337,7 +337,7 @@ template <class S> struct TernaryGrid {
         return sub;
     }
 
-    // The same; where a group is beside the grid, the scale is fitted again.
+    // The same; where a group is off the grid, the scale is fitted again.
     STATIC_INLINE Shifted fit(const Lane& lane, float tiny) {
         bool off;
         Shifted sub = fit(lane, tiny, off);
@@ -357,7 +357,7 @@ INLINE uint32_t ternary_code(float scale, float inverse) {
     return (uint32_t)max(0, min(7, nearest_int(0.5f * (inverse * scale - 1.0f))));
 }
 
-// How the values of a part are weighed before ``Encoder::finish`` searches for them.
+// The weights of a part, set before ``Encoder::finish`` searches it.
 template <typename Parts, typename Encoder> struct Weighing {
     STATIC_INLINE void plain(const Lane& lane) {
         Parts::weigh_by_squares(lane);
@@ -371,8 +371,8 @@ template <typename Parts, typename Encoder> struct Weighing {
 
 struct QuantIQ1_S : Weighing<TernaryGrid<Whole>, QuantIQ1_S> {
     typedef TernaryGrid<Whole> Parts;
-    static const int VALUES = 32, BLOCK = 256, BYTES = 50, ROOM = Parts::ROOM;
-    static const bool WEIGHS = true;
+    static const int VALUES = 32, BLOCK = 256, BYTES = 50, SCRATCH = Parts::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void finish(const Lane& lane) {
         const Shifted sub = Parts::fit(lane, 1e-12f);
@@ -390,13 +390,13 @@ struct QuantIQ1_S : Weighing<TernaryGrid<Whole>, QuantIQ1_S> {
 
 struct QuantIQ1_M : Weighing<TernaryGrid<Halves>, QuantIQ1_M> {
     typedef TernaryGrid<Halves> Parts;
-    static const int VALUES = 16, BLOCK = 256, BYTES = 56, ROOM = Parts::ROOM;
-    static const bool WEIGHS = true;
+    static const int VALUES = 16, BLOCK = 256, BYTES = 56, SCRATCH = Parts::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void finish(const Lane& lane) { write<Parts>(lane, Parts::fit(lane, 1e-7f), 1.1125f); }
 
-    // The scale of a super-block is fitted to the codes of its parts: the terms, in the place of values and weights, are
-    // added up in order.
+    // The scale of a superblock is fitted to the codes of its parts: the terms, stored in place of values and weights,
+    // are added in order.
     template <class P> STATIC_INLINE void write(const Lane& lane, const Shifted& sub, float stretch) {
         const float top = largest_in_block<16>(sub.scale), inverse = 1.0f / (top / 15.0f);
         const uint32_t code = ternary_code(sub.scale, inverse);
@@ -423,7 +423,7 @@ struct QuantIQ1_M : Weighing<TernaryGrid<Halves>, QuantIQ1_M> {
         if (alive) high |= (uint32_t)((shifts & 2) << 2 | (shifts & 1) << 7);
         *(uint16_t*)(lane.out + 2 * part) = (uint16_t)((results[0] & 255) | (results[1] & 255) << 8);
         lane.out[32 + part] = (uint8_t)high;
-        // Four codes of 3 bits and 4 bits of d in each of four words.
+        // Packs four 3-bit codes and 4 bits of d into each of four words.
         uint32_t word = code << 3 * (part & 3);
         for (int k = 1; k < 4; k <<= 1) word |= __shfl_xor_sync(FULL, word, k);
         const uint32_t half = d == d ? float_to_half(d) : 0xfe00;

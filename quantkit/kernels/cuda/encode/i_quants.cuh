@@ -8,7 +8,7 @@
 #include "encode/k_quants.cuh"
 #include "unpack/tables.cuh"
 
-// The level nearest to v, the upper one at a tie: the midpoints between values that are not above it; NaN gives 15.
+// The level nearest to v, the upper one at a tie: the number of midpoints not above v; NaN gives 15.
 INLINE int nearest_level(float v) {
     const bool bit3 = !(v < -4.5f), bit2 = !(v < (bit3 ? 45.5f : -57.0f));
     const bool bit1 = !(v < (bit3 ? bit2 ? 79.0f : 19.0f : bit2 ? -28.5f : -93.5f));
@@ -34,7 +34,7 @@ INLINE void rate(const Lane& lane, float inverse, float& sumqx, float& sumq2) {
     }
 }
 
-// The scale of 32 values; 0 for those that count as zero.
+// The scale of 32 values; 0 if they count as zero.
 INLINE float search_scale(const Lane& lane) {
     float amax = 0, top = 0, sumqx, sumq2;
     for (int j = 0; j < 32; j++)
@@ -55,7 +55,7 @@ INLINE float search_scale(const Lane& lane) {
     return d;
 }
 
-// What ik_llama.cpp's search has of the scale that is best so far.
+// State of ik_llama.cpp's search for the best scale so far.
 struct RefinedScale {
     float best, inverse, sumqx, sumq2;
 
@@ -70,7 +70,7 @@ struct RefinedScale {
     }
 };
 
-// Which level's move to the next is due first as the error falls, or -1; by how much its value changes.
+// The level whose step to the next one reduces the error first, or -1; by how much its value changes.
 INLINE int nearest_move(const Lane& lane, const float* levels, float d, float& step) {
     float due = __int_as_float(0x7f800000);
     int place = -1;
@@ -90,7 +90,8 @@ INLINE int nearest_move(const Lane& lane, const float* levels, float d, float& s
     return place;
 }
 
-// The scale of 32 values by ik_llama.cpp's search: candidates about both ends of the values, then levels move one by one.
+// The scale of 32 values by ik_llama.cpp's search: candidates from the minimum and the maximum, then levels move one
+// by one.
 INLINE float search_scale_refined(const Lane& lane, float* levels) {
     const float top = largest_of<32>(lane.x);
     if (fabsf(top) < 1e-15f) return 0;
@@ -117,7 +118,8 @@ INLINE float search_scale_refined(const Lane& lane, float* levels) {
     return d;
 }
 
-// Store the levels of the lane's values as 16 bytes of nibbles. IK: as ik_llama.cpp, which takes what is no int32 for level 0.
+// Stores the levels of the lane's values as 16 bytes of nibbles. IK: as in ik_llama.cpp, values beyond int32 become
+// level 0.
 template <bool IK> INLINE uint32_t nibble_of_value(float v) {
     return !IK || fabsf(v) < 2147483648.0f ? (uint32_t)nearest_level(v) : 0;
 }
@@ -132,8 +134,8 @@ INLINE void weigh_by_squares(const Lane& lane) {
 }
 
 template <bool IK> struct EncodeNL {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 18, ROOM = IK ? 33 : 0;
-    static const bool WEIGHS = true;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 18, SCRATCH = IK ? 33 : 0;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
         weigh_by_squares(lane);
@@ -148,15 +150,15 @@ template <bool IK> struct EncodeNL {
     }
 
     STATIC_INLINE void finish(const Lane& lane) {
-        const float d = IK ? search_scale_refined(lane, lane.room) : search_scale(lane);
+        const float d = IK ? search_scale_refined(lane, lane.scratch) : search_scale(lane);
         store_half(lane.out, d);
         store_nibbles<IK>(lane, inverse_or_zero(d), lane.out + 2);
     }
 };
 
 template <bool IK> struct EncodeXS {
-    static const int VALUES = 32, BLOCK = 256, BYTES = 136, ROOM = IK ? SuperBlock<8>::WITH_LEVELS : SuperBlock<8>::ROOM;
-    static const bool WEIGHS = true;
+    static const int VALUES = 32, BLOCK = 256, BYTES = 136, SCRATCH = IK ? SuperBlock<8>::WITH_LEVELS : SuperBlock<8>::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
         weigh_by_squares(lane);
@@ -164,7 +166,7 @@ template <bool IK> struct EncodeXS {
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
-        weigh(lane, 32, SuperBlock<8>(lane).template shared_squares<ROOM>() * 0.0078125f);
+        weigh(lane, 32, SuperBlock<8>(lane).template shared_squares<SCRATCH>() * 0.0078125f);
         finish(lane);
     }
 
@@ -173,7 +175,7 @@ template <bool IK> struct EncodeXS {
         const int part = lane.part;
         block.fitted(0)[part] = IK ? search_scale_refined(lane, block.levels()) : search_scale(lane);
         __syncwarp();
-        // The first scale of the largest size becomes -32.
+        // The first scale of the largest magnitude becomes -32.
         const float d = -block.largest_scale() / 32.0f;
         const int code = max(min(nearest_int(block.fitted(0)[part] * inverse_or_zero(d)), 31), -32);
         block.codes(0)[part] = (float)(code + 32);

@@ -1,4 +1,4 @@
-// The encoders of ik_llama.cpp's types with a scale per super-block, 16 values a lane; the twin of
+// Encoders of ik_llama.cpp's types with a scale per superblock, 16 values per lane; the twin of
 // quantkit/kernels/cpu/encode/ik_blocks.py.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq3_k_impl, quantize_row_iq4_k_impl_bs16,
@@ -8,20 +8,21 @@
 #include "encode/ik_search.cuh"
 
 struct IkBlock : LevelBlock<16> {
-    static const int FITS = LevelBlock<16>::ROOM, ROOM = FITS + 2 * Multiples::TRIES;
+    static const int FITS = LevelBlock<16>::SCRATCH, SCRATCH = FITS + 2 * Multiples::TRIES;
 
     __device__ __forceinline__ explicit IkBlock(const Lane& l) : LevelBlock<16>(l) {}
-    __device__ __forceinline__ float* tries(int k) const { return lane.room + FITS + k * Multiples::TRIES; }
+    __device__ __forceinline__ float* tries(int k) const { return lane.scratch + FITS + k * Multiples::TRIES; }
 
-    // Store the low nibbles of the 16 codes in 8 bytes.
+    // Stores the low nibbles of the 16 codes in 8 bytes.
     __device__ __forceinline__ void store_low_nibbles(uint8_t* out) const {
         if (lane.part < 8) out[lane.part] = nibbles(2 * lane.part, 2 * lane.part + 1);
     }
 };
 
-// ---- d and its multiples, and how those are stored
+// ---- d and its multiples, and their storage
 
-// Multiples -32 .. 31: the largest scale becomes -32. u16 high bits of 8 of them, twice, then 8 bytes of low nibbles.
+// Multiples -32 .. 31: the scale of the largest magnitude becomes -32. u16 high bits of 8 of them, twice, then 8 bytes
+// of low nibbles.
 struct Scales6 {
     static const int BYTES = 12;
     STATIC_INLINE float multiple(const IkBlock& block, float scale, float, int& m) {
@@ -39,7 +40,7 @@ struct Scales6 {
     }
 };
 
-// Multiples -127 .. 127, as i8: the largest scale becomes -127.
+// Multiples -127 .. 127, as i8: the scale of the largest magnitude becomes -127.
 struct Scales8 {
     static const int BYTES = 16;
     STATIC_INLINE float multiple(const IkBlock& block, float scale, float, int& m) {
@@ -95,7 +96,7 @@ struct Scales4 {
 
 // ---- super-blocks
 
-// Fit a scale that is not 0 to the levels nearest to x / d.
+// Fits a non-zero scale to the levels nearest to x / d.
 template <typename L> INLINE float refit(const Lane& lane, const Buckets<L>& t, const ScaleFit& result) {
     const float inverse = 1.0f / result.d;
     float sumqx = 0, sumq2 = 0;
@@ -107,11 +108,11 @@ template <typename L> INLINE float refit(const Lane& lane, const Buckets<L>& t, 
     return result.d != 0 && sumq2 > 0 ? sumqx / sumq2 : result.d;
 }
 
-// Of levels L of BITS bits; of the type, as cpu/encode/ik_blocks.py: block_encoder has them: what is searched and how,
-// near, own, again, zeros, stretch.
+// For levels L of BITS bits; the type's parameters are those of cpu/encode/ik_blocks.py: block_encoder: near, own,
+// again, zeros, stretch.
 template <typename TYPE, typename L, typename SCALES, int BITS> struct EncodeIkBlock {
-    static const int VALUES = 16, BLOCK = 256, BYTES = 4 + SCALES::BYTES + 32 * BITS, ROOM = IkBlock::ROOM;
-    static const bool WEIGHS = true, AGAIN = true, ZEROS = true;
+    static const int VALUES = 16, BLOCK = 256, BYTES = 4 + SCALES::BYTES + 32 * BITS, SCRATCH = IkBlock::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true, AGAIN = true, ZEROS = true;
     static constexpr float NEAR = 2, OWN = 0.25f, STRETCH = 1;
 
     STATIC_INLINE void plain(const Lane& lane) { encode<false>(lane); }
@@ -158,7 +159,7 @@ template <typename TYPE, typename L, typename SCALES, int BITS> struct EncodeIkB
         pack<BITS>(block.levels(), out + 4 + SCALES::BYTES, part, 16);
     }
 
-    // Of the terms that are in x (part 0) or in w.
+    // Sums the terms stored in x (part 0) or in w.
     STATIC_INLINE float sum_in_order(const IkBlock& block, int part) {
         const float* terms = part ? block.lane.w - block.lane.part * 17 : &block.value(0);
         float total = 0;

@@ -1,9 +1,9 @@
-// Rounding to the levels of ik_llama.cpp's types: uneven values, plain or shifted, and both signs at once; the twin of
-// quantkit/kernels/cpu/encode/ik_levels.py, which says why it is the reference's.
+// Rounding to the levels of ik_llama.cpp's types: non-uniform values, plain or shifted, for both signs at once; the
+// twin of quantkit/kernels/cpu/encode/ik_levels.py, which proves that the result is the reference's.
 //
-// Buckets of equal width hold at most one boundary between two values each. An entry of a table has both values as bf16,
-// which is exact for them, so that a shift makes an f32 of either. Tables lie in shared memory: up to 32 buckets are read
-// without conflicts of banks.
+// Buckets of equal width contain at most one boundary between two levels each. A table entry holds both levels as
+// bf16, which is exact for them, so a shift converts either to f32. Tables are in shared memory: up to 32 buckets are
+// read without bank conflicts.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, best_index_iq2nl to best_index_iq6nl.
 #pragma once
@@ -29,7 +29,7 @@ template <typename Codebook> CONSTEXPR int level_in(int i) {
     return byte < 128 ? byte : byte - 256;
 }
 
-// The sets of levels: their number, what shifted values are shifted by, buckets and their width.
+// The sets of levels: their number, the shift, buckets and their width.
 struct IQ2 {
     static const int LEVELS = 4, RAISE = 5, BUCKETS = 16;
     static constexpr double WIDTH = 10.0;
@@ -60,8 +60,8 @@ struct IQ6 {
     }
 };
 
-// pairs: of [plain, shifted][as they are, minus the mirrored ones] the values below and above the boundary in a bucket;
-// levels: the level below, and in bit 7 whether the one above is another.
+// pairs: per [plain, shifted][values, minus mirrored values] the values below and above the boundary in a bucket;
+// levels: the level below, and in bit 7 whether the one above differs.
 template <typename L> struct Buckets {
     uint32_t pairs[2][2][L::BUCKETS];
     uint8_t levels[2][L::BUCKETS];
@@ -92,7 +92,7 @@ template <typename L> CONSTEXPR Buckets<L> make_buckets() {
 
 template <typename L> static __device__ const Buckets<L> BUCKETS_OF = make_buckets<L>();
 
-// The tables in shared memory; for all threads of a block.
+// The tables in shared memory; called by all threads of a block.
 template <typename T> INLINE const T& in_shared(const T& table) {
     __shared__ T copy;
     for (int i = threadIdx.x; i < (int)sizeof(T) / 4; i += blockDim.x) ((uint32_t*)&copy)[i] = ((const uint32_t*)&table)[i];
@@ -100,14 +100,15 @@ template <typename T> INLINE const T& in_shared(const T& table) {
     return copy;
 }
 
-// Of x * inverse, given inverse / width; off by one at most near edges, where no boundary is.
+// The bucket of x * inverse, given inverse / width; off by one at most near a bucket's edge, where there is no
+// boundary.
 template <typename L> INLINE int find_bucket(float x, float inverse_per_width) {
     return (int)(__float_as_uint(__fmaf_rn(x, inverse_per_width, 12582912.0f)) & (L::BUCKETS - 1));
 }
 
 template <typename L> INLINE float per_unit() { return (float)(1 / L::WIDTH); }
 
-// The value nearest to v, of those in v's bucket; shifted ones as the reference's two subtractions tell.
+// The nearest of the two values in v's bucket; shifted ones by the reference's two subtractions.
 template <bool SHIFTED> INLINE float nearest_of(float v, uint32_t pair) {
     const float low = low_of(pair), high = high_of(pair);
     if (SHIFTED) return v - low < high - v ? low : high;
@@ -121,7 +122,7 @@ template <bool SHIFTED> INLINE float mirrored_of(float v, uint32_t pair) {
     return v + v <= low + high ? low : high;
 }
 
-// v, but no further from 0 than reach. What is beyond int, C converts to INT_MIN: level 0.
+// v clamped to +-reach. C converts values beyond int to INT_MIN, hence level 0.
 INLINE float limit(float v, float reach) { return fmaxf(fminf(v < 2147483648.0f ? v : -reach, reach), -reach); }
 
 struct Rounded {
@@ -129,7 +130,7 @@ struct Rounded {
     float value;
 };
 
-// The level nearest to v, no further than the buckets reach, and its value.
+// The level nearest to v, which must be within the buckets, and its value.
 template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, int shifted) {
     const int at = find_bucket<L>(v, per_unit<L>()), level = (shifted ? t.levels[1] : t.levels[0])[at];
     const uint32_t pair = (shifted ? t.pairs[1][0] : t.pairs[0][0])[at];
@@ -138,7 +139,7 @@ template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, in
     return Rounded{(level & 127) + (upper & level >> 7), upper ? high : low};
 }
 
-// The same of any v.
+// The same for any v.
 template <typename L> INLINE Rounded round_any(const Buckets<L>& t, float v, int shifted) {
     return round_near<L>(t, limit(v, (float)((L::BUCKETS / 2 - 1) * L::WIDTH)), shifted);
 }

@@ -1,12 +1,12 @@
-// Pairs of values from 32 of the 64 pairs of 3-bit levels; the twin of quantkit/kernels/cpu/encode/ik_pairs.py, which says
-// why at most four pairs can be the best in the cell of two levels.
+// Pairs of values from 32 of the 64 pairs of 3-bit levels; the twin of quantkit/kernels/cpu/encode/ik_pairs.py, which
+// proves that at most four pairs can be nearest within a cell of two levels.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq2_kl_impl.
 #pragma once
 #include "encode/ik_rows.cuh"
 
-// Of each cell of two levels the pairs that may be nearest, in the reference's order, the last one repeated: their values
-// as bf16, and their indices, a byte each.
+// For each cell of two levels the candidate pairs, in the reference's order, padded with the last one: their values as
+// bf16, and their indices, a byte each.
 struct Cells {
     __align__(16) uint32_t values[64][4];
     uint32_t indices[64];
@@ -19,7 +19,7 @@ CONSTEXPR int pair_value(int pair, int which) {
 
 CONSTEXPR double distance_of(double a, double b) { return a < b ? b - a : a - b; }
 
-// Whether pair m is at least as near as pair n in both values, everywhere in the cell of two levels.
+// Whether pair m is at least as near as pair n in both values, everywhere in a cell of two levels.
 CONSTEXPR bool is_as_near(int m, int n, int cell) {
     for (int which = 0; which < 2; which++)
         for (int end = 0; end < 2; end++) {
@@ -72,7 +72,7 @@ struct Pair {
     int index;
 };
 
-// Round values 2j and 2j + 1 times inverse to the best pair by their weights. ANYWHERE: they may be of any size.
+// Rounds values 2j and 2j + 1 times inverse to the pair of least weighted error. ANYWHERE: for values of any size.
 template <bool ANYWHERE> INLINE Pair nearest_pair(const Lane& lane, const PairTables& t, int j, float inverse) {
     Pair pair = {lane.x[2 * j], lane.x[2 * j + 1], lane.w[2 * j], lane.w[2 * j + 1]};
     const float a = inverse * pair.x, b = inverse * pair.y;
@@ -97,7 +97,7 @@ template <bool ANYWHERE> INLINE Pair nearest_pair(const Lane& lane, const PairTa
     return pair;
 }
 
-// sum(w q x) and sum(w q q) for the pairs that values times inverse become.
+// sum(w q x) and sum(w q q) for the pairs nearest to the values times inverse.
 INLINE void rate_pairs(const Lane& lane, const PairTables& t, float inverse, float& qx, float& q2) {
     qx = q2 = 0;
 #pragma unroll 4
@@ -110,15 +110,15 @@ INLINE void rate_pairs(const Lane& lane, const PairTables& t, float inverse, flo
 }
 
 struct PairLevels : RowTraits {
-    static const int BYTES = 86, ROOM = LevelBlock<8>::ROOM, HEADER = 2, TERMS = 16;
+    static const int BYTES = 86, SCRATCH = LevelBlock<8>::SCRATCH, HEADER = 2, TERMS = 16;
     static const bool FITTED = false;
     static constexpr float NEAR = 2.25f, STRETCH = 1.025f;
     typedef PairTables Tables;
 
-    // The largest scale becomes -32.
+    // The scale of the largest magnitude becomes -32.
     STATIC_INLINE float scale_of(float top) { return 0.0f - top / 32.0f; }
 
-    // Without an importance weights are magnitudes.
+    // Without an importance the weights are magnitudes.
     template <bool IMPORTANCE> STATIC_INLINE void weigh_values(const Lane& lane) {
         if (IMPORTANCE) weigh_row_values<PairLevels, true>(lane);
         for (int j = 0; !IMPORTANCE && j < 32; j++) lane.w[j] = fabsf(lane.x[j]);
@@ -140,7 +140,7 @@ struct PairLevels : RowTraits {
         return result;
     }
 
-    // The sum of w (d q - x)^2 for the pairs that values / d become.
+    // The sum of w (d q - x)^2 for the pairs nearest to the values / d.
     STATIC_INLINE float error(const Lane& lane, const Tables& t, float d) {
         const float inverse = inverse_or_zero(d);
         float total = 0;
@@ -152,7 +152,8 @@ struct PairLevels : RowTraits {
         return total;
     }
 
-    // Of the multiple of d next to the scale, and one less and more, the one with the least error, the lowest of equals.
+    // Of the multiple of d nearest to the scale and its two neighbours, the one of least error, the lowest of equal
+    // ones.
     STATIC_INLINE int best_multiple(const Lane& lane, const Tables& t, float d, int near) {
         float least = 3.4028234663852886e38f;
         int best = near;
@@ -179,7 +180,7 @@ struct PairLevels : RowTraits {
         }
         block.codes(0)[part] = (float)(m + 32);
         __syncwarp();
-        // u8 of 2 high bits each, twice; of the nibbles of scales ib and ib + 4; of low nibbles; of high bits.
+        // Layout: u8 of 2 high bits each, twice; the nibbles of scales ib and ib + 4; low nibbles; high bits.
         uint8_t* out = lane.out;
         uint32_t high = 0;
         for (int k = 0; k < 4; k++) high |= (uint32_t)block.code(0, 4 * (part & 1) + k) >> 4 << 2 * k;

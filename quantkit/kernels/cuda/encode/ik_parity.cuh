@@ -1,12 +1,12 @@
-// Levels of 4 bits in groups of four with an even number of bits set; the twin of
-// quantkit/kernels/cpu/encode/ik_parity.py, which says what moves, and how groups are stored.
+// 4-bit levels in groups of four with an even number of set bits; the twin of
+// quantkit/kernels/cpu/encode/ik_parity.py, which describes which level moves and how groups are stored.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq4_kss_impl, prune_iq4ks, scramble_table.
 #pragma once
 #include "encode/ik_rows.cuh"
 
-// Of each level the three at most two away whose bits have the other parity, upwards, the last one repeated: the values of
-// two of them as bf16; that of the third, and in low bits the levels.
+// For each level the three levels at most two away whose bits have the other parity, ascending, padded with the last
+// one: the values of two of them as bf16; the value of the third, with the levels in its low bits.
 struct Moves {
     uint32_t two[16], third[16];
 };
@@ -34,7 +34,7 @@ struct ParityTables {
     __device__ __forceinline__ ParityTables() : buckets(in_shared(BUCKETS_OF<IQ4>)), moves(in_shared(MOVES)) {}
 };
 
-// Four values and weights; their levels and what these stand for.
+// Four values and weights; their levels and the values of these.
 struct Group {
     float x[4], w[4], q[4];
     int level[4];
@@ -49,7 +49,7 @@ struct Group {
         }
     }
 
-    // Round x * inverse to the nearest levels, then make their bits even. ANYWHERE: x may be of any size.
+    // Rounds x * inverse to the nearest levels, then makes the number of set bits even. ANYWHERE: for x of any size.
     template <bool ANYWHERE> __device__ __forceinline__ void round(const ParityTables& t, float inverse, float d, int shifted) {
         const float up = shifted ? (float)IQ4::RAISE : 0.0f;
         int bits = 0;
@@ -76,7 +76,7 @@ struct Group {
         }
     }
 
-    // The least loss of moving a level to another of other parity, that level, and its value.
+    // The smallest loss of moving a level to one of the other parity, that level, and its value.
     __device__ __forceinline__ void best_move(const Moves& t, int j, float d, float up, float& least, int& moved, float& to) const {
         const float now = d * (q[j] - up) - x[j], square = now * now;
         const uint32_t two = t.two[level[j]], third = t.third[level[j]];
@@ -92,7 +92,8 @@ struct Group {
     }
 };
 
-// Take the scale that the levels of x * inverse fit best, where it is rated better; d: the positive one of the inverse.
+// Replaces the scale by the one that fits the levels of x * inverse best, if its rating is better; d: the inverse's
+// reciprocal, positive.
 INLINE void try_even(const Lane& lane, const ParityTables& t, float inverse, float d, int shifted, ScaleFit& result) {
     float qx = 0, q2 = 0;
     for (int k = 0; k < 8; k++) {
@@ -108,7 +109,7 @@ INLINE void try_even(const Lane& lane, const ParityTables& t, float inverse, flo
     keep_better(result, qx, q2, 0);
 }
 
-// g of 15 bits with g ^ 2 g = bits, of which an even number are set.
+// The g of 15 bits with g ^ 2 g = bits, of which an even number is set.
 INLINE uint32_t halved(uint32_t bits) {
     bits ^= bits << 1;
     bits ^= bits << 2;
@@ -117,7 +118,7 @@ INLINE uint32_t halved(uint32_t bits) {
 }
 
 struct EvenLevels : RowTraits, RowScales8 {
-    static const int BYTES = 128, ROOM = SuperBlock<8>::ROOM, HEADER = 4;
+    static const int BYTES = 128, SCRATCH = SuperBlock<8>::SCRATCH, HEADER = 4;
     static constexpr float STRETCH = 1.01f;
     typedef ParityTables Tables;
 

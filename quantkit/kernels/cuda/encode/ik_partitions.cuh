@@ -1,15 +1,15 @@
-// A search for scales by partitions: every way to give four values to 16 or 32 sorted ones; the twin of
-// quantkit/kernels/cpu/encode/ik_partitions.py, which says which partitions are passed over, and why the result is that of
-// trying all.
+// A scale search over partitions: every assignment of four levels to 16 or 32 sorted values; the twin of
+// quantkit/kernels/cpu/encode/ik_partitions.py, which describes which partitions are pruned, and proves that the
+// result is that of trying all.
 //
-// Here a lane passes over what it need not try, whatever its neighbours do. Ratings that only bound are not divided
-// exactly, and the bound of two last runs is that of plain and shifted values together: it is no less than either.
+// Here each lane prunes independently of its neighbours. Ratings used only as bounds are not divided exactly, and the
+// bound of the last two runs is shared by plain and shifted values: it is at least as large as either.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq2_k_impl, quantize_row_iq2_ks_impl.
 #pragma once
 #include "encode/ik_search.cuh"
 
-// Terms of runs in sum(w q x), twice, and in sum(w q q), for plain and shifted values.
+// Terms of runs in sum(w q x), times two, and in sum(w q q), for plain and shifted values.
 struct Terms {
     float qx, qx_up, q2, q2_up;
 
@@ -22,7 +22,7 @@ struct Terms {
     }
 };
 
-// About 1 / v.
+// Approximately 1 / v.
 INLINE float inverse_near(float v) {
 #ifdef QUANTKIT_HOST
     return 1.0f / v;
@@ -33,14 +33,14 @@ INLINE float inverse_near(float v) {
 #endif
 }
 
-// About what a partition is rated, infinite where it cannot be told.
+// The approximate rating of a partition; infinite where it is unknown.
 INLINE float rating(float qx, float q2) { return q2 > 0 ? qx * inverse_near(q2) * qx : qx != 0 ? __int_as_float(0x7f800000) : 0; }
 
-// x and w: sorted, N values; sum_x and sum_w: sums of w x and of w before each value, and after the last.
+// x and w: sorted, N values; sum_x and sum_w: prefix sums of w x and of w.
 template <int N, int END_FIRST, int START_LAST> struct Partitions {
     float *x, *w, *sum_x, *sum_w;
 
-    // By value, the weights along: adjacent pairs are swapped if out of order, so it is stable.
+    // Sorts by value, with the weights, by swapping adjacent pairs: stable.
     __device__ __forceinline__ void sort() const {
         for (int turn = 0; turn < N; turn++) {
             for (int i = turn % 2; i < N - 1; i += 2) {
@@ -54,7 +54,7 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         }
     }
 
-    // Return sum(w x x).
+    // Returns sum(w x x).
     __device__ __forceinline__ float sum_up(float& amax) const {
         float wx = 0, all = 0, wx2 = 0;
         amax = 0;
@@ -71,7 +71,7 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         return wx2;
     }
 
-    // Of values i .. j - 1, of which the level is the given one of those upwards, or downwards.
+    // The number of values i .. j - 1 with a given level, ascending or descending.
     __device__ __forceinline__ Terms terms(int i, int j, int level, bool down) const {
         const int of = down ? 3 - level : level;
         const float wx = sum_x[j] - sum_x[i], all = sum_w[j] - sum_w[i];
@@ -79,8 +79,8 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         return Terms{wx * a, wx * b, all * a * a, all * b * b};
     }
 
-    // The scale fitted to the levels nearest to x / d. `best` becomes its rating where that is better, and a partition has
-    // these levels: runs have bounds.
+    // Fits the scale to the levels nearest to x / d. `best` becomes its rating if that is better and the partition is
+    // valid: runs have bounds.
     __device__ __forceinline__ float fit(const Buckets<IQ2>& t, float d, int shifted, float& best) const {
         const float inverse = 1.0f / d;
         float qx = 0, q2 = 0;
@@ -99,7 +99,7 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         return ratio;
     }
 
-    // What a likely partition is rated: the best of a few, fitted by turns to levels and scale.
+    // The rating of a likely partition: the best of a few, found by alternately fitting levels and scale.
     __device__ __forceinline__ float reached(const Buckets<IQ2>& t) const {
         ScaleFit result = {};
         const int n = N / 16;
@@ -118,7 +118,8 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         return best;
     }
 
-    // Write the most that the last two runs, from each value on, add to a rating, upwards to x and downwards to w.
+    // Writes upper bounds of what the last two runs, from each value on, add to a rating: ascending to x and
+    // descending to w.
     __device__ __forceinline__ void store_bounds() const {
         for (int i = 0; i < N; i++)
             for (int down = 0; down < 2; down++) {
@@ -131,12 +132,12 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
             }
     }
 
-    // Whether two first runs, with any two last ones, may be rated above `least` of them: qx^2 / q2 of either kind.
+    // Whether the first two runs, with any last two, may be rated above `least` of them: qx^2 / q2 of either kind.
     static __device__ __forceinline__ bool may_exceed(const Terms& two, float least) {
         return !(two.qx * two.qx < least * two.q2) || !(two.qx_up * two.qx_up < least * two.q2_up);
     }
 
-    // The scale, 0 where all |x| < 1e-16. x, w and the sums are spent.
+    // The scale, 0 where all |x| < 1e-16. x, w and the sums are overwritten.
     __device__ __forceinline__ ScaleFit search(const Buckets<IQ2>& t) const {
         const float infinity = __int_as_float(0x7f800000);
         sort();
@@ -144,7 +145,8 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         const float wx2 = sum_up(amax), all = sum_w[N], known = reached(t);
         const bool dead = amax < 1e-16f;
         store_bounds();
-        // What a bound may be off by is a part of sum(w x x). Where sums are too small or too large nothing is known.
+        // The error of a bound is a fraction of sum(w x x). Where sums are too small or too large the bound is
+        // infinite.
         const bool sound = known * all > 1e-25f && wx2 * all < 1e33f && all < 1e34f;
         const float needed = dead ? infinity : sound ? known - 2e-5f * wx2 : -1.0f;
         ScaleFit result = {};

@@ -1,7 +1,7 @@
-// ik_llama.cpp's own types: uneven values, plain or shifted, of 2 to 6 bits; the twin of
+// ik_llama.cpp's own types: non-uniform levels, plain or shifted, of 2 to 6 bits; the twin of
 // quantkit/kernels/cpu/encode/ik_quants.py, which has the layouts.
 //
-// Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_iq3_k and its like.
+// Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_iq3_k and the functions like it.
 #pragma once
 #include "encode/ik_blocks.cuh"
 #include "encode/ik_pairs.cuh"
@@ -9,12 +9,12 @@
 #include "encode/ik_partitions.cuh"
 
 struct EncodeIQ2_K : EncodeIkBlock<EncodeIQ2_K, IQ2, Scales4, 2> {
-    // Of each lane four arrays of 17 besides; the blocks of a warp lie so that all lanes read different banks.
-    static const int SORTED = (IkBlock::ROOM + 31) / 32 * 32, ROOM = SORTED + 4 * 16 * 17 + 16;
+    // Four more arrays of 17 per lane; the blocks of a warp are padded so that all lanes read different banks.
+    static const int SORTED = (IkBlock::SCRATCH + 31) / 32 * 32, SCRATCH = SORTED + 4 * 16 * 17 + 16;
     static const bool AGAIN = false;
     static constexpr float NEAR = 1.5f, STRETCH = 1.03f;
     STATIC_INLINE ScaleFit find(const Lane& lane, const Buckets<IQ2>& t) {
-        float* own = lane.room + SORTED + 17 * lane.part;
+        float* own = lane.scratch + SORTED + 17 * lane.part;
         const Partitions<16, 16, 0> of = {own, own + 16 * 17, own + 32 * 17, own + 48 * 17};
         for (int j = 0; j < 16; j++) {
             of.x[j] = lane.x[j];
@@ -44,7 +44,7 @@ struct EncodeIQ2_KS : EncodeIkRow<EncodeIQ2_KS, IQ2, RowScales5<false>, 2, 2> {
     static const bool ZEROS = true;
     static constexpr float NEAR = 1.5f, OWN = 0.25f, STRETCH = 1.03f;
     STATIC_INLINE ScaleFit find(const Lane& lane, const Tables& t) {
-        return Partitions<32, 24, 8>{lane.x, lane.w, lane.room, lane.room + 33}.search(t.buckets);
+        return Partitions<32, 24, 8>{lane.x, lane.w, lane.scratch, lane.scratch + 33}.search(t.buckets);
     }
 };
 struct EncodeIQ3_KS : EncodeIkRow<EncodeIQ3_KS, IQ3, RowScales5<true>, 3, 2> {

@@ -1,4 +1,4 @@
-// The encoders of ik_llama.cpp's types with a scale per row, 32 values a lane (rows.cu); the twin of
+// Encoders of ik_llama.cpp's types with a scale per row, 32 values per lane (rows.cu); the twin of
 // quantkit/kernels/cpu/encode/ik_rows.py.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq3_ks_impl, quantize_row_iq4_k_impl_bs128,
@@ -7,13 +7,13 @@
 #include "encode/ik_scales.cuh"
 #include "encode/ik_search.cuh"
 
-// ---- scales, kept where the bytes of their super-block will be: of its 8 sub-blocks f32 d, bits of which are shifted, and
-// where d of the row is fitted, f32 sums of weights. Aligned to two bytes.
-struct Kept {
+// ---- scales, stored where the bytes of their superblock will be: f32 d of its 8 sub-blocks, whose low bits hold the
+// shifts, and where the row's d is fitted, f32 sums of weights. 2-byte aligned.
+struct StoredScales {
     static const int SHIFTED = 32, SUMS = 34;
     uint8_t* block;
 
-    __device__ __forceinline__ Kept(uint8_t* row, int64_t at) : block(row + at) {}
+    __device__ __forceinline__ StoredScales(uint8_t* row, int64_t at) : block(row + at) {}
     static __device__ __forceinline__ void put(uint8_t* to, float v) {
         const uint32_t bits = __float_as_uint(v);
         *(uint16_t*)to = (uint16_t)bits;
@@ -35,13 +35,13 @@ struct RowScale {
     float d, inverse;
 };
 
-// The scale of the largest magnitude, the first of equals. some: a float and an int of each thread.
+// The scale of the largest magnitude, the first of equal ones. some: a float and an int per thread.
 template <int BYTES> INLINE float largest_of_row(uint8_t* row, int count, float* some) {
     int* places = (int*)some + blockDim.x;
     float largest = 0;
     int place = 0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const float scale = Kept(row, (int64_t)(i / 8) * BYTES).scale(i % 8);
+        const float scale = StoredScales(row, (int64_t)(i / 8) * BYTES).scale(i % 8);
         if (fabsf(scale) > fabsf(largest)) {
             largest = scale;
             place = i;
@@ -62,15 +62,15 @@ template <int BYTES> INLINE float largest_of_row(uint8_t* row, int count, float*
     return largest;
 }
 
-// d whose multiples -16 .. 15 fit the scales best, and the inverse that gives the multiples.
+// The d whose multiples -16 .. 15 fit the scales best, and the inverse that gives the multiples.
 template <int BYTES> INLINE RowScale fitted_to_row(uint8_t* row, int count, float top, float* some) {
     const int at = threadIdx.x, at_once = blockDim.x;
     Multiples of(min(at, Multiples::TRIES - 1), top, 16);
     for (int first = 0; first < count; first += at_once) {
         const int i = first + at;
-        const Kept kept(row, (int64_t)(i / 8) * BYTES);
-        some[at] = i < count ? kept.scale(i % 8) : 0.0f;
-        some[at_once + at] = i < count ? kept.sum(i % 8) : 0.0f;
+        const StoredScales stored_scales(row, (int64_t)(i / 8) * BYTES);
+        some[at] = i < count ? stored_scales.scale(i % 8) : 0.0f;
+        some[at_once + at] = i < count ? stored_scales.sum(i % 8) : 0.0f;
         __syncthreads();
         for (int j = 0; at < Multiples::TRIES && j < min(count - first, at_once); j++) of.add(some[j], some[at_once + j], 16);
         __syncthreads();
@@ -90,15 +90,15 @@ template <typename ENCODER_> INLINE RowScale row_scale(uint8_t* row, int count, 
     return RowScale{d, 1.0f / d};
 }
 
-// NaN is x86's, as in store_half.
+// NaN has x86's bits, as in store_half.
 template <int HEADER> INLINE void store_row_scale(uint8_t* out, float d) {
     if (HEADER == 2) store_half(out, d);
-    else Kept::put(out, d == d ? d : __uint_as_float(0xffc00000u));
+    else StoredScales::put(out, d == d ? d : __uint_as_float(0xffc00000u));
 }
 
-// ---- multiples of d, and how they are stored
+// ---- multiples of d, and their storage
 
-// Odd multiples -127 .. 127, and in the lowest bit whether values are shifted; the largest scale becomes +-127.
+// Odd multiples -127 .. 127, with the shift in the lowest bit; the scale of the largest magnitude becomes +-127.
 struct RowScales8 {
     static const int BYTES = 8;
     static const bool FITTED = false;
@@ -112,8 +112,8 @@ struct RowScales8 {
     }
 };
 
-// Multiples -16 .. 15: bytes of 8 high bits and of 8 that tell whether values are shifted, then nibbles[4]. APART: high
-// bits come first, and nibbles of scales ib and ib + 4 share a byte; otherwise ib and ib + 1.
+// Multiples -16 .. 15: bytes of 8 high bits and of 8 shift flags, then nibbles[4]. APART: high bits come first, and
+// nibbles of scales ib and ib + 4 share a byte; otherwise ib and ib + 1.
 template <bool APART> struct RowScales5 {
     static const int BYTES = 6;
     static const bool FITTED = !APART;
@@ -132,11 +132,11 @@ template <bool APART> struct RowScales5 {
 
 // ---- types
 
-// What all have, besides what cpu/encode/ik_rows.py: rows_encoder says: near, own, stretch.
+// Common to all types, besides the parameters of cpu/encode/ik_rows.py: rows_encoder: near, own, stretch.
 struct RowTraits {
-    static const int OWN_ROOM = 0, TERMS = 32;  // floats of a lane while it searches; terms of its values
+    static const int OWN_ROOM = 0, TERMS = 32;  // floats per lane during the search; terms of its values
     static constexpr float NEAR = 2, OWN = 0, STRETCH = 1;
-    STATIC_INLINE int term_at(int i) { return i; }  // where the i-th term to be summed lies
+    STATIC_INLINE int term_at(int i) { return i; }  // position of the i-th term to be summed
 };
 
 template <typename TYPE, bool IMPORTANCE> INLINE void weigh_row_values(const Lane& lane) {
@@ -149,10 +149,10 @@ template <typename L> struct LevelTables {
     __device__ __forceinline__ LevelTables() : buckets(in_shared(BUCKETS_OF<L>)) {}
 };
 
-// Of levels L of BITS bits. PAIRED: terms of values j and j + 16 are added to each other before they are summed. ZEROS:
-// levels are 0 where the scale is.
+// For levels L of BITS bits. PAIRED: the terms of values j and j + 16 are added to each other before the sum. ZEROS:
+// levels are 0 where the scale is 0.
 template <typename TYPE, typename L, typename SCALES, int BITS, int HEADER_> struct EncodeIkRow : RowTraits, SCALES {
-    static const int BYTES = SCALES::BYTES + 32 * BITS, ROOM = LevelBlock<8>::ROOM, HEADER = HEADER_;
+    static const int BYTES = SCALES::BYTES + 32 * BITS, SCRATCH = LevelBlock<8>::SCRATCH, HEADER = HEADER_;
     static const bool PAIRED = false, ZEROS = false;
     typedef LevelTables<L> Tables;
 

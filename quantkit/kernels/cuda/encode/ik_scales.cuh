@@ -1,13 +1,13 @@
-// Scales of sub-blocks as multiples of one; the twin of quantkit/kernels/cpu/encode/ik_scales.py.
+// Scales of sub-blocks as multiples of a common scale; the twin of quantkit/kernels/cpu/encode/ik_scales.py.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, make_qx_quants.
 #pragma once
 #include "encode/lane.cuh"
 
-// The integer nearest to v, from low to high.
+// The integer nearest to v, clamped to low .. high.
 INLINE int nearest_multiple(float v, int low, int high) { return max(min(nearest_int(v), high), low); }
 
-// A try at multiples -levels .. levels - 1: sums, scale by scale, for the inverse that tries the number k of 19.
+// A trial with multiples -levels .. levels - 1: sums, scale by scale, for the inverse of trial k of 19.
 struct Multiples {
     static const int TRIES = 19;
     float inverse, qx, q2;
@@ -23,7 +23,7 @@ struct Multiples {
     }
 };
 
-// Of 19 tries the one that fits best: d, and the inverse that gives the multiples.
+// The best fit of 19 trials: d, and the inverse that gives the multiples.
 struct Fitted {
     float d, inverse;
 };

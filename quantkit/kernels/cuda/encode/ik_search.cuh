@@ -1,7 +1,7 @@
-// What the encoders of ik_llama.cpp's types share: weights, the search for scales, packing; the twin of
+// Shared by the encoders of ik_llama.cpp's types: weights, scale search, packing; the twin of
 // quantkit/kernels/cpu/encode/ik_search.py.
 //
-// Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp: QHelper, quantize_row_iq4_k_impl_bs16 and its like.
+// Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp: QHelper, quantize_row_iq4_k_impl_bs16 and the functions like it.
 #pragma once
 #include "encode/ik_levels.cuh"
 #include "encode/k_quants.cuh"
@@ -39,14 +39,14 @@ template <int N> INLINE float sum_of(const float* w) {
     return total;
 }
 
-// ---- the search for a scale
+// ---- the scale search
 
 struct ScaleFit {
     float best, d;
     int shifted;
 };
 
-// Take d = qx / q2 where it is rated better.
+// Takes d = qx / q2 if its rating is better.
 INLINE void keep_better(ScaleFit& result, float qx, float q2, int shifted) {
     if (!(q2 > 0 && qx * qx > result.best * q2)) return;
     const float ratio = qx / q2;
@@ -75,8 +75,8 @@ struct Rate {
     }
 };
 
-// The scale of N values, 0 where all |x| < 1e-16. Tries 2 TRIES + 1 inverses that are STEP apart, plain and shifted ones
-// together. GUARDED: a first candidate without weight counts as none.
+// The scale of N values, 0 where all |x| < 1e-16. Tries 2 TRIES + 1 inverses that are STEP apart, plain and shifted
+// ones together. GUARDED: a first candidate without weight is ignored.
 template <typename L, int N, int TRIES, int STEP, bool GUARDED> INLINE ScaleFit search(const Lane& lane, const Buckets<L>& t) {
     const float top = largest_of<N>(lane.x), low = (float)L::value(0);
     if (fabsf(top) < 1e-16f) return ScaleFit{};
@@ -106,19 +106,19 @@ template <typename L, int N, int TRIES, int STEP, bool GUARDED> INLINE ScaleFit 
 
 // ---- levels and terms
 
-// What the lanes of a super-block share besides: its levels, a byte each.
+// Further memory shared by the lanes of a superblock: its levels, a byte each.
 template <int N> struct LevelBlock : SuperBlock<N> {
-    static const int LEVELS = SuperBlock<N>::ROOM, ROOM = LEVELS + 64;
+    static const int LEVELS = SuperBlock<N>::SCRATCH, SCRATCH = LEVELS + 64;
 
     __device__ __forceinline__ explicit LevelBlock(const Lane& l) : SuperBlock<N>(l) {}
-    __device__ __forceinline__ uint8_t* levels() const { return (uint8_t*)(this->lane.room + LEVELS); }
+    __device__ __forceinline__ uint8_t* levels() const { return (uint8_t*)(this->lane.scratch + LEVELS); }
     // Nibbles of the codes of two sub-blocks as a byte.
     __device__ __forceinline__ uint8_t nibbles(int i, int j) const {
         return (uint8_t)((this->code(0, i) & 15) | (this->code(0, j) & 15) << 4);
     }
 };
 
-// Write levels of inverse * x; x and w become the terms of sum(w q x) and sum(w q q), q = factor * value.
+// Writes the levels of inverse * x; x and w become the terms of sum(w q x) and sum(w q q), q = factor * value.
 template <typename L, int N>
 INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, int shifted, bool alive,
                          uint8_t* levels) {
@@ -132,8 +132,8 @@ INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, f
     }
 }
 
-// BITS bits, from bit SHIFT, of the 256 levels of a super-block, by its `parts` lanes: byte j of row r of 32 holds value j
-// of sub-blocks of 32 number r * 8 / BITS and on, lowest bits first.
+// Packs BITS bits, from bit SHIFT, of the 256 levels of a superblock, with its `parts` lanes: byte j of row r of 32
+// holds value j of the sub-blocks of 32 from number r * 8 / BITS on, lowest bits first.
 template <int BITS, int SHIFT> INLINE void pack_plane(const uint8_t* levels, uint8_t* out, int part, int parts) {
     for (int i = part; i < 32 * BITS; i += parts) {
         uint32_t byte = 0;
@@ -143,7 +143,7 @@ template <int BITS, int SHIFT> INLINE void pack_plane(const uint8_t* levels, uin
     }
 }
 
-// Levels of BITS bits: of 4, the first 16 of each 32 are low nibbles and the last 16 high ones.
+// Levels of BITS bits: with 4, the first 16 of each 32 are low nibbles and the last 16 high ones.
 template <int BITS> INLINE void pack(const uint8_t* levels, uint8_t* out, int part, int parts) {
     if (BITS == 2) pack_plane<2, 0>(levels, out, part, parts);
     if (BITS == 3) pack_plane<2, 0>(levels, out, part, parts), pack_plane<1, 2>(levels, out + 64, part, parts);

@@ -1,8 +1,8 @@
-// What ik_llama.cpp changes in rows that it interleaves, once they are encoded; the twin of the functions of the same names
-// in quantkit/kernels/cpu/encode/interleaved.py. (What it does to importances is in encode.cu.)
+// ik_llama.cpp's changes to the bytes of rows that it interleaves; the twin of the functions of the same names in
+// quantkit/kernels/cpu/encode/interleaved.py. (Its changes to importances are in encode.cu.)
 #include "core/device.cuh"
 
-// rows of n values, and their bytes.
+// rows of n values, as bytes.
 struct write_ternary_args {
     const float* x;
     uint8_t* out;
@@ -12,7 +12,7 @@ struct repeat_shifts_args : write_ternary_args {};
 
 INLINE uint32_t level(float value, float half) { return value < -half ? 0 : value < half ? 1 : 2; }
 
-// A lane has a row, of which sums are taken in order; a warp writes those that are ternary, a lane two bytes of levels.
+// One lane per row, which sums in order; for ternary types a warp writes rows together, each lane two bytes of levels.
 KERNEL(write_ternary, 32) {
     __shared__ float values[32 * 33];
     const int64_t first = (int64_t)blockIdx.x * 32;
@@ -58,10 +58,11 @@ INLINE float sum_of_squares(const float* x) {
     return total;
 }
 
-// The last lane of some, or a number that is no lane's.
+// The last lane that is set, or a number that no lane has.
 INLINE int last_of(uint32_t lanes) { return 32 - __ffs((int)__brev(lanes)); }
 
-// A warp has a group of 4 rows of IQ1_M_ROW, and 8 blocks of each at a time, in ik's order: of all rows, block by block.
+// A warp has a group of 4 rows of IQ1_M_ROW, and 8 blocks of each at a time, in ik_llama.cpp's order: of all rows,
+// block by block.
 KERNEL(repeat_shifts, 32) {
     const int lane = threadIdx.x, row = lane % 4;
     const int64_t blocks = a.n / 32, at = (int64_t)blockIdx.x * 4 + row;

@@ -1,12 +1,12 @@
-// Q2_K, Q3_K, Q4_K, Q5_K, Q6_K: 256 values a super-block; the twin of quantkit/kernels/cpu/encode/k_quants.py, which has the
-// layouts.
+// Q2_K, Q3_K, Q4_K, Q5_K, Q6_K: 256 values per superblock; the twin of quantkit/kernels/cpu/encode/k_quants.py, which
+// has the layouts.
 //
-// A lane fits scale and minimum of a sub-block. Then all lanes rate candidates for the scales and the minima of the
-// super-block, two lanes quantize these by the best, and each lane its values by them; levels, a byte each, take the place of
-// the values.
+// A lane fits scale and minimum of a sub-block. Then all lanes rate candidates for the scales and the minimums of the
+// superblock, two lanes quantize these by the best, and each lane its values by them; levels, a byte each, replace the
+// values.
 //
-// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl; ik_llama.cpp 8337e4cd3, of the same
-// names, for encoders _IK: their searches leave levels, which are in the room behind what lanes share.
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl; ik_llama.cpp 8337e4cd3, of the
+// same names, for encoders _IK: their searches write levels to the memory behind the lanes' shared data.
 #pragma once
 #include "encode/search_refined.cuh"
 #include "encode/search_sizes.cuh"
@@ -16,39 +16,39 @@ INLINE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Four bytes to what is aligned to two.
+// Stores four bytes at a 2-byte aligned address.
 INLINE void store4_by2(uint8_t* out, uint32_t v) {
     *(uint16_t*)out = (uint16_t)v;
     *(uint16_t*)(out + 2) = (uint16_t)(v >> 16);
 }
 
-// What the lanes of a super-block share, N sub-blocks of 256 / N values.
+// Shared by the lanes of a superblock, N sub-blocks of 256 / N values.
 template <int N> struct SuperBlock {
-    static const int VALUES = 256 / N, ROOM = 5 * N + 2, WITH_LEVELS = ROOM + N * (VALUES + 1);
+    static const int VALUES = 256 / N, SCRATCH = 5 * N + 2, WITH_LEVELS = SCRATCH + N * (VALUES + 1);
 
     const Lane& lane;
     __device__ __forceinline__ explicit SuperBlock(const Lane& l) : lane(l) {}
 
     // k: 0 for scales, 1 for minima.
-    __device__ __forceinline__ float* fitted(int k) const { return lane.room + k * N; }
-    __device__ __forceinline__ float* codes(int k) const { return lane.room + (2 + k) * N; }
-    __device__ __forceinline__ float* weights() const { return lane.room + 4 * N; }
-    __device__ __forceinline__ float* fits() const { return lane.room + 5 * N; }
-    // The lane's levels, if there is room for them.
-    __device__ __forceinline__ float* levels() const { return lane.room + ROOM + lane.part * (VALUES + 1); }
+    __device__ __forceinline__ float* fitted(int k) const { return lane.scratch + k * N; }
+    __device__ __forceinline__ float* codes(int k) const { return lane.scratch + (2 + k) * N; }
+    __device__ __forceinline__ float* weights() const { return lane.scratch + 4 * N; }
+    __device__ __forceinline__ float* fits() const { return lane.scratch + 5 * N; }
+    // The lane's levels, in types that reserve memory for them.
+    __device__ __forceinline__ float* levels() const { return lane.scratch + SCRATCH + lane.part * (VALUES + 1); }
 
     __device__ __forceinline__ int code(int k, int j) const { return (int)codes(k)[j]; }
-    // Value, or level, i of the super-block.
+    // Value, or level, i of the superblock.
     __device__ __forceinline__ float& value(int i) const {
         return (lane.x - lane.part * (VALUES + 1))[i / VALUES * (VALUES + 1) + i % VALUES];
     }
-    // Levels 4 * i .. 4 * i + 3, a byte each, once they have taken the place of the values.
+    // Levels 4 * i .. 4 * i + 3, a byte each, once they have replaced the values.
     __device__ __forceinline__ uint32_t levels_of(int i) const {
         const uint32_t at = (uint32_t)i, words = VALUES / 4;
         return __float_as_uint((lane.x - lane.part * (VALUES + 1))[at / words * (VALUES + 1) + at % words]);
     }
 
-    // The first scale of the largest size.
+    // The first scale of the largest magnitude.
     __device__ __forceinline__ float largest_scale() const {
         float largest = 0;
         for (int j = 0; j < N; j++)
@@ -62,9 +62,9 @@ template <int N> struct SuperBlock {
         return total;
     }
 
-    // The same, by one lane for each super-block of the block of threads: all of its threads wait. Their rooms are as large as
-    // one's.
-    template <int ROOM_OF_ONE = ROOM> __device__ __forceinline__ float shared_squares() const {
+    // The same, by one lane for each superblock of the thread block: all of its threads wait. Each superblock's
+    // scratch has the same size.
+    template <int SCRATCH_OF_ONE = SCRATCH> __device__ __forceinline__ float shared_squares() const {
         const int thread_at = (int)threadIdx.x, mine = thread_at / N;
         if (thread_at < (int)blockDim.x / N) {
             const float* x = lane.x + (thread_at * N - thread_at) * (VALUES + 1);
@@ -74,19 +74,19 @@ template <int N> struct SuperBlock {
 #pragma unroll
                 for (int i = 0; i < VALUES; i++) total = total + x[j * (VALUES + 1) + i] * x[j * (VALUES + 1) + i];
             }
-            (lane.room + (thread_at - mine) * ROOM_OF_ONE)[5 * N] = total;
+            (lane.scratch + (thread_at - mine) * SCRATCH_OF_ONE)[5 * N] = total;
         }
         __syncthreads();
         return fits()[0];
     }
 
-    // The most of what the lanes have, and 0.
+    // The maximum over the lanes, at least 0.
     __device__ __forceinline__ float largest_of_all(float v) const {
         for (int d = 1; d < N; d *= 2) v = fmaxf(v, __shfl_xor_sync(FULL, v, d, N));
         return v > 0 ? v : 0.0f;
     }
 
-    // 1 / scale of scales (k = 0) or minima that fit_positive finds best: the candidates for both are shared by all lanes.
+    // 1 / scale of scales (k = 0) or minimums, by fit_positive: all lanes share the candidates for both.
     __device__ __forceinline__ float best_inverse(const float* largest, int k, int top) const {
         const int EACH = (2 * POSITIVE_TRIALS + N - 1) / N;
         float errors[EACH];
@@ -114,7 +114,7 @@ template <int N> struct SuperBlock {
         return positive_inverse(best, top, k ? largest[1] : largest[0]);
     }
 
-    // Quantize scales and minima: weighted by a search of their own, else by the largest.
+    // Quantizes scales and minimums: weighted, by a search of their own; otherwise by the largest.
     template <bool WEIGHTED_BY_SUMS>
     __device__ __forceinline__ void quantize_scales(const Fit& fit, int top, float almost_0 = 1e-15f) const {
         if (WEIGHTED_BY_SUMS) {
@@ -142,7 +142,7 @@ template <int N> struct SuperBlock {
         __syncwarp();
     }
 
-    // Put levels, which are not negative, in the place of the lane's values.
+    // Replaces the lane's values by levels, which are not negative.
     template <class F> __device__ __forceinline__ void put_levels(F level) const {
 #pragma unroll
         for (int i = 0; i < VALUES; i += 4)
@@ -150,28 +150,29 @@ template <int N> struct SuperBlock {
         __syncwarp();
     }
 
-    // The same of (x + low) / d, rounded to -BELOW .. ABOVE, plus BELOW. Where d is 0, or levels wrap around: of another.
+    // The same for (x + low) / d, rounded to -BELOW .. ABOVE, plus BELOW. Where d is 0, or levels would wrap
+    // around, they are those of `fallback`.
     template <int BELOW, int ABOVE, class F>
-    __device__ __forceinline__ void put_levels(float d, float low, float size, F other) const {
+    __device__ __forceinline__ void put_levels(float d, float low, float size, F fallback) const {
         if (d != 0 && size + fabsf(low) < 4e6f * fabsf(d)) {
-            const float zero = ROUNDING + (float)BELOW;  // an even number, as ROUNDING is: ties go to the same side
+            const float zero = ROUNDING + (float)BELOW;  // even, like ROUNDING: ties round to the same side
             put_levels([&](int i) {
                 const float v = (BELOW ? lane.x[i] : lane.x[i] + low) / d;
                 return __float_as_uint(fminf(fmaxf(v + zero, ROUNDING), ROUNDING + (float)(BELOW + ABOVE)));
             });
         } else {
-            put_levels([&](int i) { return (uint32_t)(other(i) + BELOW); });
+            put_levels([&](int i) { return (uint32_t)(fallback(i) + BELOW); });
         }
     }
 };
 
-// A scale as it is stored, with how it is rounded.
+// A scale as stored, and its rounding.
 INLINE float as_half(float v) { return half_to_float(v == v ? float_to_half(v) : (uint16_t)0xfe00); }
 
 // Q4_K (TOP 15) and Q5_K (31): 8 sub-blocks of 32.
 template <int TOP> struct EncodeQ45 {
-    static const int VALUES = 32, BLOCK = 256, BYTES = TOP == 15 ? 144 : 176, ROOM = SuperBlock<8>::ROOM;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 256, BYTES = TOP == 15 ? 144 : 176, SCRATCH = SuperBlock<8>::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const float* x = lane.x;
@@ -191,11 +192,12 @@ template <int TOP> struct EncodeQ45 {
         finish<true>(lane, fit_with_min<32, true>(lane.x, weight, TOP, -0.9f, 0.05f, 36));
     }
 
-    template <bool GUARDED, bool KEPT = false> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+    template <bool GUARDED, bool HAS_LEVELS = false> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
         const SuperBlock<8> block(lane);
-        block.quantize_scales<GUARDED>(fit, 63, KEPT ? 1e-16f : 1e-15f);
+        block.quantize_scales<GUARDED>(fit, 63, HAS_LEVELS ? 1e-16f : 1e-15f);
         const int part = lane.part, q = part & 3;
-        // Bytes 0..3: scales 0..3, 4..7: minima 0..3, each with 2 high bits of scale or minimum 4..7; 8..11: their rest.
+        // Bytes 0..3: scales 0..3, 4..7: minimums 0..3, each with 2 high bits of scale or minimum 4..7; 8..11: their
+        // low bits.
         int scales[2], mins[2];
         for (int half = 0; half < 2; half++) {
             scales[half] = block.code(0, q + 4 * half);
@@ -208,7 +210,7 @@ template <int TOP> struct EncodeQ45 {
         const float d = as_half(block.fits()[0]) * (float)scale, dmin = as_half(block.fits()[1]) * (float)low;
         block.put_levels<0, TOP>(d, dmin, fit.size, [&](int i) {
             if (d != 0) return level_of<false>((lane.x[i] + dmin) / d, TOP);
-            return KEPT ? (int)block.levels()[i] : level_of<GUARDED>(fit.inverse * (lane.x[i] - fit.base), TOP);
+            return HAS_LEVELS ? (int)block.levels()[i] : level_of<GUARDED>(fit.inverse * (lane.x[i] - fit.base), TOP);
         });
         uint8_t* out = lane.out;
         if (part < 2) store_half(out + 2 * part, block.fits()[part]);
@@ -232,11 +234,11 @@ struct EncodeQ4_K : EncodeQ45<15> {};
 struct EncodeQ5_K : EncodeQ45<31> {};
 
 template <int TOP> struct RefinedQ45 : EncodeQ45<TOP> {
-    static const int ROOM = SuperBlock<8>::WITH_LEVELS;
+    static const int SCRATCH = SuperBlock<8>::WITH_LEVELS;
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<8> block(lane);
-        weigh(lane, 32, 2.0f * block.template shared_squares<ROOM>() / 256.0f);
+        weigh(lane, 32, 2.0f * block.template shared_squares<SCRATCH>() / 256.0f);
         const Fit fit = fit_with_min_refined<32>(lane.x, lane.w, block.levels(), TOP);
         EncodeQ45<TOP>::template finish<true, true>(lane, fit);
     }
@@ -247,8 +249,8 @@ struct EncodeQ5_K_IK : RefinedQ45<31> {};
 
 // 16 sub-blocks of 16.
 struct EncodeQ2_K {
-    static const int VALUES = 16, BLOCK = 256, BYTES = 84, ROOM = SuperBlock<16>::ROOM;
-    static const bool WEIGHS = false;
+    static const int VALUES = 16, BLOCK = 256, BYTES = 84, SCRATCH = SuperBlock<16>::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const ValuesBySize values(lane.x);
@@ -276,7 +278,7 @@ struct EncodeQ2_K {
         });
     }
 
-    // What levels come of, where the lane's scale is 0 at last: asked for then.
+    // The level where the lane's scale is 0 in the end; evaluated only then.
     template <bool GUARDED, class F> STATIC_INLINE void finish(const Lane& lane, const Fit& fit, F level_origin) {
         const SuperBlock<16> block(lane);
         block.quantize_scales<GUARDED>(fit, 15);
@@ -307,11 +309,11 @@ struct EncodeQ2_K {
     }
 };
 
-// Values are quantized by the scale as it was fitted, not as a half; by 0 to level 0.
+// Values are quantized by the fitted scale, before it is rounded to f16; by 0 to level 0.
 struct EncodeQ2_K_IK : EncodeQ2_K {
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, 0.75f * block.shared_squares<ROOM>() / 256.0f);
+        weigh(lane, 16, 0.75f * block.shared_squares<SCRATCH>() / 256.0f);
         block.quantize_scales<true>(fit_with_min_refined<16>(lane.x, lane.w, block.levels(), 3), 15, 1e-16f);
         const float d = block.fits()[0] * (float)block.code(0, lane.part), low = block.fits()[1] * (float)block.code(1, lane.part);
         const float inverse = inverse_or_zero(d);
@@ -319,13 +321,13 @@ struct EncodeQ2_K_IK : EncodeQ2_K {
         write(block, codes_of(block));
     }
 
-    static const int ROOM = SuperBlock<16>::WITH_LEVELS;
+    static const int SCRATCH = SuperBlock<16>::WITH_LEVELS;
 };
 
 // 16 sub-blocks of 16, without minimums.
 struct EncodeQ3_K {
-    static const int VALUES = 16, BLOCK = 256, BYTES = 110, ROOM = SuperBlock<16>::ROOM;
-    static const bool WEIGHS = true;
+    static const int VALUES = 16, BLOCK = 256, BYTES = 110, SCRATCH = SuperBlock<16>::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const SuperBlock<16> block(lane);
@@ -347,8 +349,8 @@ struct EncodeQ3_K {
         block.fitted(0)[lane.part] = fit.scale;
         block.weights()[lane.part] = sum_w;
         __syncwarp();
-        const Fit scales = fit_signed_together(block.fitted(0), block.weights(), 32, lane.part);
-        // Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros, or of NaN.
+        const Fit scales = fit_signed_across_lanes(block.fitted(0), block.weights(), 32, lane.part);
+        // Where sums overflow, ggml's iscale is -0: every level is 0, its code 32, and d a sum of zeros, or NaN.
         const bool infinite = !is_finite(block.largest_scale());
         float nothing = 0;
         for (int j = 0; j < 16; j++) nothing = nothing + 0.0f * block.weights()[j];
@@ -391,7 +393,7 @@ struct EncodeQ3_K {
     }
 };
 
-// A scale with levels that moved, as ik_llama.cpp's search finds it; whether the sub-block counts as zero is as an inverse.
+// A scale and levels by ik_llama.cpp's search; a sub-block counts as zero by the inverse.
 template <int NMAX> INLINE Fit refined_signed(const Lane& lane) {
     const float* x = lane.x;
     const Fit fit = {fit_signed_refined<16>(x, lane.w, SuperBlock<16>(lane).levels(), NMAX)};
@@ -400,11 +402,11 @@ template <int NMAX> INLINE Fit refined_signed(const Lane& lane) {
 }
 
 struct EncodeQ3_K_IK : EncodeQ3_K {
-    static const int ROOM = SuperBlock<16>::WITH_LEVELS;
+    static const int SCRATCH = SuperBlock<16>::WITH_LEVELS;
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, 2.0f * block.shared_squares<ROOM>() / 256.0f);
+        weigh(lane, 16, 2.0f * block.shared_squares<SCRATCH>() / 256.0f);
         float sum_w = 0;
         for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
         const Fit fit = refined_signed<4>(lane);
@@ -420,10 +422,10 @@ struct EncodeQ3_K_IK : EncodeQ3_K {
     }
 };
 
-// 16 sub-blocks of 16, without minimums. Weights are the importances as they are.
+// 16 sub-blocks of 16, without minimums. Weights are the unmodified importances.
 struct EncodeQ6_K {
-    static const int VALUES = 16, BLOCK = 256, BYTES = 210, ROOM = SuperBlock<16>::ROOM;
-    static const bool WEIGHS = true;
+    static const int VALUES = 16, BLOCK = 256, BYTES = 210, SCRATCH = SuperBlock<16>::SCRATCH;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
         for (int i = 0; i < 16; i++) lane.w[i] = lane.x[i] * lane.x[i];
@@ -463,7 +465,7 @@ struct EncodeQ6_K {
 };
 
 struct EncodeQ6_K_IK : EncodeQ6_K {
-    static const int ROOM = SuperBlock<16>::WITH_LEVELS;
+    static const int SCRATCH = SuperBlock<16>::WITH_LEVELS;
 
     STATIC_INLINE void plain(const Lane& lane) {
         for (int i = 0; i < 16; i++) lane.w[i] = lane.x[i] * lane.x[i];

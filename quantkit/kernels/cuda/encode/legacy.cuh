@@ -1,5 +1,5 @@
-// Q1_0, Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0, blocks with a scale, and Q8_KV; the twin of quantkit/kernels/cpu/encode/legacy.py,
-// which has the layouts.
+// Q1_0, Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0, blocks with a scale, and Q8_KV; the twin of
+// quantkit/kernels/cpu/encode/legacy.py, which has the layouts.
 //
 // Source: llama.cpp b11434 ggml-quants.c, quantize_row_q*_ref and quantize_row_q*_impl; ik_llama.cpp 8337e4cd3,
 // quantize_row_q6_0_impl and iqk_quantize_row_q8_KV.
@@ -7,7 +7,7 @@
 #include "encode/max_rows.cuh"
 #include "encode/search_refined.cuh"
 
-// Store the fifth bits of 32 levels, where a type has them, then their nibbles.
+// Stores the fifth bits of 32 levels, where a type has them, then their nibbles.
 template <bool FIFTH, typename F> INLINE void store_levels(uint8_t* out, F level) {
     uint32_t high = 0;
     uint8_t* nibbles = out + (FIFTH ? 4 : 0);
@@ -23,8 +23,8 @@ template <bool FIFTH, typename F> INLINE void store_levels(uint8_t* out, F level
     }
 }
 
-// 1 / d; 0 where that is infinite, and then no level but 0: in C a value becomes infinity or NaN, and that a 0. For d = 0
-// the middle stays.
+// 1 / d; 0 where that is infinite, when every level is 0: in C a value becomes infinity or NaN, and the integer of
+// that is 0. For d = 0 the middle level remains.
 INLINE float invert(float d, float& middle) {
     const float inverse = 1.0f / d;
     if (is_finite(inverse)) return inverse;
@@ -34,8 +34,8 @@ INLINE float invert(float d, float& middle) {
 
 // Levels 0 .. 2 * HALF - 1 around HALF.
 template <int HALF> struct Symmetric {
-    static const int VALUES = 32, BLOCK = 32, BYTES = HALF == 8 ? 18 : 22, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 32, BYTES = HALF == 8 ? 18 : 22, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) { scale_by(lane, largest_of<32>(lane.x) / (float)-HALF); }
 
@@ -60,10 +60,10 @@ template <int HALF> struct Symmetric {
     }
 };
 
-// Levels 0 .. TOP from a minimum up.
+// Levels 0 .. TOP above a minimum.
 template <int TOP> struct Affine {
-    static const int VALUES = 32, BLOCK = 32, BYTES = TOP == 15 ? 20 : 24, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 32, BYTES = TOP == 15 ? 20 : 24, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const float* x = lane.x;
@@ -98,32 +98,32 @@ struct EncodeQ4_1 : Affine<15> {};
 struct EncodeQ5_0 : Symmetric<16> {};
 struct EncodeQ5_1 : Affine<31> {};
 
-// ik_llama.cpp's, which differ with an importance: levels that move, and are kept.
+// ik_llama.cpp's search with an importance: levels that move, and are kept.
 template <int HALF> struct RefinedSymmetric : Symmetric<HALF> {
-    static const int ROOM = 33;
+    static const int SCRATCH = 33;
 
     STATIC_INLINE void weighted(const Lane& lane, float mean) {
         weigh(lane, 32, mean);
-        const float* levels = lane.room;
-        store_half(lane.out, fit_signed_refined<32>(lane.x, lane.w, lane.room, HALF));
+        const float* levels = lane.scratch;
+        store_half(lane.out, fit_signed_refined<32>(lane.x, lane.w, lane.scratch, HALF));
         store_levels<HALF == 16>(lane.out + 2, [&](int i) { return (int)levels[i] + HALF; });
     }
 };
 
 template <int TOP> struct RefinedAffine : Affine<TOP> {
-    static const int ROOM = 33;
+    static const int SCRATCH = 33;
 
     STATIC_INLINE void weighted(const Lane& lane, float mean) {
         weigh(lane, 32, mean);
-        const float* levels = lane.room;
-        const Fit fit = fit_with_min_refined<32>(lane.x, lane.w, lane.room, TOP);
+        const float* levels = lane.scratch;
+        const Fit fit = fit_with_min_refined<32>(lane.x, lane.w, lane.scratch, TOP);
         store_half(lane.out, fit.scale);
         store_half(lane.out + 2, fit.low);
         store_levels<TOP == 31>(lane.out + 4, [&](int i) { return (int)levels[i]; });
     }
 };
 
-// ik_llama.cpp's --symmetric-q40: levels -7 .. 7, whatever the importance.
+// ik_llama.cpp's --symmetric-q40: levels -7 .. 7, with or without an importance.
 struct EncodeQ4_0_SYMMETRIC : Symmetric<8> {
     STATIC_INLINE void plain(const Lane& lane) {
         float size = 0;
@@ -139,8 +139,8 @@ struct EncodeQ5_0_IK : RefinedSymmetric<16> {};
 struct EncodeQ5_1_IK : RefinedAffine<31> {};
 
 struct EncodeQ8_0 {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 34, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 34, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const float* x = lane.x;
@@ -155,8 +155,8 @@ struct EncodeQ8_0 {
 };
 
 struct EncodeQ6_0 {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 26, ROOM = 33;
-    static const bool WEIGHS = true;
+    static const int VALUES = 32, BLOCK = 32, BYTES = 26, SCRATCH = 33;
+    static const bool COMPUTES_WEIGHTS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
         for (int i = 0; i < 32; i++) lane.w[i] = lane.x[i] * lane.x[i];
@@ -169,7 +169,7 @@ struct EncodeQ6_0 {
     }
 
     STATIC_INLINE void finish(const Lane& lane) {
-        float* levels = lane.room;
+        float* levels = lane.scratch;
         uint8_t* out = lane.out;
         store_half(out, fit_signed_refined<32>(lane.x, lane.w, levels, 32));
         for (int j = 0; j < 16; j++) {
@@ -194,7 +194,7 @@ struct EncodeQ8_KV {
             uint32_t bytes = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                // As cvtps2dq: INT_MIN for what is no int32. Where 1 / d is infinite that is all.
+                // As cvtps2dq: INT_MIN for values beyond int32. Where 1 / d is infinite all levels are that.
                 const float v = values[j] * inverse;
                 const int q = fabsf(v) < 2147483648.0f ? __float2int_rn(v) : -2147483647 - 1;
                 total += (uint32_t)q;
@@ -212,8 +212,8 @@ struct EncodeQ8_KV {
 
 // Signs, times the mean magnitude of the block.
 struct EncodeQ1_0 {
-    static const int VALUES = 32, BLOCK = 128, BYTES = 18, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 128, BYTES = 18, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         uint32_t signs = 0;

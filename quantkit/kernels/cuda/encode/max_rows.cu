@@ -1,8 +1,8 @@
-// Rows of f32 to types whose rows have one scale, of the value of largest magnitude: a block of threads has a row, reads it
-// for that, and again for the levels. Macro: ENCODER (max_rows.cuh).
+// Encodes rows of f32 as types with one scale per row, from the value of largest magnitude: one thread block per row,
+// which reads it once for the scale and again for the levels. Macro: ENCODER (max_rows.cuh).
 #include "encode/all.cuh"
 
-// rows of n values, 16-byte aligned; out: their bytes.
+// rows of n values, 16-byte aligned; out: the encoded rows.
 struct max_rows_args {
     const float* x;
     uint8_t* out;

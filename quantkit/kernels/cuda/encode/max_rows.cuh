@@ -1,5 +1,5 @@
-// How types are written whose rows have one scale, of the value of largest magnitude (max_rows.cu): BLOCK values a block of
-// BYTES, HEADER bytes before them, and row, with which the threads of a block together write a row. x: n values; most: the
-// largest magnitude; part: 32 shared words.
+// Types with one scale per row, from the value of largest magnitude (max_rows.cu): BLOCK values per block of BYTES,
+// after HEADER bytes; row: writes a row, by all threads of a block. x: n values; most: the largest magnitude; part: 32
+// shared words.
 #pragma once
 #include "encode/lane.cuh"

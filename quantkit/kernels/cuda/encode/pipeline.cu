@@ -1,7 +1,7 @@
-// What encoding a file needs beside encoders.
+// Kernels of the file pipeline other than encoders.
 #include "core/each.cuh"
 
-// found = 1 if one of n values is NaN or infinite; else it stays.
+// Sets found to 1 if one of n values is NaN or infinite; otherwise leaves it unchanged.
 struct not_finite_args {
     const float* x;
     int32_t* flag;

@@ -60,7 +60,7 @@ class Stream(Device, Protocol):
     def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until everything is done, without keeping a CPU busy; ResourceError if something failed.
 
-        DeviceHangs after ``seconds``, or if it is given up.
+        DeviceHangs after ``seconds``, or if it is abandoned.
         """
 
 

@@ -1,21 +1,21 @@
-// Rows of f32 to Q8_K_R8 and Q8_K_R16: super-blocks as activations are, the largest magnitude at 127, of ROWS rows together;
-// the twin of quantkit/kernels/cpu/encode/q8_k.py. Macro: ROWS.
+// Encodes rows of f32 as Q8_K_R8 and Q8_K_R16: superblocks like those of activations, the largest magnitude at 127, of
+// ROWS rows together; the twin of quantkit/kernels/cpu/encode/q8_k.py. Macro: ROWS.
 #include "core/device.cuh"
 
-// rows of n values, 16-byte aligned; out: their bytes, as aligned.
+// rows of n values, 16-byte aligned; out: the encoded rows, 16-byte aligned.
 struct q8_k_args {
     const float* x;
     uint8_t* out;
     int64_t n;
 };
 
-// A level; where 127 / top is infinite, -128, as cvtps2dq has it.
+// A level; -128 where 127 / top is infinite, like cvtps2dq.
 INLINE uint32_t level_of(float v) {
     const float rounded = rintf(v);
     return (uint32_t)(fabsf(rounded) <= 3.40282347e38f ? (int)rounded : -128) & 255;
 }
 
-// A block of threads has a super-block of ROWS rows, a warp one row after the other: a lane dwords l and l + 32 of it.
+// A thread block has a superblock of ROWS rows, a warp one row after another: a lane dwords l and l + 32 of it.
 KERNEL(q8_k, 256) {
     const int64_t blocks = a.n / 256, group = blockIdx.x / blocks, block = blockIdx.x % blocks;
     const int lane = threadIdx.x % 32;

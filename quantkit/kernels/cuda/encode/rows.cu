@@ -1,11 +1,12 @@
-// Rows of f32 to blocks of a type whose rows begin with a scale, which depends on all of the row; the scales of sub-blocks
-// are searched for, as multiples of it. Macros: ENCODER (ik_rows.cuh); WEIGHTED, if columns have an importance.
+// Encodes rows of f32 as types whose rows begin with a scale, which depends on the whole row; the scales of sub-blocks
+// are searched as multiples of it. Macros: ENCODER (ik_rows.cuh); WEIGHTED, if columns have an importance.
 //
-//     scales    a lane has 32 values, of whatever row, and searches for their scale: nearly all of the work
-//     rows      a block of threads has a row: from the scales follows the row's, from that levels and bytes
+//     scales    a lane has 32 values, of any row, and searches their scale: nearly all of the work
+//     rows      a thread block has a row: the row's scale from the scales, then levels and bytes
 //
-// Between the two, scales lie where the bytes of their super-block will be. Sums over a row, which fit its scale to the
-// levels, have one order: one thread adds, others wait, so blocks of threads are small, and many of them run at once.
+// Between the two kernels, scales are stored where the bytes of their superblock will be. Sums over a row, which fit
+// its scale to the levels, have a fixed order: one thread adds while others wait, so thread blocks are small, and many
+// of them run at once.
 #include "encode/all.cuh"
 
 const int LANES = 64, STRIDE = 33, AT_ONCE = LANES / 8;
@@ -15,7 +16,7 @@ const bool IMPORTANCE = true;
 const bool IMPORTANCE = false;
 #endif
 
-// rows of n values; out: their bytes, whole rows.
+// rows of n values; out: the encoded rows.
 struct scales_args {
     const float *x, *importance;
     uint8_t* out;
@@ -23,7 +24,7 @@ struct scales_args {
 };
 struct rows_args : scales_args {};
 
-// Where blocks of a row begin.
+// First byte of a row's blocks.
 INLINE uint8_t* blocks_of(const scales_args& a, int64_t row) {
     return a.out + row * (ENCODER::HEADER + a.n / 256 * ENCODER::BYTES) + ENCODER::HEADER;
 }
@@ -43,19 +44,19 @@ KERNEL(scales, 64) {
     const int at = threadIdx.x, part = at % 8;
     const Lane lane = {values + at * STRIDE, weights + at * STRIDE, own + at * ENCODER::OWN_ROOM, 0, part};
     ENCODER::template weigh_values<IMPORTANCE>(lane);
-    __syncwarp();  // the search may spend values that others sum up
+    __syncwarp();  // the search may overwrite values that other lanes sum
     const float sum_w = ENCODER::FITTED ? sum_of<32>(lane.w) : 0;
     const ScaleFit result = ENCODER::find(lane, tables);
     const uint32_t shifted = __ballot_sync(FULL, result.shifted) >> (at & 24) & 255;
     if (at / 8 < n_active) {
         const int64_t block = first + at / 8;
-        const Kept kept(blocks_of(a, block / per_row), block % per_row * ENCODER::BYTES);
-        kept.store(part, result.d, shifted, sum_w, ENCODER::FITTED);
+        const StoredScales stored_scales(blocks_of(a, block / per_row), block % per_row * ENCODER::BYTES);
+        stored_scales.store(part, result.d, shifted, sum_w, ENCODER::FITTED);
     }
 }
 
 KERNEL(rows, 64) {
-    __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], room[AT_ONCE * ENCODER::ROOM], some[2 * LANES];
+    __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], scratch[AT_ONCE * ENCODER::SCRATCH], some[2 * LANES];
     __shared__ __align__(4) uint8_t bytes[AT_ONCE * ENCODER::BYTES];
     const int64_t row = blockIdx.x;
     const int at = threadIdx.x, count = (int)(a.n / 32);
@@ -63,7 +64,7 @@ KERNEL(rows, 64) {
     uint8_t* out = blocks_of(a, row);
     const RowScale of = row_scale<ENCODER>(out, count, some);
     const typename ENCODER::Tables tables;
-    float total = 0;  // of the terms in x (thread 0) and in w (the first of another warp)
+    float total = 0;  // of the terms in x (thread 0) and in w (the first thread of another warp)
     for (int first = 0; first < count; first += LANES) {
         const int n_active = min(count - first, LANES);
         const float* part = x + first * 32;
@@ -74,16 +75,16 @@ KERNEL(rows, 64) {
 #endif
         ScaleFit result = {};
         if (at < n_active) {
-            const Kept kept(out, (int64_t)((first + at) / 8) * ENCODER::BYTES);
-            result.d = kept.scale(at % 8);
-            result.shifted = (int)(kept.shifted() >> at % 8 & 1);
+            const StoredScales stored_scales(out, (int64_t)((first + at) / 8) * ENCODER::BYTES);
+            result.d = stored_scales.scale(at % 8);
+            result.shifted = (int)(stored_scales.shifted() >> at % 8 & 1);
         }
         __syncthreads();
         const int block = at / 8;
-        const Lane lane = {values + at * STRIDE, weights + at * STRIDE, room + block * ENCODER::ROOM,
+        const Lane lane = {values + at * STRIDE, weights + at * STRIDE, scratch + block * ENCODER::SCRATCH,
                            bytes + block * ENCODER::BYTES, at % 8};
         ENCODER::template weigh_values<IMPORTANCE>(lane);
-        __syncwarp();  // terms take the place of values that others sum up
+        __syncwarp();  // terms replace values that other lanes sum
         ENCODER::store(lane, tables, result, of);
         __syncthreads();
         if (at % 32 == 0) {

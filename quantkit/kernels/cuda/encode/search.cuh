@@ -1,4 +1,4 @@
-// Searches of scales for a few values, one per lane; the twin of quantkit/kernels/cpu/encode/search.py.
+// Scale searches for a few values per lane; the twin of quantkit/kernels/cpu/encode/search.py.
 //
 // Source: llama.cpp b11434 ggml-quants.c, make_qkx2_quants and make_qkx3_quants (fit_with_min), make_qx_quants
 // (fit_signed), make_q3_quants (fit_by_descent), make_qp_quants (fit_positive).
@@ -8,14 +8,14 @@
 #ifdef QUANTKIT_HOST
 INLINE void keep(float&) {}
 #else
-// Keep a sum in a register: else the compiler adds it up again in every turn of a loop.
+// Keeps a sum in a register: otherwise the compiler recomputes it in every iteration of a loop.
 INLINE void keep(float& v) { asm volatile("" : "+f"(v)); }
 #endif
 
 struct Fit {
-    float scale, inverse, low, base;  // x ~ scale * level + low; levels come of inverse * (x - base)
-    float sum_w;                      // fit_with_min's
-    float size;                       // no |x| is larger
+    float scale, inverse, low, base;  // x ~ scale * level + low; levels are rounded inverse * (x - base)
+    float sum_w;                      // as in fit_with_min
+    float size;                       // the largest |x|
 };
 
 // Sums over w*x*l and w*l*l for the levels -nmax .. nmax - 1 of one inverse scale.
@@ -29,7 +29,7 @@ template <int N> INLINE void signed_sums(const float* x, const float* w, int nma
     }
 }
 
-// The value whose magnitude is the largest, the first of equal ones; 0 if all are.
+// The value of the largest magnitude, the first of equal ones; 0 if all are 0.
 template <int N> INLINE float largest_of(const float* x) {
     float largest = 0;
 #pragma unroll
@@ -38,18 +38,18 @@ template <int N> INLINE float largest_of(const float* x) {
     return largest;
 }
 
-// Adding this rounds to an integer, even at a tie, which is in the low bits then; |v| < 2^22.
+// Adding this rounds to an integer, half to even, in the low bits of the sum; |v| < 2^22.
 const float ROUNDING = 12582912.0f;
 
-// The candidates for a scale of fit_signed, in the order of their trials: 1 / scale is -(nmax + tenths / 10) / largest.
+// The candidates for a scale in fit_signed, in the order of trials: 1 / scale is -(nmax + tenths / 10) / largest.
 const int SIGNED_TRIALS = 19;
 INLINE int signed_tenths(int trial) { return trial == 0 ? 0 : trial < 10 ? trial - 10 : trial - 9; }
 INLINE float signed_inverse(int trial, int nmax, float largest) {
     return -((float)nmax + 0.1f * (float)signed_tenths(trial)) / largest;
 }
 
-// Add a value to the sums over w*x*l and w*l*l of a candidate. |inverse * x| is not much more than nmax; where it rounds to no
-// more, as up to nmax + 0.4, nothing is below -nmax.
+// Adds a value to the sums of w*x*l and w*l*l of a candidate. |inverse * x| is not much more than nmax; where it
+// rounds to no more, as up to nmax + 0.4, no level is below -nmax.
 template <bool BELOW> INLINE void add_signed(float x, float w, float wx, int nmax, float inverse, float& sum_lx, float& sum_l2) {
     float rounded = inverse * x + ROUNDING;
     if (BELOW) rounded = fmaxf(rounded, ROUNDING - (float)nmax);
@@ -58,7 +58,7 @@ template <bool BELOW> INLINE void add_signed(float x, float w, float wx, int nma
     sum_l2 = sum_l2 + w * level * level;
 }
 
-// The best so far of candidates, and its place among them.
+// The best candidate so far, and its number.
 struct BestSigned {
     float scale, gain;
     int trial;
@@ -73,8 +73,8 @@ struct BestSigned {
     }
 };
 
-// Fit x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; 0 for values that count as zero. All
-// candidates go over the values together: each value is read once.
+// Fits x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; 0 for values that count as
+// zero. All candidates are computed in one pass: each value is read once.
 template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax) {
     const float largest = largest_of<N>(x);
     if (fabsf(largest) < 1e-15f) return Fit{0, 0, 0, 0, 0, fabsf(largest)};
@@ -105,8 +105,8 @@ template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax)
     return fit;
 }
 
-// The same for 16 values that the lanes of a super-block of 16 share: a lane has a candidate, some have two.
-INLINE Fit fit_signed_together(const float* x, const float* w, int nmax, int part) {
+// The same for 16 values shared by the lanes of a superblock of 16: each lane has a candidate, some have two.
+INLINE Fit fit_signed_across_lanes(const float* x, const float* w, int nmax, int part) {
     const float largest = largest_of<16>(x);
     float sum_lx[2] = {0, 0}, sum_l2[2] = {0, 0}, inverse[2];
 #pragma unroll
@@ -127,8 +127,8 @@ INLINE Fit fit_signed_together(const float* x, const float* w, int nmax, int par
     return Fit{best.scale, signed_inverse(best.trial, nmax, largest)};
 }
 
-// A value in fit_by_descent: its level, and what it adds to both sums. While its optimum for the others is between from and
-// to, that surely rounds to the level, or is clamped to it: which takes no division to know.
+// A value in fit_by_descent: its level, and its terms in both sums. While its optimum given the others is between from
+// and to, it certainly rounds to the level, or is clamped to it, which is known without a division.
 struct Descending {
     float level, lx, l2, from, to;
 
@@ -140,12 +140,12 @@ struct Descending {
         from = at > (float)-nmax ? at - 0.4999f : -4e6f;
         to = at < (float)(nmax - 1) ? at + 0.4999f : 4e6f;
     }
-    // Whether it may move. Products of so small a rest_lx are not precise.
+    // Whether it may move. Products of such a small rest_lx are inexact.
     __device__ __forceinline__ bool unsure(float x, float sum_lx, float sum_l2) const {
         const float rest_lx = sum_lx - lx, optimum = x * (sum_l2 - l2);
         return rest_lx > 0 && (rest_lx < 1e-35f || optimum < from * rest_lx || optimum > to * rest_lx);
     }
-    // Move to the optimum for the others, if there is a better one; return whether it did.
+    // Moves to the optimum given the others, if that is better; returns whether it did.
     __device__ __forceinline__ bool move(float x, int nmax, float& sum_lx, float& sum_l2) {
         const float w = x * x, rest_lx = sum_lx - lx, rest_l2 = sum_l2 - l2;
         const float at = (float)max(min(nearest_int(x * rest_l2 / rest_lx), nmax - 1), -nmax);
@@ -159,9 +159,9 @@ struct Descending {
     }
 };
 
-// Fit x ~ scale * l with l in -nmax .. nmax - 1 and weights x*x: levels by the largest value, then each in turn to its
-// optimum for the others, where that raises sum_lx^2 / sum_l2. Leaves the levels. All lanes of a warp come here together,
-// and look at a value more closely if one of them has to.
+// Fits x ~ scale * l with l in -nmax .. nmax - 1 and weights x*x: levels by the largest value, then each in turn at
+// its optimum given the others, where that increases sum_lx^2 / sum_l2. Leaves the levels. All lanes of a warp call
+// this together; if one of them needs the exact test of a value, all make it.
 template <int N> INLINE Fit fit_by_descent(const float* values, float* levels, int nmax) {
     const float largest = largest_of<N>(values);
     const bool dead = fabsf(largest) < 1e-15f;
@@ -188,14 +188,14 @@ template <int N> INLINE Fit fit_by_descent(const float* values, float* levels, i
     return Fit{sum_l2 > 0 ? sum_lx / sum_l2 : 0.0f, inverse, 0, 0, 0, fabsf(largest)};
 }
 
-// A level 0 .. top of any v at all: guarded, as make_qkx3_quants does, v is clamped before it is rounded; else, as
-// make_qkx2_quants does, after that, and wraps around first.
+// A level 0 .. top of an arbitrary v: guarded, as in make_qkx3_quants, v is clamped before it is rounded; otherwise,
+// as in make_qkx2_quants, after that, and wraps around first.
 template <bool GUARDED> INLINE int level_of(float v, int top) {
     if (GUARDED) return v > 0 ? nearest_int(v < (float)top ? v : (float)top) : 0;
     return min(max(nearest_int(v), 0), top);
 }
 
-// What a candidate of fit_with_min adds up.
+// The sums of a candidate of fit_with_min.
 struct LevelSums {
     float l, l2, xl;
 
@@ -222,11 +222,11 @@ struct Line {
     }
 };
 
-// How far the values of a candidate reach: to levels that there are, beyond the largest, below 0, or anywhere. Lanes of a
-// warp go one way.
+// The range of a candidate's values: within the levels, beyond the largest, below 0, or anywhere. The lanes of a warp
+// take one branch.
 enum Reach { WITHIN, ABOVE, BELOW, ANYWHERE };
 
-// A level as level_of gives it, where v is no more than 2^22 or guarded.
+// A level as from level_of, where |v| is at most 2^22 or v is guarded.
 template <Reach REACH, bool GUARDED> INLINE float near_level(float v, int top) {
     if (REACH == WITHIN) return rintf(v);
     if (REACH == ABOVE) return fminf(rintf(v), (float)top);
@@ -247,7 +247,7 @@ INLINE LevelSums near_sums(const float (&x)[N], const float (&w)[N], float (&lev
     return sums;
 }
 
-// A candidate whose levels may wrap around: one value after the other. weight: of a value.
+// A candidate whose levels may wrap around: one value after another. weight: of a value.
 template <int N, class W> INLINE LevelSums far_sums(const float* x, W weight, float inverse, float low, int top) {
     LevelSums sums = {0, 0, 0};
 #pragma unroll 1
@@ -266,7 +266,7 @@ INLINE float far_error(const float* x, W weight, float inverse, float low, int t
     return error;
 }
 
-// The first zero of values that are not negative, for its sign; else another.
+// For values that are not negative, the first zero, for its sign; otherwise the minimum.
 template <int N> INLINE float first_zero(const float* x, float other) {
 #pragma unroll 1
     for (int i = 0; i < N; i++)
@@ -274,17 +274,18 @@ template <int N> INLINE float first_zero(const float* x, float other) {
     return other;
 }
 
-// Whether the squares of an error, as they would be added up, are more than least. All of f32: sums of 32 values, none of
-// whose weights is negative, are off by 33 roundings of 2^-24 at most, what follows by six more, each of terms that are no
-// more than three times `terms` together; errors themselves by four of a level's value, 5e-4 of a sum that is not less than
-// 1e-6 of `terms`. Beyond these limits underflow might count.
+// Whether the sum of squared errors, in the reference's order, certainly exceeds least. All in f32: sums of 32 values
+// with weights >= 0 are off by at most 33 roundings of 2^-24, later terms by six more, each of at most three times
+// `terms` together; the errors themselves by four roundings of a level's value, 5e-4 of a sum that is at least 1e-6 of
+// `terms`. Beyond these limits underflow might matter.
 INLINE bool surely_worse(const LevelSums& sums, float sum_w, float sum_x, float sum_x2, float scale, float low, float least) {
     const float terms = sum_x2 + scale * scale * sums.l2 + low * low * sum_w;
     const float error = terms + 2.0f * (scale * (low * sums.l - sums.xl) - low * sum_x);
     return error - 9e-6f * terms > 1.001f * least && least > 1e-26f && fabsf(scale) < 1e6f && fabsf(low) < 1e6f;
 }
 
-// What all candidates of a lane have in common. flat: they do no harm, as all of their levels are 0, so none is taken.
+// Common to all candidates of a lane. flat: all levels of the candidates are 0, so they are harmless and none is
+// selected.
 struct Spread {
     float low, high, smallest, size, sum_w, sum_x;
     bool flat;
@@ -309,12 +310,13 @@ struct Spread {
     }
 };
 
-// Fit x ~ scale * l + low with l in 0 .. top, an odd number, and low <= 0, minimizing the weighted squares of the error. Tries
-// `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights and the levels
-// of a trial are in registers. All lanes of a warp come here together. weight: of a value, by its place.
+// Fits x ~ scale * l + low with l in 0 .. top, an odd number, and low <= 0, minimizing the weighted squared error.
+// Tries `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights
+// and the levels of a trial are in registers. All lanes of a warp call this together. weight: of a value, by its
+// index.
 template <int N, bool GUARDED, class W>
 INLINE Fit fit_with_min(const float* values, W weight, int top, float start, float delta, int steps) {
-    const bool SKIPS = !GUARDED;  // candidates that are surely worse: with importances few are
+    const bool SKIPS = !GUARDED;  // candidates that are certainly worse: few with importances
     float x[N], w[N], level[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -342,7 +344,7 @@ INLINE Fit fit_with_min(const float* values, W weight, int top, float start, flo
 #pragma unroll 1
     for (float k = 0; k <= (float)steps; k += 1.0f) {
         inverse = (start + delta * k + (float)top) / (high - low);
-        // The least and the largest value have the levels that are furthest out.
+        // The extreme levels belong to the smallest and the largest value.
         const float first = inverse * (of.smallest - low), last = inverse * (high - low);
         bool near = true;
         LevelSums sums;
@@ -383,7 +385,7 @@ INLINE Fit fit_with_min(const float* values, W weight, int top, float start, flo
     return of.flat ? Fit{0, 0, base, 0, of.sum_w, of.size} : Fit{scale, best, low, base, of.sum_w, of.size};
 }
 
-// The sum over w * (x - l / inverse)^2; the first trial keeps l in a byte, later ones clamp it to top.
+// The sum of w * (x - l / inverse)^2; the first trial stores l as a byte, later ones clamp it to top.
 template <int N> INLINE float positive_error(const float* x, const float* w, int top, float inverse, bool first) {
     const float scale = 1.0f / inverse;
     float total = 0;
@@ -395,14 +397,14 @@ template <int N> INLINE float positive_error(const float* x, const float* w, int
     return total;
 }
 
-// The candidates for 1 / scale of fit_positive, in the order of their trials.
+// The candidates for 1 / scale in fit_positive, in the order of trials.
 const int POSITIVE_TRIALS = 9;
 INLINE float positive_inverse(int trial, int top, float largest) {
     const int tenths = trial < 5 ? trial - 5 : trial - 4;
     return (trial == 0 ? (float)top : 0.1f * (float)tenths + (float)top) / largest;
 }
 
-// Fit x ~ scale * l with l in 0 .. top, given 1 / scale of the candidate that won; return the scale, leave the levels,
+// Fits x ~ scale * l with l in 0 .. top, given 1 / scale of the best candidate; returns the scale, leaves the levels,
 // float or uint8_t.
 template <int N, typename T> INLINE float fit_positive_by(float best, const float* x, const float* w, T* levels, int top) {
     float sum_lx = 0, sum_l2 = 0;
@@ -412,7 +414,7 @@ template <int N, typename T> INLINE float fit_positive_by(float best, const floa
         sum_lx = sum_lx + w[i] * x[i] * (float)level;
         sum_l2 = sum_l2 + w[i] * (float)level * (float)level;
     }
-    // Each level in turn to its optimum for the others, where that raises sum_lx^2 / sum_l2.
+    // Each level in turn at its optimum given the others, where that increases sum_lx^2 / sum_l2.
     bool moved = true;
     for (int round = 0; round < 5 && moved; round++) {
         moved = false;
@@ -431,7 +433,7 @@ template <int N, typename T> INLINE float fit_positive_by(float best, const floa
     return sum_l2 > 0 ? sum_lx / sum_l2 : 0;
 }
 
-// The same of all candidates, for the scales or minima of a super-block.
+// The same for all candidates, for the scales or minimums of a superblock.
 template <int N, typename T>
 INLINE float fit_positive(const float* x, const float* w, T* levels, int top, float almost_0 = 1e-15f) {
     float largest = 0;

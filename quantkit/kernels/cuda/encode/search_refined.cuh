@@ -1,11 +1,11 @@
-// ik_llama.cpp's search for a scale: more candidates, then one level after the other moves; the twin of
+// ik_llama.cpp's scale search: more candidates, then one level after another moves; the twin of
 // quantkit/kernels/cpu/encode/search_refined.py.
 //
 // Source: ik_llama.cpp 8337e4cd3 ggml-quants.c, make_qx_quants (fit_signed_refined), make_qkx3_quants (fit_with_min_refined).
 #pragma once
 #include "encode/search.cuh"
 
-// Which level's move by one lowers the error fastest, or -1, and in what direction.
+// The level whose change by one reduces the error first, or -1, and its direction.
 template <int N> INLINE int steepest(const float* x, const float* w, const float* levels, int nmax, float scale, float& step) {
     float most = 0;
     int place = -1;
@@ -22,8 +22,8 @@ template <int N> INLINE int steepest(const float* x, const float* w, const float
     return place;
 }
 
-// Fit x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; return the scale, leave the levels,
-// -nmax for values that count as zero.
+// Fits x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; returns the scale, leaves the
+// levels, -nmax for values that count as zero.
 template <int N> INLINE float fit_signed_refined(const float* x, const float* w, float* levels, int nmax) {
     const float largest = largest_of<N>(x);
     const bool dead = fabsf(largest) < 1e-15f;
@@ -57,7 +57,8 @@ template <int N> INLINE float fit_signed_refined(const float* x, const float* w,
     return dead ? 0 : scale;
 }
 
-// Sums, and what a fit takes off sum(w*x*x), for x ~ scale * l + low; f64, products of a weight, a value and a level exact.
+// Sums, and the reduction of sum(w*x*x) by a fit, for x ~ scale * l + low; f64, products of a weight, a value and a
+// level are exact.
 struct RefinedSums {
     double w, x, x2, l, l2, xl;
 
@@ -67,7 +68,7 @@ struct RefinedSums {
         l2 = l2 + wl * (double)level;
         xl = xl + wl * (double)x_;
     }
-    // The best scale and low <= 0 for the sums of levels; return their determinant, which must be positive.
+    // The best scale and low <= 0 for the sums of levels; returns their determinant, which must be positive.
     __device__ __forceinline__ double solve(double& scale, double& low) const {
         const double det = w * l2 - l * l;
         scale = (w * xl - x * l) / det;
@@ -84,7 +85,7 @@ struct RefinedSums {
     }
 };
 
-// Which value is furthest from its level, and may move towards it, or -1; in what direction.
+// The value furthest from its level that may move towards it, or -1; the direction.
 template <int N> INLINE int furthest(const float* x, const float* levels, int top, float scale, float low, float& step) {
     float most = 0;
     int place = -1;
@@ -101,7 +102,7 @@ template <int N> INLINE int furthest(const float* x, const float* levels, int to
     return place;
 }
 
-// Move levels by one, of the value furthest off first, as long as the fit improves. The levels are there.
+// Moves levels by one, starting with the value furthest off, as long as the fit improves. The levels are set.
 template <int N>
 INLINE void move_levels(const float* x, const float* w, float* levels, int top, RefinedSums sums, float& scale, float& low) {
     sums.l = sums.l2 = sums.xl = 0;
@@ -130,8 +131,8 @@ INLINE void move_levels(const float* x, const float* w, float* levels, int top, 
     }
 }
 
-// Fit x ~ scale * l + low with l in 0 .. top and low <= 0, minimizing the weighted error, which follows from sums; leave the
-// levels. The candidates are those of fit_with_min with weights.
+// Fits x ~ scale * l + low with l in 0 .. top and low <= 0, minimizing the weighted error, computed from sums; leaves
+// the levels. The candidates are those of fit_with_min with weights.
 template <int N> INLINE Fit fit_with_min_refined(const float* x, const float* w, float* levels, int top) {
     float low = x[0], high = x[0], sum_w = 0;
     RefinedSums sums = {};

@@ -1,13 +1,14 @@
-// The fit of Q2_K without an importance: as fit_with_min's, but errors count by their sizes, |error|, and weights are |x|.
+// The fit of Q2_K without an importance: as in fit_with_min, but with absolute errors |error| and weights |x|.
 //
-// What a candidate's errors add up to only decides whether it is better than the best one so far. So it is computed about
-// right, by two fused instructions a value, and as ggml rounds it where that is too close to tell.
+// A candidate's sum of errors only decides whether it is better than the best one so far. So it is computed
+// approximately, with two fused instructions per value, and exactly as in ggml where the difference is too small to
+// decide.
 //
 // Source: llama.cpp b11434 ggml-quants.c, make_qkx2_quants with use_mad, as quantize_row_q2_K_ref calls it.
 #pragma once
 #include "encode/search.cuh"
 
-// a * b + c, rounded once, from 0 to 1.
+// a * b + c, rounded once, clamped to 0 .. 1.
 #ifdef QUANTKIT_HOST
 INLINE float fma_0_to_1(float a, float b, float c) { return fminf(fmaxf(fmaf(a, b, c), 0.0f), 1.0f); }
 #else
@@ -18,14 +19,15 @@ INLINE float fma_0_to_1(float a, float b, float c) {
 }
 #endif
 
-// The best line so far, x ~ scale * l + low, and its candidate: that before `next`, the first line if that is 0, tried when
-// the lowest level was at base.
+// The best line so far, x ~ scale * l + low, and its candidate: that before `next`, or the first line if that is 0,
+// tried with the lowest level at base.
 struct BestLine {
     float scale, low, base, next;
 };
 
-// What is not known of a best line yet: the sum of its errors as ggml adds up (NaN: unknown), and whether candidates that have
-// the same line, of other levels maybe, have a smaller one. A bit for each: 1 for the last candidate, 2 for that before it.
+// Open questions about a best line: its exact sum of errors in ggml's order (NaN: unknown), and whether candidates
+// with the same line, maybe with other levels, have a smaller one. One bit each: 1 for the last candidate, 2 for that
+// before it.
 struct Unsettled {
     float least, again;
 };
@@ -46,14 +48,14 @@ struct ValuesBySize {
         of = Spread(v, x, w);
     }
 
-    // How many steps of a candidate are in the range of the values.
+    // The number of steps of a candidate within the range of the values.
     static __device__ __forceinline__ float steps(float k) { return -0.5f + 0.1f * k + (float)TOP; }
 
     __device__ __forceinline__ float inverse_of(const BestLine& best) const {
         return (best.next ? steps(best.next - 1) : (float)TOP) / (of.high - best.base);
     }
 
-    // Try all candidates behind the best one as ggml does, one value after another, whatever is known of them.
+    // Tries all candidates after the best one exactly as ggml does, one value after another.
     __device__ __forceinline__ void try_exactly(BestLine& best) const {
         const auto weight = [&](int i) { return fabsf(values[i]); };
         float least = far_error<N, true>(values, weight, inverse_of(best), best.base, TOP, best.scale, best.low);
@@ -68,7 +70,7 @@ struct ValuesBySize {
         }
     }
 
-    // Settle what is known of the best line before candidate k.
+    // Resolves the open questions about the best line before candidate k.
     __device__ __forceinline__ void settle(BestLine& best, Unsettled& open, float k) const {
         const auto error_of = [&](float inverse, float base) {
             float error = 0;
@@ -92,7 +94,8 @@ struct ValuesBySize {
         open.again = 0;
     }
 
-    // What is above the lowest level; return the range. Both are multiplied by a power of two, so that offsets are at most 1.
+    // Offsets above the lowest level; returns the range. Both are scaled by a power of two, so that offsets are at
+    // most 1.
     __device__ __forceinline__ float set_offsets(float (&offset)[N], float unit, float low) const {
         const float from = -(low * unit);
 #pragma unroll
@@ -100,7 +103,7 @@ struct ValuesBySize {
         return fmaf(of.high, unit, from);
     }
 
-    // The levels of a candidate, and its sums. CLAMPED: of those that round to more than the largest.
+    // The levels of a candidate, and its sums. CLAMPED: for candidates that round beyond the largest level.
     template <bool CLAMPED>
     __device__ __forceinline__ LevelSums sums(const float (&offset)[N], float (&level)[N], float inverse) const {
         LevelSums sums;
@@ -116,7 +119,7 @@ struct ValuesBySize {
         return sums;
     }
 
-    // The sum of errors, about, and as ggml adds up.
+    // The sum of errors: approximate, and in ggml's order.
     __device__ __forceinline__ float about(const float (&level)[N], float scale, float low) const {
         float sum = 0;
 #pragma unroll
@@ -134,21 +137,21 @@ struct ValuesBySize {
     }
 };
 
-// By how much sums of errors may differ from ggml's, by roundings of 2^-24. An error differs by one of 3 * scale, the only
-// product that is not exact, which ggml rounds; by two of scale * level + low, at most |x| and the error; and by two of the
-// error. Each of both sums adds 16 of itself.
+// The largest difference between sums of errors and ggml's, in roundings of 2^-24. An error differs by one of 3 *
+// scale, the only inexact product, which ggml rounds; by two of scale * level + low, at most |x| and the error; and by
+// two of the error. Each of both sums adds 16 of itself.
 struct Slack {
     float by_scale, by_size;
 
     __device__ __forceinline__ explicit Slack(const Spread& of)
         : by_scale(3.2f * 0x1p-24f * of.sum_w), by_size(4.4f * 0x1p-24f * of.sum_w * of.size) {}
-    // Of two sums about as large, but for what the other's scale adds.
+    // For two sums of about the same size, except for the term of the other's scale.
     __device__ __forceinline__ float of_two(float sum, float scale) const {
         return fmaf(80.0f * 0x1p-24f, sum, fmaf(by_scale, fabsf(scale), by_size));
     }
 };
 
-// The best line of all candidates. All lanes of a warp come here together.
+// The best line of all candidates. All lanes of a warp call this together.
 INLINE BestLine fit_by_sizes(const ValuesBySize& v, Unsettled& open) {
     const int N = ValuesBySize::N, TOP = ValuesBySize::TOP;
     const float unknown = __int_as_float(0x7fffffff);
@@ -159,8 +162,8 @@ INLINE BestLine fit_by_sizes(const ValuesBySize& v, Unsettled& open) {
     bool usual = __all_sync(FULL, of.flat || (of.size > 1e-15f && of.size < 1e15f && whole > 1e-5f * of.size));
     if (usual) {
         const Slack slack(of);
-        // The first range times the unit is 1/8 .. 1/4. While ranges are near that, nothing over- or underflows that counts.
-        // Of flat values all is NaN, and nothing better.
+        // The first range times the unit is 1/8 .. 1/4. While ranges are close to that, no relevant value over- or
+        // underflows. For constant values everything is NaN, and no candidate is better.
         float unit = of.flat ? 0.0f : __int_as_float(0x7d800000 - (__float_as_int(whole) & 0x7f800000));
         keep(unit);
         const float least_range = of.flat ? -1.0f : 1e-5f * (of.size * unit);

@@ -1,16 +1,17 @@
-// TQ1_0, TQ2_0, Q2_0: weights of -1, 0, 1 times one scale per block; the twin of quantkit/kernels/cpu/encode/ternary.py,
-// which has the layouts. A lane rounds 32 values; then the lanes of a block put its bytes together.
+// TQ1_0, TQ2_0, Q2_0: weights of -1, 0, 1 times one scale per block; the twin of
+// quantkit/kernels/cpu/encode/ternary.py, which has the layouts. A lane rounds 32 values; then the lanes of a block
+// pack its bytes together.
 //
 // Source: llama.cpp b11434 ggml-quants.c, quantize_row_tq1_0_ref, quantize_row_tq2_0_ref, quantize_row_q2_0_ref.
 #pragma once
 #include "encode/lane.cuh"
 
-// A block of N values, 32 of a lane.
+// A block of N values, 32 per lane.
 template <int N> struct Trits {
     static const int LANES_EACH = N / 32;
 
     const Lane& lane;
-    float d, inverse;  // inverse: 0 where 1 / d is no finite number
+    float d, inverse;  // inverse: 0 where 1 / d is not finite
 
     __device__ __forceinline__ explicit Trits(const Lane& l) : lane(l) {
         d = 0;
@@ -20,7 +21,7 @@ template <int N> struct Trits {
         if (!is_finite(inverse)) inverse = 0;
     }
 
-    // Replace values by -1, 0, 1 plus 1.
+    // Replaces values by -1, 0, 1 plus 1.
     __device__ __forceinline__ void round() const {
         for (int i = 0; i < 32; i++) {
             const float v = lane.x[i] * inverse;
@@ -32,7 +33,7 @@ template <int N> struct Trits {
     // Trit i of the block.
     __device__ __forceinline__ uint32_t at(int i) const { return (uint32_t)(int)(lane.x - lane.part * 33)[i / 32 * 33 + i % 32]; }
 
-    // `count` trits, `step` apart, as the digits of a fraction, ceil(number * 256 / 243); those after them are 0.
+    // Packs `count` trits, `step` apart, as the digits of a fraction, ceil(number * 256 / 243); missing digits are 0.
     __device__ __forceinline__ uint8_t fraction(int i, int step, int count) const {
         uint32_t q = 0;
         for (int n = 0; n < 5; n++) q = 3 * q + (n < count ? at(i + n * step) : 0);
@@ -41,8 +42,8 @@ template <int N> struct Trits {
 };
 
 struct EncodeTQ1_0 {
-    static const int VALUES = 32, BLOCK = 256, BYTES = 54, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 256, BYTES = 54, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const Trits<256> trits(lane);
@@ -55,8 +56,8 @@ struct EncodeTQ1_0 {
 };
 
 struct EncodeTQ2_0 {
-    static const int VALUES = 32, BLOCK = 256, BYTES = 66, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 256, BYTES = 66, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const Trits<256> trits(lane);
@@ -70,13 +71,13 @@ struct EncodeTQ2_0 {
 };
 
 struct EncodeQ2_0 {
-    static const int VALUES = 32, BLOCK = 64, BYTES = 18, ROOM = 0;
-    static const bool WEIGHS = false;
+    static const int VALUES = 32, BLOCK = 64, BYTES = 18, SCRATCH = 0;
+    static const bool COMPUTES_WEIGHTS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
         const Trits<64> trits(lane);
         trits.round();
-        const bool nothing = trits.d > 0 && trits.inverse == 0;  // C makes an int of infinity
+        const bool nothing = trits.d > 0 && trits.inverse == 0;  // C converts infinity to an int
         for (int b = lane.part; b < 16; b += 2) {
             const uint32_t four = trits.at(4 * b) | trits.at(4 * b + 1) << 2 | trits.at(4 * b + 2) << 4 | trits.at(4 * b + 3) << 6;
             lane.out[2 + b] = (uint8_t)(nothing ? 0 : four);

@@ -1,11 +1,11 @@
-// Rows of f32 to blocks of a trellis type: a block of threads has a row, and working memory for it, and then another. Macros:
-// ENCODER (trellis.cuh); SURVIVOR_WORDS, of the survivors of 32 values, as trellis.py counts them.
+// Encodes rows of f32 as blocks of a trellis type: a thread block has one row at a time, and scratch memory for it.
+// Macros: ENCODER (trellis.cuh); SURVIVOR_WORDS, the words of survivors per 32 values, from trellis.py.
 #include "encode/trellis.cuh"
 
 const int THREADS = 512, WARPS = THREADS / 32, AT_ONCE = 32;
 static_assert(ENCODER::WORDS == SURVIVOR_WORDS, "trellis.py counts other words");
 
-// rows of n values; work: room bytes for each block of threads.
+// rows of n values; work: `work_bytes` bytes per thread block.
 struct trellis_args {
     const float *x, *importance;
     uint8_t *out, *work;
@@ -13,10 +13,10 @@ struct trellis_args {
     const int32_t* indices;
     const float* grid;
     const uint16_t* lists;
-    int64_t rows, n, room;
+    int64_t rows, n, work_bytes;
 };
 
-// What the threads of a block share.
+// Shared by the threads of a block.
 struct Shared {
     float costs[AT_ONCE][64], scales[64], cost[64], tops[WARPS];
     double sums[2];
@@ -24,7 +24,7 @@ struct Shared {
     Effort effort;
 };
 
-// The largest of all threads.
+// The maximum over all threads.
 INLINE float block_max(float v, float* tops) {
     v = warp_max(v);
     __syncthreads();
@@ -40,13 +40,13 @@ INLINE float largest_of_all(const float* v, int64_t n, float* tops) {
     return block_max(most, tops);
 }
 
-// The least power of two above a value, 2^-126 .. 2^126; 1 for 0.
+// The smallest power of two above a value, 2^-126 .. 2^126; 1 for 0.
 INLINE double unit_of(float top) {
     const int exponent = min((__float_as_int(top) >> 23) - 126, 126);
     return top == 0 ? 1.0 : (double)__int_as_float((exponent + 127) << 23);
 }
 
-// Decide how a row is searched for.
+// Selects the search settings of a row.
 INLINE void weigh_row(const TrellisRow<ENCODER>& row, bool weighed, Shared& s) {
     double total = 0, squares = 0;
     for (int b = 0; b < row.count; b++) {
@@ -57,7 +57,7 @@ INLINE void weigh_row(const TrellisRow<ENCODER>& row, bool weighed, Shared& s) {
     ENCODER::weigh_row(row.count, total, squares, weighed, s.effort);
 }
 
-// Search more deeply for what makes much of the row's error.
+// Searches more deeply the values that cause much of the row's error.
 INLINE void refine_outliers(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s) {
     const int warp = (int)threadIdx.x / 32;
     for (int b = warp; b < row.count; b += WARPS)
@@ -76,10 +76,10 @@ INLINE void refine_outliers(const TrellisRow<ENCODER>& row, const Codebook& code
     __syncthreads();
 }
 
-// Write 64 scales that the row may have, and what they cost.
+// Writes 64 candidate scales of the row, and their errors.
 INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& codebook, float top, Shared& s) {
     const float narrow = ((float)lane_of_16() * 0.028f + 1.0f) * (top * 0.8f / ENCODER::LARGEST_LEVEL);
-    const float d = me() < 16 ? narrow : narrow * 1.448f;
+    const float d = lane_id() < 16 ? narrow : narrow * 1.448f;
     float total = 0;
     for (int first = 0; first < row.count; first += AT_ONCE) {
         const int n_blocks = min(row.count - first, AT_ONCE);
@@ -92,7 +92,7 @@ INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& code
                 float cost = 0;
                 if (ENCODER::counts(row, b) && (ENCODER::SIGNS == 2 || side))
                     cost = ENCODER::cost(row, codebook, b, d, sign, s.effort.tries > 1) * row.counted(b);
-                s.costs[i][32 * side + me()] = cost;
+                s.costs[i][32 * side + lane_id()] = cost;
             }
         }
         __syncthreads();
@@ -106,10 +106,10 @@ INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& code
     __syncthreads();
 }
 
-// The last of the scales that cost the least.
-INLINE int cheapest_of(const float* cost) {
-    float least = cost[me()];
-    int index = me();
+// The last scale of the least error.
+INLINE int index_of_least(const float* cost) {
+    float least = cost[lane_id()];
+    int index = lane_id();
     if (cost[index + 32] <= least) least = cost[index += 32];
     for (int d = 16; d; d /= 2) {
         const float other = __shfl_xor_sync(FULL, least, d);
@@ -121,30 +121,31 @@ INLINE int cheapest_of(const float* cost) {
     return index;
 }
 
-// Sums over a row, one after the other: by the first warp of w q x, by the second of w q q; q in units of the row's scale.
+// Sums over a row, sequentially: the first warp w q x, the second w q q; q in units of the row's scale.
 INLINE void sum_choices(const TrellisRow<ENCODER>& row, int at, Shared& s) {
     const int warp = (int)threadIdx.x / 32, count = row.count * ENCODER::GROUPS;
     if (warp < 2) {
         double total = 0;
         for (int first = 0; first < count; first += 32) {
             double term = 0;
-            if (first + me() < count) {
-                const double level = *row.levels(at, (first + me()) / ENCODER::GROUPS);
-                term = warp ? level * level * (double)row.q(0)[first + me()] : fabs(level) * (double)row.p(0)[first + me()];
+            if (first + lane_id() < count) {
+                const double level = *row.levels(at, (first + lane_id()) / ENCODER::GROUPS);
+                term =
+                    warp ? level * level * (double)row.q(0)[first + lane_id()] : fabs(level) * (double)row.p(0)[first + lane_id()];
             }
             for (int i = 0; i < 32; i++) total = total + __shfl_sync(FULL, term, i);
         }
-        if (me() == 0) s.sums[warp] = total;
+        if (lane_id() == 0) s.sums[warp] = total;
     }
     __syncthreads();
 }
 
-// Write the blocks of a row.
+// Writes the blocks of a row.
 INLINE void write_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, const float* x, int at, uint8_t* out, Shared& s) {
     const int warp = (int)threadIdx.x / 32;
     for (int block = warp; block < row.count / 8; block += WARPS) {
         const float* levels = row.levels(at, 8 * block);
-        for (int i = me(); i < 8 * ENCODER::GROUPS; i += 32) {
+        for (int i = lane_id(); i < 8 * ENCODER::GROUPS; i += 32) {
             const float level = levels[i / ENCODER::GROUPS];
             s.q[warp][i] = index_of(codebook, level, row.places(at, 8 * block)[i]);
         }
@@ -154,7 +155,8 @@ INLINE void write_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
     }
 }
 
-// Choose the scale of a row and levels and points for it; return the scale, 0 if there is none, and which choice it is.
+// Chooses the scale of a row, and levels and points for it; returns the scale, 0 if there is none, and the number of
+// the choice.
 INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s, int& chosen) {
     const int warp = (int)threadIdx.x / 32, tries = s.effort.tries, fits = tries > 1 ? 2 : 1;
     double best = -1, scale = 0, before = -1;
@@ -163,9 +165,9 @@ INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
     bool last = false;
     while (true) {
         if (fit == 0) {
-            const int cheapest = cheapest_of(s.cost);
+            const int cheapest = index_of_least(s.cost);
             last = attempt == tries || (s.cost[cheapest] >= 0 && attempt > 0);
-            if (last && !(best >= 0)) break;  // sums that are not numbers: a row of zeros
+            if (last && !(best >= 0)) break;  // sums are NaN: a row of zeros
             d = last ? (float)scale : s.scales[cheapest];
             before = -1;
             __syncthreads();
@@ -195,11 +197,11 @@ INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
 KERNEL(trellis, 512) {
     __shared__ Shared s;
     const int warp = (int)threadIdx.x / 32;
-    const TrellisRow<ENCODER> row(a.work + blockIdx.x * a.room, a.n);
+    const TrellisRow<ENCODER> row(a.work + blockIdx.x * a.work_bytes, a.n);
     const Codebook codebook = {a.points, a.cells, a.families, a.indices, a.grid, a.lists};
     const int64_t row_bytes = 4 + a.n / 256 * ENCODER::BYTES;
-    const float heaviest = a.importance ? largest_of_all(a.importance, a.n, s.tops) : 0.0f;
-    const double top_weight = heaviest > 0 ? heaviest : 1.0;
+    const float largest_weight = a.importance ? largest_of_all(a.importance, a.n, s.tops) : 0.0f;
+    const double top_weight = largest_weight > 0 ? largest_weight : 1.0;
     for (int64_t which = blockIdx.x; which < a.rows; which += gridDim.x) {
         const float* x = a.x + which * a.n;
         uint8_t* out = a.out + which * row_bytes;
@@ -208,11 +210,11 @@ KERNEL(trellis, 512) {
         const float inverse = (float)(1 / unit);
         float top = 0;
         for (int b = warp; b < row.count; b += WARPS) {
-            const float raw = x[32 * b + me()], scaled = raw * inverse, v = ENCODER::SIGNS == 1 ? fabsf(scaled) : scaled;
-            row.x(b)[me()] = v;
+            const float raw = x[32 * b + lane_id()], scaled = raw * inverse, v = ENCODER::SIGNS == 1 ? fabsf(scaled) : scaled;
+            row.x(b)[lane_id()] = v;
             const bool alive = warp_max(fabsf(raw)) >= 1e-16f;
             const float guess = alive ? guess_scale(v) : 0.0f;
-            if (me() == 0) row.guess(b) = guess;
+            if (lane_id() == 0) row.guess(b) = guess;
             top = fmaxf(top, guess);
         }
         top = block_max(top, s.tops);  // and waits for all
@@ -221,8 +223,8 @@ KERNEL(trellis, 512) {
             weigh_256(row.x(b), row.w(b), a.importance ? a.importance + 32 * b : 0, unit, top_weight);
             __syncwarp();
             for (int i = b; i < b + 8; i++) {
-                const float v = row.x(i)[me()], energy = sum_of_32(v * v * row.w(i)[me()]);
-                if (me() == 0) row.energy(i) = energy;
+                const float v = row.x(i)[lane_id()], energy = sum_of_32(v * v * row.w(i)[lane_id()]);
+                if (lane_id() == 0) row.energy(i) = energy;
             }
         }
         __syncthreads();

@@ -1,23 +1,23 @@
 // IQ1_KT, IQ2_KT, IQ3_KT, IQ4_KT: the nearest of many pseudo-random points to 8 or 4 values; the twin of
-// quantkit/kernels/cpu/encode/trellis.py, which says what a row's search is: it has the same steps, and the same bytes.
+// quantkit/kernels/cpu/encode/trellis.py, which describes the search of a row: same steps, same bytes.
 //
-// A block of threads has a row (trellis.cu), a warp of it 32 values at a time; what goes on until the row's scale is chosen
-// lies in working memory on the device. Lanes stand for those of the CPU's vectors of 16, so sums have their order; sums
-// over a row are those of one lane.
+// A thread block has a row (trellis.cu), a warp 32 of its values at a time; intermediate results until the row's scale
+// is chosen are in scratch memory on the device. Lanes correspond to those of the CPU's vectors of 16, so sums have
+// the same order; sums over a row are computed by one lane.
 #pragma once
 #include "encode/trellis_search.cuh"
 #include "encode/trellis_settings.cuh"
 #include "unpack/tables.cuh"
 
-// IQ4_NL's values, which scales of IQ1_KT and IQ2_KT are multiples of.
+// IQ4_NL's values: scales of IQ1_KT and IQ2_KT are multiples of them.
 INLINE float trellis_level(int i) {
     typedef kvalues_iq4nl T;
     const uint32_t four = i < 8 ? i < 4 ? T::A : T::B : i < 12 ? T::C : T::D;
     return (float)(int)((int32_t)(four << (24 - 8 * (i & 3))) >> 24);
 }
 
-// What a row's search keeps: of each 32 values WORDS words of survivors, the values, their weights, two curves of 16, and
-// numbers. Addresses are computed where they are needed: registers are few.
+// Scratch memory of a row's search: per 32 values WORDS words of survivors, the values, their weights, two curves of
+// 16 errors, and numbers. Addresses are computed at each use, because registers are scarce.
 template <class T> struct TrellisRow {
     float* survivors;
     int count;
@@ -31,25 +31,25 @@ template <class T> struct TrellisRow {
     __device__ __forceinline__ float& guess(int b) const { return part(96)[b]; }
     __device__ __forceinline__ float& energy(int b) const { return part(97)[b]; }
     __device__ __forceinline__ float& counted(int b) const { return part(98)[b]; }
-    // Of two choices: the level of the scale, sign and codebook as an index, the places of points.
+    // Two choices: the level of the scale, sign and codebook as an index, the indices of points.
     __device__ __forceinline__ float* levels(int at, int b) const { return part(99 + at) + b; }
     __device__ __forceinline__ int* combinations(int at, int b) const { return (int*)part(101 + at) + b; }
     __device__ __forceinline__ int* places(int at, int b) const { return (int*)part(103 + at * T::GROUPS) + T::GROUPS * b; }
     __device__ __forceinline__ float* p(int b) const { return part(103 + 2 * T::GROUPS) + T::GROUPS * b; }
     __device__ __forceinline__ float* q(int b) const { return part(103 + 3 * T::GROUPS) + T::GROUPS * b; }
     __device__ __forceinline__ int* filled(int b) const { return (int*)part(103 + 4 * T::GROUPS) + T::SIDES * b; }
-    // The least error of each sign and codebook; the least of both curves.
+    // The least error per sign and codebook; the least of both curves.
     __device__ __forceinline__ float* least(int b) const { return part(103 + 4 * T::GROUPS + T::SIDES) + T::SIDES * b; }
     __device__ __forceinline__ float& gain(int b) const { return part(103 + 4 * T::GROUPS + 2 * T::SIDES)[b]; }
 
-    __device__ __forceinline__ float* survivors_of(int b, int side_and_book) const {
-        return survivors + (int64_t)b * T::WORDS + side_and_book * (T::WORDS / T::SIDES);
+    __device__ __forceinline__ float* survivors_of(int b, int sign_and_codebook) const {
+        return survivors + (int64_t)b * T::WORDS + sign_and_codebook * (T::WORDS / T::SIDES);
     }
 };
 
-// How a row is searched for. heavy: what energy is much; deep: from which on 32 values are searched for more deeply; step: one in
-// so many counts that weighs little; tries: scales of the row that are tried; uneven: whether few values are most of it;
-// careful: whether it matters that weights are unequal.
+// The search settings of a row. heavy: energy above which values count as large; deep: energy above which 32 values
+// are searched more deeply; step: one in `step` values of little weight counts; tries: scales of the row to try;
+// uneven: whether few values dominate the row; careful: whether unequal weights matter.
 struct Effort {
     double heavy, deep;
     float patience;
@@ -61,15 +61,16 @@ struct Effort {
 
 // ---------------------------------------------------------------- values and weights
 
-// Below this, values or weights are almost 0; and what weights become.
+// Below this, values or weights are almost 0; and the weight that replaces theirs.
 const double ALMOST_0 = 1e-14, LEAST_WEIGHT = 1e-4;
 
 INLINE float at_most_1e30(double v) { return (float)(v < 1e30 ? v : 1e30); }
 
-// Of lanes l and l + 16, then over 16 lanes as a tree.
+// Adds lanes l and l + 16, then 16 lanes as a tree.
 INLINE float sum_of_32(float v) { return sum_of_16(v + __shfl_xor_sync(FULL, v, 16)); }
 
-// About the scale that fits 32 values best, one a lane: by the fourth root of their mean fourth power; 0 for zeros.
+// An estimate of the scale that fits 32 values best, one per lane: from the fourth root of their mean fourth power; 0
+// for zeros.
 INLINE float guess_scale(float x) {
     const float top = warp_max(fabsf(x));
     if (top == 0) return 0;
@@ -78,7 +79,7 @@ INLINE float guess_scale(float x) {
     return top * (__fsqrt_rn(__fsqrt_rn(sum_of_32(v * v) * (1.0f / 32))) * 0.0232f);
 }
 
-// The weight of each of 32 values, one a lane; x in units of `unit`, weights in units of `top`.
+// The weight of each of 32 values, one per lane; x in units of `unit`, weights in units of `top`.
 INLINE float weight_by_importance(float x, float importance, float sigma2, double unit, double top) {
     const float weight = importance * (float)(1 / top) * __fsqrt_rn(sigma2 + x * x);
     const double wx = sum_of_32(weight * fabsf(x)), w2 = sum_of_32(weight * weight), x2 = sum_of_32(x * x);
@@ -93,7 +94,7 @@ INLINE void weigh_256(const float* x, float* w, const float* importance, double 
     for (int i = lane_of_16(); i < 256; i += 16) squares = squares + x[i] * x[i];
     const float square = sum_of_16(squares);
     const bool dead = (double)square * unit * unit < 256 * ALMOST_0;
-    for (int i = me(); i < 256; i += 32) {
+    for (int i = lane_id(); i < 256; i += 32) {
         const float v = x[i];
         float weight;
         if (dead) weight = at_most_1e30(LEAST_WEIGHT / (unit * (importance ? top : unit)));
@@ -103,9 +104,9 @@ INLINE void weigh_256(const float* x, float* w, const float* importance, double 
     }
 }
 
-// ---------------------------------------------------------------- errors over the scale
+// ---- errors as a function of the scale
 
-// The error on a curve at a scale, given over the guess: no gain far beyond its ends.
+// The error on a curve at a scale, relative to the estimate: no gain far beyond its ends.
 INLINE float gain_at(const float* curve, float ratio) {
     const int bits = __float_as_int(ratio);
     const float m = __int_as_float((bits & 0x7fffff) | 0x3f800000);
@@ -117,20 +118,21 @@ INLINE float gain_at(const float* curve, float ratio) {
     return fminf(inside, 0.0f) * fmaxf(beyond + 1.0f, 0.0f);
 }
 
-// Scales are one of 16 levels times the row's: the codebook's, or 0 .. 15, of which those 8 around the guess are tried.
+// Scales are one of 16 levels times the row's: the codebook's, or 0 .. 15, of which the 8 around the estimate are
+// tried.
 template <bool CODEBOOK> struct SixteenLevels {
     static const int TRIED = CODEBOOK ? 16 : 8;
     static const bool SIGNED = CODEBOOK;
     STATIC_INLINE float level(int i) { return CODEBOOK ? trellis_level(i) : (float)i; }
-    // The level of this lane; v: of the least error, guess: both over the row's scale.
+    // The level of this lane; v: the one of least error, guess: the estimate, both over the row's scale.
     STATIC_INLINE float near(float, float guess) {
         if (CODEBOOK) return level(lane_of_16());
         const float first = lesser(greater(round_even(guess - 2.5f), 0.0f), 8.0f);
-        return (float)(me() % 8) + first;
+        return (float)(lane_id() % 8) + first;
     }
 
-    // The least error of 32 values, by the curve of a side, for the row's scale sign * d, each half of the warp with a d; and
-    // the scale of the values.
+    // The least error of 32 values, by the curve of one sign, for the row's scale sign * d, each half of the warp with
+    // its own d; and the scale of the values.
     STATIC_INLINE float least(float d, float sign, int side, float guess, const float* curve, const float*, float& scale) {
         const float inverse = 1.0f / guess, least_d = __shfl_sync(FULL, d, 0, 16), most_d = __shfl_sync(FULL, d, 15, 16);
         float least = 0;
@@ -151,7 +153,7 @@ template <bool CODEBOOK> struct SixteenLevels {
 struct WideLevels {
     static const int TRIED = 16;
     static const bool SIGNED = false;
-    // The 16 levels that are nearest to v; none if it is NaN, as of zeros for a scale of 0.
+    // The 16 levels nearest to v; none if it is NaN, as for zeros with a scale of 0.
     STATIC_INLINE float near(float v, float) {
         return (float)lane_of_16() + (lesser(55.0f, greater(-56.0f, round_even(v))) - 8.0f);
     }
@@ -172,7 +174,7 @@ struct WideLevels {
 
 // ---------------------------------------------------------------- types
 
-// What encoders of types have in common; SETTINGS: a struct of trellis_settings.
+// Common to the encoders of all types; SETTINGS: a struct of trellis_settings.
 template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
     static const int POINTS = SETTINGS::POINTS, SIZE = SETTINGS::SIZE, SIGNS = SETTINGS::SIGNS, CODEBOOKS = SETTINGS::CODEBOOKS;
     static const int SIDES = SIGNS * CODEBOOKS, GROUPS = 32 / SIZE, SLOTS = SETTINGS::DEEP_SEARCHES + 1;
@@ -193,7 +195,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         return errors_of<GROUPS, WIDTH, ACROSS, AT_ONCE, !TYPE::Levels::SIGNED>(survivors, slots, d);
     }
 
-    // Keep the points near 32 values for scales around `center`, either sign, either codebook.
+    // Keeps the points near 32 values for scales around `center`, with either sign and either codebook.
     template <class Depth>
     STATIC_INLINE void search_around(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float center, int searches) {
         float ratio = 1;
@@ -210,14 +212,14 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         }
     }
 
-    // Up to which error, less the energy, a sign and codebook of 32 values is looked at again.
+    // Error bound, less the energy, below which a sign and codebook of 32 values is searched again.
     STATIC_INLINE float prune_limit(const TrellisRow<TYPE>& row, int b, float patience) {
         float least = NOTHING_FOUND;
         for (int c = 0; c < SIDES; c++) least = lesser(least, row.least(b)[c]);
         return least + greater(row.energy(b) + least, 0.0f) * patience;
     }
 
-    // The errors of 32 values for 16 scales; the codebook with the least, and the lane. Writes the least of each.
+    // The errors of 32 values for 16 scales; the codebook of least error, and the lane. Writes the least of each.
     STATIC_INLINE float find_curve(const TrellisRow<TYPE>& row, int b, int side, float of_grid, int& better, int& where) {
         float least = 0, lowest = NOTHING_FOUND;
         better = where = 0;
@@ -226,7 +228,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
             const int c = side * CODEBOOKS + codebook_index;
             const float error = errors(row.survivors_of(b, c), row.filled(b)[c], of_grid), best = least_of_16(error);
             least = codebook_index ? lesser(error, least) : error;
-            if (me() == 0) row.least(b)[c] = best;
+            if (lane_id() == 0) row.least(b)[c] = best;
             if (best < lowest) {
                 lowest = best;
                 better = codebook_index;
@@ -236,14 +238,15 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         return least;
     }
 
-    // Whether few of 32 weights are most of their sum.
+    // Whether a few of 32 weights dominate their sum.
     STATIC_INLINE bool unequal(const float* w) {
-        const float weight = w[me()];
+        const float weight = w[lane_id()];
         const double total = sum_of_32(weight), squares = sum_of_32(weight * weight);
         return squares * 32 > 4.0 * (total * total);
     }
 
-    // Decide how a row is searched for. total, squares: of the energies and of their squares; weighed: by an importance.
+    // Selects the search settings of a row. total, squares: sums of the energies and of their squares; weighed: with
+    // an importance.
     STATIC_INLINE void weigh_row(int count, double total, double squares, bool weighed, Effort& effort) {
         const double share = total > 0 ? squares / (total * total) : 0.0, mean = total * 32 / (double)(32 * count);
         effort.heavy = 2.0 * mean;
@@ -256,7 +259,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
     }
 
-    // Search for the b-th 32 values of a row; write how many slots are filled, and curves of errors.
+    // Searches the b-th 32 values of a row; writes the number of filled slots, and curves of errors.
     STATIC_INLINE void search_block(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, const Effort& effort) {
         const float center = row.guess(b), around = center > 0 ? center : 1.0f;
         const double energy = center > 0 ? row.energy(b) : 0.0;
@@ -269,8 +272,8 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
             search_around<typename TYPE::First>(row, codebook, b, around, slots);
         }
         const float counted = heavy ? 1.0f : b % effort.step == 0 ? (float)effort.step : 0.0f;
-        if (me() < SIDES) row.filled(b)[me()] = slots;
-        if (me() == 0) row.counted(b) = counted;
+        if (lane_id() < SIDES) row.filled(b)[lane_id()] = slots;
+        if (lane_id() == 0) row.counted(b) = counted;
         if (counted == 0 && !TYPE::HAS_WIDE_LEVELS) return;
         __syncwarp();
         const float of_grid = codebook.grid[lane_of_16()] * center;
@@ -280,7 +283,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
             int better, where;
             const float least = find_curve(row, b, side, of_grid, better, where);
             scale_of[side] = center * codebook.grid[where];
-            if (me() < 16) row.curves(b)[16 * side + me()] = least;
+            if (lane_id() < 16) row.curves(b)[16 * side + lane_id()] = least;
         }
         __syncwarp();
         if constexpr (TYPE::RETRIES) {
@@ -296,17 +299,17 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
                                              slots);
                 const int filled = slots + 1;
                 const float error = errors(survivors, filled, of_grid), lowest = least_of_16(error);
-                if (me() == 0) {
+                if (lane_id() == 0) {
                     row.filled(b)[c] = filled;
                     row.least(b)[c] = lowest;
                 }
-                if (me() < 16) row.curves(b)[16 * side + me()] = lesser(error, row.curves(b)[16 * side + me()]);
+                if (lane_id() < 16) row.curves(b)[16 * side + lane_id()] = lesser(error, row.curves(b)[16 * side + lane_id()]);
             }
         }
     }
 
-    // The error of the b-th 32 values for the row's scale sign * d, each half of the warp with a d; exact: with the points
-    // that were found.
+    // The error of the b-th 32 values for the row's scale sign * d, each half of the warp with its own d; exact: with
+    // the points found.
     STATIC_INLINE float cost(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float sign, bool exact) {
         const float limit = exact && SIDES > 1 ? prune_limit(row, b, 0.25f) : 0.0f;
         float least = 0;
@@ -325,18 +328,18 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         return least;
     }
 
-    // Write the least of the curves of 32 values.
+    // Writes the minimum of the curves of 32 values.
     STATIC_INLINE void find_gain(const TrellisRow<TYPE>& row, int b) {
         float gain = least_of_16(row.curves(b)[lane_of_16()]);
         if (SIGNS == 2) gain = lesser(gain, least_of_16(row.curves(b)[16 + lane_of_16()]));
-        if (me() == 0) row.gain(b) = gain;
+        if (lane_id() == 0) row.gain(b) = gain;
     }
     STATIC_INLINE bool counts(const TrellisRow<TYPE>& row, int b) { return row.counted(b) > 0 && row.guess(b) > 0; }
     STATIC_INLINE double error_left(const TrellisRow<TYPE>& row, int b) {
         return (double)greater(row.energy(b) + row.gain(b), 0.0f);
     }
 
-    // Search more deeply for 32 values that make much of a row's error, and rank all points for groups of them.
+    // Searches more deeply 32 values that cause much of a row's error, and ranks all points for groups of them.
     STATIC_INLINE void refine_outlier(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total) {
         const double part = row.count == 8 ? TYPE::SHORT_ROW_FACTOR * total : total, heavy = TYPE::SCAN_ERROR * part;
         if (!(counts(row, b) && error_left(row, b) > TYPE::DEEP_ERROR * part)) return;
@@ -352,13 +355,13 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
             const int c = side * CODEBOOKS + better;
             pick_points<GROUPS, WIDTH>(row.survivors_of(b, c), row.filled(b)[c], scale, row.p(b), row.q(b), row.places(0, b));
             __syncwarp();
-            if (me() < GROUPS) {
+            if (lane_id() < GROUPS) {
                 float v[SIZE], weight[SIZE];
-                load_values<SIZE>(row.x(b) + SIZE * me(), v);
-                load_values<SIZE>(row.w(b) + SIZE * me(), weight);
+                load_values<SIZE>(row.x(b) + SIZE * lane_id(), v);
+                load_values<SIZE>(row.w(b) + SIZE * lane_id(), weight);
 #pragma unroll
                 for (int i = 0; i < SIZE; i++) v[i] = v[i] * v[i] * weight[i];
-                error = tree_sum<SIZE>(v) + (scale * row.q(b)[me()] - row.p(b)[me()]) * scale;
+                error = tree_sum<SIZE>(v) + (scale * row.q(b)[lane_id()] - row.p(b)[lane_id()]) * scale;
             }
             __syncwarp();
         }
@@ -368,7 +371,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         for (int c = 0; c < SIDES; c++) filled = min(filled, row.filled(b)[c]);
         __syncwarp();
         if (filled < SLOTS - 1) search_around<typename TYPE::Deep>(row, codebook, b, center, SLOTS - 1);
-        if (me() < SIDES) row.filled(b)[me()] = SLOTS - 1;
+        if (lane_id() < SIDES) row.filled(b)[lane_id()] = SLOTS - 1;
 #pragma unroll 1
         for (int c = 0; c < SIDES; c++) {
             if (row.least(b)[c] > limit) continue;
@@ -380,12 +383,12 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         for (int side = 0; side < SIGNS; side++) {
             int better, where;
             const float least = find_curve(row, b, side, of_grid, better, where);
-            if (me() < 16) row.curves(b)[16 * side + me()] = least;
+            if (lane_id() < 16) row.curves(b)[16 * side + lane_id()] = least;
         }
         __syncwarp();
     }
 
-    // best_level's where levels have signs: a lane's scale is of one side only, so one pass is enough for both.
+    // As best_level, for signed levels: a lane's scale has one sign only, so a single pass covers both.
     STATIC_INLINE float best_of_signed(const TrellisRow<TYPE>& row, int b, float d, int& combination) {
         const float level = TYPE::Levels::level(lane_of_16()), scale = level * d;
         const int side = scale < 0 ? 1 : 0;
@@ -398,7 +401,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         return any ? __shfl_sync(FULL, level, lane & 15, 16) : 0.0f;
     }
 
-    // The level of the scale of 32 values with the least error, and its sign and codebook as an index.
+    // The scale's level of least error for 32 values, and its sign and codebook as an index.
     STATIC_INLINE float best_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience,
                                    int& combination) {
         if constexpr (TYPE::Levels::SIGNED) return best_of_signed(row, b, d, combination);
@@ -431,8 +434,9 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         return level;
     }
 
-    // Choose level and points of 32 values for a row's scale d. first: of the row: search again where the scale is far from
-    // the guess; last: search for the scale chosen. at: which of two choices it is written to.
+    // Chooses level and points of 32 values for a row's scale d. first: the row's first choice, which searches again
+    // where the scale is far from the estimate; last: search for the chosen scale. at: which of two choices is
+    // written.
     STATIC_INLINE void pick_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience, bool first,
                                   bool last, int at) {
         int combination;
@@ -445,15 +449,15 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         };
         const auto search_again = [&] {
             __syncwarp();
-            if (me() < SIDES) {
-                row.filled(b)[me()] = 1;
-                row.least(b)[me()] = 0;
+            if (lane_id() < SIDES) {
+                row.filled(b)[lane_id()] = 1;
+                row.least(b)[lane_id()] = 0;
             }
             search_around<typename TYPE::Deep>(row, codebook, b, scale, 1);
         };
         if constexpr (TYPE::Levels::SIGNED) {
 #pragma unroll 1
-            for (bool again = first; far_from_guess() && again; again = false) search_again();  // inline once: for registers
+            for (bool again = first; far_from_guess() && again; again = false) search_again();  // inlined once, to save registers
         } else if (far_from_guess() && first) {
             search_again();
             far_from_guess();
@@ -468,7 +472,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
             }
         }
         pick_points<GROUPS, WIDTH>(survivors, slots, scale, row.p(b), row.q(b), row.places(at, b));
-        if (me() == 0) {
+        if (lane_id() == 0) {
             *row.levels(at, b) = level;
             *row.combinations(at, b) = combination;
         }
@@ -484,12 +488,12 @@ INLINE uint32_t code_of(float level) {
     return (uint32_t)error;
 }
 
-// Nibble b % 8 / 4 of byte b % 4 of four, of eight numbers.
+// Nibble b % 8 / 4 of byte b % 4 of four bytes, from eight numbers.
 template <class F> INLINE void put_nibbles(uint8_t* out, F number) {
-    if (me() < 4) out[me()] = (uint8_t)(number(me()) | number(me() + 4) << 4);
+    if (lane_id() < 4) out[lane_id()] = (uint8_t)(number(lane_id()) | number(lane_id() + 4) << 4);
 }
 
-// q: the 8 * GROUPS indices of a block, levels and books of its 8 scales; x: its values.
+// q: the 8 * GROUPS indices of a block, levels and codebooks of its 8 scales; x: its values.
 struct TrellisBlock {
     const float *levels, *x;
     const int *q, *combinations;
@@ -499,13 +503,13 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, trellis_settings::IQ1_KT> {
     typedef SixteenLevels<true> Levels;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
-        if (me() < 8) {
-            uint32_t code = code_of(of.levels[me()]);
-            for (int j = 0; j < 4; j++) code |= (uint32_t)of.q[4 * me() + j] >> 12 << (4 + j);
-            out[me()] = (uint8_t)code;
+        if (lane_id() < 8) {
+            uint32_t code = code_of(of.levels[lane_id()]);
+            for (int j = 0; j < 4; j++) code |= (uint32_t)of.q[4 * lane_id() + j] >> 12 << (4 + j);
+            out[lane_id()] = (uint8_t)code;
         }
-        out[8 + me()] = (uint8_t)of.q[me()];
-        if (me() < 16) out[40 + me()] = (uint8_t)((of.q[me()] >> 8 & 15) | (of.q[16 + me()] >> 8 & 15) << 4);
+        out[8 + lane_id()] = (uint8_t)of.q[lane_id()];
+        if (lane_id() < 16) out[40 + lane_id()] = (uint8_t)((of.q[lane_id()] >> 8 & 15) | (of.q[16 + lane_id()] >> 8 & 15) << 4);
     }
 };
 
@@ -514,7 +518,7 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, trellis_settings::IQ2_KT> {
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         put_nibbles(out, [&](int b) { return code_of(of.levels[b]); });
-        *(uint16_t*)(out + 4 + 2 * me()) = (uint16_t)of.q[me()];
+        *(uint16_t*)(out + 4 + 2 * lane_id()) = (uint16_t)of.q[lane_id()];
     }
 };
 
@@ -523,10 +527,10 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, trellis_settings::IQ3_KT> {
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         put_nibbles(out, [&](int b) { return (uint32_t)(int)of.levels[b]; });
-        *(uint16_t*)(out + 4 + 2 * me()) = (uint16_t)of.q[me()];
+        *(uint16_t*)(out + 4 + 2 * lane_id()) = (uint16_t)of.q[lane_id()];
         uint32_t signs = 0;
-        for (int b = 0; b < 8; b++) signs |= (of.x[32 * b + me()] < 0 ? 1u : 0u) << b;
-        out[68 + me()] = (uint8_t)signs;
+        for (int b = 0; b < 8; b++) signs |= (of.x[32 * b + lane_id()] < 0 ? 1u : 0u) << b;
+        out[68 + lane_id()] = (uint8_t)signs;
     }
 };
 
@@ -534,12 +538,12 @@ struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, trellis_settings::IQ4_KT> {
     typedef WideLevels Levels;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
-        if (me() < 8) {
-            uint32_t word = (uint32_t)((int)of.levels[me()] + 64) << 1 | (uint32_t)(of.combinations[me()] % CODEBOOKS);
-            for (int j = 0; j < 8; j++) word |= (uint32_t)of.q[8 * me() + j] >> 12 << (8 + 3 * j);
-            *(uint32_t*)(out + 4 * me()) = word;
+        if (lane_id() < 8) {
+            uint32_t word = (uint32_t)((int)of.levels[lane_id()] + 64) << 1 | (uint32_t)(of.combinations[lane_id()] % CODEBOOKS);
+            for (int j = 0; j < 8; j++) word |= (uint32_t)of.q[8 * lane_id() + j] >> 12 << (8 + 3 * j);
+            *(uint32_t*)(out + 4 * lane_id()) = word;
         }
-        for (int i = me(); i < 64; i += 32) out[32 + i] = (uint8_t)of.q[i];
-        out[96 + me()] = (uint8_t)((of.q[me()] >> 8 & 15) | (of.q[32 + me()] >> 8 & 15) << 4);
+        for (int i = lane_id(); i < 64; i += 32) out[32 + i] = (uint8_t)of.q[i];
+        out[96 + lane_id()] = (uint8_t)((of.q[lane_id()] >> 8 & 15) | (of.q[32 + lane_id()] >> 8 & 15) << 4);
     }
 };

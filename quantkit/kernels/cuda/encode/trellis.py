@@ -1,10 +1,10 @@
 """Encodes rows of float32 as trellis types, IQ1_KT to IQ4_KT: trellis.cu.
 
-    trellis    x importance out work rows n room      importance f32 [n] (0: none)
+    trellis    x importance out work rows n work_bytes      importance f32 [n] (0: none)
                points cells families indices grid lists    of the type's codebook (core/lookups.py)
 
-x: f32 [rows, n], out: the rows' bytes, both 16-byte aligned; work: ``room`` bytes for each of the launch's blocks of
-threads, 16-byte aligned, which take a row at a time. Rows must be finite.
+x: f32 [rows, n], out: the rows' bytes, both 16-byte aligned; work: ``work_bytes`` for each thread block of the
+launch, 16-byte aligned; a thread block encodes one row at a time. Rows must be finite.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def trellis_kernel(t: TensorType) -> Kernel:
 def trellis_launch(device: Device, t: TensorType, r: Rows) -> Launch:
     """Return the launch that encodes rows."""
     kernel = trellis_kernel(t)
-    block = kernel.block(**r._asdict(), room=_row_bytes(t, r.n), **codebook_on(device, t)._asdict())
+    block = kernel.block(**r._asdict(), work_bytes=_row_bytes(t, r.n), **codebook_on(device, t)._asdict())
     return Launch(kernel, (_at_once(t, r.rows, r.n), 1, 1), block)
 
 

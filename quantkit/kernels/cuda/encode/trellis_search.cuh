@@ -1,13 +1,15 @@
-// The points of a trellis codebook nearest to 8 (or 4) values; the twin of quantkit/kernels/cpu/encode/trellis_search.py,
-// which says what a search does.
+// The points of a trellis codebook nearest to 8 (or 4) values; the twin of
+// quantkit/kernels/cpu/encode/trellis_search.py, which describes the search.
 //
-// A half of a warp searches for one group of values: lane l of it has point l of every line of 16, as a lane of the CPU's
-// vectors. Integers have no order of summation, so bytes are as they suit dp4a: levels are signed, squares less 128.
+// Half a warp searches for one group of values: its lane l has point l of every line of 16, like a lane of the CPU's
+// vectors. Integer sums do not depend on their order, so the byte layout suits dp4a: levels are signed, squares less
+// 128.
 #pragma once
 #include "encode/lane.cuh"
 
-// The codebook of a type (core/lookups.py): points, centers of cells and of families; the index of each point; what a
-// curve's scales are over its guess; of points of 4 values the lines near queries of each bucket (trellis_lists.py).
+// The codebook of a type (core/lookups.py): points, centers of cells and of families; the index of each point; the
+// scales of a curve relative to the estimate; for points of 4 values the lines near the queries of each bucket
+// (trellis_lists.py).
 struct Codebook {
     const uint8_t *points, *cells, *families;
     const int32_t* indices;
@@ -15,14 +17,13 @@ struct Codebook {
     const uint16_t* lists;
 };
 
-// Buckets of queries of 4 values, by codebook; lines listed for each.
+// Buckets of queries of 4 values, per codebook; lines listed for each.
 const int RANGES = 14, BUCKETS = RANGES * RANGES * RANGES * RANGES, LISTED = 32;
 
-// Survivors of a search for one scale; a score that none has; the bits of a ranked score that number a line.
+// Survivors of a search for one scale; a score larger than all; the bits of a ranked score that hold the line number.
 const int SURVIVORS = 16, MOST = 0x7fffffff, NUMBER = 12;
 const float NOTHING_FOUND = 3e38f;
 
-INLINE int me() { return (int)threadIdx.x & 31; }
 INLINE int lane_of_16() { return (int)threadIdx.x & 15; }
 INLINE int half_of_warp() { return (int)threadIdx.x >> 4 & 1; }
 
@@ -40,7 +41,7 @@ template <int ACROSS> INLINE float least_of(float v) {
 }
 INLINE float least_of_16(float v) { return least_of<16>(v); }
 
-// The first of 16 lanes that has the least value, which all know.
+// The first of 16 lanes with the least value, known to all.
 INLINE int first_with(float least, float v) {
     return min(__ffs((int)(__ballot_sync(FULL, v == least) >> (threadIdx.x & 16))) - 1, 15) & 15;
 }
@@ -61,14 +62,14 @@ template <int SIZE> INLINE void load_values(const float* from, float* to) {
     }
 }
 
-// Whether registers suffice for the shorter of two ways; otherwise some are spilled.
+// Whether registers suffice for the shorter of two code paths; otherwise some are spilled.
 #if defined(QUANTKIT_HOST) || __CUDA_ARCH__ >= 900
 const bool ROOMY = true;
 #else
 const bool ROOMY = false;
 #endif
 
-// What the compiler's PTX takes two or three instructions for.
+// Operations that take two or three instructions in the compiler's PTX.
 INLINE uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
 #ifdef QUANTKIT_HOST
     return (v & mask) | bits;
@@ -107,13 +108,13 @@ INLINE void halves_of(uint64_t v, uint32_t& low, uint32_t& high) {
 #endif
 }
 
-// A line of so many bytes.
+// A line of BYTES bytes.
 template <int BYTES> INLINE const uint8_t* line_at(const uint8_t* first, uint32_t line) {
     if constexpr (ROOMY) return (const uint8_t*)wide_times_plus(line, BYTES, (uint64_t)first);
     return first + (uint64_t)line * (uint32_t)BYTES;
 }
 
-// The squares of bytes 0 and 1 of a word, or of bytes 2 and 3, of 16 bits each.
+// The squares of bytes 0 and 1 of a word, or of bytes 2 and 3, 16 bits each.
 INLINE uint32_t two_squares(uint32_t word, bool last) {
     const uint32_t both = __byte_perm(word, 0, last ? 0x4342 : 0x4140);
     uint32_t low, high;
@@ -121,8 +122,8 @@ INLINE uint32_t two_squares(uint32_t word, bool last) {
     return __byte_perm(low, high, 0x5410);
 }
 
-// A point: four levels a word, then four squares / 64, rounded, less 128. Points that are never ranked in 8 bits (BARE)
-// have magnitudes instead, or nothing where levels are magnitudes.
+// A point: four levels per word, then four squares / 64, rounded, less 128. Points that are never ranked in 8 bits
+// (BARE) have magnitudes instead, or nothing where levels are magnitudes.
 template <int SIZE, bool BARE = false> struct PointWords {
     static const int BYTES = SIZE == 8 && !BARE ? 16 : 8, LINE = 16 * BYTES;
     int levels[SIZE / 4], more[SIZE / 4];
@@ -137,7 +138,7 @@ template <int SIZE, bool BARE = false> struct PointWords {
             if (SIZE == 8) levels[SIZE / 4 - 1] = (int)v.y;
         }
     }
-    // That of this lane in a line of a table, given where the first line's is.
+    // This lane's point in a line of a table, given the address in the first line.
     STATIC_INLINE const uint8_t* first(const uint8_t* table) { return table + lane_of_16() * BYTES; }
     __device__ __forceinline__ PointWords(const uint8_t* first, int line) : PointWords(line_at<LINE>(first, (uint32_t)line)) {}
     __device__ __forceinline__ int level(int i) const { return (int)(int8_t)((uint32_t)levels[i / 4] >> 8 * (i % 4)); }
@@ -165,7 +166,7 @@ template <int LINES> struct Center {
 // A line, ranked by the upper bits of a score.
 INLINE int ranked_line(uint32_t score, int line) { return (int)masked_or(score, ~((1u << NUMBER) - 1), (uint32_t)line); }
 
-// Of SIZE values y with weights w, which each lane of a half knows one of: lane l that of l % SIZE.
+// SIZE values y with weights w, distributed over the lanes of a half warp: lane l has that of l % SIZE.
 template <int SIZE> struct OneOf {
     float y, w, most, most_ay;  // the largest weight, the largest w |y|
 
@@ -175,14 +176,14 @@ template <int SIZE> struct OneOf {
             most_ay = fmaxf(most_ay, __shfl_xor_sync(FULL, most_ay, d));
         }
     }
-    // The sum of what these lanes have, as tree_sum's.
+    // The sum over these lanes, in the order of tree_sum.
     __device__ __forceinline__ float sum(float v) const {
         for (int d = SIZE / 2; d; d >>= 1) v = v + __shfl_xor_sync(FULL, v, d);
         return v;
     }
 };
 
-// Integers of these lanes, in their order: four of 8 bits a word, or two of 16.
+// Packs integers of these lanes, in order: four of 8 bits per word, or two of 16.
 template <int SIZE, int EACH> INLINE void gather(int of_lane, int* words) {
     const int bits = 32 / EACH, at = (int)threadIdx.x & (EACH - 1);
     int word = (int)(((uint32_t)of_lane & ((1u << bits) - 1)) << bits * at);
@@ -217,10 +218,11 @@ template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
     }
 };
 
-// Whether a type's points are never ranked in 8 bits: those of IQ3_KT and IQ4_KT.
+// Whether a type's points are never ranked in 8 bits: IQ3_KT and IQ4_KT.
 template <int SIZE, bool MAGNITUDES> constexpr bool bare() { return SIZE == 4 || MAGNITUDES; }
 
-// A value with its weight: the weight u in up to 15 bits, -2 u y in units of 128; or u in 8 bits times 64, in units of 64.
+// A value with its weight: the weight u in up to 15 bits, -2 u y in units of 128; or u in 8 bits times 64, in units of
+// 64.
 template <int SIZE, bool SHORT = false> struct FineNumbers {
     static const int STEP = SHORT ? 64 : 1, UNIT = SHORT ? 64 : 128;
     int a, u;  // u over STEP
@@ -237,7 +239,7 @@ template <int SIZE, bool SHORT = false> struct FineNumbers {
     }
 };
 
-// A query of these, for points of which magnitudes are known: pairs of -2 u y / 128; bytes of u, signed high ones, low ones.
+// A query for points of known magnitudes: pairs of -2 u y / 128; bytes of u, signed high ones, low ones.
 template <int SIZE, bool MAGNITUDES_KNOWN> struct FineQuery {
     int a[SIZE / 2], high[SIZE / 4];
     uint32_t low[SIZE / 4];
@@ -339,13 +341,13 @@ template <int SIZE> struct FineQuery<SIZE, false> {
     }
 };
 
-// Of how many lanes the best point remains, the second best, and so on: 16, 8, 4 or 0.
+// The number of lanes that keep the best point, the second best, and so on: 16, 8, 4 or 0.
 template <int A, int B = 0, int C = 0, int D = 0> struct Shape {
     static const int DEPTH = B == 0 ? 1 : C == 0 ? 2 : D == 0 ? 3 : 4, KEPT = A + B + C + D;
     STATIC_INLINE int lanes(int i) { return i == 0 ? A : i == 1 ? B : i == 2 ? C : D; }
 };
 
-// The best DEPTH lines of a lane, by what its point of each scores.
+// The best DEPTH lines of a lane, by the scores of its points.
 template <int DEPTH> struct Best {
     int of[DEPTH];
 
@@ -376,7 +378,7 @@ template <int DEPTH> struct Best {
         b = max(a, b);
         a = less;
     }
-    // The number of a point, of the first `lanes` of 16 the best one of 16 / lanes: a line of what it is the center of.
+    // The number of the i-th best point of a lane; with fewer than 16 `lanes`, of 16 / lanes lanes together.
     __device__ __forceinline__ int place(int i, int lanes = 16) const {
         int score = of[i];
         int at = (score & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
@@ -389,7 +391,7 @@ template <int DEPTH> struct Best {
     }
 };
 
-// Rank the points of `count` lines from `first` on.
+// Ranks the points of `count` lines from `first` on.
 template <class Point, int DEPTH, class Query>
 INLINE void rank_all(const uint8_t* table, int first, int count, const Query& query, Best<DEPTH>& best) {
     if constexpr (ROOMY) {
@@ -403,13 +405,13 @@ INLINE void rank_all(const uint8_t* table, int first, int count, const Query& qu
     }
 }
 
-// Where a half of a warp lists up to 64 lines.
+// Shared memory in which half a warp lists up to 64 lines.
 INLINE int* list_of_half() {
     __shared__ __align__(16) int lists[32 * 64];
     return lists + threadIdx.x / 16 * 64;
 }
 
-// Call `rate` with the lines that remain of those that this half found, four at a time.
+// Calls `rate` with the surviving lines that this half found, four at a time.
 template <class KEPT, class F> INLINE void each_four(const Best<KEPT::DEPTH>& lines, F rate) {
     int *list = list_of_half(), count = 0;
     __syncwarp();
@@ -439,7 +441,7 @@ INLINE void rank(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Que
     });
 }
 
-// Of the lines that are listed for a bucket, call `rate` with the first COUNT, one after the other.
+// Calls `rate` with the first COUNT of the lines listed for a bucket, one after another.
 template <int COUNT, class F> INLINE void each_listed(const uint16_t* list, F rate) {
     static_assert(COUNT % 4 == 0 && COUNT <= LISTED, "lines are read by four");
 #pragma unroll 1
@@ -452,7 +454,7 @@ template <int COUNT, class F> INLINE void each_listed(const uint16_t* list, F ra
     }
 }
 
-// The list of the bucket of 4 values, each lane of a half has one of: lane l that of l % 4.
+// The list of the bucket of 4 values, one per lane of a half warp: lane l has that of l % 4.
 INLINE const uint16_t* list_of(const Codebook& codebook, int codebook_index, float y) {
     const int eighth = (int)lesser(fabsf(y) * (1.0f / 8), 15.0f);
     const int of = eighth < 8 ? eighth >> 1 : eighth < 11 ? 4 : eighth < 14 ? 5 : 6;
@@ -462,7 +464,7 @@ INLINE const uint16_t* list_of(const Codebook& codebook, int codebook_index, flo
     return codebook.lists + LISTED * (BUCKETS * codebook_index + __shfl_sync(FULL, at, 0, 16));
 }
 
-// Of each group of values the points that are kept: 2 P, Q and their numbers, WIDTH of each.
+// The survivors of each group of values: 2 P, Q and their numbers, WIDTH of each.
 template <int WIDTH> struct Survivors {
     static const int WORDS = 3 * WIDTH;
     float* of;
@@ -472,7 +474,7 @@ template <int WIDTH> struct Survivors {
     __device__ __forceinline__ const float* q() const { return of + WIDTH; }
     __device__ __forceinline__ const int* places() const { return (const int*)of + 2 * WIDTH; }
 
-    // Compute 2 P, of x or -x, and Q of a point, and keep them.
+    // Computes 2 P, of x or -x, and Q of a point, and stores them.
     template <class Point, int SIZE>
     __device__ __forceinline__ void keep(int at, const uint8_t* table, int place, const float (&x)[SIZE], const float (&w)[SIZE],
                                          float sign) const {
@@ -490,8 +492,8 @@ template <int WIDTH> struct Survivors {
     }
 };
 
-// How deep a search goes: the Shape of families (void: all cells are ranked) and of cells that stay; whether centers, and
-// points, are ranked in 8 bits.
+// The depth of a search: the Shape of families (void: all cells are ranked) and of the cells that remain; whether
+// centers, and points, are ranked in 8 bits.
 template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE> struct TreeSearch {
     typedef FAMILIES Families;
     typedef CELLS Cells;
@@ -499,7 +501,7 @@ template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE> struct Tre
     static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
 };
 
-// That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each;
+// The depth for points of 4 values: the number of listed lines; for one scale or two, each with half of the survivors;
 // of one codebook or both.
 template <int COUNT, bool AROUND, int CODEBOOKS> struct ListSearch {
     static const int listed = COUNT, codebooks = CODEBOOKS;
@@ -516,7 +518,7 @@ template <> struct QueryOf<8, true, false, true> {
     typedef ShortQuery Type;
 };
 
-// How a query sees centers, of which there are so many lines.
+// A query in the form used for centers, and their number of lines.
 template <int SIZE, int LINES, class Query> struct CenterOf {
     typedef PointWords<SIZE> Type;
 };
@@ -540,7 +542,8 @@ template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS
     }
 };
 
-// Keep the survivors of 32 values, with weights w, for scales around 1 / |inverse|, from `at` on; sign: of the scales.
+// Stores the survivors of 32 values, with weights w, for scales around 1 / |inverse|, from `at` on; sign: of the
+// scales.
 template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, class Depth>
 INLINE void search_points(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
                           float* survivors, int at) {
@@ -568,8 +571,8 @@ INLINE void search_points(const Codebook& codebook, int codebook_index, float si
     __syncwarp();
 }
 
-// The same for 8 groups of 4 values, of the lines listed for their buckets, in Depth::codebooks codebooks from `book` on, whose
-// survivors are `apart` words apart.
+// The same for 8 groups of 4 values, of the lines listed for their buckets, in Depth::codebooks codebooks from `book`
+// on, whose survivors are `apart` words apart.
 template <int WIDTH, class Depth>
 INLINE void search_listed(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
                           float* survivors, int at, int apart) {
@@ -610,17 +613,17 @@ INLINE void search_listed(const Codebook& codebook, int codebook_index, float si
     __syncwarp();
 }
 
-// Where ranges of scales end, over a guess, of three or four for which all points are ranked.
+// Ends of the three or four ranges of scales, relative to the estimate, for which all points are ranked.
 template <int RANGES> INLINE float end_of_range(int i) {
     if (RANGES == 3) return i < 2 ? i ? 0.85f : 0.62f : i == 2 ? 1.17f : 1.6f;
     return i < 2 ? i ? 0.79f : 0.62f : i == 2 ? 1.0f : i == 3 ? 1.27f : 1.6f;
 }
 
-// What the error that is known counts as, and the largest.
+// The score of the error found so far, and the largest score.
 const float KNOWN = 32768, WORST = (1 << (31 - NUMBER)) - 1;
 
-// Keep, as search_points does, of all points the best of each lane for RANGES ranges of scales around 1 / |inverse|: of the
-// groups whose error, one a lane of the first ones, exceeds `least`.
+// Stores, like search_points, of all points the best of each lane for RANGES ranges of scales around 1 / |inverse|:
+// for groups whose error, one per lane of the first ones, exceeds `least`.
 template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, int RANGES>
 INLINE void scan_points(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
                         float* survivors, float error, double least) {
@@ -633,7 +636,7 @@ INLINE void scan_points(const Codebook& codebook, int codebook_index, float sign
         const OneOf<SIZE> one(x[mine] * inverse, w[mine]);
         const FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> query(one);
         const float energy = one.sum(one.y * one.y * one.w) * query.factor;
-        if (!((double)of_group > least)) continue;  // by now halves of a warp do without each other
+        if (!((double)of_group > least)) continue;  // the halves of a warp have diverged here
         const float factor = KNOWN / (of_group * inverse * inverse * query.factor);
         Best<1> best[RANGES];
 #pragma unroll 1
@@ -659,11 +662,12 @@ INLINE void scan_points(const Codebook& codebook, int codebook_index, float sign
     __syncwarp();
 }
 
-// The errors of 32 values for a scale d >= 0 of each of so many lanes, each with the best survivors of so many searches for
-// it; lanes that have the same scale share survivors. AT_ONCE: groups for which registers suffice;
-// WALKS: whether they suffice for an address that moves.
-template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE float errors_of(float* survivors, int slots, float d) {
-    const int EACH = 4 * 32 / ACROSS, begin = 4 * (ACROSS == 16 ? half_of_warp() : me() / ACROSS);
+// The errors of 32 values for one scale d >= 0 per lane, each with the best survivors of `slots` searches for it;
+// lanes of the same scale share survivors. AT_ONCE: groups for which registers suffice; INCREMENTS: whether they suffice
+// for an incremented address.
+template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool INCREMENTS>
+INLINE float errors_of(float* survivors, int slots, float d) {
+    const int EACH = 4 * 32 / ACROSS, begin = 4 * (ACROSS == 16 ? half_of_warp() : lane_id() / ACROSS);
     const int SEARCHES = ROOMY && ACROSS == 8 ? 4 : 1;
     static_assert(SURVIVORS % EACH == 0, "lanes share the survivors of a search");
     float total = 0;
@@ -673,8 +677,8 @@ template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE flo
         float least = NOTHING_FOUND;
 #pragma unroll SEARCHES
         for (int first = 0; first < SURVIVORS * slots; first += SURVIVORS) {
-            const float* from = WALKS ? at : at + first;
-            if (WALKS) at += SURVIVORS;
+            const float* from = INCREMENTS ? at : at + first;
+            if (INCREMENTS) at += SURVIVORS;
 #pragma unroll
             for (int i = 0; i < SURVIVORS; i += EACH) {
                 const float4 p = *(const float4*)(from + i), q = *(const float4*)(from + WIDTH + i);
@@ -690,13 +694,13 @@ template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE flo
     return total * d;
 }
 
-// The best survivors of all groups for a scale d >= 0: of a group's lanes the first writes 2 P, Q and the place.
+// The best survivors of all groups for a scale d >= 0: the first lane of a group writes 2 P, Q and the index.
 template <int GROUPS, int WIDTH> INLINE void pick_points(float* survivors, int slots, float d, float* p, float* q, int* places) {
-    const int EACH = 32 / GROUPS, group = me() / EACH;
+    const int EACH = 32 / GROUPS, group = lane_id() / EACH;
     const Survivors<WIDTH> of(survivors, group);
     float best = NOTHING_FOUND;
     int at = 0;
-    for (int i = me() % EACH; i < SURVIVORS * slots; i += EACH) {
+    for (int i = lane_id() % EACH; i < SURVIVORS * slots; i += EACH) {
         const float score = of.q()[i] * d - of.p()[i];
         at = score < best ? i : at;
         best = lesser(score, best);
@@ -709,7 +713,7 @@ template <int GROUPS, int WIDTH> INLINE void pick_points(float* survivors, int s
         best = better ? other : best;
         at = better ? partner : at;
     }
-    if (me() % EACH == 0) {
+    if (lane_id() % EACH == 0) {
         p[group] = of.p()[at];
         q[group] = of.q()[at];
         places[group] = of.places()[at];

@@ -1,36 +1,37 @@
-// The factor of a covariance, and what is solved with it, in double: the bits of kernels/cpu/feedback/factor.py and
-// products.py. Every sum has the order of its terms there, whatever the tiles here: terms are subtracted one at a time,
-// each by an FMA, so how the work is cut into blocks does not show.
+// The Cholesky factor of a covariance, and triangular solves with it, in double: bit-identical to
+// kernels/cpu/feedback/factor.py and products.py. Every sum has the order of its terms there, whatever the tiles here:
+// terms are subtracted one at a time, each by an FMA, so the result does not depend on how the work is split into
+// blocks.
 //
-// Matrices are [n][n], rows one behind the other. BLOCK rows are factored, or solved, at a time by one launch each, and
-// what is left is brought up to date by another.
+// Matrices are [n][n], row-major. Each launch factors, or solves, BLOCK rows; another launch updates the remaining
+// rows.
 #include "core/device.cuh"
 #include "core/outer.cuh"
 
 #define BLOCK 64
-#define GROUPS 8    // of threads, each with every eighth row of a block
-#define COLUMNS 32  // of a block of threads, that are solved
+#define GROUPS 8    // in threads; each has every eighth row of a block
+#define COLUMNS 32  // columns solved by a thread block
 #define TILE 64
 #define STEP 16  // rows at a time
 
 // r[i][j] = matrix[order[i]][order[j]] for j >= i, with another diagonal.
-struct arranged_args {
+struct permute_args {
     const double *matrix, *diagonal;
     const int32_t* order;
     double* r;
     int64_t n;
 };
 
-KERNEL(arranged, 256) {
+KERNEL(permute, 256) {
     const int64_t row = blockIdx.y, from = a.order[row];
     const int64_t column = 256 * (int64_t)blockIdx.x + threadIdx.x;
     if (column < row || column >= a.n) return;
     a.r[row * a.n + column] = column == row ? a.diagonal[from] : a.matrix[from * a.n + a.order[column]];
 }
 
-// Factors `count` rows from `begin` on, which are up to date, as far as the columns of the same; by: what each row is
-// multiplied by, inverse: 1 over its diagonal. bad: int64, one more than the first row that is not positive; else it
-// stays.
+// Factors `count` rows from `begin` on, which are up to date, within the columns of the same range; by: the factor of
+// each row, inverse: 1 / its diagonal. bad: int64, one more than the number of the first row that is not positive;
+// otherwise unchanged.
 struct factor_block_args {
     double *r, *by, *inverse;
     int64_t n, begin, count;
@@ -51,7 +52,7 @@ KERNEL(factor_block, 256) {
             return;
         }
         const double by = 1.0 / sqrt(pivot);
-        if (lane >= k && lane < count) {  // row k itself stays as it is until nobody reads it any more
+        if (lane >= k && lane < count) {  // row k itself is scaled once no thread reads it any more
             const double mine = block[k][lane] * by;
             for (int row = k + 1 + group; row <= lane; row += 256 / BLOCK)
                 block[row][lane] = fma(mine, -(block[k][row] * by), block[row][lane]);
@@ -66,8 +67,8 @@ KERNEL(factor_block, 256) {
 }
 
 // Solves for `count` rows of x, from `begin` on, with the triangle of r between the same rows and columns: each is
-// multiplied by its `by`, and goes out of those behind it, backwards: of those before it. Columns `first` to `last` of
-// x, whose rows are `width` long.
+// multiplied by its `by`, and subtracted from those after it; backwards: from those before it. Columns `first` to
+// `last` of x, whose rows are `width` long.
 struct solve_block_args {
     double* x;
     const double *r, *by;
@@ -95,9 +96,9 @@ KERNEL(solve_block, 256) {
     }
 }
 
-// c[j][i] -= the sum of q[k][j] p[k][i], `count` rows k from `begin` on, for rows j from row to end_row, columns i from
-// column to end_column; rows of c and p are `width` long; q is at k * q_row + j * q_column. upper: only i >= j, as far
-// as tiles go. Blocks are (columns, rows).
+// c[j][i] -= the sum of q[k][j] p[k][i], `count` rows k from `begin` on, for rows j from row to end_row, columns i
+// from column to end_column; rows of c and p are `width` long; q is at k * q_row + j * q_column. upper: only i >= j,
+// at the granularity of tiles. Blocks are (columns, rows).
 struct subtract_args {
     double* c;
     const double *p, *q;
@@ -116,7 +117,7 @@ KERNEL(subtract, 256) {
         for (int i = threadIdx.x; i < STEP * TILE; i += 256) {
             const int k = i / TILE, c = i % TILE;
             right[k][c] = k < steps && side + c < a.end_column ? a.p[(at + k) * a.width + side + c] : 0.0;
-            // Neighbours of q's memory are read by neighbours.
+            // Adjacent threads read adjacent elements of q.
             const int m = a.q_column == 1 ? k : i % STEP, j = a.q_column == 1 ? c : i / STEP;
             left[m][j] = m < steps && top + j < a.end_row ? -a.q[(at + m) * a.q_row + (top + j) * a.q_column] : 0.0;
         }

@@ -1,19 +1,19 @@
-// A type's integers, read from and written to bytes: levels.py says where their bits lie. Bit i of byte b is 8 b + i.
+// A type's integers, read from and written to bytes: levels.py gives their bit positions. Bit i of byte b is 8 b + i.
 #pragma once
 #include "core/device.cuh"
 
-// The integer whose bits lie at `where`, the lowest first.
+// The integer whose bits are at `where`, the lowest first.
 INLINE uint32_t field_of(const uint8_t* bytes, const int32_t* where, int bits) {
     uint32_t value = 0;
     for (int i = 0; i < bits; i++) value |= (uint32_t)(bytes[where[i] >> 3] >> (where[i] & 7) & 1) << i;
     return value;
 }
 
-// The float that is stored as these 16 or 32 bits, and the other way around.
+// The float with these 16 or 32 bits, and the inverse.
 INLINE float float_of(uint32_t bits, int width) { return width == 16 ? half_to_float((uint16_t)bits) : __uint_as_float(bits); }
 INLINE uint32_t bits_of(float f, int width) { return width == 16 ? float_to_half(f) : __float_as_uint(f); }
 
-// What a bit is of, and which: kind << 24 | item << 8 | bit (tables.py). Items are those of a block.
+// The source of a bit: kind << 24 | item << 8 | bit (tables.py). Items are numbered within a block.
 enum { NOTHING, LEVEL, FACTOR, MINIMUM, SHIFT, D, DMIN };
 struct Source {
     int kind, item, bit;

@@ -1,9 +1,8 @@
-// What tiles whose levels come from a grid need neighbour_scales sweeps over groups.
-//
-//     read_codes          what groups have chosen, and the classes of sub-blocks, from bytes
+// Kernels beside the sweeps over groups (group_sweeps.cuh), for tiles whose levels come from a grid.
+//     read_codes          the codes of groups, and the classes of sub-blocks, from bytes
 //     q_of_codes          the integers of groups, to be written
-//     set_scales          scales, what is subtracted, 1 / scale, of factors and d
-//     set_values          levels, values and errors, of codes and scales
+//     set_scales          scales, minimums, 1 / scale, from factors and d
+//     set_values          levels, values and errors, from codes and scales
 //     gradient            g = H e
 //     losses              the sum of g e; copy_losses: of rows
 //     errors              e = x - v
@@ -12,9 +11,9 @@
 #include "feedback/fields.cuh"
 #include "feedback/scales.cuh"
 
-// A grid: columns of a point, points of a group, bits of an index, of a group's signs (even: one less than columns, an
-// even number is negative), of a point's number. order, point_of_index, pattern_of: codebook_tree.py. Tile after tile: codes
-// [groups * parts][ROWS], q [groups][ROWS].
+// A grid: columns per point, points per group, bits of an index, of a group's signs (even: one less than columns, an
+// even number is negative), of a point's number. order, point_of_index, pattern_of: codebook_tree.py. Tile after tile:
+// codes [groups * parts][ROWS], q [groups][ROWS].
 struct codes_args {
     const int32_t *order, *point_of_index;
     const uint8_t *signs, *pattern_of;
@@ -22,8 +21,8 @@ struct codes_args {
     int64_t rows, n, size, parts, index_bits, sign_bits, even, point_bits;
 };
 
-// fields: of the integers of a block's groups, int32 [groups of a block][bits]; shift_fields: of the bit that names a
-// sub-block's codebook, [subs][1], if a type has codebooks. classes: [subs][ROWS], set.
+// fields: of the integers of a block's groups, int32 [groups of a block][bits]; shift_fields: of the bit that selects
+// a sub-block's codebook, [subs][1], if a type has codebooks. classes: [subs][ROWS], written.
 struct read_codes_args : codes_args {
     const uint8_t* bytes;
     const int32_t *fields, *shift_fields;
@@ -32,7 +31,7 @@ struct read_codes_args : codes_args {
 };
 
 KERNEL(read_codes, 256) {
-    const int lane = lane_here(), width = (int)(a.size * a.parts), groups = (int)a.n / width, subs = (int)(a.n / a.span);
+    const int lane = lane_id(), width = (int)(a.size * a.parts), groups = (int)a.n / width, subs = (int)(a.n / a.span);
     const int64_t row = min((int64_t)blockIdx.x * ROWS + lane, a.rows - 1);
     const uint8_t* blocks = a.bytes + row * a.row_bytes + a.header;
     int32_t *codes = of_tile(a.codes, groups * a.parts), *classes = of_tile(a.classes, subs);
@@ -58,7 +57,7 @@ struct q_of_codes_args : codes_args {
 };
 
 KERNEL(q_of_codes, 256) {
-    const int lane = lane_here(), groups = (int)(a.n / (a.size * a.parts));
+    const int lane = lane_id(), groups = (int)(a.n / (a.size * a.parts));
     const int32_t* codes = of_tile(a.codes, groups * a.parts);
     for (int group = (int)blockIdx.y * WARPS + warp_here(); group < groups; group += (int)gridDim.y * WARPS) {
         uint32_t indices = 0, negative = 0;
@@ -72,7 +71,7 @@ KERNEL(q_of_codes, 256) {
     }
 }
 
-// Tile after tile, [subs][ROWS]; d: [subs / super][ROWS]. stored: with d as it is stored, a half float.
+// Tile after tile, [subs][ROWS]; d: [subs / super][ROWS]. stored: use d as it is stored, as f16.
 struct set_scales_args {
     const float *factors, *shift, *d;
     const int32_t* factor_index;
@@ -81,7 +80,7 @@ struct set_scales_args {
 };
 
 KERNEL(set_scales, 256) {
-    const int lane = lane_here(), subs = (int)a.subs;
+    const int lane = lane_id(), subs = (int)a.subs;
     const float *d = of_tile(a.d, subs / a.super), *shift = of_tile(a.shift, subs);
     const int32_t* factor_index = of_tile(a.factor_index, subs);
     float *scales = of_tile(a.scale, subs), *minimum = of_tile(a.minimum, subs), *inverse = of_tile(a.inverse, subs);
@@ -107,7 +106,7 @@ struct set_values_args {
 };
 
 KERNEL(set_values, 256) {
-    const int lane = lane_here(), n = (int)a.n, size = (int)a.size;
+    const int lane = lane_id(), n = (int)a.n, size = (int)a.size;
     const float *x = of_tile(a.x, n), *scale = of_tile(a.scale, n / a.span), *minimum = of_tile(a.minimum, n / a.span);
     const int32_t* codes = of_tile(a.codes, n / size);
     float *v = of_tile(a.v, n), *e = of_tile(a.e, n);
@@ -136,10 +135,10 @@ KERNEL(gradient, 256) {
     multiply(sum, a.h + (int64_t)from * n, n, of_tile(a.e, n), n, columns, chunks);
     if (OWN * warp_here() < columns)
 #pragma unroll
-        for (int i = 0; i < OWN; i++) of_tile(a.g, n)[ROWS * (first + i) + lane_here()] = sum[i];
+        for (int i = 0; i < OWN; i++) of_tile(a.g, n)[ROWS * (first + i) + lane_id()] = sum[i];
 }
 
-// loss: of tiles, f64 [ROWS].
+// loss: per tile, f64 [ROWS].
 struct losses_args {
     const float *g, *e;
     double* loss;
@@ -147,7 +146,7 @@ struct losses_args {
 };
 
 KERNEL(losses, 32) {
-    const int n = (int)a.n, lane = lane_here();
+    const int n = (int)a.n, lane = lane_id();
     const float *g = of_tile(a.g, n), *e = of_tile(a.e, n);
     double total = 0;
 #pragma unroll 8
@@ -155,7 +154,7 @@ KERNEL(losses, 32) {
     of_tile(a.loss, 1)[lane] = total;
 }
 
-// before, after: of rows.
+// before, after: losses per row.
 struct copy_losses_args {
     const double* loss;
     double *before, *after;
@@ -179,7 +178,7 @@ KERNEL(errors, 256) {
     const float *x = of_tile(a.x, n), *v = of_tile(a.v, n);
     float* e = of_tile(a.e, n);
     for (int k = (int)blockIdx.y * WARPS + warp_here(); k < n; k += (int)gridDim.y * WARPS) {
-        const int at = ROWS * k + lane_here();
+        const int at = ROWS * k + lane_id();
         e[at] = x[at] - v[at];
     }
 }
@@ -188,11 +187,11 @@ struct fit_factors_args : fit_args {};
 struct fit_super_scales_args : fit_args {};
 
 KERNEL(fit_factors, 256) {
-    __shared__ __align__(16) FactorRoom room;
-    fit_factors(a, room);
+    __shared__ __align__(16) FactorScratch scratch;
+    fit_factors(a, scratch);
 }
 
 KERNEL(fit_super_scales, 256) {
-    __shared__ __align__(16) SuperRoom room;
-    fit_super_scales(a, room);
+    __shared__ __align__(16) SuperBlockScratch scratch;
+    fit_super_scales(a, scratch);
 }

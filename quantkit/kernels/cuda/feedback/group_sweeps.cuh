@@ -1,23 +1,23 @@
-// Sweeps over groups of columns whose levels come from a grid: with error feedback, and by coordinate descent. The twin
-// of group_sweeps.py, which says what T and B are, and what is minimized.
+// Sweeps over groups of columns whose levels come from a grid: with error feedback, and by coordinate descent. The
+// twin of group_sweeps.py, which defines T and B, and the loss.
 //
-// A block of threads has a tile. BLOCK columns at a time lie in shared memory, with the matrix's part that belongs to
-// them. Group after group, all threads multiply the roots of its tree by T^T; halves of warps search, for a row each;
-// then what changed is taken over by the columns of the block.
+// A thread block has a tile. BLOCK columns at a time are in shared memory, with their part of the matrix. Group after
+// group, all threads multiply the roots of its tree by T^T; each half warp searches for one row; then the columns of
+// the block are updated by the changes.
 #pragma once
 #include "feedback/search.cuh"
 #include "feedback/tiles.cuh"
 
-// Columns after which those behind them are brought up to date.
+// Columns after which the following ones are updated.
 const int BLOCK = 64, STRIPS = BLOCK / STRIP;
-// Lines of roots that are multiplied at a time; halves of warps; what is fetched for a group, a warp each.
+// Lines of roots that are multiplied at a time; half warps; words fetched for a group, one warp each.
 const int TABLE_LINES = HEIGHTS ? PARTS * ROOT_LINES : (ROOT_LINES < 32 ? ROOT_LINES : 32), HALVES = 2 * WARPS, FETCHED = 4 + PARTS;
 static_assert(WIDTH <= WARPS && FETCHED <= WARPS && 2 * WIDTH * WIDTH <= TILE_THREADS, "more warps for a group");
 static_assert(HEIGHTS || (CLASSES == 1 && PARTS == 1 && ROOT_LINES % TABLE_LINES == 0), "roots are all there is");
 
-// Tile after tile: x, levels, v, g, e [n][ROWS]; scale, minimum, inverse, classes [n / span][ROWS]; codes [n / SIZE][ROWS].
-// columns: as they are feedback; order: as they form groups; group_of: the group of each. feedback, descent: [groups][2][WIDTH]
-// [WIDTH], T and B.
+// Tile after tile: x, levels, v, g, e [n][ROWS]; scale, minimum, inverse, classes [n / span][ROWS]; codes [n /
+// SIZE][ROWS]. columns: in the order of the sweep; order: in the order of groups; group_of: the group of each.
+// feedback, descent: [groups][2][WIDTH][WIDTH], T and B.
 struct group_args {
     const int32_t *columns, *order, *group_of, *classes;
     const float *u, *h, *feedback, *descent, *roots, *scale, *minimum, *inverse;
@@ -27,18 +27,18 @@ struct group_args {
     int64_t n, span;
 };
 
-// Shared memory, for groups; products have the same. table: T^T times roots; room: of searches. square: the matrix's part
-// of a block's columns, as strips, if there is room. before: what columns were, then what they have changed by. rest: what the
-// columns before, or all others, ask for. metric, fetched: of this group and the next.
+// Shared memory for groups; products reuse it. table: T^T times roots; scratch: scratch of the searches. square: the
+// matrix's part of a block's columns, as strips, if it fits. before: the old values of columns, then their changes.
+// rest: the contribution of the preceding, or of all other columns. metric, fetched: of this group and the next.
 struct Shared {
     float table[TABLE_LINES * LINE], square[KEEPS_SQUARE ? STRIPS : 1][KEEPS_SQUARE ? BLOCK : 1][STRIP], before[BLOCK][ROWS],
         rest[BLOCK][ROWS], z[WIDTH][ROWS];
     float metric[2][2][WIDTH][WIDTH], fetched[2][FETCHED][ROWS];
-    int code[PARTS][ROWS], room[HALVES][ROW_ROOM + 1];
+    int code[PARTS][ROWS], scratch[HALVES][ROW_SCRATCH + 1];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES && 2 * sizeof(Chunk) <= SHARED_BYTES, "groups.py counts fewer bytes");
 
-// What all threads have of a sweep. FEEDBACK: with error feedback; otherwise by descent.
+// State of a sweep, in every thread. FEEDBACK: with error feedback; otherwise by descent.
 template <bool FEEDBACK> struct Sweep {
     const group_args& a;
     Shared& s;
@@ -53,7 +53,7 @@ template <bool FEEDBACK> struct Sweep {
           s(s),
           tree{a.roots, a.lines, a.signs},
           n((int)a.n),
-          lane(lane_here()),
+          lane(lane_id()),
           warp(warp_here()),
           subs(n / (int)a.span),
           levels(of_tile(a.levels, n)),
@@ -64,12 +64,12 @@ template <bool FEEDBACK> struct Sweep {
 
     __device__ __forceinline__ int column(int k) const { return FEEDBACK ? a.columns[k] : a.order[k]; }
 
-    // Where column k of the sweep, one of the block's, lies in shared memory.
+    // The place in shared memory of column k of the sweep, within the block.
     __device__ __forceinline__ int offset(int k) const { return (FEEDBACK ? k : a.order[k]) - begin; }
 
     __device__ __forceinline__ int group(int k) const { return FEEDBACK ? a.group_of[a.columns[k]] : k / WIDTH; }
 
-    // ---- what the group of column k needs, a word a thread, before it is its turn
+    // ---- data of column k's group, prefetched, a word per thread
 
     __device__ __forceinline__ float fetch(int k) const {
         if (k >= n) return 0;
@@ -98,7 +98,7 @@ template <bool FEEDBACK> struct Sweep {
 
     // ---- a group: its target and its tables
 
-    // z = (T^T (p + minimum) + B r) / scale: each warp an axis.
+    // z = (T^T (p + minimum) + B r) / scale: one axis per warp.
     __device__ __forceinline__ void aim(int k, int side) const {
         if (warp >= WIDTH) return;
         const float minimum = s.fetched[side][1][lane];
@@ -150,7 +150,7 @@ template <bool FEEDBACK> struct Sweep {
         for (int j = 0; j < SIZE; j++) z[j] = s.z[SIZE * part + j][row];
     }
 
-    // ---- the choice of rows: a half of a warp has one of each HALVES
+    // ---- choosing codes: a half warp has every HALVES-th row
 
     __device__ __forceinline__ int now(int side, int part, int row) const { return __float_as_int(s.fetched[side][4 + part][row]); }
 
@@ -186,20 +186,20 @@ template <bool FEEDBACK> struct Sweep {
         float t[SIZE][SIZE];
         read_t(side, 0, t);
 #pragma unroll 1
-        for (int row = half; row < ROWS; row += HALVES) choose_row(side, row, t, s.room[half]);
+        for (int row = half; row < ROWS; row += HALVES) choose_row(side, row, t, s.scratch[half]);
     }
 
 #if PARTS == 1
-    __device__ __forceinline__ void choose_row(int side, int row, const float (&t)[SIZE][SIZE], int* room) const {
+    __device__ __forceinline__ void choose_row(int side, int row, const float (&t)[SIZE][SIZE], int* scratch) const {
         float z[SIZE];
         read_z(row, 0, z);
         const int of_class = __float_as_int(s.fetched[side][3][row]);
-        const ScoredPoint point = search(tree, s.table, t, z, of_class, now(side, 0, row), room);
+        const ScoredPoint point = search(tree, s.table, t, z, of_class, now(side, 0, row), scratch);
         if (lane_of_16() == 0) s.code[0][row] = point.code;
     }
 #else
-    // The best code of the second part after ``first``; ``after`` is what it has.
-    __device__ __forceinline__ ScoredPoint second(int side, int row, int first, int after, int* room) const {
+    // The best code of the second part after ``first``; ``after``: its current one.
+    __device__ __forceinline__ ScoredPoint second(int side, int row, int first, int after, int* scratch) const {
         float t[SIZE][SIZE], rest[SIZE], level[SIZE];
         read_t(side, 1, t);
         read_z(row, 1, rest);
@@ -209,11 +209,11 @@ template <bool FEEDBACK> struct Sweep {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) rest[j] = rest[j] - level[i] * s.metric[side][0][i][SIZE + j];
         const int of_class = class_of(first);
-        return search(tree, s.table + LINE * ROOT_LINES, t, rest, of_class, class_of(after) == of_class ? after : -1, room);
+        return search(tree, s.table + LINE * ROOT_LINES, t, rest, of_class, class_of(after) == of_class ? after : -1, scratch);
     }
 
-    // Two parts of one class: the best pair of those of a first one.
-    __device__ __forceinline__ void choose_row(int side, int row, const float (&t)[SIZE][SIZE], int* room) const {
+    // Two parts of one class: the best pair, given candidates of the first part.
+    __device__ __forceinline__ void choose_row(int side, int row, const float (&t)[SIZE][SIZE], int* scratch) const {
         const int before = now(side, 0, row), after = now(side, 1, row);
         float z[SIZE];
         read_z(row, 0, z);
@@ -223,10 +223,10 @@ template <bool FEEDBACK> struct Sweep {
 #pragma unroll 1
         for (int turn = 0; turn <= CLASSES; turn++) {
             if (turn) {
-                const ScoredPoint point = search(tree, s.table, t, z, of_class++, -1, room);
+                const ScoredPoint point = search(tree, s.table, t, z, of_class++, -1, scratch);
                 one = point.code, loss_of_one = point.loss;
             }
-            const ScoredPoint two = second(side, row, one < 0 ? before : one, after, room);
+            const ScoredPoint two = second(side, row, one < 0 ? before : one, after, scratch);
             const float loss = loss_of_one + two.loss;
             const bool better = one >= 0 && loss < best;
             if (turn == 0) best = two.loss + loss_of_one;
@@ -238,9 +238,9 @@ template <bool FEEDBACK> struct Sweep {
 #endif
 #endif
 
-    // ---- what comes of it
+    // ---- applying the choice
 
-    // Set the codes of a group, its levels and values, and what these change: each warp a column.
+    // Sets the codes of a group, its levels and values, and their changes: one column per warp.
     __device__ __forceinline__ void set(int k, int side) const {
         if (warp < PARTS) codes[ROWS * (group(k) * PARTS + warp) + lane] = s.code[warp][lane];
         if (warp >= WIDTH) return;
@@ -268,7 +268,7 @@ template <bool FEEDBACK> struct Sweep {
         return (FEEDBACK ? a.u : a.h) + STRIP * ((int64_t)(begin / STRIP + strip) * n + begin);
     }
 
-    // Let the block's columns, those behind if it feeds, take over what a group has changed.
+    // Applies the changes of a group to the block's columns: with error feedback, to the following ones.
     __device__ __forceinline__ void take_over(int k) const {
         for (int strip = warp; strip < STRIPS; strip += WARPS) {
             if (FEEDBACK && begin + STRIP * (strip + 1) <= k + WIDTH) continue;
@@ -293,7 +293,7 @@ template <bool FEEDBACK> struct Sweep {
 
     // ---- all columns
 
-    __device__ __forceinline__ void go_over_block() const {
+    __device__ __forceinline__ void sweep_block() const {
         put(0, fetch(begin), fetch_frame(begin));
         __syncthreads();
 #pragma unroll 1
@@ -338,7 +338,7 @@ INLINE void error_feedback_groups(const group_args& a, uint8_t* memory) {
 #pragma unroll
             for (int i = 0; i < OWN; i++) s.rest[first + i][lane] = sum[i];
         sweep.fetch_block(x);
-        sweep.go_over_block();
+        sweep.sweep_block();
     }
 }
 
@@ -353,7 +353,7 @@ INLINE void descend_groups(const group_args& a, uint8_t* memory) {
         const int begin = sweep.begin;
         for (int i = warp; i < BLOCK; i += WARPS) s.rest[i][lane] = g[ROWS * (begin + i) + lane];
         sweep.fetch_block(sweep.v);
-        sweep.go_over_block();
+        sweep.sweep_block();
         for (int i = warp; i < BLOCK; i += WARPS) g[ROWS * (begin + i) + lane] = s.rest[i][lane];
 #pragma unroll 1
         for (int from = 0; from < n; from += WIDE) {

@@ -6,23 +6,23 @@ packing.cu: matrices packed as kernels/cpu/feedback/tiles.py packs them, and blo
     pack_upper      r out pivots n
     diagonal        matrix out n
     blocks          matrix order out n size
-    narrowed        matrix out n rows first apart
+    to_float        matrix out n rows first apart
 
 Matrices are f64, packed ones f32 [n / 4, n, 4].
 
 products.cu: sums of products, and targets corrected by them, the bits of kernels/cpu/feedback/products.py.
 
     products          x z c rows n m upper             x f32 [rows, n], z f32 [rows, m], c f64 [n, m]
-    mirrored          c n
+    mirror            c n
     not_finite_sum    x flag n                        x f64 [n], flag int32 [1]
-    corrected         x correction offset out rows n   correction packed f32 [n / 4, n, 4]; offset f32 [rows, n], or 0
+    correct           x correction offset out rows n   correction packed f32 [n / 4, n, 4]; offset f32 [rows, n], or 0
 
 n is a multiple of 32, m of 16. The CPU has the sum of z^T x, [m, n]; here it is x^T z, the right-hand sides, solved
 column by column: a product does not depend on the order of its factors.
 
 factor.cu: the factor of a covariance, bit for bit that of kernels/cpu/feedback/factor.py.
 
-    arranged        matrix diagonal order r n              matrix, r f64 [n, n]; diagonal f64 [n]; order int32 [n]
+    permute         matrix diagonal order r n              matrix, r f64 [n, n]; diagonal f64 [n]; order int32 [n]
     factor_block    r by inverse n begin count bad         by, inverse f64 [n]; bad int64 [1]
     solve_block     x r by width n begin count first last backwards
     subtract        c p q width q_row q_column begin count row end_row column end_column upper
@@ -42,20 +42,19 @@ from quantkit.kernels.cuda.core.kernel import Kernel
 ROWS_AT_ONCE = 256
 #: Rows that are factored or solved at a time, as on the CPU: the sums of backward substitution depend on it.
 BLOCK = 64
-#: Threads for packing; columns of a strip; rows and columns of a tile of a product, and of a mirrored tile; sums of a
-#: check.
-_THREADS, _STRIP, _TILE, _MIRRORED, _PART = 256, 4, 64, 32, 1024
-#: Columns of a block of threads of ``solve_block``, and of ``arranged``.
-_SOLVED, _ARRANGED = 32, 256
+#: Threads of packing; columns of a strip; rows and columns of a product, and of a mirrored matrix; sums of a check.
+_THREADS, _STRIP, _TILE, _MIRROR_TILE, _PART = 256, 4, 64, 32, 1024
+#: Columns of a block of threads of ``solve_block``, and of ``permute``.
+_SOLVE_COLUMNS, _PERMUTE_COLUMNS = 32, 256
 
-_COLUMNS, _UPPER, _DIAGONAL, _BLOCKS, _NARROWED = (
-    Kernel("feedback/packing.cu", name) for name in ("pack_columns", "pack_upper", "diagonal", "blocks", "narrowed")
+_COLUMNS, _UPPER, _DIAGONAL, _BLOCKS, _TO_FLOAT = (
+    Kernel("feedback/packing.cu", name) for name in ("pack_columns", "pack_upper", "diagonal", "blocks", "to_float")
 )
 _PRODUCTS, _MIRROR, _NOT_FINITE, _CORRECT = (
-    Kernel("feedback/products.cu", name) for name in ("products", "mirrored", "not_finite_sum", "corrected")
+    Kernel("feedback/products.cu", name) for name in ("products", "mirror", "not_finite_sum", "correct")
 )
-_ARRANGE, _FACTOR, _SOLVE, _SUBTRACT = (
-    Kernel("feedback/factor.cu", name) for name in ("arranged", "factor_block", "solve_block", "subtract")
+_PERMUTE, _FACTOR, _SOLVE, _SUBTRACT = (
+    Kernel("feedback/factor.cu", name) for name in ("permute", "factor_block", "solve_block", "subtract")
 )
 
 
@@ -84,8 +83,8 @@ def blocks(matrix: int, order: int, out: int, n: int, size: int) -> Launch:
 
 def to_f32(matrix: int, out: int, n: int, rows: int, first: int, stride: int) -> Launch:
     """Return the launch that transposes columns ``first`` to ``first + rows`` of a matrix [n, stride], as f32."""
-    block = _NARROWED.block(matrix=matrix, out=out, n=n, rows=rows, first=first, apart=stride)
-    return Launch(_NARROWED, (_over(n), rows, 1), block)
+    block = _TO_FLOAT.block(matrix=matrix, out=out, n=n, rows=rows, first=first, apart=stride)
+    return Launch(_TO_FLOAT, (_over(n), rows, 1), block)
 
 
 def _over(n: int) -> int:
@@ -100,7 +99,7 @@ def products(x: int, z: int, c: int, rows: int, n: int, m: int) -> Launch:
 
 def mirror(c: int, n: int) -> Launch:
     """Return the launch that copies the upper triangle of c, f64 [n, n], to the lower."""
-    tiles = -(-n // _MIRRORED)
+    tiles = -(-n // _MIRROR_TILE)
     return Launch(_MIRROR, (tiles, tiles, 1), _MIRROR.block(c=c, n=n))
 
 
@@ -117,8 +116,8 @@ def correct(x: int, correction: int, offset: int, out: int, rows: int, n: int) -
 
 def permute(matrix: int, diagonal: int, order: int, r: int, n: int) -> Launch:
     """Return the launch that sets the upper triangle of r to a matrix in an order, with another diagonal."""
-    block = _ARRANGE.block(matrix=matrix, diagonal=diagonal, order=order, r=r, n=n)
-    return Launch(_ARRANGE, (-(-n // _ARRANGED), n, 1), block)
+    block = _PERMUTE.block(matrix=matrix, diagonal=diagonal, order=order, r=r, n=n)
+    return Launch(_PERMUTE, (-(-n // _PERMUTE_COLUMNS), n, 1), block)
 
 
 def cholesky(r: int, pivots: int, bad: int, n: int) -> Iterator[Launch]:
@@ -163,7 +162,7 @@ def _solved(
         x=x, r=r, by=pivots, width=width, n=n, begin=begin, count=end - begin, first=first, last=last,
         backwards=backwards,
     )  # fmt: skip
-    return Launch(_SOLVE, (-(-(last - first) // _SOLVED), 1, 1), block)
+    return Launch(_SOLVE, (-(-(last - first) // _SOLVE_COLUMNS), 1, 1), block)
 
 
 def _subtracted(
@@ -187,7 +186,7 @@ def _subtracted(
 
 def metric_kernels(corrected: bool) -> list[Kernel]:
     """Return the kernels that compute a metric; corrected: and targets."""
-    required = [_ARRANGE, _FACTOR, _SOLVE, _SUBTRACT, _COLUMNS, _UPPER, _DIAGONAL, _BLOCKS, _NARROWED]
+    required = [_PERMUTE, _FACTOR, _SOLVE, _SUBTRACT, _COLUMNS, _UPPER, _DIAGONAL, _BLOCKS, _TO_FLOAT]
     return [*required, _PRODUCTS, _MIRROR, _NOT_FINITE, _CORRECT] if corrected else required
 
 

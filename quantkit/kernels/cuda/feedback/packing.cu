@@ -1,8 +1,8 @@
 // Matrices packed as sweeps read them (kernels/cpu/feedback/tiles.py): strips of four columns, [n / 4][n][4].
 #include "core/device.cuh"
 
-// out = a matrix of doubles, packed, as floats; transposed: its transpose, whose rows are `apart`. diagonal: another
-// one, or 0. A thread has one row of a strip; blocks are (rows, strips).
+// out = a matrix of doubles, packed, as floats; transposed: its transpose, with rows `apart` elements apart. diagonal:
+// replaces its diagonal, or 0. A thread has one row of a strip; blocks are (rows, strips).
 struct pack_columns_args {
     const double *matrix, *diagonal;
     float* out;
@@ -23,9 +23,9 @@ KERNEL(pack_columns, 256) {
     *(float4*)(a.out + 4 * (a.n * blockIdx.y + row)) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// From r, upper triangular, with r^T r = a matrix whose rows and columns are in reverse order, U and D of that in its
-// own order: out, packed, is what U has on and above the diagonal, each column over its diagonal element; pivots are the
-// squares of these. Blocks are (rows, strips).
+// From r, upper triangular, with r^T r = a matrix whose rows and columns are in reverse order, U and D of that matrix
+// in its own order: out, packed, is U on and above the diagonal, each column divided by its diagonal element; pivots
+// are the squares of these. Blocks are (rows, strips).
 struct pack_upper_args {
     const double* r;
     float *out, *pivots;
@@ -58,7 +58,7 @@ KERNEL(diagonal, 256) {
     if (i < a.n) a.out[i] = a.matrix[i * a.n + i];
 }
 
-// out[g][i][j] = matrix[order[size g + i]][order[size g + j]]: what groups of columns have among themselves.
+// out[g][i][j] = matrix[order[size g + i]][order[size g + j]]: the diagonal blocks of groups of columns.
 struct blocks_args {
     const double* matrix;
     const int32_t* order;
@@ -72,14 +72,15 @@ KERNEL(blocks, 256) {
     a.out[i] = a.matrix[a.order[row] * a.n + a.order[row / a.size * a.size + i % a.size]];
 }
 
-// out[i][j] = (float)matrix[j][first + i], rows of out `n` long, those of the matrix `apart`. Blocks are (columns, rows).
-struct narrowed_args {
+// out[i][j] = (float)matrix[j][first + i]; rows of out are `n` long, those of the matrix `apart` elements apart.
+// Blocks are (columns, rows).
+struct to_float_args {
     const double* matrix;
     float* out;
     int64_t n, rows, first, apart;
 };
 
-KERNEL(narrowed, 256) {
+KERNEL(to_float, 256) {
     const int64_t column = 256 * (int64_t)blockIdx.x + threadIdx.x, row = blockIdx.y;
     if (column < a.n && row < a.rows) a.out[row * a.n + column] = (float)a.matrix[column * a.apart + a.first + row];
 }

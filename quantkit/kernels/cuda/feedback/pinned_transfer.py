@@ -20,8 +20,8 @@ PIECE = 4 << 20
 class PinnedTransfer:
     """A lane of a device with its own pinned memory.
 
-    limit: the time limit in seconds for a number of multiply-adds of doubles; given_up: whether the device is given up.
-    If the device hangs, DeviceHangs is raised, so that no thread waits for ever.
+    limit: the time limit in seconds for a number of multiply-adds of doubles; given_up: whether the device is
+    abandoned. If the device hangs, DeviceHangs is raised, so that no thread waits forever.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-// Products of matrices, in the order of kernels/cpu/feedback/products.py: covariances of two streams, and corrections.
+// Matrix products in the order of kernels/cpu/feedback/products.py: covariances of two streams, and corrections.
 #include "core/device.cuh"
 #include "core/outer.cuh"
 
@@ -7,8 +7,9 @@
 #define STEP 16  // rows at a time
 #define PART 1024
 
-// c[i][j] += the sum of x[k][i] z[k][j] over `rows` rows k: of RUN rows in float, one FMA each, of these sums in double.
-// x is [rows][n], z [rows][m], c [n][m]. upper: only j >= i, as far as tiles go. Blocks are (columns, rows) of c.
+// c[i][j] += the sum of x[k][i] z[k][j] over `rows` rows k: RUN rows in float, one FMA each, and these sums in double.
+// x is [rows][n], z [rows][m], c [n][m]. upper: only j >= i, at the granularity of tiles. Blocks are (columns, rows)
+// of c.
 struct products_args {
     const float *x, *z;
     double* c;
@@ -44,13 +45,14 @@ KERNEL(products, 256) {
     put_sums(sums, a.c, a.m, top + ty, side + tx, a.n, a.m);
 }
 
-// What is above the diagonal of c, [n][n], goes below it, too; tile by tile. Blocks are (columns, rows) of tiles of 32.
-struct mirrored_args {
+// Mirrors the upper triangle of c, [n][n], below the diagonal, tile by tile. Blocks are (columns, rows) of tiles of
+// 32.
+struct mirror_args {
     double* c;
     int64_t n;
 };
 
-KERNEL(mirrored, 256) {
+KERNEL(mirror, 256) {
     __shared__ double tile[32][33];
     const int tx = threadIdx.x & 31, ty = threadIdx.x >> 5;
     if (blockIdx.x < blockIdx.y) return;
@@ -64,7 +66,7 @@ KERNEL(mirrored, 256) {
     }
 }
 
-// found = 1 if one of n doubles is NaN or infinite; else it stays. A block has PART of them.
+// Sets found to 1 if one of n doubles is NaN or infinite; otherwise leaves it unchanged. A block checks PART of them.
 struct not_finite_sum_args {
     const double* x;
     int32_t* flag;
@@ -77,15 +79,15 @@ KERNEL(not_finite_sum, 256) {
         if (!(a.x[i] - a.x[i] == 0.0)) *a.flag = 1;
 }
 
-// out = x + x M, plus offset where there is one: x, out and offset [rows][n], M packed (packing.cu). Products are added
-// to x column after column of x, one FMA each. Blocks are (columns, rows).
-struct corrected_args {
+// out = x + x M, plus offset unless it is null: x, out and offset [rows][n], M packed (packing.cu). Products are added
+// to x column by column of x, one FMA each. Blocks are (columns, rows).
+struct correct_args {
     const float *x, *correction, *offset;
     float* out;
     int64_t rows, n;
 };
 
-KERNEL(corrected, 256) {
+KERNEL(correct, 256) {
     __shared__ float left[STEP][TILE + 1];
     __shared__ float4 right[STEP][TILE / 4];
     const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4;

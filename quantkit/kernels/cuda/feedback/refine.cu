@@ -1,8 +1,8 @@
-// A sweep that chooses levels, factors and minimums of each sub-block together: a block of threads has a tile.
-// Macros: EVEN (sweeps.cuh); SPAN, the columns of a sub-block; WIDTH, those of a window, which are visited together.
+// A sweep that chooses levels, factors and minimums of each sub-block jointly: a thread block has a tile. Macros: EVEN
+// (sweeps.cuh); SPAN, the columns of a sub-block; WIDTH, those of a window, which are visited together.
 //
-// For a window, the gradient g = H e is a product over all columns, of which each warp has OWN columns. Its sub-blocks
-// are visited one after the other: levels in the order of columns, warps taking turns, all else by all threads.
+// For a window, the gradient g = H e is a product over all columns, OWN columns per warp. Its sub-blocks are visited
+// one after another: levels in column order, with the warps taking turns, everything else by all threads.
 #define BLOCKS_AT_ONCE 3
 #include "feedback/refine.cuh"
 #include "feedback/sweeps.cuh"
@@ -11,27 +11,27 @@ struct refine_args : tile_args {
     int64_t passes, repeats, fits, neighbour_scales;
 };
 
-// Whether the window's part of the covariance, and all that is kept of a sub-block, lie in shared memory.
+// Whether the window's part of the covariance, and the state of a sub-block, are in shared memory.
 const bool SMALL = WIDTH <= WIDE && SPAN <= 32;
-// Lines of a sub-block that change, and of a tile's scratch: g before, the best levels and values and, unless they are in
-// shared memory, g and what changes (refine.py).
+// Lines of a sub-block that change, and of a tile's scratch: the previous g, the best levels and values and, unless
+// they are in shared memory, g and the changes (refine.py).
 const int CHANGING = 4 * SPAN, LINES = WIDTH + 2 * SPAN + (SMALL ? 0 : WIDTH + CHANGING);
 const int MOST_FACTORS = 256;
 static_assert(WIDTH % SPAN == 0 && SPAN % OWN == 0, "columns are of whole sub-blocks, and these of what a warp multiplies");
 
-// Lines of sub-blocks: g when one is visited, and its own; what its values were; t, the levels, or what values change by;
-// c = H t; the best levels and values.
+// Lines of a sub-block: g at the beginning of a visit, and the current one; old values; t, the levels, or the changes
+// of values; c = H t; the best levels and values.
 struct Lines {
     float *g, *own, *old, *t, *c, *best;
 };
 
-// What threads tell each other of a sub-block, at the lane.
+// Values of a sub-block that the threads of a lane exchange.
 struct Broadcast {
     float gt[ROWS], tt[ROWS], gs[ROWS], ts[ROWS], by[ROWS], by_minimum[ROWS], scale[ROWS], minimum[ROWS], inverse[ROWS];
     int is_better[ROWS];
 };
 
-// What does not depend on rows: the sums of the columns of each sub-block's part of H, and of these.
+// Row-independent sums: the column sums of each sub-block's part of H, and the sums of these.
 struct Sums {
     float column[WIDTH], sub[WIDTH / SPAN];
 };
@@ -48,7 +48,7 @@ struct Window {
     int first, n_columns, lane, warp;
     float *levels, *v;
 
-    // H from row k and column j on, both of the window.
+    // H from row k and column j on, both within the window.
     __device__ __forceinline__ const float* strips(int k, int j) const { return h + j / STRIP * apart + STRIP * k; }
 
     template <typename F> __device__ __forceinline__ void each(F f) const {
@@ -56,7 +56,7 @@ struct Window {
         for (int k = warp; k < SPAN; k += WARPS) f(k, ROWS * k + lane);
     }
 
-    // Tells all threads the scales of this lane's row.
+    // Broadcasts the scales of this lane's row to all threads.
     __device__ __forceinline__ void broadcast_scales(const Scales& s) const {
         broadcast.scale[lane] = s.scale();
         broadcast.minimum[lane] = s.of_sub(s.a.minimum);
@@ -115,7 +115,7 @@ struct Window {
         __syncthreads();
     }
 
-    // Chooses the levels of that sub-block, one after the other.
+    // Chooses the levels of that sub-block, one after another.
     __device__ __forceinline__ void descend(int at) const {
         const float scale = broadcast.scale[lane], minimum = broadcast.minimum[lane], inverse = broadcast.inverse[lane];
         for (int part = 0; part < SPAN; part += OWN) {
@@ -156,16 +156,16 @@ struct Window {
         __syncthreads();
     }
 
-    // OWN columns of g gain the products of `count` columns.
+    // Adds the products of `count` columns to OWN columns of g.
     __device__ __forceinline__ void add(float* g, const float* by, const float* change, int count) const {
         Patch sum;
         sum.load(g);
         sum.add_products(by, apart, change, count);
         sum.store(g);
-        __syncwarp();  // its lanes read each other's
+        __syncwarp();  // lanes read each other's values
     }
 
-    // By how much the loss has fallen since that sub-block's values were `old`.
+    // The reduction of the loss since that sub-block's values were `old`.
     __device__ __forceinline__ float loss_reduction(int at) const {
         float total = 0;
         const float* value = v + (int64_t)ROWS * (first + at) + lane;
@@ -178,7 +178,7 @@ struct Window {
         return total;
     }
 
-    // Begins that sub-block with what was there before.
+    // Begins a visit of that sub-block with its current state.
     __device__ __forceinline__ void begin(int at) const {
         float* value = v + (int64_t)ROWS * (first + at);
         each([&](int, int i) {
@@ -187,7 +187,7 @@ struct Window {
         });
     }
 
-    // Saves the levels and values of that sub-block's rows that are better.
+    // Saves the levels and values of that sub-block where the row improved.
     __device__ __forceinline__ void save_levels(int at) const {
         const float *level = levels + (int64_t)ROWS * (first + at), *value = v + (int64_t)ROWS * (first + at);
         if (broadcast.is_better[lane])
@@ -197,7 +197,7 @@ struct Window {
             });
     }
 
-    // Restores those saved last.
+    // Restores the levels and values saved last.
     __device__ __forceinline__ void restore_levels(int at) const {
         float *level = levels + (int64_t)ROWS * (first + at), *value = v + (int64_t)ROWS * (first + at);
         each([&](int, int i) {
@@ -206,8 +206,8 @@ struct Window {
         });
     }
 
-    // Visits that sub-block: first with the scale it has, then, `neighbour_scales`, with both neighbours of what was found, of
-    // which the best is taken.
+    // Visits that sub-block: first with its current scale, then, with `neighbour_scales`, with both neighbours of the
+    // fitted one; the best is kept.
     __device__ __forceinline__ void visit(int at) const {
         const Scales s(a, factors, (first + at) / SPAN, lane);
         const float* value = v + (int64_t)ROWS * (first + at);
@@ -230,7 +230,7 @@ struct Window {
                 begin(at);
                 __syncthreads();
             }
-            for (int i = 0; i < (step ? 2 : a.repeats); i++) {  // a neighbour's levels are chosen before it is fitted
+            for (int i = 0; i < (step ? 2 : a.repeats); i++) {  // a neighbour's levels are chosen before the fit
                 if (step ? i == 1 : a.fits) fit(s, at);
                 descend(at);
             }
@@ -262,7 +262,7 @@ struct Window {
 };
 
 KERNEL(refine, 128) {
-    __shared__ __align__(16) Chunk chunks[2];  // between products, what changes in a window
+    __shared__ __align__(16) Chunk chunks[2];  // between products, the changes of a window
     __shared__ __align__(16) float near[SMALL ? WIDE / STRIP * NEAR_APART : STRIP];
     __shared__ Codebook codebook;
     __shared__ Sums sums;
@@ -270,7 +270,7 @@ KERNEL(refine, 128) {
     __shared__ double gain[ROWS];
     __shared__ float factors[MOST_FACTORS];
     static_assert(!SMALL || sizeof(chunks) >= (WIDTH + CHANGING) * ROWS * sizeof(float), "there is room");
-    const int n = (int)a.n, lane = lane_here(), warp = warp_here();
+    const int n = (int)a.n, lane = lane_id(), warp = warp_here();
     const float* x = of_tile(a.x, n);
     float *v = of_tile(a.v, n), *e = of_tile(a.e, n), *before = of_tile(a.scratch, LINES), *best = before + WIDTH * ROWS;
     float *const g = SMALL ? chunks[0].a[0] : best + 2 * SPAN * ROWS, *const changing = g + WIDTH * ROWS;

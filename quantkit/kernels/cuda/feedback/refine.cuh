@@ -1,12 +1,12 @@
-// Scale and minimum of a sub-block, set to where the loss is least: refine.py of the CPU says what is computed. Rows are
+// Scale and minimum of a sub-block, set to the minimum of the loss: the CPU's refine.py has the formulas. Rows are
 // lanes of a warp; gs and ts are of the direction -1.
 #pragma once
 #include "feedback/sweeps.cuh"
 
-// What may be fitted: nothing, an integer, or a half float.
+// What is fitted: nothing, an integer, or an f16.
 enum { FIXED, INTEGER, HALF };
 
-// Scales of a row's sub-block, and what they are made of: where they lie in the arrays of tile_args.
+// Scales of a row's sub-block and their components: offsets in the arrays of tile_args.
 struct Scales {
     const tile_args& a;
     const float* factors;
@@ -23,7 +23,7 @@ struct Scales {
     __device__ __forceinline__ float& d() const { return of_tile(a.d, a.n / a.span / a.per_d)[up]; }
     __device__ __forceinline__ float& dmin() const { return of_tile(a.dmin, a.n / a.span / a.per_d)[up]; }
 
-    // minimum and inverse, of what has been found.
+    // minimum and inverse, from the fitted values.
     __device__ __forceinline__ void settle() const {
         const float now = scale();
         of_sub(a.minimum) = dmin() * m() - now * shift();
@@ -35,7 +35,7 @@ struct Two {
     float x, y;
 };
 
-// Where -2 (x gt + y gs) + x^2 tt + 2 x y ts + y^2 ss is least; y is 0 if ss is.
+// The minimum of -2 (x gt + y gs) + x^2 tt + 2 x y ts + y^2 ss; y is 0 if ss is.
 INLINE Two least(float gt, float gs, float tt, float ts, float ss) {
     if (!(tt > 0.0f)) return {0.0f, ss > 0.0f ? gs / ss : 0.0f};
     const float determinant = tt * ss - ts * ts;
@@ -45,7 +45,7 @@ INLINE Two least(float gt, float gs, float tt, float ts, float ss) {
 
 INLINE float as_half(float x) { return half_to_float(float_to_half(x)); }
 
-// The factor_index of the factor next to one, in ascending ones.
+// The factor_index of the adjacent factor, in ascending order.
 INLINE int nearest_factor(const float* factors, int count, float target) {
     int factor_index = 0, end = count;
     while (factor_index < end) {
@@ -58,8 +58,8 @@ INLINE int nearest_factor(const float* factors, int count, float target) {
     return factor_index;
 }
 
-// Sets scale and minimum to the best values; returns by how much scale and minimum change. minimum gains y; `shift` is left to
-// the caller.
+// Sets scale and minimum to the best values; returns their changes. minimum is increased by y; the caller sets
+// `shift`.
 INLINE Two moved(const Scales& s, float gt, float gs, float tt, float ts, float ss) {
     const float now = s.scale(), d = s.d(), dmin = s.a.min_kind != FIXED ? s.dmin() : 0.0f, m_now = s.m();
     if (s.a.min_kind == FIXED || (s.a.min_kind == INTEGER && dmin == 0.0f)) gs = ts = ss = 0.0f;
@@ -103,7 +103,7 @@ struct Candidate {
 
 INLINE Candidate candidate_of(const Scales& s) { return {s.scale(), s.m(), s.dmin(), s.factor_index()}; }
 
-// Sets them again, with the factor `step` factor_indices away.
+// Sets them again, with the factor `step` positions away.
 INLINE void set_scale(const Scales& s, const Candidate& to, int step) {
     float scale = to.scale;
     if (s.a.min_kind == INTEGER) s.m() = to.m;

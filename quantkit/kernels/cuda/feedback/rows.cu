@@ -1,5 +1,4 @@
-// Rows between bytes and tiles.
-//
+// Conversion of rows between bytes and tiles.
 //     to_lanes       rows as lanes of a tile
 //     read_scales    the scales of a tile, from bytes
 //     keep           which rows are better than the best so far
@@ -8,7 +7,7 @@
 #include "feedback/fields.cuh"
 #include "feedback/tiles.cuh"
 
-// rows of n values; out: tiles [n][ROWS], whose missing rows repeat the last.
+// rows of n values; out: tiles [n][ROWS]; missing rows are copies of the last one.
 struct to_lanes_args {
     const float* x;
     float* out;
@@ -18,16 +17,17 @@ struct to_lanes_args {
 KERNEL(to_lanes, 128) {
     __shared__ float values[ROWS][33];
     const int64_t first = (int64_t)blockIdx.x * ROWS, begin = (int64_t)blockIdx.y * 32;
-    const int lane = lane_here(), warp = warp_here();
+    const int lane = lane_id(), warp = warp_here();
     for (int row = warp; row < ROWS; row += WARPS)
         values[row][lane] = a.x[(first + row < a.rows ? first + row : a.rows - 1) * a.n + begin + lane];
     __syncthreads();
     for (int k = warp; k < 32; k += WARPS) a.out[(first / ROWS * a.n + begin + k) * ROWS + lane] = values[lane][k];
 }
 
-// Fields are arrays [fields][bits] of bit positions; bits is 0 where there are none. Those of factors, minimums and shifts
-// are of a block; d and dmin too, or of the row's header, of `header` bytes. factor_indices: of the factor of each s. The rest is
-// what is set: tile_args says what it is. super: sub-blocks of a super-block, block: those of a block.
+// Fields are arrays [fields][bits] of bit positions; bits is 0 where there are none. Those of factors, minimums and
+// shifts belong to a block; d and dmin too, or to the row's header, of `header` bytes. factor_indices: of the factor
+// of each s. The other members are outputs, described at tile_args. super: sub-blocks per superblock, block: per
+// block.
 struct read_scales_args {
     const uint8_t* bytes;
     const int32_t *factor_fields, *minimum_fields, *shift_fields, *d_field, *dmin_field, *factor_indices;
@@ -40,7 +40,7 @@ struct read_scales_args {
 };
 
 KERNEL(read_scales, 128) {
-    const int lane = lane_here();
+    const int lane = lane_id();
     const int64_t row = min((int64_t)blockIdx.x * ROWS + lane, a.rows - 1), supers = a.subs / a.super;
     const uint8_t* bytes = a.bytes + row * a.row_bytes;
     for (int64_t sub = (int64_t)blockIdx.y * WARPS + warp_here(); sub < a.subs; sub += (int64_t)gridDim.y * WARPS) {
@@ -72,8 +72,8 @@ KERNEL(read_scales, 128) {
     }
 }
 
-// loss: of tiles; best: of rows, f64. better: int32 [rows], set. A row is kept where its loss is less than `share` of
-// the best.
+// loss: per tile; best: per row, f64. better: int32 [rows], written. A row is replaced where its loss is less than
+// `share` of the best.
 struct keep_args {
     const double* loss;
     double* best;
@@ -90,9 +90,9 @@ KERNEL(keep, 128) {
     if (better) a.best[row] = a.loss[row];
 }
 
-// sources: of each bit of a row's header, then of a block's (fields.cuh). level_codes: by level & 255; 0 where levels are
-// the integers of groups, bit by bit. factor_codes: by factor_index. The rest is as above. Bits that are of nothing stay as they
-// are.
+// sources: of each bit of a row's header, then of a block's (fields.cuh). level_codes: by level & 255; 0 where levels
+// are the integers of groups, bit by bit. factor_codes: by factor_index. The other members as above. Bits without a
+// source keep their value.
 struct write_args {
     uint8_t* bytes;
     const int32_t *better, *sources, *level_codes, *factor_codes, *factor_index;
@@ -102,22 +102,22 @@ struct write_args {
 
 // The bits of an integer or a float of this lane's row. block: of the row, or 0 for its header.
 INLINE uint32_t stored(const write_args& a, const Source& of, int64_t block) {
-    const int64_t sub = (blockIdx.x * a.subs + block * a.block + of.item) * ROWS + lane_here();
+    const int64_t sub = (blockIdx.x * a.subs + block * a.block + of.item) * ROWS + lane_id();
     if (of.kind == LEVEL) {
-        const int64_t at = (blockIdx.x * a.n + block * a.values + of.item) * ROWS + lane_here();
+        const int64_t at = (blockIdx.x * a.n + block * a.values + of.item) * ROWS + lane_id();
         if (!a.level_codes) return __float_as_uint(a.levels[at]);
         return (uint32_t)a.level_codes[(int)a.levels[at] & 255];
     }
     if (of.kind == FACTOR) return (uint32_t)a.factor_codes[a.factor_index[sub]];
     if (of.kind == MINIMUM) return (uint32_t)(int)a.m[sub];
     if (of.kind == SHIFT) return a.shift[sub] != 0.0f;
-    const int64_t supers = a.subs / a.super, up = (blockIdx.x * supers + block * a.block / a.super + of.item) * ROWS + lane_here();
+    const int64_t supers = a.subs / a.super, up = (blockIdx.x * supers + block * a.block / a.super + of.item) * ROWS + lane_id();
     if (of.kind == D) return bits_of(a.d[up], (int)a.d_bits);
     return bits_of(a.added ? -a.dmin[up] : a.dmin[up], (int)a.dmin_bits);
 }
 
 KERNEL(write, 128) {
-    const int64_t row = (int64_t)blockIdx.x * ROWS + lane_here();
+    const int64_t row = (int64_t)blockIdx.x * ROWS + lane_id();
     if (row >= a.rows || !a.better[row]) return;
     uint8_t* bytes = a.bytes + row * a.row_bytes;
     for (int64_t i = (int64_t)blockIdx.y * WARPS + warp_here(); i < a.row_bytes; i += (int64_t)gridDim.y * WARPS) {
@@ -128,7 +128,7 @@ KERNEL(write, 128) {
         for (int bit = 0; bit < 8; bit++) {
             const Source of((uint32_t)sources[bit]);
             if (of.kind == NOTHING) continue;
-            const int32_t which = sources[bit] >> 8;  // bits of one are often side by side
+            const int32_t which = sources[bit] >> 8;  // bits of one integer are often adjacent
             if (which != last) whole = stored(a, of, block);
             last = which;
             byte = (byte & ~(1u << bit)) | (whole >> of.bit & 1) << bit;

@@ -1,10 +1,10 @@
-// Scales fitted to levels that are chosen, in the metric of the covariance: the twin of scales.py, which says how. A block
-// of threads has a tile; there are no minimums.
+// Scales fitted to given levels, in the metric of the covariance: the twin of scales.py, which has the formulas. A
+// thread block has a tile; there are no minimums.
 #pragma once
 #include "feedback/tiles.cuh"
 
-// Tile after tile: levels, v, g, e, c [n][ROWS]; shift: what is added to levels, factor_index: of the factor in ``factors``,
-// ascending, [n / span][ROWS]; d [n / super][ROWS]. half: d is a half float. e and c are scratch.
+// Tile after tile: levels, v, g, e, c [n][ROWS]; shift: the offset added to levels, factor_index: of the factor in
+// ``factors``, ascending, [n / span][ROWS]; d [n / super][ROWS]. half: d is an f16. e and c are scratch.
 struct fit_args {
     const float *h, *factors, *levels, *shift;
     float *v, *g, *e, *c, *d;
@@ -14,11 +14,11 @@ struct fit_args {
 
 const int MOST_SPAN = 32;
 
-// The factor_index of the factor of least loss, from that of ``factor_index`` on.
+// The factor_index of the factor of least loss, starting from ``factor_index``.
 INLINE int best_factor_index(const float* factors, int count, int factor_index, float d, float slope, float curvature) {
     const float target = factors[factor_index] + slope / (curvature * d);
     int best = 0, last = count;
-    while (best < last) {  // the first that is not less; behind all for what is not a number
+    while (best < last) {  // the first that is not less; past the end for NaN
         const int middle = (best + last) / 2;
         if (!(factors[middle] >= target)) best = middle + 1;
         else last = middle;
@@ -27,21 +27,22 @@ INLINE int best_factor_index(const float* factors, int count, int factor_index, 
     return best;
 }
 
-// The sum of a b over lines ``begin`` to ``end``, of this lane.
+// The sum of a b over lines ``begin`` to ``end`` of this lane.
 INLINE float dot_lines(const float* a, const float* b, int begin, int end) {
     float total = 0;
 #pragma unroll 8
-    for (int k = begin; k < end; k++) total = __fmaf_rn(a[ROWS * k + lane_here()], b[ROWS * k + lane_here()], total);
+    for (int k = begin; k < end; k++) total = __fmaf_rn(a[ROWS * k + lane_id()], b[ROWS * k + lane_id()], total);
     return total;
 }
 
-struct FactorRoom {
+struct FactorScratch {
     float t[MOST_SPAN][ROWS], c[MOST_SPAN][ROWS], by[ROWS], strips[WARPS][OWN / STRIP][MOST_SPAN][STRIP];
 };
 
-// Set g = g - by H t for all columns, t of ``span`` columns from ``begin`` on: warps take OWN columns at a time.
-INLINE void move_gradient(const fit_args& a, int begin, float* g, FactorRoom& s) {
-    const int n = (int)a.n, span = (int)a.span, lane = lane_here(), warp = warp_here();
+// Sets g = g - by H t for all columns, t of ``span`` columns from ``begin`` on: each warp computes OWN columns at a
+// time.
+INLINE void move_gradient(const fit_args& a, int begin, float* g, FactorScratch& s) {
+    const int n = (int)a.n, span = (int)a.span, lane = lane_id(), warp = warp_here();
     float4 next[OWN / STRIP];
     auto fetch = [&](int first) {
 #pragma unroll
@@ -70,10 +71,10 @@ INLINE void move_gradient(const fit_args& a, int begin, float* g, FactorRoom& s)
     }
 }
 
-// Set the factor of every sub-block, in turn.
-INLINE void fit_factors(const fit_args& a, FactorRoom& s) {
+// Sets the factor of every sub-block, in turn.
+INLINE void fit_factors(const fit_args& a, FactorScratch& s) {
     const int n = (int)a.n, span = (int)a.span, subs = n / span, per = (int)(a.super / a.span);
-    const int lane = lane_here(), warp = warp_here();
+    const int lane = lane_id(), warp = warp_here();
     const float *levels = of_tile(a.levels, n), *shift = of_tile(a.shift, subs), *d = of_tile(a.d, n / (int)a.super);
     float *v = of_tile(a.v, n), *g = of_tile(a.g, n);
     int32_t* factor_indices = of_tile(a.factor_index, subs);
@@ -111,24 +112,24 @@ INLINE void fit_factors(const fit_args& a, FactorRoom& s) {
     }
 }
 
-struct SuperRoom {
+struct SuperBlockScratch {
     Chunk chunks[2];
     float dots[2][ROWS];
 };
 
-// By how much to change d, for the least loss; 0 if there is nothing to gain. gt, tt: slope and curvature.
+// The change of d of least loss; 0 if no change improves it. gt, tt: slope and curvature.
 INLINE float change_of_d(float d, float gt, float tt, bool half) {
     float x = tt > 0.0f ? gt / tt : 0.0f;
     if (half) x = half_to_float(float_to_half(d + x)) - d;
-    const float y = 0;  // of a minimum, of which there is none: what is not a number stays so
+    const float y = 0;  // of a minimum, which does not exist here: NaN stays NaN
     const float loss = x * x * tt + 2.0f * x * y * 0.0f + y * y * 0.0f - 2.0f * (x * gt + y * 0.0f);
     return loss < 0.0f ? x : 0.0f;
 }
 
-// Set d of every super-block.
-INLINE void fit_super_scales(const fit_args& a, SuperRoom& s) {
+// Sets d of every superblock.
+INLINE void fit_super_scales(const fit_args& a, SuperBlockScratch& s) {
     const int n = (int)a.n, span = (int)a.span, super = (int)a.super, subs = n / span, supers = n / super;
-    const int lane = lane_here(), warp = warp_here();
+    const int lane = lane_id(), warp = warp_here();
     const float *levels = of_tile(a.levels, n), *shift = of_tile(a.shift, subs);
     const int32_t* factor_indices = of_tile(a.factor_index, subs);
     float *v = of_tile(a.v, n), *g = of_tile(a.g, n), *t = of_tile(a.e, n), *c = of_tile(a.c, n), *d = of_tile(a.d, supers);

@@ -1,12 +1,12 @@
-// The point of a grid nearest to a target, in the metric of a group's covariance: the twin of search.py, which says how.
-// Half a warp searches for a row, a lane a root, or a child: the sixteen of a line. Both halves take the same way, so that
-// a warp's lanes can wait for each other. Macros: those of codebook_tree.py; HELD, of how many nodes the losses of children are
-// remembered: those of others are computed again.
+// The point of a grid nearest to a target, in the metric of a group's covariance: the twin of search.py, which
+// describes the search. A half warp searches for a row, with one root, or child, per lane: a line of sixteen. Both
+// halves take the same branches, so that the lanes of a warp can synchronize. Macros: those of codebook_tree.py; HELD,
+// the number of nodes whose children's losses are cached: those of other nodes are recomputed.
 #pragma once
 #include "core/device.cuh"
 
 const int LANES = 16, MOST = 64, LINES = ROOT_LINES / CLASSES, WIDTH = SIZE * PARTS;
-// Floats of a line of roots; of a line of points bytes.
+// Floats per line of roots; bytes per line of points.
 const int LINE = LANES * SIZE;
 
 // No child is nearer.
@@ -23,8 +23,8 @@ struct ScoredPoint {
     float loss;
 };
 
-// What a row's search writes down, in shared memory: lists of nodes, losses of children.
-const int ROW_ROOM = HEIGHTS == 0 ? 0 : 2 * MOST + (HEIGHTS > 1 ? HELD * LANES : 0);
+// Output of a row's search, in shared memory: lists of nodes, losses of children.
+const int ROW_SCRATCH = HEIGHTS == 0 ? 0 : 2 * MOST + (HEIGHTS > 1 ? HELD * LANES : 0);
 
 INLINE int lane_of_16() { return (int)threadIdx.x & 15; }
 INLINE unsigned ballot_of_16(bool yes) {
@@ -35,7 +35,7 @@ INLINE int longer_of_two(int count) { return max(count, __shfl_xor_sync(FULL, co
 
 // ---- levels
 
-// The signed bytes of a word, which are 128 more than they are.
+// The signed bytes of a word of bytes biased by 128.
 INLINE float of_byte(uint32_t word, int i) { return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - 8388736.0f; }
 
 // The values of a lane of a line, with the signs of a pattern.
@@ -75,7 +75,7 @@ INLINE float near2(float z0, float z1, float c0, float c1) {
     return __fmaf_rn(a, a, b * b);
 }
 
-// The squared distance of a lane's root, of a line of products with T^T: quads of axes, in each one after the other.
+// The squared distance of a lane's root, from a line of products with T^T: quads of axes, one after another in each.
 INLINE float near(const float (&z)[SIZE], const float* line) {
 #if SIZE == 2
     const float2 c = ((const float2*)line)[lane_of_16()];
@@ -92,7 +92,7 @@ INLINE float near(const float (&z)[SIZE], const float* line) {
 #endif
 }
 
-// Where the value of an axis is in such a line.
+// The offset of an axis's value in such a line.
 INLINE int place_in_line(int lane, int axis) {
     const int width = SIZE < 4 ? SIZE : 4;
     return LANES * width * (axis / width) + width * lane + axis % width;
@@ -116,15 +116,15 @@ INLINE float score(const GridTree& tree, int first, int bits, int node, const fl
     return squares[0];
 }
 
-// The same of a height's node, the last's unless said otherwise.
+// The same for a node of another height, by default the last.
 const int LAST_BITS = HEIGHTS ? HEIGHT_BITS >> 4 * (HEIGHTS ? HEIGHTS - 1 : 0) : 0;
 INLINE float score_of_points(const GridTree& tree, int node, const float (&t)[SIZE][SIZE], const float (&z)[SIZE]) {
     return score(tree, FIRST_OF_POINTS, LAST_BITS, node, t, z);
 }
 
-// ---- down the tree
+// ---- descending the tree
 
-// The loss of the worst lane of those kept at least; lanes of the same loss count as one.
+// The largest loss among the lanes kept; lanes of equal loss count as one.
 INLINE float limit_of(float least) {
     const int lane = lane_of_16();
 #pragma unroll
@@ -143,7 +143,7 @@ INLINE float limit_of(float least) {
     return different ? limit : far_away();
 }
 
-// List the children of a node that are near; the number of nodes in the list.
+// Lists the children of a node that are near; returns the number of nodes in the list.
 INLINE int keep(int count, bool is_near, int first_child, int* list) {
     const unsigned near = ballot_of_16(is_near);
     const int at = count + __popc(near & ((1u << lane_of_16()) - 1));
@@ -151,7 +151,7 @@ INLINE int keep(int count, bool is_near, int first_child, int* list) {
     return min(count + __popc(near), MOST - 2);
 }
 
-// The best lane, the first of those alike, and its code; ``now`` if there is none.
+// The best lane, the first of equal ones, and its code; ``now`` if there is none.
 INLINE ScoredPoint pick(float best, int code, int now) {
     int lane = lane_of_16();
 #pragma unroll
@@ -174,7 +174,7 @@ struct Nearest {
     int line;
 };
 
-// Go through some lines of roots, from line ``first`` on.
+// Searches some lines of roots, from line ``first`` on.
 INLINE void nearest_root(const float* table, int first, int count, const float (&z)[SIZE], Nearest& best) {
 #pragma unroll 4
     for (int line = 0; line < count; line++) {
@@ -185,9 +185,9 @@ INLINE void nearest_root(const float* table, int first, int count, const float (
     }
 }
 #else
-// A near point of a class, or ``now`` unless it is -1. table: T^T times the roots; room: ROW_ROOM words.
+// A near point of a class, or ``now`` unless it is -1. table: T^T times the roots; scratch: ROW_SCRATCH words.
 INLINE ScoredPoint search(const GridTree& tree, const float* table, const float (&t)[SIZE][SIZE], const float (&z)[SIZE],
-                          int of_class, int now, int* room) {
+                          int of_class, int now, int* scratch) {
     float losses[LINES], least = far_away();
     table += LINE * LINES * of_class;
 #pragma unroll
@@ -196,12 +196,12 @@ INLINE ScoredPoint search(const GridTree& tree, const float* table, const float 
         least = least < losses[line] ? least : losses[line];
     }
     float limit = limit_of(least);
-    int *nodes = room, *other = room + MOST, count = 0, first = 0;
+    int *nodes = scratch, *other = scratch + MOST, count = 0, first = 0;
 #pragma unroll
     for (int line = 0; line < LINES; line++) count = keep(count, losses[line] <= limit, LANES * (LINES * of_class + line), nodes);
     __syncwarp();
 #if HEIGHTS > 1
-    float* held = (float*)(room + 2 * MOST) + lane_of_16();
+    float* held = (float*)(scratch + 2 * MOST) + lane_of_16();
 #pragma unroll 1
     for (int height = 0; height < HEIGHTS - 1; height++) {
         const int bits = HEIGHT_BITS >> 4 * height & 15, longer = longer_of_two(count);

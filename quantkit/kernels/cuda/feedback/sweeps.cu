@@ -1,11 +1,10 @@
-// Sweeps over the columns of tiles, in the order in which columns are visited: a block of threads has a tile.
-// Macros: EVEN (sweeps.cuh).
-//
+// Sweeps over the columns of tiles, in the order in which columns are visited: a thread block has a tile. Macros: EVEN
+// (sweeps.cuh).
 //     error_feedback         chooses all levels with error feedback, and sets the loss
-//     residuals    sets e and the loss of values that are there
+//     residuals    sets e and the loss of given values
 //
-// Columns are visited WIDE at a time. What those before give them is a product, of which each warp has OWN columns; then
-// warp after warp visits its own, and those behind it take over what came of that.
+// Columns are visited WIDE at a time. The feedback of preceding columns is a product, OWN columns per warp; then warp
+// after warp visits its own columns, and updates those after them.
 #define BLOCKS_AT_ONCE 3
 #include "feedback/sweeps.cuh"
 
@@ -24,7 +23,7 @@ KERNEL(error_feedback, 128) {
     // Between products, of these columns, [WIDE][ROWS] each.
     float *const own_e = chunks[0].a[0], *const own_x = own_e + WIDE * ROWS, *const own_inverse = own_x + WIDE * ROWS;
     static_assert(sizeof(chunks) >= 3 * WIDE * ROWS * sizeof(float), "there is room");
-    const int n = (int)a.n, lane = lane_here(), warp = warp_here(), shift = __ffs((int)a.span) - 1;
+    const int n = (int)a.n, lane = lane_id(), warp = warp_here(), shift = __ffs((int)a.span) - 1;
     const int subs = n >> shift;
     const float *x = of_tile(a.x, n), *scale = of_tile(a.scale, subs), *minimum = of_tile(a.minimum, subs);
     const float* inverse = of_tile(a.inverse, subs);
@@ -89,7 +88,7 @@ KERNEL(error_feedback, 128) {
 KERNEL(residuals, 128) {
     __shared__ __align__(16) Chunk chunks[2];
     __shared__ double loss[ROWS];
-    const int n = (int)a.n, lane = lane_here(), warp = warp_here();
+    const int n = (int)a.n, lane = lane_id(), warp = warp_here();
     const float *x = of_tile(a.x, n), *v = of_tile(a.v, n);
     float* e = of_tile(a.e, n);
     for (int k = warp; k < n; k += WARPS) {

@@ -1,13 +1,14 @@
-// Levels next to a value, and sweeps over the columns of rows that choose them with error feedback: sweeps.py of the CPU
-// says what is computed.
+// The level nearest to a value, and sweeps over the columns of rows that choose levels with error feedback: the CPU's
+// sweeps.py has the formulas.
 //
-// Macro: EVEN, 1 if levels are equally far from each other.
+// Macro: EVEN, 1 if levels are equally spaced.
 #pragma once
 #include "feedback/tiles.cuh"
 
-// What kernels over tiles take, tile after tile. u, h: packed; x, levels, v, e: [n][ROWS]; scale, minimum, inverse, m, shift
-// and factor_index: [n / span][ROWS], factor_index: of the factor in `factors`; d, dmin: [n / span / per_d][ROWS]; loss: [ROWS]. m
-// and dmin are 0 if there are no minimums. scale_kind, min_kind: what is fitted (refine.cuh). scratch: see refine.cu.
+// Arguments of kernels over tiles, tile after tile. u, h: packed; x, levels, v, e: [n][ROWS]; scale, minimum, inverse,
+// m, shift and factor_index: [n / span][ROWS], factor_index: of the factor in `factors`; d, dmin: [n / span /
+// per_d][ROWS]; loss: [ROWS]. m and dmin are 0 if there are no minimums. scale_kind, min_kind: what is fitted
+// (refine.cuh). scratch: see refine.cu.
 struct tile_args {
     const int32_t* columns;
     const float *u, *pivots, *h, *per_diagonal, *codebook, *factors;
@@ -17,8 +18,8 @@ struct tile_args {
     int64_t rows, n, span, per_d, scale_kind, min_kind, max_m, factor_count;
 };
 
-// Levels, ascending: the first, their distance and 1 over it where that is one, how many; otherwise where each but the
-// first begins, then all; `half`: half of them, rounded up to a power of two.
+// Levels, ascending: if equally spaced, the first, their distance and 1 over it, their number; otherwise the lower
+// bound of each except the first, then all levels; `half`: half their number, rounded up to a power of two.
 const int MOST_LEVELS = 64;
 struct Codebook {
     float first, apart, inverse, last;
@@ -27,12 +28,12 @@ struct Codebook {
 };
 static_assert(sizeof(Codebook) == 4 * (8 + 2 * MOST_LEVELS), "sweeps.py packs it");
 
-// Copies a codebook to shared memory; it is there after a barrier.
+// Copies a codebook to shared memory, where it is valid after a barrier.
 INLINE void read_codebook(Codebook& to, const float* from) {
     for (int i = threadIdx.x; i < (int)(sizeof(Codebook) / 4); i += blockDim.x) ((float*)&to)[i] = from[i];
 }
 
-// The level next to y.
+// The level nearest to y.
 INLINE float nearest(float y, const Codebook& codebook) {
 #if EVEN
     float rank = rintf((y - codebook.first) * codebook.inverse);
@@ -50,7 +51,7 @@ struct Chosen {
     float level, value;
 };
 
-// The level next to x, and its value.
+// The level nearest to x, and its value.
 INLINE Chosen choose(float x, float scale, float minimum, float inverse, const Codebook& codebook) {
     const float level = nearest((x + minimum) * inverse, codebook);
     return {level, scale * level - minimum};

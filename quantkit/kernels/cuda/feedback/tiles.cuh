@@ -1,32 +1,32 @@
-// Tiles of rows, and products of them with matrices that all rows share.
+// Tiles of rows, and their products with matrices that all rows share.
 //
-// Rows are lanes: of a tile of ROWS rows, each array is f32 [columns][ROWS]. A block of threads has a tile. A shared
-// matrix is packed in strips of four columns, f32 [n / 4][n][4]. A warp sums up products of OWN columns in registers,
-// its block those of WIDE. Every sum is taken in the order of its terms, so a row's result depends on nothing but the row.
+// Rows are lanes: of a tile of ROWS rows, each array is f32 [columns][ROWS]. A thread block has a tile. A shared
+// matrix is packed in strips of four columns, f32 [n / 4][n][4]. A warp accumulates products of OWN columns in
+// registers, its block those of WIDE. Every sum is taken in the order of its terms, so a row's result depends only on
+// that row.
 #pragma once
 #include "core/async_copy.cuh"
 
-// A file whose blocks of threads have more warps defines how many before including this one.
+// A file with more warps per thread block defines their number before including this one.
 #ifndef WARPS_OF_TILE
 #define WARPS_OF_TILE 4
 #endif
 const int ROWS = 32, STRIP = 4, WARPS = WARPS_OF_TILE, OWN = 16, WIDE = WARPS * OWN, CHUNK = 32, TILE_THREADS = 32 * WARPS;
 
-INLINE int lane_here() { return (int)threadIdx.x % 32; }
 INLINE int warp_here() { return (int)threadIdx.x / 32; }
 
-// Where this block's tile begins in an array of `count` lines a tile.
+// First element of this block's tile in an array of `count` lines per tile.
 template <typename T> INLINE T* of_tile(T* all, int64_t count) { return all + (int64_t)blockIdx.x * count * ROWS; }
 
-// Strips lie so that lanes which read four of them read different banks.
+// Strips are padded so that lanes which read four of them read different banks.
 const int CHUNK_APART = (CHUNK + 1) * STRIP, NEAR_APART = (WIDE + 1) * STRIP;
 
-// Operands of so many terms of a product, in shared memory.
+// Operands of a chunk of terms of a product, in shared memory.
 struct Chunk {
     float a[WIDE / STRIP][CHUNK_APART], e[CHUNK][ROWS];
 };
 
-// sum[j] += sum of a[k][j] e[k] over the first `count` k. a: strips, `apart` floats from one to the next; e: of the lane.
+// sum[j] += sum of a[k][j] e[k] over the first `count` k. a: strips, `apart` floats apart; e: of the lane.
 template <int COLUMNS> INLINE void add_products(float (&sum)[COLUMNS], const float* a, int64_t apart, const float* e, int count) {
 #pragma unroll 4
     for (int k = 0; k < count; k++) {
@@ -42,15 +42,15 @@ template <int COLUMNS> INLINE void add_products(float (&sum)[COLUMNS], const flo
     }
 }
 
-// OWN columns of a tile as a warp multiplies them: a lane has four rows of a strip, so that it reads half as much for as
-// many products.
+// OWN columns of a tile as a warp multiplies them: a lane has four rows of a strip, which halves its reads per
+// product.
 struct Patch {
     float4 of[STRIP];
 
-    static __device__ __forceinline__ int row() { return 4 * (lane_here() % 8); }
-    static __device__ __forceinline__ int strip() { return lane_here() / 8; }
+    static __device__ __forceinline__ int row() { return 4 * (lane_id() % 8); }
+    static __device__ __forceinline__ int strip() { return lane_id() / 8; }
 
-    // From and to lines of the warp's columns.
+    // Loads and stores lines of the warp's columns.
     __device__ __forceinline__ void load(const float* lines) {
 #pragma unroll
         for (int j = 0; j < STRIP; j++) of[j] = *(const float4*)(lines + ROWS * (STRIP * strip() + j) + row());
@@ -82,21 +82,21 @@ struct Patch {
     }
 };
 
-// Where a thread's parts of the next chunk come from: strips, WARPS apart, and lines of the tile.
+// Source of a thread's parts of the next chunk: strips, WARPS apart, and lines of the tile.
 struct Operands {
     const float *a, *e;
     int64_t apart;
 
     __device__ __forceinline__ Operands(const float* first_strip, int64_t n, const float* e_)
-        : a(first_strip + (warp_here() * n + lane_here()) * STRIP), e(e_ + 4 * threadIdx.x), apart(WARPS * n * STRIP) {}
+        : a(first_strip + (warp_here() * n + lane_id()) * STRIP), e(e_ + 4 * threadIdx.x), apart(WARPS * n * STRIP) {}
 
-    // Begins to copy a chunk, of so many columns, and goes on to the next.
+    // Begins to copy a chunk of columns, and advances to the next.
     __device__ __forceinline__ void fetch(Chunk& to, int columns) {
         static_assert(CHUNK == 32 && CHUNK * ROWS % (4 * TILE_THREADS) == 0, "a lane copies a row of a strip");
 #pragma unroll
         for (int i = 0; i < OWN / STRIP; i++)
             if (STRIP * (WARPS * i + warp_here()) < columns)
-                copy_async<16>(to.a[WARPS * i + warp_here()] + STRIP * lane_here(), a + i * apart);
+                copy_async<16>(to.a[WARPS * i + warp_here()] + STRIP * lane_id(), a + i * apart);
 #pragma unroll
         for (int i = 0; i < CHUNK * ROWS; i += 4 * TILE_THREADS) copy_async<16>(to.e[0] + i + 4 * threadIdx.x, e + i);
         a += CHUNK * STRIP;
@@ -104,14 +104,14 @@ struct Operands {
     }
 };
 
-// sum[j] += sum of a[k][j] e[k] over the k before `count`, a multiple of CHUNK, for the warp's columns of `columns`, of
-// which a[0] is the first strip. e: the tile's. Begins and ends with all threads in step.
+// sum[j] += sum of a[k][j] e[k] over the k before `count`, a multiple of CHUNK, for the warp's columns of `columns`,
+// of which a[0] is the first strip. e: the tile's. All threads are synchronized before and after.
 INLINE void multiply(float (&sum)[OWN], const float* a, int64_t n, const float* e, int count, int columns, Chunk (&chunks)[2]) {
     static_assert(sizeof(chunks) >= WIDE * ROWS * sizeof(float), "there is room for all sums");
-    const int warp = warp_here(), lane = lane_here();
+    const int warp = warp_here(), lane = lane_id();
     float* const lines = chunks[0].a[0] + ROWS * OWN * warp;
     Patch patch;
-    __syncthreads();  // what is in e, and in chunks, is no longer needed otherwise
+    __syncthreads();  // e and the chunks are no longer in use
 #pragma unroll
     for (int i = 0; i < OWN; i++) lines[ROWS * i + lane] = sum[i];
     __syncwarp();
@@ -135,7 +135,7 @@ INLINE void multiply(float (&sum)[OWN], const float* a, int64_t n, const float* 
     __syncthreads();
 }
 
-// Lets warps come one after another, as often as it takes for `columns`, each with OWN of them: f(first column).
+// Runs the warps one after another, in rounds until all `columns` are done, OWN per warp: f(first column).
 template <typename F> INLINE void in_turn(int columns, F f) {
     for (int first = 0; first < columns; first += OWN) {
         if (first / OWN % WARPS == warp_here()) f(first);

@@ -1,12 +1,12 @@
-// One row for every block of positions, a mixture of its tokens' rows, column by column (DeepSeek 4).
+// One row for every block of positions: a weighted sum of its tokens' rows, column by column (DeepSeek 4).
 //
-// With w_i the softmax of score_i + ape_i over the tokens of a block, its last token's out is the sum of w_i kv_i; that
-// of others is 0. With overlap kv, score and ape are twice as wide: a block is made of the second halves of its tokens,
-// and of the first halves of those of the block before.
+// With w_i the softmax of score_i + ape_i over the tokens of a block, the output of its last token is the sum of w_i
+// kv_i; that of others is 0. With overlap kv, score and ape are twice as wide: a block consists of the second halves
+// of its tokens, and of the first halves of those of the block before.
 #include "core/functions.cuh"
 
-// out: [rows][width]; ape: [ratio][width of kv]; state: [sequences][3 (9 with overlap)][width]: what has been gathered
-// of the second halves, of the first ones, and of the first ones of the block before.
+// out: [rows][width]; ape: [ratio][width of kv]; state: [sequences][3 (9 with overlap)][width]: the running sums of
+// the second halves, of the first ones, and of the first ones of the block before.
 struct compress_args {
     const Batch* batch;
     float* out;
@@ -15,7 +15,7 @@ struct compress_args {
     int64_t width, ratio, overlap, rows;
 };
 
-// The largest score of some tokens, the sum of their weights, and that of their values.
+// A running softmax: the largest score, the sum of the weights, and that of the weighted values.
 struct Sums {
     float largest, weights, values;
 };
@@ -34,7 +34,7 @@ INLINE void store_sums(float* state, int64_t width, Sums x) {
     state[2 * width] = x.values;
 }
 
-// A thread takes a column of all tokens, in order.
+// A thread has a column of all tokens, in order.
 KERNEL(compress, 64) {
     const int64_t column = (int64_t)blockIdx.x * 64 + threadIdx.x, width = a.width;
     if (column >= width) return;

@@ -54,7 +54,7 @@ KERNEL(softcap, 256) {
     });
 }
 
-// e^min(x, eps) - 1 - x; a polynomial near zero, where that cancels.
+// e^min(x, eps) - 1 - x; a polynomial near zero, to avoid cancellation.
 INLINE float below(float x, float eps) {
     const float m = at_most(x, eps);
     const float p = ((((m * (1.0f / 5040) + 1.0f / 720) * m + 1.0f / 120) * m + 1.0f / 24) * m + 1.0f / 6) * m + 0.5f;
@@ -185,7 +185,7 @@ KERNEL(select_outputs, 256) {
     each_column(a.width, a.width % 4 == 0, [&](uint32_t c, auto one) { put(out + c, get<decltype(one)>(x + c)); });
 }
 
-// The rows of a table of whole numbers, [n_vocab][width], that tokens name.
+// The rows of a table of integers, [n_vocab][width], for the tokens.
 struct lookup_args {
     const Batch* batch;
     const int32_t* table;

@@ -1,8 +1,8 @@
-// Rows by their own statistics, and groups of columns mixed: what Gemma 3n and RWKV have around their layers.
+// Operations on a row's own statistics and mixes of column groups, around the layers of Gemma 3n and RWKV.
 #include "core/functions.cuh"
 #include "core/each.cuh"
 
-// The sum of n squares of differences from mean, by a block; differences and squares in f32, as in norms.cuh.
+// The sum of n squared differences from mean, by a block; differences and squares in f32, as in norms.cuh.
 INLINE double sum_of_squares(const float* x, int64_t n, float mean, double* parts) {
     double square = 0;
     for (int64_t i = threadIdx.x; i < n; i += 256) {
@@ -50,7 +50,7 @@ KERNEL(to_length, 256) {
     for (int64_t i = threadIdx.x; i < a.group; i += 256) a.out[at + i] = a.x[at + i] * target / own;
 }
 
-// x has n groups of `group` columns, base and out width / group; a row of weights n for each of these.
+// x has n groups of `group` columns, base and out width / group; a row of n weights for each of these.
 struct mix_args {
     const float *x, *weights, *base;
     float* out;
@@ -74,7 +74,7 @@ KERNEL(mix, 256) {
     });
 }
 
-// x and to have n columns, out, by and weights width / n groups of them; by, weights: or none.
+// x and to have n columns, out, by and weights width / n groups of them; by, weights: or null.
 struct lerp_args {
     const float *x, *to, *by, *weights;
     float* out;

@@ -1,8 +1,8 @@
-// The steps on heads or columns between products and their readers, in one launch: copies of columns, activations,
+// Operations on heads or columns between products and their consumers, in one launch: copies of columns, activations,
 // vectors, norms of groups, rotary positions, gates; results go to memory, a cache or a format.
 //
 // A chain is a row of `width` columns per token, cut into pieces of n (the last may be shorter). TEAM threads, a warp
-// or a block of 256, take a piece through its steps in shared memory, in this order:
+// or a block of 256, apply these operations to a piece in shared memory, in this order:
 //
 //     x * by                one value a row                 norm      AFTER
 //     x + plus              a vector
@@ -11,8 +11,8 @@
 //     norm                  BEFORE
 //     rotary positions      of every `head` columns
 //
-// and then to out, the cache and the format, whichever has an address. `each` and `step` give the layout: column c is
-// at c / each * step + c % each. Macros: CACHE; TEAM, THREADS of a block.
+// and then store it to out, the cache and the format, those that are not null. `each` and `step` give the layout:
+// column c is at c / each * step + c % each. Macros: CACHE; TEAM, THREADS of a block.
 #include "matmul/activations.cuh"
 #include "attention/cache.cuh"
 #include "core/functions.cuh"
@@ -23,11 +23,11 @@
 #define AFTER 2
 
 // rows: tokens, or pairs of a token and an expert, `repeat` of which read one row of x. plus, times, weight and bias
-// repeat every n_... columns; an address of 0, or a kind below 0, skips its step. table: rotary positions of `head`
-// columns, of which n_rot from `start` rotate. quantized: rows of q_width.
+// repeat every n_... columns; a null address, or a kind below 0, skips its operation. table: rotary positions of
+// `head` columns, of which n_rot from `start` rotate. quantized: rows of q_width.
 struct per_head_args {
     const Batch* batch;
-    int64_t rows, room;  // of a piece in shared memory, in values
+    int64_t rows, room;  // size in values of a piece in shared memory
     int64_t width[6], n[6], pieces[6];
     const float* x[6];
     int64_t stride[6], each[6], step[6], repeat[6];

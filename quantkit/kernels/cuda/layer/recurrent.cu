@@ -26,7 +26,7 @@ INLINE bool last_of_sequence(const Batch* b, int r, int rows) {
     return true;
 }
 
-// A position on the way back along a sequence; missing: steps beyond the batch.
+// A position when walking back along a sequence; missing: steps beyond the batch.
 struct Place {
     int row, missing;
 };
@@ -36,7 +36,7 @@ INLINE Place step_back(const Batch* b, Place p) {
     return {row, p.missing + (row == STATE_BEFORE)};
 }
 
-// The value there, in one column of x and of the state.
+// The value at that position, in one column of x and of the state.
 INLINE float value_at(Place p, const float* x, const float* state, int64_t width, int taps) {
     if (p.row >= 0) return x[p.row * width];
     return p.row == ZERO_BEFORE ? 0.0f : state[(taps - 1 - p.missing) * width];
@@ -76,7 +76,7 @@ KERNEL(convolve, 512) {
     for (int t = warp; t < rows; t += WARPS) {
         if (!last_of_sequence(a.batch, t, rows)) continue;
         float* state = a.state + (int64_t)a.batch->sequences[t] * (taps - 1) * a.width + column;
-        // Oldest row first, each from a later one: nothing is overwritten before it is read.
+        // Oldest row first, each from a later one: no row is overwritten before it is read.
         for (int i = 0; in_range && i < taps - 1; i++) {
             Place place = {t, 0};
             for (int k = taps - 2 - i; k; k--) place = step_back(a.batch, place);
@@ -85,14 +85,14 @@ KERNEL(convolve, 512) {
     }
 }
 
-// ---- the state of a head, which the delta rule and the scan share
+// ---- the state of a head, shared by the delta rule and the scan
 
 // Four lanes hold a column of S in registers, lane l its rows 4 * (l + 4 * i) + 0 ... 3; a warp has 8 columns of one
-// head, a block 32. Tokens come in chunks, of which what all lanes read is loaded to shared memory together.
+// head, a block 32. Tokens are processed in chunks; data that all lanes read is loaded to shared memory per chunk.
 #define COLUMNS 32
 #define CHUNK (HEAD > 64 ? 4096 / HEAD : 64)
 #define QUADS (HEAD / 16)
-// Where every row of S decays by itself (BY_ROW), a chunk has decays as long as keys.
+// Where every row of S has its own decay (BY_ROW), a chunk has decays as long as keys.
 #define DELTA_CHUNK (BY_ROW && HEAD > 32 ? 2048 / HEAD : CHUNK)
 
 INLINE float dot4(float4 a, float4 b, float sum) { return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum)))); }
@@ -127,7 +127,7 @@ INLINE void store_state(const float4 (&s)[QUADS], float* to, int lane_row, int h
     }
 }
 
-// Takes the state of the sequence ``next``, zeros at its first token, and puts away that of another one before it.
+// Loads the state of the sequence ``next``, zeros at its first token, and stores that of the previous sequence before.
 INLINE void take_state(float4 (&s)[QUADS], float* states, int64_t of_sequence, int& sequence, int next, int position, bool in_range,
                        int lane_row, int head_k, int head_v) {
     if (in_range && sequence >= 0 && next != sequence) store_state(s, states + sequence * of_sequence, lane_row, head_k, head_v);
@@ -146,8 +146,8 @@ template <int WIDTH> INLINE void load_rows(float* to, const float* from, int64_t
 // ---- the gated delta rule: S = exp(g) S;  d = beta (v - S^T k);  S = S + k d^T;  out = scale S^T q
 
 // state: [sequences][n_v_head][head_k][head_v]; head_k <= HEAD. Value head h reads key head h % n_k_head if tiled,
-// else h / (n_v_head / n_k_head). g: one number a head, or BY_ROW one for each row of its S. Blocks are (value head, 32
-// of its columns).
+// else h / (n_v_head / n_k_head). g: one number per head, or BY_ROW one for each row of its S. Blocks are (value head,
+// 32 of its columns).
 struct delta_net_args {
     const Batch* batch;
     const float *q, *k, *v, *g, *beta;
@@ -228,7 +228,7 @@ KERNEL(delta_net, 128) {
 // ---- the selective scan: dt = softplus(dt + dt_bias);  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
 
 // state: [sequences][n_head][d_state][head]; d_state <= HEAD. Head h reads b and c of group h / (n_head / n_group).
-// Without dt steps are 1; without d and z nothing is added or gates. Blocks are (head, 32 of its columns).
+// Without dt steps are 1; d and z may be null. Blocks are (head, 32 of its columns).
 struct ssm_scan_args {
     const Batch* batch;
     const float *x, *z, *dt, *b, *c, *dt_bias, *a, *d;
@@ -294,8 +294,8 @@ KERNEL(ssm_scan, 128) {
 
 // ---- the scan of columns: dt = softplus(dt);  S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
 
-// state: [sequences][d_state][width]; a: [d_state][width]; d_state <= HEAD <= 64, for rates lie in registers, too. Blocks
-// are 32 columns.
+// state: [sequences][d_state][width]; a: [d_state][width]; d_state <= HEAD <= 64, because decay rates are held in
+// registers, too. Blocks are 32 columns.
 #if HEAD <= 64
 #define COLUMN_CHUNK (CHUNK / 2)
 struct column_scan_args {
@@ -359,9 +359,9 @@ KERNEL(column_scan, 128) {
 // ---- RWKV: S = diag(w) S + k v^T - (rate * removed) (S^T removed)^T;  out = scale S^T r;  w = exp(-exp(g)), or with a
 // ---- bound exp(-bound sigmoid(g))
 
-// state: [sequences][n_head][head][head]; head <= HEAD. Head h reads k and v of head h / (n_head / n_kv_head). removed,
-// rate: or none; S^T removed is of S before it decays. earlier: out is of the S before. complement: k is k (1 - w).
-// Blocks are (head, 32 of its columns).
+// state: [sequences][n_head][head][head]; head <= HEAD. Head h reads k and v of head h / (n_head / n_kv_head).
+// removed, rate: or null; S^T removed uses S before its decay. earlier: out uses the previous S. complement: k is k (1
+// - w). Blocks are (head, 32 of its columns).
 #define WKV_CHUNK (1024 / HEAD)
 struct wkv_args {
     const Batch* batch;

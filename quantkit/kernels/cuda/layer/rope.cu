@@ -1,8 +1,8 @@
 // Rotary positions: rotate pairs of columns by an angle that grows with the position (kernels/rope_constants.py).
 #include "core/device.cuh"
 
-// constants [3, pairs]: 1 if a pair rotates, its factor, its YaRN mix. out [tokens][pairs]: cos, sin, at the first of every
-// `each` positions; back: 1 for the angles that undo these, else 0.
+// constants [3, pairs]: 1 if a pair rotates, its factor, its YaRN mix. out [tokens][pairs]: cos, sin, at the first of
+// every `each` positions; back: 1 for the inverse rotation, else 0.
 struct rope_table_args {
     const Batch* batch;
     float* out;

@@ -16,7 +16,7 @@
 
 #define LOWEST __uint_as_float(0xff800000u)  // minus infinity
 
-// An integer that sorts as the float does, with -0 as 0; NaN is lowest, but above 0, which marks what is already taken.
+// An integer that sorts like the float, with -0 as 0; NaN is lowest, but above 0, which marks selected experts.
 INLINE uint32_t sort_key(float v) {
     const uint32_t bits = __float_as_uint(v + 0.0f);
     if (v != v) return 1;
@@ -90,7 +90,7 @@ INLINE void keep_groups(uint32_t* keys, const float* probs, const float* bias, i
 
 // Routes row `row` of logits, by a warp. shared: room for probs [n_expert], keys [n_expert], and chosen weights
 // [n_used] or scores [n_group]. A has ids, weights, logits, bias, n_expert, n_used, n_group, n_group_used, gating,
-// norm, share, scale, sum_floor. given: ids of all rows that are chosen elsewhere, or none.
+// norm, share, scale, sum_floor. given: ids of all rows if they are not chosen here, or null.
 template <typename A> INLINE void route_token(const A& a, int64_t row, float* shared, const int32_t* row_of = nullptr) {
     const int lane = threadIdx.x & 31;
     const int n = (int)a.n_expert, n_used = (int)a.n_used, n_group = (int)a.n_group;

@@ -1,4 +1,5 @@
-// The steps between two products, in one launch: a block per row, 8 columns a lane, kept in registers throughout.
+// The operations between two products, in one launch: a block per row, 8 columns per lane, kept in registers
+// throughout.
 //
 //     t = x, or the sum of a token's experts       (in the order of route.cu's combine)
 //     t = norm of t                                (post-norms: Gemma 2, OLMo 2)

@@ -1,4 +1,4 @@
-// How four streams beside the layers count in a layer's input and after it (DeepSeek 4; model/ops.py StreamWeights).
+// Weights of four parallel streams in a layer's input and output (DeepSeek 4; model/ops.py StreamWeights).
 #include "core/functions.cuh"
 
 // scale: [3], base: [24].
@@ -9,13 +9,13 @@ struct stream_weights_args {
     double eps;
 };
 
-// The sum of the values of four lanes that `near` and `far` tell apart.
+// The sum over four lanes whose numbers differ in the bits `near` and `far`.
 INLINE float four(float v, int near, int far) {
     v += __shfl_xor_sync(FULL, v, near);
     return v + __shfl_xor_sync(FULL, v, far);
 }
 
-// Sixteen lanes take a row: each an element of its matrix of 4 by 4, the first eight a weight, too.
+// Sixteen lanes have a row: each an element of its 4 by 4 matrix, and the first eight a weight, too.
 KERNEL(stream_weights, 128) {
     const int64_t row = (int64_t)blockIdx.x * 8 + (threadIdx.x >> 4);
     const int lane = threadIdx.x & 15;

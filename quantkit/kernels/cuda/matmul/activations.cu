@@ -11,7 +11,7 @@ struct quantize_args {
 
 #if OF_ROW(FORMAT)
 
-// A format with scales of a row: a block a row.
+// Formats with scales of a row: a block per row.
 struct quantize_rows_args : quantize_args {};
 
 KERNEL(quantize_rows, 256) {

@@ -10,15 +10,16 @@
 //     f16   rounded to half precision, kept as f32
 //     bf16  rounded to bfloat16, kept as f32
 //
-// (max: the first value of the largest magnitude, with its sign.) A row of the int8 formats; n_pad is n rounded up to a
-// multiple of 256, with zeros after n:
+// (max: the first value of the largest magnitude, with its sign.) Layout of a row in the int8 formats; n_pad is n
+// rounded up to a multiple of 256, with zeros after n:
 //
 //     int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16]       Q8_UNIT bytes per 256 values
 //
-// sums are the factors of minimums, one per 16 values: d * sum of q in q8_k; s and 0 alternating in q8_1; 0 in others.
+// sums are multiplied by minimums, one per 16 values: d * sum of q in q8_k; s and 0 alternating in q8_1; 0 in others.
 //
-// q8_k64 has the levels by words: of each 128 the 32 that the first scale is of, then those of the second, third and
-// fourth, so that here, too, 32 levels share a scale. Products bring weights to that order (TYPE::BY_WORDS).
+// q8_k64 stores the levels by words: of each 128 the 32 with the first scale, then those of the second, third and
+// fourth, so that 32 consecutive levels share a scale here, too. Products permute weights to that order
+// (TYPE::BY_WORDS).
 #pragma once
 #include "core/device.cuh"
 #include "matmul/units.cuh"
@@ -31,7 +32,7 @@
 #define Q8_K64 5
 #define ROUND_F16 6
 #define ROUND_BF16 7
-// Formats with scales of a row are made by a block that has the row.
+// Formats with scales of a row are converted by a block per row.
 #define OF_ROW(FORM) ((FORM) == Q8_KV || (FORM) == Q8_K64)
 
 #define ONES 0x01010101
@@ -124,7 +125,7 @@ INLINE uint32_t four_levels(const float* v, float factor) {
     return four;
 }
 
-// Write unit `unit` of a row of `units`, 256 values each, in an int8 format: a warp, 8 values per lane.
+// Writes unit `unit` of a row of `units`, 256 values each, in an int8 format: a warp, 8 values per lane.
 template <int FORM> INLINE void quantize_unit(const float (&v)[8], uint8_t* out, int64_t unit, int64_t units) {
     const int lane = threadIdx.x & 31;
     const Scale scale = FORM == Q8_K ? scale_of_256(v) : scale_of_32<FORM>(v);

@@ -1,10 +1,10 @@
-// Rows of quantized weights times a few rows of activations: the work of each warp of mat_vec.cu.
+// Rows of quantized weights times a few rows of activations: the inner loop of mat_vec.cu.
 //
-// LANES lanes share a row of weights: part of a warp, a warp, or several warps of a block. In a step each lane takes
-// one part of 32 values, or two (dot_forms.cuh), so a step is a segment of the row. Segments are copied to shared
-// memory 16 bytes at a time, from the 16-byte boundary before them (rows are not aligned): memory is read in whole
-// lines for any type, and the next steps load while one is computed; the first ones load during the previous launch,
-// unless that selects the weights. Only warp-level barriers are needed.
+// LANES lanes share a row of weights: part of a warp, a warp, or several warps of a block. Per step each lane
+// processes one part of 32 values, or two (dot_forms.cuh), so a step is a segment of the row. Segments are copied to
+// shared memory 16 bytes at a time, from the 16-byte boundary before them (rows are not aligned): memory is read in
+// whole lines for any type, and the next steps load while one is computed; the first ones load during the previous
+// launch, unless that selects the weights. Only warp-level barriers are needed.
 //
 // The sum of a row depends on LANES only, not on how many rows or columns are computed together. (Included once for
 // each type in a file: mat_vec_same_input.cu.)

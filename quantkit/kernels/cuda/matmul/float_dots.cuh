@@ -50,7 +50,7 @@ INLINE void add_products(const uint4 (&words)[M][R], const uint8_t* x, int64_t x
         }
 }
 
-// words[i] = the 16 bytes of each row that are this lane's in the i-th of COUNT rounds from `part` on.
+// words[i] = the 16 bytes of each row that belong to this lane in the i-th of COUNT rounds from `part` on.
 template <int COUNT, int N, int M, int R>
 INLINE void load_words(uint4 (&words)[N][M][R], const uint8_t* const (&rows)[M][R], int part) {
 #pragma unroll

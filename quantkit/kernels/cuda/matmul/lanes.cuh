@@ -1,10 +1,10 @@
 // Which lanes of a block share which rows of weights, how their sums are reduced, and which lane writes them.
 //
-// LANES (8, 16, 32, 64 or 128) lanes form a team that computes R rows. Below 32 several teams share a warp; above, the
-// team's warps take slices of the rows, and their sums are added in order. Macros: LANES.
+// LANES (8, 16, 32, 64 or 128) lanes form a team that computes R rows. Below 32 several teams share a warp; above,
+// each of the team's warps has a slice of the rows, and their sums are added in order. Macros: LANES.
 //
-// With TILES (tile_dots.cuh) a warp has ROWS * TEAMS rows of 8 lanes each, where a thread is two lanes of half as many rows,
-// and warps of a team are slices of 8 lanes: sums have the same order.
+// With TILES (tile_dots.cuh) a warp has ROWS * TEAMS rows of 8 lanes each, where a thread counts as two lanes of half
+// as many rows, and the warps of a team are slices of 8 lanes: sums have the same order.
 #pragma once
 #include "core/device.cuh"
 
@@ -66,7 +66,7 @@ INLINE constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two(
 
 #ifdef TILES
 
-// As below: sums[m][2 i], sums[m][2 i + 1] are the shares that a thread's two lanes have of row 8 i + lane / 4.
+// As below: sums[m][2 i], sums[m][2 i + 1] are the shares of a thread's two lanes in row 8 i + lane / 4.
 template <int M, int R, int C, typename F> INLINE void finish(const Team<R>& team, float (&sums)[M][R][C], F store) {
     __shared__ float shares[SLICES > 1 ? WARPS / 2 : 1][M][R][32];
     const int t = team.lane % 4;

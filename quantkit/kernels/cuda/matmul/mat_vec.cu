@@ -50,7 +50,7 @@ INLINE void write_head(const mul_mat_heads_args& a, int64_t h) {
 KERNEL_THAT_WAITS(mul_mat_heads_to, 128) {
     const int64_t h = blockIdx.y;
     write_head(a, h);
-    bring_to_format(a.format, a.out, a.heads * a.n_out, h * a.n_out + first_of_block(), a.quantized, a.counters);
+    convert_to_format(a.format, a.out, a.heads * a.n_out, h * a.n_out + first_of_block(), a.quantized, a.counters);
 }
 #else
 KERNEL_THAT_WAITS(mul_mat_heads, 128) { write_head(a, blockIdx.y); }
@@ -86,7 +86,7 @@ INLINE void write_up_gate(const up_gate_args& a) {
 #ifdef TO
 KERNEL_THAT_WAITS(up_gate_to, 128) {
     write_up_gate(a);
-    bring_to_format(a.format, a.out, a.n_out, first_of_block(), a.quantized, a.counters);
+    convert_to_format(a.format, a.out, a.n_out, first_of_block(), a.quantized, a.counters);
 }
 #else
 KERNEL_THAT_WAITS(up_gate, 128) { write_up_gate(a); }
@@ -104,8 +104,8 @@ INLINE void write_up_gate_id(const up_gate_id_args& a, int64_t p) {
 KERNEL(up_gate_id_to, 128) {
     const int64_t p = blockIdx.y;
     write_up_gate_id(a, p);
-    bring_to_format(a.format, a.out + 4 * p * a.n_out, a.n_out, first_of_block(), a.quantized + p * format_bytes(a.format, a.n_out),
-                    a.counters + p * ((a.n_out + 255) / 256));
+    convert_to_format(a.format, a.out + 4 * p * a.n_out, a.n_out, first_of_block(),
+                      a.quantized + p * format_bytes(a.format, a.n_out), a.counters + p * ((a.n_out + 255) / 256));
 }
 #else
 KERNEL(up_gate_id, 128) { write_up_gate_id(a, blockIdx.y); }

@@ -11,7 +11,7 @@
 #include "matmul/to_format.cuh"
 
 // Block x: rows, up to those of the longest matrix; y: the dense one, then the pairs of the token.
-INLINE bool nothing_here(int64_t n_out) { return first_of_block() >= n_out; }
+INLINE bool is_past_end(int64_t n_out) { return first_of_block() >= n_out; }
 
 #ifndef ACTIVATION
 
@@ -26,7 +26,7 @@ struct mul_mat_shared_expert_args : mul_mat_id_args {
 KERNEL(mul_mat_shared_expert, 128) {
     const bool dense = blockIdx.y == 0;
     const int64_t n_out = dense ? a.dense_n_out : a.n_out, p = blockIdx.y - (int64_t)1;
-    if (nothing_here(n_out)) return;
+    if (is_past_end(n_out)) return;
     const int64_t expert = dense ? 0 : a.ids[p];
     const float* bias = dense ? a.dense_bias : a.bias ? (const float*)(a.bias + expert * a.bias_stride) : nullptr;
     const float scale = at_or(dense ? a.dense_scale : a.scale, expert, 1);
@@ -58,14 +58,14 @@ struct up_gate_shared_expert_args : up_gate_id_args {
 KERNEL(up_gate_shared_expert, 128) {
     const bool dense = blockIdx.y == 0;
     const int64_t n_out = dense ? a.dense_n_out : a.n_out, p = blockIdx.y - (int64_t)1, units = (a.n_out + 255) / 256;
-    if (nothing_here(n_out)) return;
+    if (is_past_end(n_out)) return;
     const int64_t expert = dense ? 0 : a.ids[p];
     const Team<ROWS> team(n_out);
     const uint8_t* const matrices[2] = {dense ? a.dense_up : up_of(a, expert).w, dense ? a.dense_gate : gate_of(a, expert).w};
     const uint8_t* x = dense ? a.dense_x : a.x + p / a.x_per * a.x_stride;
     float sums[2][ROWS][COLUMNS];
     multiply_either(dense, team, matrices, dense ? a.dense_row_bytes : a.row_bytes, x, 0, a.n_in, sums);
-    // Only now, as the products leave no registers for what scales and biases need.
+    // Loaded only here, because the products leave no registers for scales and biases.
     Side up = {a.dense_up, a.dense_up_bias, at_or(a.dense_up_scale, 0, 1)};
     Side gate = {a.dense_gate, a.dense_gate_bias, at_or(a.dense_gate_scale, 0, 1)};
     if (!dense) {
@@ -77,7 +77,7 @@ KERNEL(up_gate_shared_expert, 128) {
     const int64_t format = dense ? a.dense_format : a.format;
     if (format < 0) return;
     uint8_t* quantized = dense ? a.dense_quantized : a.quantized + p * format_bytes(format, a.n_out);
-    bring_to_format(format, out, n_out, first_of_block(), quantized, a.counters + (dense ? a.n_used : p) * units);
+    convert_to_format(format, out, n_out, first_of_block(), quantized, a.counters + (dense ? a.n_used : p) * units);
 }
 
 #endif

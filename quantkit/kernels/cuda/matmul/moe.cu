@@ -1,7 +1,7 @@
-// The pairs (token, slot) of every expert, and the tiles of products by expert: plan.cuh. A counting sort in one block,
-// stable because each of its warps has a run of the pairs and a counter for each expert. So many experts that shared
-// memory does not hold all counters leave fewer warps with a run.
-// gather and scatter: rows into that order and back, for products that need an expert's rows contiguous (cuBLAS).
+// The pairs (token, slot) of every expert, and the tiles of products by expert: plan.cuh. A counting sort in one
+// block, stable because each of its warps has a run of the pairs and a counter per expert. If there are too many
+// experts for all counters to fit shared memory, fewer warps have a run. gather and scatter: rows into that order and
+// back, for products that need an expert's rows contiguous (cuBLAS).
 #include "matmul/plan.cuh"
 
 #define INLINE_METHOD __device__ __forceinline__
@@ -43,7 +43,7 @@ KERNEL(bucket, 512) {
     DYNAMIC_SHARED(shared);
     const int runs = (int)a.runs, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int n_expert = (int)a.n_expert, pairs = (int)(a.rows * a.n_used);
-    int* counts = (int*)shared;  // [run][expert]: pairs of a warp's run; then the place of its next one
+    int* counts = (int*)shared;  // [run][expert]: number of pairs in a warp's run; then the next free place
     for (int i = threadIdx.x; i < runs * n_expert; i += 512) counts[i] = 0;
     __syncthreads();
 
@@ -61,7 +61,7 @@ KERNEL(bucket, 512) {
     }
     __syncthreads();
 
-    // Experts in order, 32 at a time: where their pairs and tiles begin.
+    // Experts in order, 32 at a time: first pair and first tile of each.
     if (warp == 0) {
         int start = 0, full32 = 0, full128 = 0;
         for (int e = lane; e < n_expert; e += 32) full32 += totals[e] / 32, full128 += totals[e] / 128;

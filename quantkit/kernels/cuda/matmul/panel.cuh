@@ -25,10 +25,9 @@
 // multiplied as 16 bits (activations are already rounded, so this is exact; they are narrowed in registers), F32 by fma
 // in order of i.
 //
-// A row's own scale multiplies its sums at the end.
 //
-// Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS (of 128 tokens 128 for 64 rows, 256 for 128), SHARED: the
-// bytes that mat_mat.py asks for.
+// A row's own scale multiplies its sums at the end. Macros: TYPE, WEIGHTS (below), TOKENS (32 or 128), THREADS (with
+// 128 tokens 128 for 64 rows, 256 for 128), SHARED: bytes of dynamic shared memory, from mat_mat.py.
 #pragma once
 #include "core/async_copy.cuh"
 #include "core/mma.cuh"
@@ -93,7 +92,7 @@ INLINE void scale_rows(Sums& sum, const float* by) {
             for (int j = 0; j < NT; j++) sum[i][j][c] *= by[row_of(i, c)];
 }
 
-// Where a lane's part of the warp's rows, and of its tokens, begins.
+// First row, and first token, of a lane's part of the warp's.
 INLINE SharedAddress place_of_rows(const uint8_t* tile, int stride) {
     return place_of_a(tile + warp_m() * 16 * MT * stride, stride);
 }
@@ -185,8 +184,8 @@ INLINE void store_by_words(uint8_t* to, int part, const int q[8]) {
     for (int g = 0; g < 4; g++) *(int2*)(to + 32 * g + 8 * part) = make_int2(q[g], q[g + 4]);
 }
 
-// Unpack 128 values of every row from `first` on; those beyond n_in have no effect. A thread has one part of 32, or two
-// adjacent ones, of a row.
+// Unpacks 128 values of every row from `first` on; those beyond n_in have no effect. A thread has one part of 32, or
+// two adjacent ones, of a row.
 INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
     const int EACH = 4 * ROWS / THREADS;
     const int row = thread_here() / (4 / EACH), begin = thread_here() % (4 / EACH) * EACH;

@@ -1,8 +1,8 @@
-// As dots.cuh, one row of x, with tiles of 16 rows of weights that a warp multiplies by tensor cores (tile_forms.cuh):
-// ROWS / 4 of them, a block of 256 values at a time; the next warp of the team has the next block. Segments are copied by
-// all threads of a team.
+// As dots.cuh, one row of x, with tiles of 16 rows of weights that a warp multiplies on tensor cores (tile_forms.cuh):
+// ROWS / 4 of them, a block of 256 values at a time; the next warp of the team has the next block. Segments are copied
+// by all threads of a team.
 //
-// Sums have the order that they have with as many LANES in dots.cuh.
+// Sums have the same order as in dots.cuh with as many LANES.
 #include "core/async_copy.cuh"
 #include "matmul/lanes.cuh"
 #include "unpack/tile_forms.cuh"
@@ -32,7 +32,7 @@ template <int SEGMENTS> struct TileCopier {
         }
         limit = at < 16 * WORDS ? (uint32_t)max(row_bytes + 15 - at, 0) : 0;
     }
-    // Where its first word goes.
+    // Destination of the thread's first word.
     INLINE_METHOD static int place(int thread) { return 16 * (WORDS * (thread / LINE) + thread % LINE); }
 
     // Fetch the words `by` bytes further. At most 30 bytes beyond a row are read.
@@ -53,9 +53,9 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const int OF_MATRIX = R * TEAMS, ROW = 16 * WORDS;
     typedef TileCopier<M * OF_MATRIX> Segments;
     const int STAGE = Segments::BYTES, OF_ALL = WARPS / SLICES * STAGE;
-    // Of 48 KB some are for rooms, a table, and sums that warps share.
+    // Part of the 48 KB is used by scratch memory, a table, and sums that warps share.
     const int STAGES = __CUDA_ARCH__ < 800 || 3 * OF_ALL > 36000 ? 2 : 4 * OF_ALL > 36000 ? 3 : 4;
-    const int ROOMS = STAGES * OF_ALL, TABLE = ROOMS + 4 * FORM::ROOM * WARPS;
+    const int SCRATCH_AT = STAGES * OF_ALL, TABLE = SCRATCH_AT + 4 * FORM::SCRATCH * WARPS;
     __shared__ __align__(16) uint8_t shared[TABLE + 4 * FORM::TABLE];
     const int g = team.lane / 4, t = team.lane % 4, thread = 32 * team.slice + team.lane;
     const uint32_t bytes_of_row = fixed((uint32_t)row_bytes - TYPE::HEADER), mine = team.warp / SLICES * (STAGES * STAGE);
@@ -71,13 +71,13 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         copier.copy(to + s * STAGE, s * SPAN);
         end_group();
     }
-    uint32_t* words = (uint32_t*)(shared + ROOMS);
-    for (int i = threadIdx.x; i < FORM::ROOM * WARPS; i += 32 * WARPS) words[i] = 0;
-    words += FORM::ROOM * WARPS;
+    uint32_t* words = (uint32_t*)(shared + SCRATCH_AT);
+    for (int i = threadIdx.x; i < FORM::SCRATCH * WARPS; i += 32 * WARPS) words[i] = 0;
+    words += FORM::SCRATCH * WARPS;
     for (int i = threadIdx.x; i < FORM::TABLE; i += 32 * WARPS) words[i] = FORM::word(i);
     wait_for_previous();
     SharedAddress here[M];  // the first segment of the lane's first row
-    uint32_t head[M];       // where it begins: only the low four bits matter
+    uint32_t head[M];       // its address: only the low four bits matter
 #pragma unroll
     for (int m = 0; m < M; m++) {
         head[m] = (uint32_t)(uint64_t)w[m] + (uint32_t)team.offset(g / TEAMS, g % TEAMS, row_bytes) + TYPE::HEADER;
@@ -85,7 +85,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
         for (int r = 0; r < R; r++) sums[m][r][0] = 0;
     }
-    const Room room(shared, (uint32_t)(ROOMS + 4 * FORM::ROOM * team.warp), team.lane);
+    const Scratch scratch(shared, (uint32_t)(SCRATCH_AT + 4 * FORM::SCRATCH * team.warp), team.lane);
     const Lookup table(words, team.lane, 1);
     const float* d = (const float*)(x + n_in) + 8 * team.slice + t;
     x += 256 * team.slice + chunk_of(team.lane);
@@ -96,13 +96,13 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         typename FORM::X v;
         const bool there = (int)by < end;
         FORM::load(x, there, v);
-        // Of a block that is not there, what is in the stage counts nothing.
+        // For a block beyond the end, the contents of the stage have no effect.
         const float d_of[2] = {there ? d[0] : 0, there ? d[4] : 0};
         wait_groups<STAGES - 2>();
         __syncthreads();
         copier.copy(to + last, by + (STAGES - 1) * SPAN);
         end_group();
-        FORM::prepare(room, team.lane, v);
+        FORM::prepare(scratch, team.lane, v);
 #pragma unroll
         for (int m = 0; m < M; m++) {
             const int over = Segments::STEADY ? 0 : (int)((head[m] + by) & 15) - (int)(head[m] & 15);

@@ -7,7 +7,7 @@
 
 // A row of `width` values at `row`; this block has written those from `at` on, one per row of weights in a block, a
 // power of two. counters: 0, one per 256 columns. Called by all threads of the block.
-INLINE void bring_to_format(int64_t format, const uint8_t* row, int64_t width, int64_t at, uint8_t* quantized, int* counters) {
+INLINE void convert_to_format(int64_t format, const uint8_t* row, int64_t width, int64_t at, uint8_t* quantized, int* counters) {
     const int of_block = WARPS / SLICES * ROWS * TEAMS;
     if (format >= ROUND_F16) {
         const int64_t i = at + threadIdx.x;

@@ -1,5 +1,5 @@
 // All types by name: a module is compiled with, for example, TYPE defined as Q4_K, and uses TYPE::unpack (for F32, F16
-// and BF16, whose BLOCK is 1: TYPE::value). Tables are static and vanish where unused.
+// and BF16, whose BLOCK is 1: TYPE::value). Unused tables are not compiled.
 #pragma once
 #include "unpack/bitnet.cuh"
 #include "unpack/floats.cuh"
@@ -11,7 +11,7 @@
 #include "unpack/ternary.cuh"
 #include "unpack/trellis.cuh"
 
-// The scale that begins a row and multiplies all of it; 1 for types without one.
+// The scale at the beginning of a row, a factor of all its values; 1 for types without one.
 template <typename T> INLINE float row_scale(const uint8_t* row) {
     static_assert(T::ALIGN >= 4 || T::ROW_SCALE < 4, "a scale of four bytes is aligned");
     if (T::ROW_SCALE == 4) return *(const float*)row;

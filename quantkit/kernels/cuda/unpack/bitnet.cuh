@@ -5,8 +5,8 @@
 #pragma once
 #include "unpack/ternary.cuh"
 
-// Two digits minus one of four values, from the halves of a and b: bytes, of which each a power of three has been
-// multiplied by.
+// Two digits minus one of four values, from the halves of a and b: bytes that were multiplied by a power of three
+// each.
 INLINE int digits_of_halves(uint32_t a, uint32_t b) {
     return less_one(pick_bytes((a & 0x00ff00ffu) * 3, (b & 0x00ff00ffu) * 3, 0x7531));
 }

@@ -1,5 +1,5 @@
-// How a lane multiplies weights of a type by few rows of activations: Form<TYPE>. Instructions are scarce, so work
-// moves from the weights to the activations, which all rows of weights share:
+// How a lane multiplies weights of a type by few rows of activations: Form<TYPE>. Instructions are the bottleneck, so
+// work moves from the weights to the activations, which all rows of weights share:
 //
 //     order    values of x are loaded, or permuted, into the stored order of the weights: Form::first, load, prepare
 //     offset   levels stay unsigned: sum of (q - o) x = sum of q x - o * (sum of x)
@@ -24,7 +24,7 @@
 #include "core/async_copy.cuh"
 #include "unpack/all.cuh"
 
-// A lane's activations: values in the form's order, and anything else it prepares.
+// A lane's activations: values in the form's order, and data derived from them.
 struct Activations {
     int q[16], more[8], fourfold[32];
     float d;
@@ -35,9 +35,9 @@ struct Activations {
 // PARTS * 32 values in order.
 template <int N> struct InOrder {
     static const int PARTS = N;
-    // Where the lane's values begin in a row.
+    // Offset of the lane's values in a row.
     STATIC_INLINE int first(int part) { return 32 * N * part; }
-    // Load them; x is that place, part the lane's number in the block.
+    // Loads them from that offset; part: the lane's number in the block.
     STATIC_INLINE void load(const uint8_t* x, int, Activations& v) {
 #pragma unroll
         for (int i = 0; i < 2 * N; i++) {
@@ -92,11 +92,11 @@ template <typename T> INLINE void load_copies(uint32_t* shared) {
 // Tables of levels: the lane's copy of a grid; and the magnitudes of IQ2.
 struct Lookup {
     SharedAddress mine;
-    const uint8_t* first;  // of one copy: an address that costs nothing
+    const uint8_t* first;  // of one copy: an address without a computation
     uint32_t magnitudes;
 
     // The compiler would keep a constant or a uniform value in a uniform register, and copy it whenever an instruction
-    // needs another one. So the unselected byte of the magnitudes is the lane, and the address of a single copy
+    // needs another one. Therefore the unselected byte of the magnitudes is the lane, and the address of a single copy
     // includes lane / 32, which is 0.
     __device__ __forceinline__ Lookup(uint32_t* copies, int lane, int number)
         : mine(shared_address((uint8_t*)copies) + (uint32_t)(number > 1 ? lane % number * 4 : lane / 32)),
@@ -140,7 +140,8 @@ struct Place {
         }
     }
 
-    // The words that N words from byte `bytes` on lie in, any number; returns the bit that these begin at, modulo 32.
+    // The words that contain N words from byte `bytes` on, any number; returns the bit at which these begin, modulo
+    // 32.
     template <int N> __device__ __forceinline__ uint32_t words_around(int bytes, uint32_t (&out)[N + 1]) const {
         const uint32_t first = at + (uint32_t)bytes;
         const uint32_t* words = (const uint32_t*)(base + (first & ~3u));
@@ -372,7 +373,7 @@ struct ByWords {
     }
 };
 
-// Levels as they are unpacked, in the order of x: to prepare several columns costs more.
+// Levels in unpacked order, the order of x: preparing several columns costs more.
 template <typename T> struct LevelsByWords : ByWords {
     struct Weights {
         int q[16];

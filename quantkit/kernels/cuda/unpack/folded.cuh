@@ -1,5 +1,6 @@
-// Unpackers for many rows, for types whose scales within 256 values are small integers times one number: these multiply
-// the levels, and a product over 256 values is one sum of integers. T::FOLDED_SCALE_BYTES (formats.py):
+// Unpackers for many rows, for types whose scales within 256 values are small integers times one number: the levels
+// are multiplied by these integers, and a product over 256 values is one sum of integers. T::FOLDED_SCALE_BYTES
+// (formats.py):
 //
 //     0  T unchanged: a scale per 32 or 16 values
 //     1  one scale d per 256 values, levels that still fit a byte

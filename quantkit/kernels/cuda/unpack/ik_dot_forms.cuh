@@ -1,11 +1,11 @@
-// Forms (dot_forms.cuh) of ik_llama.cpp's types. Permutations that look up levels are what limits these, so
+// Forms (dot_forms.cuh) of ik_llama.cpp's types. The bottleneck is permutations that look up levels, so
 //
-//     tables   levels of 5 and 6 bits, raised or not, and pairs of levels, lie in shared memory: at most 32 words, each in
-//              a bank of its own, so that lanes never conflict. Whether levels are raised is one more bit of the index
-//     offset   other raised levels are not: sum of (q + by) x = sum of q x + by * (sum of x)
-//     order    x takes the order in which levels are looked up, where what changes places has one scale
+//     tables   levels of 5 and 6 bits, shifted or not, and pairs of levels, are in shared memory: at most 32 words, each in
+//              a bank of its own, so that lanes never conflict. The shift is one more bit of the index
+//     offset   other shifted levels are not stored: sum of (q + by) x = sum of q x + by * (sum of x)
+//     order    x is permuted to the order in which levels are looked up, where permuted values share a scale
 //     bytes    a level of a trellis type is a sum of four bytes, less 126: these are multiplied by four copies of a value
-//              of x, so that levels need neither be added up nor packed
+//              of x, so that levels need neither be summed nor packed
 #pragma once
 #include "core/mma.cuh"
 #include "unpack/dot_forms.cuh"
@@ -14,7 +14,7 @@ template <typename Codebook> INLINE uint32_t word_of(int i) {
     return i < 2 ? i ? Codebook::B : Codebook::A : i < 3 ? Codebook::C : Codebook::D;
 }
 
-// Levels of a codebook of 32, then the same raised by two; and of 64, then raised by one.
+// Levels of a codebook of 32, then the same plus two; and of 64, then plus one.
 struct Table5 {
     static const int N = 1, WORDS = 16;
     STATIC_INLINE uint32_t word(int i) {
@@ -56,7 +56,7 @@ template <> struct Copies<IQ2_KL> : TableOfPairs {};
 template <> struct Copies<IQ1_KT> : Table4 {};
 template <> struct Copies<IQ2_KT> : Table4 {};
 
-// Two bytes of a table that begins at a multiple of 256 bytes, by byte j of x: the permutation that takes it makes the address.
+// Two bytes of a table aligned to 256 bytes, by byte j of x: the permutation that selects it computes the address.
 INLINE uint32_t pair_at(const Lookup& table, uint32_t x, int j) {
 #ifdef QUANTKIT_HOST
     return load2(table.first + picked(x, j));
@@ -149,8 +149,8 @@ template <> struct Form<IQ4_K, false> : InOrder<1> {
     }
 };
 
-// Few columns of levels of 2 and 3 bits: of two words by turns, as permutations look them up. both: indices of two words,
-// the second one's in the upper halves of bytes.
+// Few columns of levels of 2 and 3 bits: of two words alternately, in the order of the lookup permutations. both:
+// indices of two words, the second one's in the upper halves of bytes.
 template <typename Codebook> INLINE void look_up_by_turns(const uint32_t (&both)[4], Codebook first, Codebook last, int (&q)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -186,7 +186,7 @@ INLINE void indices_of_3_bits(const uint8_t* qs, int part, uint32_t (&both)[4]) 
     }
 }
 
-template <typename T> struct TwoByTurnsOfHalves : TwoByTurns {
+template <typename T> struct TwoAlternatingHalves : TwoByTurns {
     typedef ScaledHalves Weights;
     template <typename Codebook> STATIC_INLINE void set(const uint8_t* block, int part, const uint32_t (&both)[4], Weights& w) {
         const uint32_t shifts = shifts_of(block, part);
@@ -200,7 +200,7 @@ template <typename T> struct TwoByTurnsOfHalves : TwoByTurns {
     }
 };
 
-template <> struct Form<IQ2_K, false> : TwoByTurnsOfHalves<IQ2_K> {
+template <> struct Form<IQ2_K, false> : TwoAlternatingHalves<IQ2_K> {
     STATIC_INLINE void unpack(const Place& p, int part, ScaledHalves& w, const Lookup&) {
         uint32_t both[4];
         indices_of_2_bits(p.plus(12), part, both);
@@ -208,7 +208,7 @@ template <> struct Form<IQ2_K, false> : TwoByTurnsOfHalves<IQ2_K> {
     }
 };
 
-template <> struct Form<IQ3_K, false> : TwoByTurnsOfHalves<IQ3_K> {
+template <> struct Form<IQ3_K, false> : TwoAlternatingHalves<IQ3_K> {
     STATIC_INLINE void unpack(const Place& p, int part, ScaledHalves& w, const Lookup&) {
         uint32_t both[4];
         indices_of_3_bits(p.plus(14), part, both);
@@ -292,8 +292,8 @@ template <bool SEVERAL> struct Form<IQ2_KL, SEVERAL> : InOrder<2> {
     }
 };
 
-// Few columns of IQ4_KS and IQ4_KSS: words of four levels of the first 16 and four of the last, by turns.
-template <typename T> struct ByTurns : InOrder<1> {
+// Few columns of IQ4_KS and IQ4_KSS: words of four levels of the first 16 and four of the last, alternately.
+template <typename T> struct Alternating : InOrder<1> {
     struct Weights : ScaledPart {
         int by;
     };
@@ -317,7 +317,7 @@ template <typename T> struct ByTurns : InOrder<1> {
     }
 };
 
-template <> struct Form<IQ4_KS, false> : ByTurns<IQ4_KS> {
+template <> struct Form<IQ4_KS, false> : Alternating<IQ4_KS> {
     STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
         uint32_t x[4];
         load_words_by4(p.plus(8 + 16 * part), x);
@@ -325,7 +325,7 @@ template <> struct Form<IQ4_KS, false> : ByTurns<IQ4_KS> {
     }
 };
 
-template <> struct Form<IQ4_KSS, false> : ByTurns<IQ4_KSS> {
+template <> struct Form<IQ4_KSS, false> : Alternating<IQ4_KSS> {
     STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
         uint32_t x[4];
         load_words_by4(p.plus(16 * part), x);
@@ -336,7 +336,7 @@ template <> struct Form<IQ4_KSS, false> : ByTurns<IQ4_KSS> {
 
 // ---------------------------------------------------------------- trellis types
 
-// Few columns: N values of each seed, as they are generated.
+// Few columns: N values of each seed, in the order of generation.
 template <int N> struct Generated : InOrder<1> {
     struct Weights {
         uint32_t seed[32 / N], more = 4096;  // to be added to all seeds
@@ -385,8 +385,8 @@ template <> struct Form<IQ4_KT, false> : Generated<4> {
     }
 };
 
-// Signs of these levels are not theirs but stored ones, so that levels must be added up: -l is ~l + 1, and the mask of
-// levels to be negated supplies that one, as bytes of -1.
+// Signs of these levels are stored separately, so levels must be summed: -l is ~l + 1, and the mask of levels to be
+// negated supplies that one, as bytes of -1.
 template <> struct Form<IQ3_KT, false> : InOrder<1> {
     struct Weights {
         int q[8], negated[8];

@@ -1,4 +1,4 @@
-// Super-blocks of non-linear levels of ik_llama.cpp, IQ2_K to IQ6_K, and those whose rows begin with a scale; the twin of
+// Superblocks of non-linear levels of ik_llama.cpp, IQ2_K to IQ6_K, and types with a row scale; the twin of
 // quantkit/kernels/cpu/unpack/ik_quants.py.
 //
 //     IQ2_K    d f16 | extra u16 | scales 8 | qs 64                      d * (s - 8) * (codebook[q] + 5 * shift)
@@ -18,16 +18,16 @@
 #include "unpack/levels.cuh"
 #include "unpack/tables.cuh"
 
-// Raise four levels below 128 - by.
+// Adds `by` to four levels below 128 - by.
 INLINE int raised(int four, uint32_t by) { return (int)((((uint32_t)four ^ SIGNS) + by * ONES) ^ SIGNS); }
 
-// Raise the first, and the last, 16 levels where bit 0, and bit 1, of `shifts` is set.
+// Shifts the first, and the last, 16 levels where bit 0, and bit 1, of `shifts` is set.
 INLINE void raise(Levels& l, uint32_t shifts, uint32_t by) {
     const uint32_t first = (shifts & 1) * by, last = (shifts >> 1 & 1) * by;
     for (int i = 0; i < 8; i++) l.q[i] = raised(l.q[i], i < 4 ? first : last);
 }
 
-// A codebook of up to 8 levels that may be raised before it is looked up in: for the first, or the last, 16 values.
+// A codebook of up to 8 levels that may be shifted before the lookup: for the first, or the last, 16 values.
 template <typename Codebook, uint32_t BY> struct Raised8 {
     uint32_t a, b;
     __device__ __forceinline__ explicit Raised8(uint32_t is_raised)
@@ -193,7 +193,7 @@ struct IQ3_KS : traits::IQ3_KS {
     }
 };
 
-// A byte s of IQ4_KS, IQ5_KS and IQ4_KSS: the scale, and whether levels are raised.
+// A byte s of IQ4_KS, IQ5_KS and IQ4_KSS: the scale, and whether levels are shifted.
 INLINE void scale_and_raise(uint32_t s, uint32_t by, Levels& l) {
     raise(l, (s & 1) * 3, by);
     set_scales(l, (float)((int)(s & 254) - 127));
@@ -220,7 +220,7 @@ struct IQ5_KS : traits::IQ5_KS {
 
 // s is the lowest bits of 8 u16, x their others, of which x ^ x >> 1 holds four indices.
 struct IQ4_KSS : traits::IQ4_KSS {
-    // Take the scale out of words, so that they are indices.
+    // Masks the scale out of words, which leaves indices.
     STATIC_INLINE uint32_t take_scale(uint32_t (&x)[4]) {
         uint32_t s = 0;
         for (int i = 0; i < 4; i++) {

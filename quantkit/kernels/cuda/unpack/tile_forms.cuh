@@ -1,19 +1,19 @@
-// How a warp multiplies 16 rows of a trellis type by one row of x: TileForm<TYPE>, 256 values of each row at a time, by
-// tensor cores. These add up the bytes that a level is the sum of, which on other units costs as much as to generate it.
+// How a warp multiplies 16 rows of a trellis type by one row of x: TileForm<TYPE>, 256 values of each row at a time,
+// on tensor cores. These sum the bytes of a level, which on other units costs as much as generating it.
 //
 // Lane l has, with g = l / 4 and t = l % 4, sub-blocks t and t + 4 of rows g and g + 8. A register of a (mma.cuh) is a
-// generated word, a level's four bytes; so its place in a row of a is the lane's t, and the four lanes of a row bring four
-// sub-blocks, which b keeps apart: column c is that of sub-block c / 2 + 4 (c % 2), and all zero but where lane c / 2 has
-// its words. So of the sums of sub-block t (t + 4) a lane gets those of its two rows in c[0] and c[2] (c[1] and c[3]), and
-// b is the same for both, and for all rows. Sums of integers are exact, in any order.
+// generated word, the four bytes of a level; so its place in a row of a is the lane's t, and the four lanes of a row
+// have four sub-blocks, which b separates: column c belongs to sub-block c / 2 + 4 (c % 2), and is zero except where
+// lane c / 2 has its words. So a lane gets the sums of sub-block t (t + 4) for its two rows in c[0] and c[2] (c[1] and
+// c[3]), and b is the same for both, and for all rows. Sums of integers are exact, in any order.
 //
 //     template <> struct TileForm<T> {
 //         struct X { ... };                          // what a lane has of 256 values of x
 //         static const int STEP = ...;               // bytes of a row between places of neighbouring lanes
-//         static const int ROOM = ..., TABLE = ...;  // words of shared memory: of a warp, of a block
+//         static const int SCRATCH = ..., TABLE = ...;  // words of shared memory: of a warp, of a block
 //         STATIC_INLINE uint32_t word(int i);        // a word of the table
 //         STATIC_INLINE void load(const uint8_t* x, bool there, X& v);  // x: what chunk_of says
-//         STATIC_INLINE void prepare(const Room& room, int lane, X& v);
+//         STATIC_INLINE void prepare(const Scratch& scratch, int lane, X& v);
 //         // sums[row][half], of sub-blocks t and t + 4, without x.d; the two rows are APART bytes apart
 //         template <int APART>
 //         STATIC_INLINE void products(const TileRows& rows, int t, const X& v, const Lookup& table, float (&sums)[2][2]);
@@ -28,7 +28,7 @@ struct TileRows {
     SharedAddress bytes, words, block;
 };
 
-// Loads, by 32-bit addresses, to which offsets may be added for nothing; they stay between barriers.
+// Loads by 32-bit addresses with immediate offsets; not moved across barriers.
 #ifdef QUANTKIT_HOST
 #define LOAD_SHARED(name, type, kind) \
     INLINE uint32_t name(SharedAddress at) { return *(const type*)at; }
@@ -44,26 +44,27 @@ LOAD_SHARED(shared_byte, uint8_t, "u8")
 LOAD_SHARED(shared_half, uint16_t, "u16")
 LOAD_SHARED(shared_word, uint32_t, "u32")
 
-// The sub-block of a column of b; whether the lane is the one of its four that has the column's words; and where the eight
-// values of a column begin that a lane loads: of the one that has the words the first eight, so that the others follow.
+// The sub-block of a column of b; whether the lane is the one of its four that has the column's words; and the offset
+// of the eight values of a column that a lane loads: the lane with the words loads the first eight, and the others
+// follow.
 INLINE int sub_block_of(int column) { return column / 2 + 4 * (column % 2); }
 INLINE bool has_column(int lane) { return lane % 4 == lane / 8; }
 INLINE int chunk_of(int lane) { return 32 * sub_block_of(lane / 4) + 8 * (lane % 4 ^ lane / 8); }
 
-// The sums of all columns, times FACTOR, as c has them.
+// The sums of all columns, times FACTOR, in the layout of c.
 template <int FACTOR> INLINE void sum_columns(uint2 eight, int (&sums)[4]) {
     const uint32_t factor = (uint32_t)(FACTOR & 255) * ONES, a[4] = {factor, factor, factor, factor}, b[2] = {eight.x, eight.y};
     const int zeros[4] = {0, 0, 0, 0};
     mma_s8(sums, a, b, zeros);
 }
 
-// A warp's shared memory: nine columns of b, the last one zero, with 4 words between them, so that what a quarter of a warp
-// writes has banks of its own. A lane writes 8 words of its column, and reads it, or zeros.
-struct Room {
+// A warp's shared memory: nine columns of b, the last one zero, with 4 words of padding between them, so that the
+// writes of a quarter warp have no bank conflicts. A lane writes 8 words of its column, and reads it, or zeros.
+struct Scratch {
     static const int COLUMN = 36, WORDS = 9 * COLUMN;
     Place write, read;
 
-    __device__ __forceinline__ Room(const uint8_t* base, uint32_t at, int lane)
+    __device__ __forceinline__ Scratch(const uint8_t* base, uint32_t at, int lane)
         : write{base, fixed(at + 4 * (uint32_t)(COLUMN * (lane / 4) + 8 * (lane % 4 ^ lane / 8)))},
           read{base, fixed(at + 4 * (uint32_t)(COLUMN * (has_column(lane) ? lane / 4 : 8)))} {}
 };
@@ -80,7 +81,7 @@ INLINE uint2 two_words(const Lookup& table, uint32_t i) {
 #endif
 }
 
-// The next two words that the generators of two rows give, as a of a product has them: by turns.
+// The next two words of the generators of two rows, in the layout of a: alternately.
 INLINE void next_words(uint32_t (&state)[2], uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -89,28 +90,28 @@ INLINE void next_words(uint32_t (&state)[2], uint32_t (&a)[4]) {
     }
 }
 
-// ---------------------------------------------------------------- levels as they are generated
+// ---------------------------------------------------------------- levels in the order of generation
 
-// b: four copies of a value of x, as its products with the bytes of a word are added up.
+// b: four copies of a value of x, because its products with the bytes of a word are summed.
 template <typename T> struct GeneratedTile {
     struct X {
         uint2 eight;
         uint32_t b[32];
         int sums[4];
     };
-    static const int ROOM = Room::WORDS;
+    static const int SCRATCH = Scratch::WORDS;
 
     STATIC_INLINE void load(const uint8_t* x, bool is_inside, X& v) { v.eight = is_inside ? *(const uint2*)x : make_uint2(0, 0); }
-    STATIC_INLINE void prepare(const Room& room, int, X& v) {
+    STATIC_INLINE void prepare(const Scratch& scratch, int, X& v) {
         uint32_t copies[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) copies[i] = pick_bytes(i < 4 ? v.eight.x : v.eight.y, 0, 0x1111 * (uint32_t)(i % 4));
-        uint4* to = (uint4*)room.write.plus(0);
+        uint4* to = (uint4*)scratch.write.plus(0);
         to[0] = make_uint4(copies[0], copies[1], copies[2], copies[3]);
         to[1] = make_uint4(copies[4], copies[5], copies[6], copies[7]);
         sum_columns<-126>(v.eight, v.sums);
         __syncwarp();
-        const uint4* from = (const uint4*)room.read.plus(0);
+        const uint4* from = (const uint4*)scratch.read.plus(0);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const uint4 four = from[i];
@@ -185,16 +186,16 @@ template <> struct TileForm<IQ2_KT> : GeneratedTile<IQ2_KT> {
 
 // ---------------------------------------------------------------- levels with signs
 
-// Tensor cores add up the four bytes of a level (b: ones); then four levels are packed into a word and multiplied. A sum of
-// bytes plus 2 has its top bit set where its level, 126 less, is not negative. A negated level is ~l + 1: those ones are
-// worth the sum of all x, less the x of levels that are kept, whose mask is -1.
+// Tensor cores sum the four bytes of a level (b: ones); then four levels are packed into a word and multiplied. A sum
+// of bytes plus 2 has its top bit set where its level, 126 less, is not negative. A negated level is ~l + 1: the sum
+// of those ones is that of all x, less the x of levels that are not negated, whose mask is -1.
 template <> struct TileForm<IQ3_KT> {
     struct X {
         uint2 eight;
         uint32_t b[8], ones[2];
         int sums[4];
     };
-    static const int STEP = 8, ROOM = 0, TABLE = 0;
+    static const int STEP = 8, SCRATCH = 0, TABLE = 0;
     STATIC_INLINE uint32_t word(int) { return 0; }
 
     STATIC_INLINE void load(const uint8_t* x, bool is_inside, X& v) {
@@ -204,7 +205,7 @@ template <> struct TileForm<IQ3_KT> {
         v.b[0] = low.x, v.b[1] = low.y, v.b[2] = low.z, v.b[3] = low.w;
         v.b[4] = high.x, v.b[5] = high.y, v.b[6] = high.z, v.b[7] = high.w;
     }
-    STATIC_INLINE void prepare(const Room&, int lane, X& v) {
+    STATIC_INLINE void prepare(const Scratch&, int lane, X& v) {
         sum_columns<1>(v.eight, v.sums);
 #pragma unroll
         for (int i = 0; i < 2; i++) v.ones[i] = has_column(lane) && lane / 4 % 2 == i ? ONES : 0;
@@ -217,7 +218,7 @@ template <> struct TileForm<IQ3_KT> {
         for (int i = 0; i < 8; i++) c[i / 4][i % 4] = v.sums[i % 4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            uint32_t state[2][2], levels[2][4], kept[2][4];  // words 2 j and 2 j + 1 of both rows, as a has them
+            uint32_t state[2][2], levels[2][4], kept[2][4];  // words 2 j and 2 j + 1 of both rows, in the layout of a
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 state[i / 2][i % 2] = shared_half(rows.words + (APART * (i % 2) + 4 + 32 * (i / 2) + 2 * j)) * 0xcbac1fedu + more;

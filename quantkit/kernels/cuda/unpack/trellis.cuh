@@ -19,7 +19,7 @@ INLINE int next_four(uint32_t& x) {
         x *= 0xcbac1fedu;
         sums |= (uint32_t)__dp4a((int)(x & 0x3f3f3f3fu), (int)ONES, 0) << 8 * i;
     }
-    // Less 126: no byte borrows from the next one if its top bit is set, and its own top bit is put right.
+    // Less 126: no byte borrows from the next one if its top bit is set, which is restored afterwards.
     return (int)(((sums | SIGNS) - 126 * ONES) ^ (~sums & SIGNS));
 }
 
@@ -67,7 +67,7 @@ struct IQ3_KT : traits::IQ3_KT {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         for (int j = 0; j < 4; j++) set_eight_of(load2(p + 4 + 8 * part + 2 * j), l.q + 2 * j);
         for (int i = 0; i < 8; i++) {
-            // Complement, and add one, where the sign of the level and the wanted one differ; -0 is 0.
+            // Complement, and add one, where the level's sign is not the stored one; -0 is 0.
             const uint32_t signs = load4(p + 68 + 4 * i) >> part & ONES, flipped = signs ^ ((uint32_t)l.q[i] >> 7 & ONES);
             const uint32_t inverse = (uint32_t)l.q[i] ^ flipped * 255;
             l.q[i] = (int)(((inverse & ~SIGNS) + flipped) ^ (inverse & SIGNS));
@@ -77,7 +77,7 @@ struct IQ3_KT : traits::IQ3_KT {
 };
 
 struct IQ4_KT : traits::IQ4_KT {
-    // Without their bit 15, which all have in common: bit 0 of w.
+    // Without bit 15, which is the same in all: bit 0 of w.
     STATIC_INLINE void seeds(const uint8_t* p, int part, uint32_t w, uint32_t (&q)[8]) {
         for (int i = 0; i < 2; i++) {
             const uint32_t low = load4(p + 32 + 8 * part + 4 * i), high = load4(p + 96 + 8 * (part & 3) + 4 * i) >> (part & 4);

@@ -1,4 +1,4 @@
-"""Error feedback on cards, the shim's: the CPU's file and figures, whatever happens to them."""
+"""Error feedback on GPUs, the shim's: the CPU's file and figures, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from refusals import refuses
 from test_calibrate import MODEL, TEXT
-from test_cards import N, NoteObserver, write_source
 from test_feedback_files import EXPERTS, TOKENS, write_covariances
+from test_gpus import N, NoteObserver, write_source
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
@@ -90,12 +90,12 @@ def expected(pieces: None, source: Path, cov: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(autouse=True)
-def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
-    with fake_cupy.installed(monkeypatch):
-        yield fake_cupy.TROUBLE
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Faults]:
+    with fake_cupy.install(monkeypatch):
+        yield fake_cupy.FAULTS
 
 
-def on_cards(source: Path, out: Path, options: QuantizeOptions, **settings: Any) -> tuple[QuantizeResult, list[str]]:
+def on_gpus(source: Path, out: Path, options: QuantizeOptions, **settings: Any) -> tuple[QuantizeResult, list[str]]:
     observer = settings.pop("observer", None) or NoteObserver()
     all_settings = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": observer, **settings}
     return quantize(source, out, "Q4_0", options, **all_settings), observer.notes
@@ -106,17 +106,17 @@ def report_of(result: QuantizeResult) -> FeedbackReport | None:
 
 
 def is_same(result: QuantizeResult, expected: QuantizeResult) -> bool:
-    """Tell whether two files have the same bytes, and runs the same figures."""
+    """Return whether two results have the same bytes and figures."""
     assert report_of(result) == report_of(expected)
     return result.paths[0].read_bytes() == expected.paths[0].read_bytes()
 
 
-def test_the_cpus_file(source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path) -> None:
-    """Also what the cache takes from cards."""
+def test_the_file_is_the_cpus(source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path) -> None:
+    """Also for entries that the cache gets from GPUs."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
-    result, notes = on_cards(source, out, rules(cov), measure_error=True, verify=6, cache=cache)
+    result, notes = on_gpus(source, out, rules(cov), measure_error=True, verify=6, cache=cache)
     assert is_same(result, expected)
-    rerun, _ = on_cards(source, out, rules(cov), measure_error=True, backend="cpu", cache=cache)
+    rerun, _ = on_gpus(source, out, rules(cov), measure_error=True, backend="cpu", cache=cache)
     assert is_same(rerun, expected)
     assert rerun.run.cache is not None
     assert rerun.run.cache.hits == rerun.run.cache.tensors == 7
@@ -124,8 +124,8 @@ def test_the_cpus_file(source: Path, cov: Path, expected: QuantizeResult, tmp_pa
     assert notes[-1] == "--verify: 6 jobs are identical to the CPU's"
 
 
-def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path: Path) -> None:
-    """And values that are not finite: what the CPU says, and nothing else."""
+def test_an_invalid_covariance_is_an_error(source: Path, cov: Path, tmp_path: Path) -> None:
+    """Nonfinite values give the CPU's error, and no other."""
     path = tmp_path / "broken.gguf"
     path.write_bytes(cov.read_bytes())
     (tmp_path / IMATRIX).write_bytes(cov.with_name(IMATRIX).read_bytes())
@@ -141,41 +141,41 @@ def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path
         notes = []
         for backend in ("cpu", "cuda"):
             with refuses(FormatError, refusal) as e:
-                on_cards(model, tmp_path / "o.gguf", options, backend=backend)
+                on_gpus(model, tmp_path / "o.gguf", options, backend=backend)
             notes.append(str(e.value))
         assert notes[0] == notes[1]
     assert not (tmp_path / "o.gguf").exists()
 
 
 @pytest.mark.parametrize("after", [{0: 30, 1: 0}, {0: 90, 1: 150}])
-def test_cards_that_fail_hand_their_jobs_on(
+def test_jobs_of_failing_gpus_are_taken_over(
     source: Path,
     cov: Path,
     expected: QuantizeResult,
     tmp_path: Path,
-    two_cards: fake_cupy.Trouble,
+    two_gpus: fake_cupy.Faults,
     after: dict[int, int],
 ) -> None:
     """While a metric is made there, or rows are rounded; the CPU makes metrics of its own then."""
-    two_cards.left |= after
-    result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True)
+    two_gpus.left |= after
+    result, notes = on_gpus(source, tmp_path / "o.gguf", rules(cov), measure_error=True)
     assert is_same(result, expected)
     assert sum("is no longer used; the other devices take over its work" in note for note in notes) == 2
 
 
-def test_a_card_that_hangs_is_given_up(
-    source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, two_cards: fake_cupy.Trouble,
+def test_a_hung_gpu_is_abandoned(
+    source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, two_gpus: fake_cupy.Faults,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(batch, "PATIENCE", 0.3)
     monkeypatch.setattr(batch, "SLOWEST", 1e9)
-    two_cards.hangs[1] = 60
-    result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True, devices=[1])
+    two_gpus.hangs[1] = 60
+    result, notes = on_gpus(source, tmp_path / "o.gguf", rules(cov), measure_error=True, devices=[1])
     assert is_same(result, expected)
     assert "CUDA1 does not respond" in notes[1]
 
 
-def test_memory_of_a_card_bounds_what_it_does(
+def test_gpu_memory_bounds_its_jobs(
     source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metrics that have no room are the CPU's; those that have are made again where not all have at once."""
@@ -191,7 +191,7 @@ def test_memory_of_a_card_bounds_what_it_does(
     counts = []
     for times in (20, 4, 1):
         sizes.clear()
-        result, notes = on_cards(
+        result, notes = on_gpus(
             source, tmp_path / "o.gguf", rules(cov), measure_error=True, max_vram=times * metric, devices=[0]
         )
         assert is_same(result, expected), times
@@ -205,21 +205,23 @@ def test_memory_of_a_card_bounds_what_it_does(
 
 
 @pytest.mark.parametrize(("first", "then"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_run_goes_on_elsewhere(
+def test_a_run_is_resumed_on_another_device(
     source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, first: str, then: str
 ) -> None:
     out, observer = tmp_path / "o.gguf", NoteObserver()
     observer.left = 3
     with pytest.raises(KeyboardInterrupt):
-        on_cards(source, out, rules(cov), measure_error=True, observer=observer, backend=first, threads=1)
+        on_gpus(source, out, rules(cov), measure_error=True, observer=observer, backend=first, threads=1)
     observer = NoteObserver()
     settings: dict[str, Any] = {"observer": observer, "backend": then, "resume": True, "overwrite": False}
-    result, _ = on_cards(source, out, rules(cov), measure_error=True, **settings)
+    result, _ = on_gpus(source, out, rules(cov), measure_error=True, **settings)
     assert is_same(result, expected)
     assert observer.reused >= 2
 
 
-def test_what_cards_do_not_do_is_said(source: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_work_on_gpus_is_noted(
+    source: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0", rules(cov))
     monkeypatch.setattr(choice, "can_round", lambda t: t.name != "Q4_0")
     assert choice.gpus_for(plan, "auto")[1] == (
@@ -277,7 +279,7 @@ def test_layer_by_layer(small: Path, tmp_path: Path) -> None:
         tensor_type=("attn_k=IQ4_NL", "attn_output=Q4_0", "gate_exps=Q4_0", "down_exps=Q5_1", "blk=BF16"),
     )  # fmt: skip
     outputs = [
-        on_cards(small, tmp_path / f"{b}.gguf", options, backend=b, verify=int(b == "cuda")) for b in ("cpu", "cuda")
+        on_gpus(small, tmp_path / f"{b}.gguf", options, backend=b, verify=int(b == "cuda")) for b in ("cpu", "cuda")
     ]
     assert is_same(outputs[1][0], outputs[0][0])
     notes = outputs[1][1]

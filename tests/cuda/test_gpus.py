@@ -1,4 +1,4 @@
-"""Cards as an executor: the CPU's file whatever happens to them. Cards are the shim's; all they do, they do late."""
+"""GPUs as an executor: the CPU's file whatever happens to them. GPUs are the shim's; all they do, they do late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quantkit.formats.gguf import open_gguf, write_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.core import device as devices
-from quantkit.kernels.cuda.encode import pipeline as on_card
+from quantkit.kernels.cuda.encode import pipeline as on_gpu
 from quantkit.kernels.formats import ENCODERS, SYMMETRIC, has_encoder
 from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.feedback import UniformInputs
@@ -124,35 +124,35 @@ def options(imatrix: Path, weighted: bool) -> QuantizeOptions:
 
 
 @pytest.fixture(autouse=True)
-def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
-    """Two cards; jobs of few rows, so that there are several batches, and slots serve more than once."""
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Faults]:
+    """Two GPUs; jobs of few rows, so that there are several batches, and slots serve more than once."""
     monkeypatch.setattr(jobs_module, "JOB", 4 * N)
     monkeypatch.setattr("quantkit.pipeline.encoding.PIECE", 2 * N)
     monkeypatch.setattr(jobs_module, "PIECE", 2 * N)
     monkeypatch.setattr(cards, "BATCH", 12 * N)
-    with fake_cupy.installed(monkeypatch):
-        yield fake_cupy.TROUBLE
+    with fake_cupy.install(monkeypatch):
+        yield fake_cupy.FAULTS
 
 
-def on_cards(
+def on_gpus(
     source: Path, out: Path, rules: QuantizeOptions = RULES, **options: Any
 ) -> tuple[QuantizeResult, list[str]]:
-    """Quantize on cards, with two threads for what is not theirs; return the result and what was said."""
+    """Quantize on GPUs, with two threads for what is not theirs; return the result and what was said."""
     observer = options.pop("observer", None) or NoteObserver()
     settings = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": observer, **options}
     return quantize(source, out, "Q8_0", rules, **settings), observer.notes
 
 
 def is_same(result: QuantizeResult, expected: QuantizeResult) -> bool:
-    """Tell whether two files have the same bytes; their names are no part of them."""
+    """Return whether two results have files with the same bytes; names are ignored."""
     return result.paths[0].read_bytes() == expected.paths[0].read_bytes()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_cpus_file(
+def test_the_file_is_the_cpus(
     source: Path, imatrix: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, weighted: bool
 ) -> None:
-    result, notes = on_cards(
+    result, notes = on_gpus(
         source, tmp_path / "o.gguf", options(imatrix, weighted), measure_error=True, verify=6, max_ram="64M"
     )
     assert is_same(result, expected[weighted])
@@ -163,47 +163,47 @@ def test_the_cpus_file(
     assert notes[2:] == ["--verify: 6 jobs are identical to the CPU's"]
 
 
-def test_both_cards_encode(
+def test_both_gpus_encode(
     source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables of a grid, of IQ3_S, are there before any lane reads them."""
     events, came = list[tuple[str, int]](), {f"CUDA{i}": threading.Event() for i in range(2)}
-    start = on_card.Slot.start
+    start = on_gpu.Slot.start
 
-    def noted(slot: on_card.Slot, form: on_card.RowConversion, segments: Any) -> None:
+    def noted(slot: on_gpu.Slot, form: on_gpu.RowConversion, segments: Any) -> None:
         came[slot.device.name].set()
         assert all(event.wait(60) for event in came.values())  # neither takes all before the other is there
         events.append((slot.device.name, sum(segment.rows for segment in segments)))
         start(slot, form, segments)
 
-    monkeypatch.setattr(on_card.Slot, "start", noted)
-    assert is_same(on_cards(source, tmp_path / "o.gguf")[0], expected[False])
+    monkeypatch.setattr(on_gpu.Slot, "start", noted)
+    assert is_same(on_gpus(source, tmp_path / "o.gguf")[0], expected[False])
     assert {name for name, _ in events} == {"CUDA0", "CUDA1"}
     assert sum(rows for _, rows in events) == 8 * ROWS
     assert max(rows for _, rows in events) == 12
 
 
 def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the host and of the card; less than a job takes is no room at all."""
-    rooms = list[on_card.SlotMemory]()
-    slot = on_card.Slot.__init__
+    """Of the host and of the GPU; less than a job takes is no room at all."""
+    rooms = list[on_gpu.SlotMemory]()
+    slot = on_gpu.Slot.__init__
 
-    def noted(self: on_card.Slot, device: Any, room: on_card.SlotMemory) -> None:
+    def noted(self: on_gpu.Slot, device: Any, room: on_gpu.SlotMemory) -> None:
         rooms.append(room)
         slot(self, device, room)
 
-    monkeypatch.setattr(on_card.Slot, "__init__", noted)
+    monkeypatch.setattr(on_gpu.Slot, "__init__", noted)
     monkeypatch.setattr(cards, "BATCH", 1 << 20)
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
     for ram in (jobs_module.least_ram(list(plan.tensors), 2 + 2 * cards.MIN_SLOTS), 900_000):
         rooms.clear()
-        on_cards(source, tmp_path / "o.gguf", max_ram=ram)
+        on_gpus(source, tmp_path / "o.gguf", max_ram=ram)
         threads = 2 * jobs_module.worker_ram(list(plan.tensors), 4 * N)
         assert ram / 2 <= threads + 2 * cards.MIN_SLOTS * max(room.host for room in rooms) <= ram
     rooms.clear()
-    on_cards(source, tmp_path / "o.gguf", max_vram=200_000)
+    on_gpus(source, tmp_path / "o.gguf", max_vram=200_000)
     assert max(room.device for room in rooms) * cards.MIN_SLOTS <= 200_000
-    _, notes = on_cards(source, tmp_path / "o.gguf", max_vram=10_000)
+    _, notes = on_gpus(source, tmp_path / "o.gguf", max_vram=10_000)
     assert [note.partition(":")[0] for note in notes[1:]] == [
         f"CUDA{i} is no longer used; the other devices take over its work" for i in range(2)
     ]
@@ -211,12 +211,12 @@ def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("after", [0, 30, 90])
-def test_a_card_that_fails_hands_its_jobs_on(
-    source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, two_cards: fake_cupy.Trouble, after: int
+def test_jobs_of_a_failing_gpu_are_taken_over(
+    source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, two_gpus: fake_cupy.Faults, after: int
 ) -> None:
     """To the CPU, when it is the only one; it is lost once for all its slots."""
-    two_cards.left[1] = after
-    result, notes = on_cards(source, tmp_path / "o.gguf", devices=[1])
+    two_gpus.left[1] = after
+    result, notes = on_gpus(source, tmp_path / "o.gguf", devices=[1])
     assert is_same(result, expected[False])
     assert notes[1:] == [
         "CUDA1 is no longer used; the other devices take over its work: CUDA1 failed: "
@@ -225,42 +225,42 @@ def test_a_card_that_fails_hands_its_jobs_on(
 
 
 @pytest.mark.parametrize("after", [{1: 20}, {0: 40, 1: 70}])
-def test_one_of_two_cards_fails_or_both(
+def test_one_or_both_gpus_fail(
     source: Path,
     expected: dict[bool, QuantizeResult],
     tmp_path: Path,
-    two_cards: fake_cupy.Trouble,
+    two_gpus: fake_cupy.Faults,
     after: dict[int, int],
 ) -> None:
-    two_cards.left |= after
-    result, _ = on_cards(source, tmp_path / "o.gguf", verify=3)
+    two_gpus.left |= after
+    result, _ = on_gpus(source, tmp_path / "o.gguf", verify=3)
     assert is_same(result, expected[False])
 
 
 @pytest.mark.parametrize("names", [[1], [0, 1]])
-def test_a_card_that_hangs_is_given_up(
+def test_a_hung_gpu_is_abandoned(
     source: Path,
     expected: dict[bool, QuantizeResult],
     tmp_path: Path,
-    two_cards: fake_cupy.Trouble,
+    two_gpus: fake_cupy.Faults,
     names: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever waited for it, or gave its memory back, would wait for ever: nobody does."""
+    """Waiting for a hung GPU, or freeing its memory, would never end: neither is done."""
     monkeypatch.setattr(batch, "PATIENCE", 0.3)
     monkeypatch.setattr(batch, "SLOWEST", 1e9)
-    two_cards.hangs[1] = 40
-    result, notes = on_cards(source, tmp_path / "o.gguf", devices=names)
+    two_gpus.hangs[1] = 40
+    result, notes = on_gpus(source, tmp_path / "o.gguf", devices=names)
     assert is_same(result, expected[False])
-    assert not two_cards.given_back
+    assert not two_gpus.given_back
     (note,) = notes[1:]
     assert note.startswith(
         "CUDA1 is no longer used; the other devices take over its work: CUDA1 does not respond: its work is not "
     )
 
 
-def test_time_in_which_nobody_looked_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped for an hour does not take a card to hang."""
+def test_a_suspended_process_does_not_count_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for an hour does not take a GPU to hang."""
     monkeypatch.setattr(devices, "monotonic", iter(range(0, 3600 * 9, 3600)).__next__)
     monkeypatch.setattr(devices, "sleep", lambda seconds: None)
     looks = iter([False] * 5 + [True])
@@ -269,83 +269,83 @@ def test_time_in_which_nobody_looked_is_no_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("room", "n_failed"), [(2_000, 2), (60_000, 0)])
-def test_a_card_without_memory(
+def test_a_gpu_without_memory(
     source: Path,
     tmp_path: Path,
-    two_cards: fake_cupy.Trouble,
+    two_gpus: fake_cupy.Faults,
     room: int,
     n_failed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody else takes what was free a moment ago: fewer slots do, or none."""
+    """Another process allocates the free memory: fewer slots are used, or none."""
     rules = replace(RULES, tensor_type=tuple(rule.replace("IQ3_S", "Q4_K") for rule in RULES.tensor_type))
     expected = quantize(source, tmp_path / "cpu.gguf", "Q8_0", rules)
     monkeypatch.setattr(cards, "VRAM_SHARE", 1000.0)
-    two_cards.room = room
-    result, notes = on_cards(source, tmp_path / "o.gguf", rules)
+    two_gpus.room = room
+    result, notes = on_gpus(source, tmp_path / "o.gguf", rules)
     assert is_same(result, expected)
     assert sum("has no memory for" in note for note in notes) == n_failed
 
 
-def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_detected(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit in one row: nothing stands under the final name."""
-    wait = on_card.Slot.wait
+    wait = on_gpu.Slot.wait
 
-    def wrong(slot: on_card.Slot, *limits: Any) -> Any:
+    def wrong(slot: on_gpu.Slot, *limits: Any) -> Any:
         data = wait(slot, *limits)
         if data is not None:
             data[0][0] ^= 1
         return data
 
-    monkeypatch.setattr(on_card.Slot, "wait", wrong)
+    monkeypatch.setattr(on_gpu.Slot, "wait", wrong)
     out = tmp_path / "o.gguf"
     with refuses(ResourceError, "QK-E411 1"):
-        on_cards(source, out, verify=1000)
+        on_gpus(source, out, verify=1000)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q", "blk.0.attn_k"])
-def test_values_that_are_not_finite(tmp_path: Path, name: str) -> None:
+def test_nonfinite_values_are_refused(tmp_path: Path, name: str) -> None:
     source, notes = write_source(tmp_path / "source.gguf", name), []
     for backend in ("cpu", "cuda"):
         with pytest.raises(FormatError) as e:
-            on_cards(source, tmp_path / "o.gguf", backend=backend)
+            on_gpus(source, tmp_path / "o.gguf", backend=backend)
         notes.append(str(e.value))
     assert notes[0] == notes[1]
     assert f"tensor {name}.weight, row {ROWS - 1}, column 7 is inf" in notes[0]
 
 
-def test_a_run_goes_on_elsewhere(source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path) -> None:
-    """One that cards began, on the CPU, and the other way round."""
+def test_a_run_is_resumed_on_another_device(source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path) -> None:
+    """One that GPUs began, on the CPU, and the other way round."""
     out = tmp_path / "o.gguf"
     for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
         observer = NoteObserver()
         observer.left = 3
         with pytest.raises(KeyboardInterrupt):
-            on_cards(source, out, observer=observer, backend=first, threads=1)
+            on_gpus(source, out, observer=observer, backend=first, threads=1)
         observer = NoteObserver()
-        result, _ = on_cards(source, out, observer=observer, backend=then, resume=True, overwrite=False)
+        result, _ = on_gpus(source, out, observer=observer, backend=then, resume=True, overwrite=False)
         assert is_same(result, expected[False])
         assert observer.reused >= 2
 
 
-def test_the_cache_does_not_know_who_encoded(
+def test_cache_entries_do_not_depend_on_the_device(
     source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "o.gguf"
     for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
         folder = tmp_path / first
-        assert is_same(on_cards(source, out, backend=first, cache=folder)[0], expected[False])
-        result, _ = on_cards(source, out, backend=then, cache=folder)
+        assert is_same(on_gpus(source, out, backend=first, cache=folder)[0], expected[False])
+        result, _ = on_gpus(source, out, backend=then, cache=folder)
         assert is_same(result, expected[False])
         assert result.run.cache is not None
         assert (result.run.cache.hits, result.run.cache.stored) == (6, 0)
         for memo in folder.rglob("memo*"):
             memo.unlink()  # rows are read, and found by their digests
-        assert is_same(on_cards(source, out, backend=then, cache=folder)[0], expected[False])
+        assert is_same(on_gpus(source, out, backend=then, cache=folder)[0], expected[False])
 
 
-def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reports_its_choice(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
     assert choice.gpus_for(plan, "cpu") == ((), "")
     assert choice.gpus_for(plan, "auto", [1])[0] == ("CUDA1",)
@@ -380,11 +380,11 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
         choice.gpus_for(plan, "cuda")
 
 
-#: What only the CPU encodes: floats, of which a card would do nothing but carry them.
-NOT_ON_CARDS = {"F32", "F16", "BF16", "BF16_R16"}
+#: What only the CPU encodes: floats, of which a GPU would do nothing but carry them.
+NOT_ON_GPUS = {"F32", "F16", "BF16", "BF16_R16"}
 
 
-def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
+def test_gpus_encode_all_other_tensors(source: Path, tmp_path: Path) -> None:
     """Every type, by every search, with an importance and without. The list above only shrinks."""
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
     part = next(t for t in plan.tensors if t.type.name == "Q4_K").parts[0]
@@ -395,7 +395,7 @@ def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
         for search in (*ENCODERS, SYMMETRIC):
             if choice.cpu_reason(plan_part(part, t, search)):
                 refused.add(t.name)
-    assert refused == NOT_ON_CARDS, step("Add a type", 7, TYPE=" ".join(refused ^ NOT_ON_CARDS))
+    assert refused == NOT_ON_GPUS, step("Add a type", 7, TYPE=" ".join(refused ^ NOT_ON_GPUS))
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     assert "--devices and --verify apply to the GPUs of this machine" in " ".join(result.output.split())
 
 
-def test_convert_encodes_on_cards(tmp_path: Path) -> None:
+def test_convert_encodes_on_gpus(tmp_path: Path) -> None:
     """Rows of a checkpoint are made while they are read, into pinned memory."""
     folder = write_checkpoint(tmp_path / "Small-Moe")
     outputs = []
@@ -437,8 +437,8 @@ def test_convert_encodes_on_cards(tmp_path: Path) -> None:
     assert "CUDA0, CUDA1 encode" in observer.notes[0]
 
 
-def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
-    """Every way to a card is taken: as it is, decoded there, decoded here; and by the CPU."""
+def test_the_source_covers_every_kind_of_tensor(source: Path) -> None:
+    """Every way to a GPU is taken: as it is, decoded there, decoded here; and by the CPU."""
     with open_gguf(source) as file:
         plan = plan_quantize(source, source.with_name("o.gguf"), "Q8_0", RULES)
         forms = {t.name: choice.conversion_of(t.parts[0], 0) for t in plan.tensors}
