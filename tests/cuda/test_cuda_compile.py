@@ -25,7 +25,7 @@ FAMILIES = sorted(
     if path.stem != "__init__" and path.parent.name != "core" and "\ndef kernels() " in path.read_text()
 )
 
-#: All modules are compiled for the last one, some for the others: test_cuda_compile_older.py.
+#: All modules are compiled for the last one, some for the others: test_cuda_compile_generations.py.
 CAPABILITIES = (75, 80, NEWEST)
 #: Bytes of registers that a family's kernels may spill. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are spilled across its loop, and none within the inner ones. attention: q of long
