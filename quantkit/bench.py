@@ -189,7 +189,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class BenchResults(Sequence[Result], HtmlTable):
-    """The results of ``bench``: every test with every setting; ``notes``: what the engine says of the model."""
+    """The results of ``bench``: every test with every setting; ``notes`` on the model."""
 
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ class BenchResults(Sequence[Result], HtmlTable):
 
 @dataclass(frozen=True)
 class Sweep(Sequence[SweepRow], HtmlTable):
-    """The result of ``sweep_bench``: a row per step of the context; ``notes``: what the engine says of the model."""
+    """The result of ``sweep_bench``: a row per step of the context; ``notes`` on the model."""
 
     model: str
     rows: tuple[SweepRow, ...]

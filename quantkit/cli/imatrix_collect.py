@@ -31,7 +31,6 @@ from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.cli.imatrix_show import coverage_table, findings, show
 from quantkit.evaluate import Estimate
-from quantkit.extras import CHAT
 from quantkit.formats.imatrix import format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import atomic_write, check_apart
 from quantkit.formats.remote import located
@@ -169,7 +168,7 @@ def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
             raise click.UsageError(
                 "--plot draws the similarity of layers: add --layer-similarity, or use imatrix show --plot"
             )
-        check_plot(values["plot"], *([CHAT] if values["chat"] else ()))
+        check_plot(values["plot"])
     _check_apart(output, in_files, values)
     try:
         with interruptible():

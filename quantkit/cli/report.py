@@ -16,6 +16,7 @@ from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, option, options
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._progress import Bar
+from quantkit.extras import REPORT
 from quantkit.names import printable
 from quantkit.progress import Progress
 from quantkit.report import ReportOptions, report
@@ -25,7 +26,7 @@ _OUT = "Output"
 _FILE = Place(dir_okay=False)
 
 
-@click.command("report", cls=GroupedCommand)
+@click.command("report", cls=GroupedCommand, extras=(REPORT,))
 @click.argument("out", metavar="OUT.html", type=_FILE)
 @click.argument("files", metavar="[FILE.gguf]...", type=MODEL_FILE, nargs=-1)
 @options(*declared_options(ReportOptions, (MEASUREMENTS, CONTENT)))

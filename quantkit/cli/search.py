@@ -116,7 +116,7 @@ _search_options = options(
 )
 
 
-@click.command("search", cls=GroupedCommand)
+@click.command("search", cls=GroupedCommand, extras=(SEARCH,))
 @_search_options
 def command(
     sensitivity: Path,
@@ -150,7 +150,7 @@ def command(
     """
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
-    kind = None if plot is None else check_plot(plot, SEARCH)
+    kind = None if plot is None else check_plot(plot)
     sensitivities = load_measurements(sensitivity)
     source = model_path(sensitivities, model)
     inputs = [sensitivity, source, base, speeds, values["imatrix"], values["feedback"]]

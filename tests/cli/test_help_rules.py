@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import click
 import pytest
 from click.testing import CliRunner
 
+from commands import leaves
 from quantkit.cli import COMMANDS, cli
 from quantkit.cli._help import WIDTH
 from quantkit.cli._json import JsonOption
@@ -17,16 +16,7 @@ from quantkit.cli._options import HEADINGS, SPELLINGS, Names, is_compatible_only
 SCREEN = 30
 
 
-def _leaves(path: tuple[str, ...], command: click.Command) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    yield path, command
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            if (child := command.get_command(context, name)) is not None:
-                yield from _leaves((*path, name), child)
-
-
-ALL = dict(_leaves((), cli))
+ALL = dict(leaves((), cli))
 by_path = pytest.mark.parametrize("path", ALL, ids=lambda path: " ".join(path) or "quantkit")
 
 
