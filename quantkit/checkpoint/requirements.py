@@ -11,7 +11,7 @@ from quantkit.extras import MODEL_CARD, PRE_TOKENIZER, Extra
 
 
 def checkpoint_extras(folder: Path, *, has_pre: bool = False) -> tuple[Extra, ...]:
-    """Return what converting the checkpoint in ``folder`` needs; ``has_pre``: its pre-tokenizer is given.
+    """Return the extras that converting the checkpoint in ``folder`` needs; ``has_pre``: its pre-tokenizer is given.
 
     Files that cannot be read are left to the conversion, which names them.
     """
