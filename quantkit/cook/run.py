@@ -209,10 +209,8 @@ def _without_idle_searches(config: Config, model: Model) -> tuple[Config, list[s
     paths = Paths(config, model)
     targets, notes = [], []
     for settings in config.targets:
-        goal, direct = (
-            settings.target.goal,
-            replace(settings, target=replace(settings.target, preset=largest, goal=None)),
-        )
+        goal = settings.target.goal
+        direct = replace(settings, target=replace(settings.target, preset=largest, goal=None))
         if goal is not None and goal.kind != "kld":
             options = planning_options(quantize_options(paths, direct), recipe=True)
             with suppress(QuantkitError):  # the checks of targets name it
