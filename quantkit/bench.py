@@ -16,20 +16,20 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 from quantkit.model.cost import Cost, token_cost
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.kv_types import split_kv_type
 from quantkit.model.placement import Placement
-from quantkit.progress import ProgressCallback, report_lines
 from quantkit.version import __version__
 
 
@@ -187,6 +187,85 @@ class SweepRow:
         return {**asdict(self), "speed_pp": self.speed_pp, "speed_tg": self.speed_tg}
 
 
+@dataclass(frozen=True)
+class BenchResults(Sequence[Result], HtmlTable):
+    """The results of ``bench``: every test with every setting; ``notes`` on the model."""
+
+    results: tuple[Result, ...]
+    notes: tuple[str, ...] = ()
+
+    @overload
+    def __getitem__(self, index: int) -> Result: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Result, ...]: ...
+    def __getitem__(self, index: int | slice) -> Result | tuple[Result, ...]:
+        return self.results[index]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def as_table(self) -> Table:
+        """Return tokens per second by test, with the settings that differ between tests."""
+        settings = [asdict(result.setting) for result in self.results]
+        varying = [name for name in settings[0] if len({str(s[name]) for s in settings}) > 1] if settings else []
+        rows = (
+            (r.model, r.machine.backends, r.machine.threads, *(str(s[name]) for name in varying), str(r.test))
+            + (r.avg_ts, r.stddev_ts, r.gb_s or None)
+            for r, s in zip(self.results, settings, strict=True)
+        )
+        return table_of(", ".join(["model, backend, threads", *varying, "test, t/s, ±, GB/s"]), rows)
+
+
+@dataclass(frozen=True)
+class Sweep(Sequence[SweepRow], HtmlTable):
+    """The result of ``sweep_bench``: a row per step of the context; ``notes`` on the model."""
+
+    model: str
+    rows: tuple[SweepRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @overload
+    def __getitem__(self, index: int) -> SweepRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SweepRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> SweepRow | tuple[SweepRow, ...]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[SweepRow]:
+        return iter(self.rows)
+
+    def as_table(self) -> Table:
+        """Return seconds and tokens per second by step."""
+        rows = ((r.pp, r.tg, r.n_kv, r.t_pp, r.speed_pp, r.t_tg, r.speed_tg) for r in self.rows)
+        return table_of("PP, TG, N_KV, T_PP s, S_PP t/s, T_TG s, S_TG t/s", rows, self.model)
+
+
+class BenchProgress(NamedTuple):
+    """Progress of ``bench``: warm-ups and repetitions, the step, notes on a model, and the result of a test."""
+
+    current: int
+    total: int
+    text: str
+    result: Result | None = None
+    notes: tuple[str, ...] = ()
+
+
+class SweepProgress(NamedTuple):
+    """Progress of ``sweep_bench``: steps of the context, the current one, notes on the model, and a step's row."""
+
+    current: int
+    total: int
+    text: str
+    row: SweepRow | None = None
+    notes: tuple[str, ...] = ()
+
+
 @checked
 def bench(
     model: str | Path,
@@ -195,9 +274,9 @@ def bench(
     *,
     repetitions: int = 5,
     warmup: bool = True,
-    progress: ProgressCallback | None = None,
-) -> Iterator[Result]:
-    """Run every test with every setting and yield the results.
+    progress: Callable[[BenchProgress], object] | None = None,
+) -> BenchResults:
+    """Run every test with every setting and return the results.
 
     Args:
         model: a GGUF file.
@@ -205,7 +284,7 @@ def bench(
         settings: how the model runs.
         repetitions: of each test.
         warmup: run each kind of test once, untimed.
-        progress: called for each step, with its text alone.
+        progress: called outside the timed work: before each warm-up and repetition, and with each result.
 
     Raises:
         QuantkitError: as ``quantkit.load``.
@@ -213,17 +292,28 @@ def bench(
     if not tests:
         raise RecipeError("nothing to measure: give -p, -n or -pg", "QK-E214")
     n_ctx = max(test.n_depth + test.n_tokens for test in tests)
-    say = report_lines(progress)
+    report = progress or (lambda now: None)
+    results: list[Result] = []
+    notes: list[str] = []
+    step = itertools.count()
+    total = len(settings) * len(tests) * (repetitions + warmup)
     for setting in settings:
         with _load(model, setting) as opened:
-            for note in opened.notes:
-                say(f"note: {note}")
+            report(BenchProgress(len(results) * (repetitions + warmup), total, "", notes=opened.notes))
+            notes += opened.notes
             session = opened.session(n_ctx)
             for test in tests:
                 if warmup:
-                    say(f"{test}: warm-up")
+                    report(BenchProgress(next(step), total, f"{test}: warm-up"))
                     _warm(session, test, setting)
-                yield _measure(session, test, setting, repetitions, say)
+
+                def repeat(i: int, test: Test = test) -> None:
+                    report(BenchProgress(next(step), total, f"{test}: {i + 1} of {repetitions}"))
+
+                result = _measure(session, test, setting, repetitions, repeat)
+                results.append(result)
+                report(BenchProgress(len(results) * (repetitions + warmup), total, str(test), result))
+    return BenchResults(tuple(results), tuple(dict.fromkeys(notes)))
 
 
 def combinations(**values: Sequence[Any]) -> list[Setting]:
@@ -241,7 +331,8 @@ def sweep_bench(
     *,
     n_gen: int | None = None,
     repetitions: int = 1,
-) -> Iterator[SweepRow]:
+    progress: Callable[[SweepProgress], object] | None = None,
+) -> Sweep:
     """Fill a context step by step, timing a batch and single tokens at each step.
 
     Args:
@@ -250,6 +341,7 @@ def sweep_bench(
         setting: how the model runs; ``n_ubatch`` is the step.
         n_gen: single tokens per step; None: a quarter of the step.
         repetitions: of the first step; the median counts.
+        progress: called outside the timed work: before each step, and with its row.
 
     Raises RecipeError for a context that is too small; errors of ``quantkit.load``.
     """
@@ -259,18 +351,25 @@ def sweep_bench(
         raise RecipeError(
             f"a context of {n_ctx} tokens is too small for {step} and {single}: give a larger -c", "QK-E203"
         )
+    report = progress or (lambda now: None)
+    depths = range(0, n_ctx - step - single + 1, step)
+    rows: list[SweepRow] = []
     with _load(model, setting) as opened:
+        report(SweepProgress(0, len(depths), "warm-up", notes=opened.notes))
         session = opened.session(n_ctx)
         tokens = _tokens(opened, n_ctx)
         _warm(session, Test(step, 1), setting)
-        for n_kv in range(0, n_ctx - step - single + 1, step):
+        for n_kv in depths:
+            report(SweepProgress(len(rows), len(depths), f"{n_kv} tokens in the context"))
             t_tg, t_pp = [], []
             for _ in range(repetitions if n_kv == 0 else 1):
                 _to_depth(session, tokens, n_kv, setting)
                 t_tg.append(_timed(lambda: _generate(session, tokens[:single])))
                 _to_depth(session, tokens, n_kv, setting)
                 t_pp.append(_timed(lambda: _prompt(session, tokens[:step], setting)))
-            yield SweepRow(step, single, n_kv, statistics.median(t_pp), statistics.median(t_tg))
+            rows.append(SweepRow(step, single, n_kv, statistics.median(t_pp), statistics.median(t_tg)))
+            report(SweepProgress(len(rows), len(depths), f"{n_kv} tokens in the context", rows[-1]))
+        return Sweep(opened.path.name, tuple(rows), opened.notes)
 
 
 # ---------------------------------------------------------------- one test
@@ -296,13 +395,13 @@ def _tokens(model: Model, n: int) -> Any:
     return np.random.default_rng(1).integers(0, model.n_vocab, n).astype(np.int32)
 
 
-def _measure(session: Session, test: Test, s: Setting, repetitions: int, progress: Callable[[str], None]) -> Result:
+def _measure(session: Session, test: Test, s: Setting, repetitions: int, repeat: Callable[[int], None]) -> Result:
     model = session.model
     tokens = _tokens(model, test.n_depth + test.n_tokens)
     began = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     samples = []
     for i in range(repetitions):
-        progress(f"{test}: {i + 1} of {repetitions}")
+        repeat(i)
         _to_depth(session, tokens, test.n_depth, s)
         samples.append(round(1e9 * _timed(lambda: _run(session, tokens[test.n_depth :], test, s))))
     size = sum(t.nbytes for t in model.source.tensors.values())

@@ -22,6 +22,7 @@ from quantkit.formats.ranges import Buffers
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.cache.store import Store, StoredEntry, open_store
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.units import format_size, parse_size
 
 
@@ -162,12 +163,23 @@ def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: 
 
 
 @checked
-def verify_cache(folder: str | Path, *, threads: int | None = None) -> Verified:
-    """Read all entries of a cache and remove damaged ones. Raises ResourceError if ``folder`` is not a cache."""
+def verify_cache(
+    folder: str | Path, *, threads: int | None = None, progress: ProgressCallback | None = None
+) -> Verified:
+    """Read all entries of a cache and remove damaged ones. Raises ResourceError if ``folder`` is not a cache.
+
+    ``progress`` is called with the bytes of the entries read so far.
+    """
     store = open_store(located(folder), make=False)
     entries = list(store.entries())
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
-        reasons = list(pool.map(find_damage, (entry.path for entry in entries)))
+        reasons = []
+        n_read, total = 0, sum(entry.nbytes for entry in entries)
+        for entry, reason in zip(entries, pool.map(find_damage, (entry.path for entry in entries)), strict=True):
+            reasons.append(reason)
+            n_read += entry.nbytes
+            if progress is not None:
+                progress(Progress(n_read, total, entry.path.name))
     damaged = [(entry, reason) for entry, reason in zip(entries, reasons, strict=True) if reason]
     store.clear_temporary()
     return Verified(

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from quantkit.errors import ResourceError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Extra:
-    """An extra of pyproject.toml: its ``name``, its purpose, and PyPI names by module."""
+    """An extra of pyproject.toml: its ``name`` ("": none has the packages), its purpose, and PyPI names by module."""
 
     name: str
     purpose: str
@@ -33,6 +33,25 @@ GPUS = Extra("cuda12", "GPUs (cuda13 for newer drivers)", {"cupy": "cupy-cuda12x
 CLUSTERS = Extra("ray", "clusters", {"ray": "ray"})
 URLS = Extra("remote", "URLs", {"fsspec": "fsspec", "aiohttp": "aiohttp"})
 
+#: Module and PyPI name of the package of a scheme of URLs that needs more than fsspec.
+STORE_PACKAGES = {
+    "s3": ("s3fs", "s3fs"),
+    "gs": ("gcsfs", "gcsfs"),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "aiohttp")),
+    **dict.fromkeys(("abfs", "adl"), ("adlfs", "adlfs")),
+    "hf": ("huggingface_hub", "huggingface_hub"),
+    "sftp": ("paramiko", "paramiko"),
+}
+
+
+def store_extras(scheme: str) -> tuple[Extra, ...]:
+    """Return the extras that URLs of a scheme need."""
+    url, (module, package) = f"{scheme}://", STORE_PACKAGES.get(scheme, ("", ""))
+    if module in ("", "aiohttp"):
+        return (Extra("remote", url, {"fsspec": "fsspec", **({module: package} if module else {})}),)
+    return Extra("remote", url, {"fsspec": "fsspec"}), Extra("", url, {module: package})
+
+
 #: The extras of ``[all]``, and those that need a GPU, a cluster or a store.
 ALL = (COMPRESSION, CHAT, PRE_TOKENIZER, MODEL_CARD, PLOT, SEARCH, REPORT)
 ON_REQUEST = (GPUS, CLUSTERS, URLS)
@@ -49,8 +68,10 @@ class MissingPackages(ResourceError):
 def missing_packages(*extras: Extra, hint: str = "") -> MissingPackages:
     """Return the error for missing packages of these extras, with one pip command; ``hint``: an alternative."""
     needs = "; ".join(f"{', '.join(e.missing() or e.packages.values())} (for {e.purpose})" for e in extras)
-    names = ",".join(sorted({extra.name for extra in extras}))
-    error = MissingPackages(f"not installed: {needs}: pip install 'gguf-quantkit[{names}]'{hint and f'; {hint}'}")
+    names = ",".join(sorted({extra.name for extra in extras if extra.name}))
+    packages = [f"'gguf-quantkit[{names}]'"] * bool(names)
+    packages += dict.fromkeys(p for extra in extras if not extra.name for p in extra.packages.values())
+    error = MissingPackages(f"not installed: {needs}: pip install {' '.join(packages)}{hint and f'; {hint}'}")
     error.extras = extras
     return error
 

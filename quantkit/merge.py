@@ -16,6 +16,7 @@ from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix
 from quantkit.formats.outputs import resolve_links
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.fill import with_entries
 from quantkit.pipeline.experts import Layer, merge_layer, split_layer
 from quantkit.pipeline.importance import check_importance
@@ -29,7 +30,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 @dataclass(frozen=True)
-class MergePlan:
+class MergePlan(HtmlTable):
     """A plan, the layers that it changes, and those that it does not (``refused``: prefix and reason)."""
 
     plan: Plan
@@ -37,6 +38,15 @@ class MergePlan:
     refused: tuple[Layer, ...]
     #: Which runtimes load merged experts of this architecture.
     loads_merged: Mapping[str, bool]
+
+    def as_table(self) -> Table:
+        """Return the tensors that each layer's experts become, or the reason why it stays as it is."""
+        rows = [
+            (layer.prefix, ", ".join(layer.tensors), ", ".join(tensor.name for tensor in layer.outputs), "")
+            for layer in self.changed
+        ]
+        rows += [(layer.prefix, ", ".join(layer.tensors), "", layer.refusal) for layer in self.refused]
+        return table_of("layer, tensors, result, unchanged because", rows, self.plan.title)
 
 
 @checked

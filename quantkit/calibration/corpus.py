@@ -28,6 +28,7 @@ from quantkit.errors import FormatError, RecipeError, ResourceError, os_error_co
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, read_whole
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
+from quantkit.progress import Progress, ProgressCallback
 
 CALIBRATION = "calibration.txt"
 EVALUATION = "evaluation.txt"
@@ -36,6 +37,8 @@ MANIFEST = "manifest.json"
 GAP = "\n\n"
 #: A section is at most 1/this of the held-out part, so that no single document fills it.
 _SECTIONS = 4
+#: How many times as long a byte takes to be selected than to be read.
+_SELECTION = 5
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def calibration(
     passage: int = 2000,
     include: Sequence[str] = (),
     overwrite: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> Corpus:
     """Build a calibration text and an evaluation text from local files.
 
@@ -128,6 +132,7 @@ def calibration(
         passage: maximum size of a passage, in bytes.
         include: name patterns for files in directories.
         overwrite: replace files of an earlier run.
+        progress: called before each file that is read, and with the bytes selected for calibration.
 
     Raises:
         RecipeError: values out of range.
@@ -142,7 +147,8 @@ def calibration(
     if folder is not None and folder.exists():
         for output in outputs:
             check_free(output, overwrite=overwrite)
-    corpus_files = read_inputs([located(path) for path in inputs], include=include)
+    steps = _Steps(progress, size)
+    corpus_files = read_inputs([located(path) for path in inputs], include=include, report=steps.read)
     check_apart(outputs, [file.path for file in corpus_files.files])
     dedup, key = Deduplicator(), _order(seed)
     # The share refers to the available text, even if that is less than --size.
@@ -156,7 +162,7 @@ def calibration(
     evaluation, remainder = _hold_out(sections, evaluation_size, dedup)
     pool = sorted(remainder, key=key)
     corpus = Corpus(
-        Part(CALIBRATION, tuple(_fill(pool, size - evaluation_size, dedup))),
+        Part(CALIBRATION, tuple(steps.follow(_fill(pool, size - evaluation_size, dedup)))),
         Part(EVALUATION, tuple(evaluation)),
         {"seed": seed, "size": size, "heldout": heldout, "passage": passage},
         corpus_files,
@@ -176,6 +182,35 @@ def calibration(
     if folder is not None:
         _write(folder, corpus, overwrite)
     return corpus
+
+
+class _Steps:
+    """Progress: bytes read, then bytes selected, each of which takes ``_SELECTION`` times as long."""
+
+    def __init__(self, report: ProgressCallback | None, size: int) -> None:
+        self.report, self.size, self.n_read = report, size, 0
+
+    def read(self, current: int, n_read: int, name: str) -> None:
+        """Report the bytes read before a file."""
+        self.n_read = n_read
+        self._call(current, f"read {name}")
+
+    def follow(self, passages: Iterable[str]) -> Iterator[str]:
+        """Yield passages, and report their bytes."""
+        selected = 0
+        for piece in passages:
+            selected += _length(piece)
+            self._call(self.n_read + _SELECTION * selected, "select passages")
+            yield piece
+        self._call(self._total, "select passages")
+
+    @property
+    def _total(self) -> int:
+        return self.n_read + _SELECTION * min(self.size, self.n_read)
+
+    def _call(self, current: int, text: str) -> None:
+        if self.report is not None:
+            self.report(Progress(min(current, self._total), self._total, text))
 
 
 def _check(size: int, heldout: float, passage: int) -> None:

@@ -15,9 +15,10 @@ Roles are omitted: their form depends on the model's chat template (quantkit ima
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +65,40 @@ class Inputs:
     left_out: int = 0
 
 
-def read_inputs(paths: Sequence[Path], *, include: Sequence[str] = ()) -> Inputs:
-    """Read files and folders; ``include`` are name patterns (*.md) for files in folders.
-
-    Raises FormatError for a path that is missing, a named file that is not UTF-8 text, or invalid JSON Lines.
-    """
-    inputs = Inputs([])
+def list_inputs(paths: Sequence[Path], *, include: Sequence[str] = ()) -> tuple[list[tuple[Path, bool]], int]:
+    """Return the files, each with whether it is named itself, and the number that ``include`` leaves out."""
+    files, left_out = [], 0
     for path in paths:
         if not path.is_dir():
-            inputs.files.append(_input(path, read_whole(path)))
+            files.append((path, True))
             continue
         for file in _walk(path):
             if include and not any(fnmatch(file.name, pattern) for pattern in include):
-                inputs.left_out += 1
-            elif _text_problem(raw := read_whole(file)):
-                inputs.not_text += 1
+                left_out += 1
             else:
-                inputs.files.append(_input(file, raw))
+                files.append((file, False))
+    return files, left_out
+
+
+def read_inputs(
+    paths: Sequence[Path], *, include: Sequence[str] = (), report: Callable[[int, int, str], object] | None = None
+) -> Inputs:
+    """Read files and folders; ``include`` are name patterns (*.md) for files in folders.
+
+    ``report`` is called before each file with the bytes read so far, those of all files, and its name. Raises
+    FormatError for a path that is missing, a named file that is not UTF-8 text, or invalid JSON Lines.
+    """
+    files, left_out = list_inputs(paths, include=include)
+    sizes = [path.stat().st_size if path.is_file() else 0 for path, _ in files]
+    inputs = Inputs([], left_out=left_out)
+    for (path, is_named), done in zip(files, accumulate(sizes, initial=0), strict=False):
+        if report is not None:
+            report(done, sum(sizes), path.name)
+        raw = read_whole(path)
+        if not is_named and _text_problem(raw):
+            inputs.not_text += 1
+        else:
+            inputs.files.append(_input(path, raw))
     return inputs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._json import json_option as declare_json
 from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, threads_option, to_json
 from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
-from quantkit.cli._progress import Lines, has_bar
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import atomic_write, check_apart, read_text
 from quantkit.formats.remote import located
@@ -358,38 +355,6 @@ def text_or_tokens(file: Path | None, prompt: str | None, tokens: str | None) ->
     if tokens is not None:
         return None, read_token_ids(tokens)
     return (prompt if file is None else read_text(file).removesuffix(b"\n")), None
-
-
-class Bar:
-    """A bar with chunks, the value so far and the time left; lines where the terminal has no size.
-
-    ``lines``: also where stderr is no terminal.
-    """
-
-    def __init__(self, *, lines: bool = False) -> None:
-        # A pass completes several chunks at once, so the speed is the mean since the start.
-        self._lines = Lines(on_terminal_only=not lines)
-        self.bar: tqdm[Any] | None = (
-            tqdm(unit="chunk", desc="first pass", leave=False, dynamic_ncols=True, smoothing=0) if has_bar() else None
-        )
-
-    def update(self, n_done: int, total: int, value: str) -> None:
-        """Show the value after ``done`` of ``todo`` chunks."""
-        self._lines.update(n_done, total, value)
-        if self.bar is not None:
-            self.bar.total = total
-            self.bar.set_description_str(value, refresh=False)
-            self.bar.update(n_done - self.bar.n)
-
-    def print(self, line: str) -> None:
-        """Print a line on stdout, above the bar."""
-        with tqdm.external_write_mode(file=sys.stdout):
-            click.echo(line)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self.bar is not None:
-            self.bar.close()
 
 
 def ids_file(tokens: str | None) -> str | None:

@@ -13,8 +13,8 @@ from quantkit.cli._options import GroupedOption, claim
 from quantkit.formats.outputs import atomic_write, check_apart
 from quantkit.formats.remote import located
 
-#: Values of --json: in commands with arguments, which must not be taken as its value, and in commands without.
-_BESIDE_ARGUMENTS, _ANY = r"-|[^-].*\.jsonl?", r"-|[^-].*"
+#: Values of --json: in commands with arguments and in groups, which must not be taken as its value, and elsewhere.
+BESIDE_ARGUMENTS, _ANY = r"-|[^-].*\.jsonl?", r"-|[^-].*"
 _OVERWRITE = f"{__name__}.overwrite"
 
 
@@ -64,8 +64,8 @@ class JsonOption(GroupedOption):
 
     def prepare(self, params: list[click.Parameter]) -> None:
         """Adapt to the command's parameters: with arguments, a value ends in .json; a file needs an --overwrite."""
-        has_arguments = any(isinstance(p, click.Argument) for p in params)
-        self.values = _BESIDE_ARGUMENTS if has_arguments else _ANY
+        if any(isinstance(p, click.Argument) for p in params):
+            self.values = BESIDE_ARGUMENTS
         if not any(p.name == "overwrite" for p in params):
             params.append(_overwrite_option())
 
@@ -84,7 +84,9 @@ def _overwrite_option() -> click.Option:
     )
 
 
-def json_option(content: str = "the result", *, name: str = "json_to", raw: bool = False) -> Callable[[Any], Any]:
+def json_option(
+    content: str = "the result", *, name: str = "json_to", raw: bool = False, values: str = _ANY
+) -> Callable[[Any], Any]:
     """Declare --json; the parameter is a JsonOutput, or the text of the value if ``raw``."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
@@ -97,7 +99,7 @@ def json_option(content: str = "the result", *, name: str = "json_to", raw: bool
         group="Output",
         is_flag=False,
         flag_value="-",
-        values=_ANY,
+        values=values,
         metavar="[FILE]",
         callback=convert,
         help=f"Write {content} as JSON to FILE (.json); without FILE, print only that.",

@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from quantkit.cli._extras import Further, check_command
 from quantkit.cli._help import HelpContext
 from quantkit.cli._paths import Place
 from quantkit.cli._table import fold
 from quantkit.errors import QuantkitError
+from quantkit.extras import Extra
 from quantkit.names import printable
 from quantkit.units import parse_size
 
@@ -350,12 +352,20 @@ class GroupedCommand(WholeNames):
     """A command whose help lists options by group, in the order of ``HEADINGS``.
 
     ``common`` names the parameters that --help shows; without them it shows all. --help-all also lists the options
-    that are accepted without effect.
+    that are accepted without effect. ``extras`` are those that the command always needs, ``further_extras`` those that
+    it needs besides if any package is missing; None for ``extras``: the verb checks all.
     """
 
-    def __init__(self, *args: Any, common: Iterable[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        common: Iterable[str] = (),
+        extras: Sequence[Extra] | None = (),
+        further_extras: Further | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.common = tuple(common)
+        self.common, self.extras, self.further_extras = tuple(common), extras, further_extras
         self.params = [p for p in self.params if _claim_names(p, self.params)]
         for param in list(self.params):
             if (prepare := getattr(param, "prepare", None)) is not None:
@@ -364,6 +374,8 @@ class GroupedCommand(WholeNames):
 
     def invoke(self, ctx: click.Context) -> Any:
         echo_notes(NoEffect.from_context(ctx).note())
+        if self.extras is not None:
+            check_command(self.extras, self.params, ctx.params, self.further_extras)
         for value in ctx.params.values():
             if (hold := getattr(value, "hold_file", None)) is not None:
                 hold(ctx)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quantkit.cli._plot_labels import place_labels
 from quantkit.errors import RecipeError
-from quantkit.extras import PLOT, Extra, check_extras
+from quantkit.extras import PLOT, check_extras
 from quantkit.names import printable, shorten
 
 #: Metadata that is omitted from each format, so that equal data give equal bytes.
@@ -109,15 +109,15 @@ class Figure:
     panels: Sequence[LinePanel | MapPanel]
 
 
-def check_plot(path: Path, *extras: Extra) -> str:
+def check_plot(path: Path) -> str:
     """Return the format a plot's name implies.
 
-    Raises RecipeError for an unknown one, MissingPackages without matplotlib or a package of ``extras``.
+    Raises RecipeError for an unknown one, MissingPackages without matplotlib.
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise RecipeError(f"{path}: plots are .svg, .png or .pdf", "QK-E203")
-    check_extras(PLOT, *extras)
+    check_extras(PLOT)
     return kind
 
 

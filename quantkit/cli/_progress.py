@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
+from tqdm import tqdm
 
 from quantkit.names import printable
 from quantkit.units import format_seconds
@@ -40,7 +42,7 @@ def seconds_left(seconds: float, share: float) -> float:
 
 
 class Lines:
-    """Lines of progress, at most one in ``LINE_SECONDS``, where there is no bar.
+    """Lines of progress, the first at once and then one in ``LINE_SECONDS``, where there is no bar.
 
     ``on_terminal_only``: none where stderr is a file or a pipe.
     """
@@ -50,7 +52,7 @@ class Lines:
 
         self._clock = working_seconds
         self._is_active = not has_bar() and (_is_terminal() or not on_terminal_only)
-        self._began = self._last = working_seconds()
+        self._began, self._last = working_seconds(), -LINE_SECONDS
 
     def update(self, current: float, total: float, text: str) -> None:
         """Print a line, if the last one was long ago."""
@@ -59,6 +61,41 @@ class Lines:
             return
         self._last = now
         left = seconds_left(now - self._began, share)
-        words = [f"{100 * share:3.0f} %", *([printable(text)] if text else [])]
+        words = [f"{100 * share:3.0f} %"] if total else []
+        words += [printable(text)] if text else []
         words += [f"about {format_seconds(left)} left"] if left > 1 else []
-        click.echo(", ".join(words), err=True)
+        if words:
+            click.echo(", ".join(words), err=True)
+
+
+class Bar:
+    """A bar with the step and the time left; lines where the terminal has no size, nothing if ``quiet``.
+
+    ``lines``: also where stderr is no terminal. ``layout``: arguments of tqdm.
+    """
+
+    def __init__(self, *, quiet: bool = False, lines: bool = False, **layout: Any) -> None:
+        self._lines = None if quiet else Lines(on_terminal_only=not lines)
+        # Units often complete several at once, so the speed is the mean since the start.
+        layout = {"leave": False, "dynamic_ncols": True, "smoothing": 0, **layout}
+        self._bar: tqdm[Any] | None = tqdm(**layout) if not quiet and has_bar() else None
+
+    def update(self, current: float, total: float, text: str = "") -> None:
+        """Show that ``current`` of ``total`` units (0: unknown) are done, and a text."""
+        if self._lines is not None:
+            self._lines.update(current, total, text)
+        if self._bar is not None:
+            self._bar.total = total or None
+            if text:
+                self._bar.set_description_str(printable(text), refresh=False)
+            self._bar.update(current - self._bar.n)
+
+    def print(self, line: str, *, err: bool = False) -> None:
+        """Print a line on stdout, or stderr, above the bar."""
+        with tqdm.external_write_mode(file=sys.stderr if err else sys.stdout):
+            click.echo(line, err=err)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quantkit.bench import SWITCHES, Result, Setting, Test, bench, combinations
+from quantkit.bench import SWITCHES, BenchProgress, Machine, Result, Setting, Test, bench, combinations
 from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._evaluation import MODEL, hub_model, hub_options, placement_from, placement_options
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import NUMBERS, GroupedCommand, on_command_line, option, setting
 from quantkit.cli._paths import MODEL_FILE
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import columns
 from quantkit.model.kv_types import KV_TYPES, join_kv_types
 from quantkit.names import printable, shorten
@@ -69,7 +71,8 @@ def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
 @placement_options
 @ignored_options
 @setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Output format.")
-@option("--progress", group=_OUT, is_flag=True, help="Report progress on stderr.")
+@option("--progress", group=_OUT, is_flag=True, help="Report each step on stderr.")
+@json_option("the results, as -o json does,")
 def command(
     models: Sequence[Path],
     hf_repo: str | None,
@@ -78,6 +81,7 @@ def command(
     no_warmup: bool,
     form: str,
     progress: bool,
+    json_to: JsonOutput,
     **run: Any,
 ) -> None:
     """Measure prompt processing and generation speed, as llama-bench does.
@@ -89,7 +93,7 @@ def command(
 
     \b
     quantkit bench -m model.gguf
-    quantkit bench -m model.gguf -p 512,2048 -n 64 -d 0,4096 -o json
+    quantkit bench -m model.gguf -p 512,2048 -n 64 -d 0,4096 --json speed.json
     quantkit bench -m moe.gguf -fmoe 0,1 -muge 0,1
     """
     if (download := hub_model(None, hf_repo, hf_file)) is not None:
@@ -109,18 +113,26 @@ def command(
         cublas=[run["cublas"]],
     )
 
-    def say(line: str) -> None:
-        if progress or line.startswith("note: "):
-            click.echo(line, err=True)
+    results: list[Result] = []
+    printer = _Json() if json_to.only else _PRINTERS[form]()
+    with closing(Bar(quiet=progress or json_to.only, unit="run", desc="load")) as bar:
 
-    results = (
-        result
-        for model in models
-        for result in bench(
-            model, tests, settings, repetitions=repetitions, warmup=not no_warmup, progress=lambda now: say(now.text)
-        )
-    )
-    PRINTERS[form](results)
+        def show(now: BenchProgress) -> None:
+            for note in now.notes:
+                bar.print(f"note: {printable(note)}", err=True)
+            if now.text and progress and now.result is None:
+                click.echo(now.text, err=True)
+            bar.update(now.current, now.total, now.text)
+            if now.result is not None:
+                results.append(now.result)
+                for line in printer.lines(now.result):
+                    bar.print(line)
+
+        for model in models:
+            bench(model, tests, settings, repetitions=repetitions, warmup=not no_warmup, progress=show)
+    for line in printer.end():
+        click.echo(line)
+    json_to.write(lambda: [_with_samples(r) for r in results])
 
 
 def _kv_types(run: Mapping[str, Any]) -> list[str]:
@@ -172,69 +184,107 @@ _OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
 )
 
 
-def _print_md(results: Iterable[Result]) -> None:
-    """Print a table row by row, as results come; a narrow terminal gets shorter names, no size and no params."""
-    narrow = (columns() or _WIDE) < _WIDE
-    shown_columns = [column for column in _OPTIONAL if on_command_line(column[1])]
-    names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in shown_columns), "test", "t/s"]
-    names += ["GB/s", "read", "peak"]
-    machine = None
-    for r in results:
-        if machine is None:
-            click.echo(_md_row(names, narrow))
-            click.echo(_md_row(["---" if i < 4 else "---:" for i in range(len(names))], narrow))
-        machine = r.machine
-        cells = [
-            printable(r.model),
-            format_size(r.model_size),
-            format_count(r.model_n_params),
-            machine.backends,
-            str(machine.threads),
-            *(str(value(r.setting)) for _, _, value in shown_columns),
-            str(r.test),
-            f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
-            f"{r.gb_s:.1f}" if r.gb_s else "",
-            f"{r.bandwidth_share:.0%}" if r.gb_s and machine.read_gb_s else "",
-            f"{r.peak_share:.0%}" if machine.peak_gops else "",
-        ]
-        click.echo(_md_row(cells, narrow))
-    if machine is not None and machine.peak:
-        basis = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
-        click.echo(
-            f"\nmeasured here: {machine.read_gb_s:.1f} GB/s read, "
-            f"{machine.peak_gops:.0f} GOPS of {machine.peak} {basis}"
+class _Printer:
+    """Prints nothing; the base of the formats."""
+
+    def lines(self, result: Result) -> Iterator[str]:
+        """Yield the lines of a result, printed as it comes."""
+        return iter(())
+
+    def end(self) -> Iterator[str]:
+        """Yield the lines after the last result."""
+        return iter(())
+
+
+class _Markdown(_Printer):
+    """A table; a narrow terminal gets shorter names, no size and no params."""
+
+    def __init__(self) -> None:
+        self.is_narrow = (columns() or _WIDE) < _WIDE
+        self.optional = [column for column in _OPTIONAL if on_command_line(column[1])]
+        self.machine: Machine | None = None
+
+    def lines(self, result: Result) -> Iterator[str]:
+        if self.machine is None:
+            names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in self.optional)]
+            names += ["test", "t/s", "GB/s", "read", "peak"]
+            yield self._row(names)
+            yield self._row(["---" if i < 4 else "---:" for i in range(len(names))])
+        self.machine = machine = result.machine
+        yield self._row(
+            [
+                printable(result.model),
+                format_size(result.model_size),
+                format_count(result.model_n_params),
+                machine.backends,
+                str(machine.threads),
+                *(str(value(result.setting)) for _, _, value in self.optional),
+                str(result.test),
+                f"{result.avg_ts:.2f} ± {result.stddev_ts:.2f}",
+                f"{result.gb_s:.1f}" if result.gb_s else "",
+                f"{result.bandwidth_share:.0%}" if result.gb_s and machine.read_gb_s else "",
+                f"{result.peak_share:.0%}" if machine.peak_gops else "",
+            ]
         )
 
+    def end(self) -> Iterator[str]:
+        machine = self.machine
+        if machine is not None and machine.peak:
+            basis = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
+            yield ""
+            yield (
+                f"measured here: {machine.read_gb_s:.1f} GB/s read, "
+                f"{machine.peak_gops:.0f} GOPS of {machine.peak} {basis}"
+            )
 
-def _md_row(cells: Sequence[str], narrow: bool) -> str:
-    return f"| {' | '.join([shorten(cells[0], _NAME), *cells[3:]] if narrow else cells)} |"
+    def _row(self, cells: Sequence[str]) -> str:
+        return f"| {' | '.join([shorten(cells[0], _NAME), *cells[3:]] if self.is_narrow else cells)} |"
 
 
-def _print_csv(results: Iterable[Result]) -> None:
-    first = True
-    for r in results:
-        row = {name: printable(value) if isinstance(value, str) else value for name, value in r.row().items()}
+class _Csv(_Printer):
+    """CSV, texts in quotes."""
+
+    def __init__(self) -> None:
+        self.has_header = False
+
+    def lines(self, result: Result) -> Iterator[str]:
+        row = {name: printable(value) if isinstance(value, str) else value for name, value in result.row().items()}
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, row.keys(), lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-        if first:
+        if not self.has_header:
             writer.writeheader()
         writer.writerow(row)
-        sys.stdout.write(buffer.getvalue())
-        sys.stdout.flush()
-        first = False
+        self.has_header = True
+        yield buffer.getvalue().removesuffix("\n")
+
+
+class _Json(_Printer):
+    """One JSON list of all results."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+
+    def lines(self, result: Result) -> Iterator[str]:
+        self.results.append(result)
+        return iter(())
+
+    def end(self) -> Iterator[str]:
+        yield _json(self.results)
+
+
+class _JsonLines(_Printer):
+    """A JSON object per line."""
+
+    def lines(self, result: Result) -> Iterator[str]:
+        yield json.dumps(_with_samples(result))
 
 
 def _with_samples(r: Result) -> dict[str, Any]:
     return {**r.row(), "samples_ns": list(r.samples_ns), "samples_ts": list(r.samples_ts)}
 
 
-def _print_json(results: Iterable[Result]) -> None:
-    click.echo(json.dumps([_with_samples(r) for r in results], indent=2))
+def _json(results: Sequence[Result]) -> str:
+    return json.dumps([_with_samples(r) for r in results], indent=2)
 
 
-def _print_jsonl(results: Iterable[Result]) -> None:
-    for r in results:
-        click.echo(json.dumps(_with_samples(r)))
-
-
-PRINTERS = {"md": _print_md, "csv": _print_csv, "json": _print_json, "jsonl": _print_jsonl}
+_PRINTERS: dict[str, Callable[[], _Printer]] = {"md": _Markdown, "csv": _Csv, "json": _Json, "jsonl": _JsonLines}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import click
 from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import CACHE_VARIABLE, SIZE, GroupedCommand, WholeNames, option, threads_option
 from quantkit.cli._paths import Place
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.units import format_seconds, format_size
@@ -133,7 +135,10 @@ def verify(ctx: click.Context, folder: Path, threads: int | None, json_to: JsonO
     """
     from quantkit.cache import verify_cache
 
-    result = verify_cache(folder, threads=threads)
+    with closing(Bar(quiet=json_to.only, unit="iB", unit_scale=True, unit_divisor=1024)) as bar:
+        result = verify_cache(
+            folder, threads=threads, progress=lambda now: bar.update(now.current, now.total, "verify")
+        )
     for path, damage in () if json_to.only else result.damaged:
         click.echo(f"{printable(path)}: {damage}", err=True)
     unremoved = f", {result.n_not_removable} of which cannot be removed" if result.n_not_removable else ""

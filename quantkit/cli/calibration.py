@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ from quantkit.calibration.corpus import MANIFEST
 from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting
 from quantkit.cli._paths import Place
+from quantkit.cli._progress import Bar
 from quantkit.names import printable
 from quantkit.units import format_size
 
@@ -62,9 +64,18 @@ def command(
     quantkit imatrix -m model-bf16.gguf -f corpus/calibration.txt
     quantkit perplexity -m model-Q4_K_M.gguf -f corpus/evaluation.txt
     """
-    corpus = calibration(
-        inputs, output, size=size, heldout=heldout, seed=seed, passage=passage, include=include, overwrite=overwrite
-    )
+    with closing(Bar(quiet=json_to.only, unit="B", unit_scale=True)) as bar:
+        corpus = calibration(
+            inputs,
+            output,
+            size=size,
+            heldout=heldout,
+            seed=seed,
+            passage=passage,
+            include=include,
+            overwrite=overwrite,
+            progress=lambda now: bar.update(*now),
+        )
     echo_notes(corpus.notes)
     json_to.print(lambda: "\n".join(_lines(corpus, output)), corpus.manifest)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tqdm import tqdm
 
 from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
@@ -23,7 +22,7 @@ from quantkit.cli._options import (
     threads_option,
 )
 from quantkit.cli._paths import IMATRIX, MODEL
-from quantkit.cli._progress import has_bar
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import fold, format_list, table
 from quantkit.compare import (
     ClassComparison,
@@ -36,7 +35,6 @@ from quantkit.compare import (
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.names import printable, shorten
-from quantkit.progress import Progress, ProgressCallback
 from quantkit.units import format_shape, format_size
 
 _SCOPE, _OUT = "Comparison", "Output"
@@ -84,7 +82,7 @@ def command(
             "--metadata-only and --tensors-only or --tensors are mutually exclusive: omit one of them"
         )
     try:
-        with closing(_Bar(quiet=json_to.only)) as bar:
+        with closing(Bar(quiet=json_to.only, unit="iB", unit_scale=True, unit_divisor=1024)) as bar:
             comparison = compare(
                 a,
                 b,
@@ -94,33 +92,13 @@ def command(
                 ignore_metadata=ignore_metadata,
                 imatrix=imatrix,
                 threads=threads or None,
-                progress=bar.progress,
+                progress=lambda now: bar.update(*now),
             )
     except QuantkitError as e:
         raise DiffError(e) from e
     echo_notes(comparison.notes)
     json_to.print(lambda: _text(comparison, per_tensor=per_tensor), lambda: _as_dict(comparison))
     sys.exit(0 if comparison.identical else 1)
-
-
-class _Bar:
-    """A progress bar, if stderr is a terminal."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        is_visible = not quiet and has_bar()
-        self.bar: tqdm[Any] | None = (
-            tqdm(unit="iB", unit_scale=True, unit_divisor=1024, leave=False) if is_visible else None
-        )
-        self.progress: ProgressCallback | None = self._update if is_visible else None
-
-    def _update(self, now: Progress) -> None:
-        if self.bar is not None:
-            self.bar.total = now.total
-            self.bar.update(now.current - self.bar.n)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 # --- text ---

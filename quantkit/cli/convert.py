@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from quantkit.cli.quantize import (
     quantize_options,
     run_plan,
 )
+from quantkit.extras import Extra
 from quantkit.options.convert import CHECKPOINT, ConvertOptions
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.reference_types import LIKE
@@ -78,7 +80,14 @@ _COMMON = (
 )
 
 
-@click.command("convert", cls=QuantizeCommand, common=_COMMON)
+def _checkpoint_extras(values: Mapping[str, Any]) -> tuple[Extra, ...]:
+    """Return the extras that reading the checkpoint needs."""
+    from quantkit.checkpoint.requirements import checkpoint_extras
+
+    return checkpoint_extras(Path(_positionals(values["arguments"])[0]), has_pre=values["pre"] is not None)
+
+
+@click.command("convert", cls=QuantizeCommand, common=_COMMON, further_extras=_checkpoint_extras)
 @click.argument("arguments", nargs=-1, metavar="DIR [OUT.gguf] [TYPE [THREADS]]", required=True)
 @_convert_options
 @quantize_options(without=_EXCLUDED_OPTIONS)

@@ -90,7 +90,7 @@ _cook_options = options(
 )
 
 
-@click.command("cook", cls=GroupedCommand)
+@click.command("cook", cls=GroupedCommand, extras=None)
 @click.argument(
     "arguments", nargs=-1, metavar="IN TARGET... | CONFIG.toml [TARGET...] | init [CONFIG.toml]", required=True
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli._options import GroupedCommand, echo_notes, on_command_line, option, options
+from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._options import GroupedCommand, NoEffect, echo_notes, on_command_line, option, options
 from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli.imatrix_collect import collect, collect_options
 from quantkit.cli.imatrix_diff import diff
@@ -59,10 +60,10 @@ def command(ctx: click.Context, /, **values: Any) -> None:
             ctx.exit(0)
         collect(ctx, values)
         return
-    if named_options := [name for name in values if on_command_line(name)]:
+    if named_options := [p for p in command.params if p.name in values and on_command_line(p.name)]:
         raise click.UsageError(
-            f"--{named_options[0].replace('_', '-')} is an option of quantkit imatrix without a subcommand; options "
-            f"of {ctx.invoked_subcommand} follow its name"
+            f"{NoEffect.from_context(ctx).name(named_options[0])} is an option of quantkit imatrix without a "
+            f"subcommand; options of {ctx.invoked_subcommand} follow its name"
         )
 
 
@@ -91,6 +92,7 @@ shared_options = options(
         help="Values for experts without tokens, recorded in the file; merging removes them, and so does none.",
     ),
     option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output."),
+    json_option("a record of the file"),
 )
 
 
@@ -98,7 +100,9 @@ shared_options = options(
 @click.argument("inputs", metavar="IN...", nargs=-1, required=True, type=IMATRIX)
 @option("-o", "--output", group=_OUT, required=True, type=IMATRIX, help="Importance matrix to write.")
 @shared_options
-def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **options: Any) -> None:
+def merge_command(
+    inputs: tuple[Path, ...], output: Path, model: Path | None, json_to: JsonOutput, **options: Any
+) -> None:
     """Merge importance matrices of one model as if one run had seen all texts.
 
     Sums and token counts are added expert by expert, so every token has the same
@@ -109,14 +113,14 @@ def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **
     quantkit imatrix merge code.gguf chat.gguf wiki.dat -o all.gguf
     quantkit imatrix merge part-*.gguf -o all.dat
     """
-    _report(merge_imatrix(inputs, output, model=model, format=options.pop("kind"), **options))
+    _report(merge_imatrix(inputs, output, model=model, format=options.pop("kind"), **options), json_to)
 
 
 @command.command("convert", cls=GroupedCommand, short_help="Convert between GGUF and .dat; rename or fill experts.")
 @click.argument("source", metavar="IN", type=IMATRIX)
 @click.argument("output", metavar="OUT", type=IMATRIX)
 @shared_options
-def convert_command(source: Path, output: Path, model: Path | None, **options: Any) -> None:
+def convert_command(source: Path, output: Path, model: Path | None, json_to: JsonOutput, **options: Any) -> None:
     """Convert an importance matrix between GGUF and .dat; rename or fill experts.
 
     Notes list what the other format cannot store. A .dat has no counts per expert:
@@ -127,10 +131,10 @@ def convert_command(source: Path, output: Path, model: Path | None, **options: A
     quantkit imatrix convert -m model-bf16.gguf imatrix.dat imatrix.gguf
     quantkit imatrix convert --names separate --fill mean in.gguf out.gguf
     """
-    _report(convert_imatrix(source, output, model=model, format=options.pop("kind"), **options))
+    _report(convert_imatrix(source, output, model=model, format=options.pop("kind"), **options), json_to)
 
 
-def _report(file: ImatrixFile) -> None:
+def _report(file: ImatrixFile, json_to: JsonOutput) -> None:
     """Print the notes on a file that was written, and a summary."""
     echo_notes(file.notes)
     assert file.path is not None
@@ -138,7 +142,8 @@ def _report(file: ImatrixFile) -> None:
     tokens = result.chunk_count * result.chunk_size
     content = f"{len(result.entries)} entries, {result.chunk_count} chunks"
     about = f" of {result.chunk_size} tokens ({format_count(tokens)})" if tokens and file.format == "gguf" else ""
-    click.echo(f"{printable(str(file.path))}: {content}{about}, {format_size(file.path.stat().st_size)}")
+    line = f"{printable(str(file.path))}: {content}{about}, {format_size(file.path.stat().st_size)}"
+    json_to.print(lambda: line, file.as_dict)
 
 
 command.add_command(show)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ import click
 
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
-from quantkit.cli._evaluation import Bar, evaluation_options, hub_model, hub_options, ids_file, run_options
-from quantkit.cli._json import JsonOutput
+from quantkit.cli._evaluation import evaluation_options, hub_model, hub_options, ids_file, run_options
+from quantkit.cli._json import BESIDE_ARGUMENTS, JsonOutput, json_option
 from quantkit.cli._options import (
     SHARE,
     claim,
@@ -27,15 +27,16 @@ from quantkit.cli._options import (
 )
 from quantkit.cli._paths import IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place
 from quantkit.cli._plot import Figure, Line, LinePanel, check_plot, draw
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.cli.imatrix_show import coverage_table, findings, show
 from quantkit.evaluate import Estimate
-from quantkit.extras import CHAT
 from quantkit.formats.imatrix import format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import atomic_write, check_apart
 from quantkit.formats.remote import located
 from quantkit.formats.tokenizer import read_token_ids
 from quantkit.imatrix import (
+    ImatrixFile,
     ImatrixResult,
     Similarity,
     Watcher,
@@ -55,7 +56,7 @@ from quantkit.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from quantkit.evaluate.passes import EvaluationOptions
-    from quantkit.imatrix.covariance import Weighting
+    from quantkit.imatrix.covariance import CovarianceFile, Weighting
 
 _MODEL = "Model"
 _FILE: dict[str, Any] = {"group": FURTHER, "type": Place(), "metavar": "FILE"}
@@ -133,6 +134,7 @@ collect_options = options(
         default="both",
         help="Weights of an expert's tokens: equal, squared router weights, or both.",
     ),
+    json_option("a record of the result", values=BESIDE_ARGUMENTS),
     run_options,
     ray_option,
 )
@@ -146,7 +148,7 @@ def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
     values = {**values, "model": hub_model(values["model"], values["hf_repo"], values["hf_file"])}
     in_files = [located(name) for names in values["in_files"] for name in names.split(",") if name]
     if values["show_statistics"]:
-        _show(ctx, in_files)
+        _show(ctx, in_files, values["json_to"])
         return
     has_text = any(values[name] for name in ("files", "chat", "prompt", "tokens"))
     output = values["output"]
@@ -166,7 +168,7 @@ def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
             raise click.UsageError(
                 "--plot shows the similarity of layers: add --layer-similarity, or use imatrix show --plot"
             )
-        check_plot(values["plot"], *([CHAT] if values["chat"] else ()))
+        check_plot(values["plot"])
     _check_apart(output, in_files, values)
     try:
         with interruptible():
@@ -189,7 +191,8 @@ def _collect(output: Path | None, in_files: Sequence[Path], values: Mapping[str,
     if values["covariance"] is not None:
         _check_covariance(values, options)
     picture = None if values["plot"] is None else claim(values["plot"], overwrite=values["overwrite"])
-    report = _Report(values["ppl"], None if output is None else FUSION_OFF)
+    json_to: JsonOutput = values["json_to"]
+    report = _Report(values["ppl"], None if output is None else FUSION_OFF, quiet=json_to.only)
     result = imatrix(
         values["model"],
         values["files"],
@@ -201,14 +204,20 @@ def _collect(output: Path | None, in_files: Sequence[Path], values: Mapping[str,
         watcher=report,
         **run,
     )
-    if result.was_complete:
-        message = f"nothing to resume after {result.n_chunks} chunks"
-        after = message if values["covariance"] is None else "continuing with the covariances"
-        click.echo(f"{printable(result.path)} is complete; {after}")
-    else:
-        _print(result, values, report, picture)
+    report.finish(result.notes)
+    if picture is not None and result.similarity:
+        with atomic_write(picture) as part:
+            part.write_bytes(draw(_figure(values["model"], result.similarity), check_plot(values["plot"])))
+    if not json_to.only:
+        click.echo("\n".join(_lines(result, values)))
+    record = result.as_dict()
     if values["covariance"] is not None:
-        _covariance(values, options, texts, run, None if result.was_complete else tuple(result.dropped))
+        record["covariance"] = _covariance(
+            values, options, texts, run, None if result.was_complete else tuple(result.dropped)
+        )
+    if json_to.only:
+        json_to.print(str, lambda: record)
+    json_to.write(lambda: record)
     if result.coverage is not None and values["require_coverage"] is not None:
         result.coverage.check(values["require_coverage"])
 
@@ -235,8 +244,9 @@ def _options(values: Mapping[str, Any]) -> ImatrixOptions:
 class _Report(Watcher):
     """Prints llama-imatrix's output: seconds per pass, perplexity after every chunk."""
 
-    def __init__(self, ppl: bool, first_line: str | None) -> None:
+    def __init__(self, ppl: bool, first_line: str | None, *, quiet: bool) -> None:
         self.first_line = first_line
+        self.quiet = quiet
         self.ppl = ppl
         self.first = 0
         self.n_seq = 1
@@ -246,23 +256,26 @@ class _Report(Watcher):
         self.bar: Bar | None = None
 
     def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
-        if self.first_line is not None:
+        if self.first_line is not None and not self.quiet:
             click.echo(self.first_line, err=True)
         self.print_notes(notes)
         resumed = f", resumed after {first}" if first else ""
-        click.echo(f"{n_chunks} chunks{resumed}, {n_seq} at a time", err=True)
+        if not self.quiet:
+            click.echo(f"{n_chunks} chunks{resumed}, {n_seq} at a time", err=True)
         self.first = first
         self.n_seq = n_seq
         self.began = working_seconds()
 
     def on_chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
+        if self.quiet:
+            return
         if not self.timed:
             self.timed = True
             seconds = working_seconds() - self.began
             left = seconds * math.ceil((n_chunks - self.first) / self.n_seq)
             click.echo(f"{seconds:.2f} seconds per pass, {format_seconds(left)} in all", err=True)
         if not self.ppl:
-            self.bar = self.bar or Bar(lines=True)
+            self.bar = self.bar or Bar(lines=True, unit="chunk")
             self.bar.update(chunk, n_chunks, f"chunk {chunk} of {n_chunks}")
         if self.ppl and ppl is not None:
             click.echo(f"[{chunk}]{ppl.value:.4f},", nl=False)
@@ -281,6 +294,11 @@ class _Report(Watcher):
         echo_notes(notes[self.notes :])
         self.notes = len(notes)
 
+    def finish(self, notes: Sequence[str]) -> None:
+        """End the progress and print the notes that remain."""
+        self.end_line()
+        self.print_notes(notes)
+
     def end_line(self) -> None:
         """End the line of running values, or the bar."""
         if self.bar is not None:
@@ -291,31 +309,32 @@ class _Report(Watcher):
             self.open_line = False
 
 
-def _print(result: ImatrixResult, values: Mapping[str, Any], report: _Report, picture: Path | None) -> None:
-    report.end_line()
-    report.print_notes(result.notes)
+def _lines(result: ImatrixResult, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a result."""
+    if result.was_complete:
+        message = f"nothing to resume after {result.n_chunks} chunks"
+        after = message if values["covariance"] is None else "continuing with the covariances"
+        yield f"{printable(result.path)} is complete; {after}"
+        return
     if result.ppl is not None:
-        click.echo(f"Final estimate: PPL = {result.ppl.value:.4f} +/- {result.ppl.error:.5f}")
+        yield f"Final estimate: PPL = {result.ppl.value:.4f} +/- {result.ppl.error:.5f}"
     if result.similarity:
-        click.echo("\nSimilarity of input and output, least changed first\n" + _similarity_table(result))
-        if picture is not None:
-            with atomic_write(picture) as part:
-                part.write_bytes(draw(_figure(values["model"], result.similarity), check_plot(values["plot"])))
+        yield "\nSimilarity of input and output, least changed first\n" + _similarity_table(result)
     if result.coverage is not None:
-        click.echo("\nBy class\n" + coverage_table("class", result.coverage.by_class()))
-        click.echo("\nBy layer\n" + coverage_table("layer", result.coverage.by_layer()))
+        yield "\nBy class\n" + coverage_table("class", result.coverage.by_class())
+        yield "\nBy layer\n" + coverage_table("layer", result.coverage.by_layer())
         for paragraph in findings(result.coverage):
-            click.echo(f"\n{paragraph}")
+            yield f"\n{paragraph}"
         n_hardly = sum(t.hardly for t in result.coverage.tensors if t.experts)
         if n_hardly:
-            click.echo(f"\nexperts with fewer than {HARDLY} tokens: {n_hardly}")
+            yield f"\nexperts with fewer than {HARDLY} tokens: {n_hardly}"
     if result.imatrix is not None and result.path is not None:
         dropped = f", {len(result.dropped)} skipped" if result.dropped else ""
         content = f"{len(result.imatrix.entries)} entries, {result.imatrix.chunk_count} chunks{dropped}"
         size = format_size(result.path.stat().st_size)
-        click.echo(f"\n{printable(str(result.path))}: {content}, {size}, {format_seconds(result.seconds)}")
+        yield f"\n{printable(str(result.path))}: {content}, {size}, {format_seconds(result.seconds)}"
         if result.all_experts is not None:
-            click.echo(f"{printable(str(result.all_experts))}: every token through every expert")
+            yield f"{printable(str(result.all_experts))}: every token through every expert"
 
 
 def _similarity_table(result: ImatrixResult) -> str:
@@ -339,10 +358,10 @@ def _figure(model: Path, similarity: Sequence[Similarity]) -> Figure:
 # ---------------------------------------------------------------- other actions
 
 
-def _show(ctx: click.Context, in_files: Sequence[Path]) -> None:
+def _show(ctx: click.Context, in_files: Sequence[Path], json_to: JsonOutput) -> None:
     if not in_files:
         raise click.UsageError("--show-statistics needs an --in-file")
-    ctx.invoke(show, path=in_files[0], per_tensor=True, json_to=JsonOutput(None))
+    ctx.invoke(show, path=in_files[0], per_tensor=True, json_to=json_to)
 
 
 def _merge_only(output: Path, in_files: Sequence[Path], values: Mapping[str, Any]) -> None:
@@ -356,7 +375,10 @@ def _merge_only(output: Path, in_files: Sequence[Path], values: Mapping[str, Any
     matrix = merged.imatrix if values["names"] is None else with_names(merged.imatrix, values["names"])
     matrix = matrix if values["fill"] is None else apply_fill(matrix, values["fill"])
     write_imatrix(output, matrix, values["output_format"] or format_of(output))
-    click.echo(f"{printable(str(output))}: {len(matrix.entries)} entries of {len(matrices)} files; no text was given")
+    values["json_to"].print(
+        lambda: f"{printable(str(output))}: {len(matrix.entries)} entries of {len(matrices)} files; no text was given",
+        ImatrixFile(matrix, values["output_format"] or format_of(output), output, tuple(merged.notes)).as_dict,
+    )
 
 
 def _covariance(
@@ -365,17 +387,19 @@ def _covariance(
     texts: Mapping[str, Any],
     run: EvaluationOptions,
     without: tuple[int, ...] | None,
-) -> None:
+) -> dict[str, Any]:
+    """Record covariances, report on them, and return the record for JSON."""
     from quantkit.imatrix.covariance import CovarianceProgress, covariance
 
     weighting: Weighting = values["weighting"]
     if values["nextn"] or values["draft"] is not None:
         echo_notes(["--covariance does not include the prediction layer"])
-    with closing(Bar()) as bar:
+    quiet = values["json_to"].only
+    with closing(Bar(quiet=quiet, unit="chunk", desc="covariance")) as bar:
 
         def progress(now: CovarianceProgress) -> None:
             bar.update(now.chunk, now.n_chunks, f"covariance, pass {now.number} of {now.n_passes}")
-            if now.chunk == now.n_chunks:
+            if now.chunk == now.n_chunks and not quiet:
                 bar.print(f"covariance: pass {now.number} of {now.n_passes}, {now.inputs}")
 
         result = covariance(
@@ -390,9 +414,24 @@ def _covariance(
             **run,
         )
     echo_notes(result.notes)
+    if not quiet:
+        click.echo(_covariance_line(result))
+    return {
+        "file": str(result.path),
+        "bytes": result.path.stat().st_size,
+        "n_inputs": result.n_inputs,
+        "n_passes": result.n_passes,
+        "n_chunks": result.n_chunks,
+        "was_complete": result.n_passes == 0,
+        "notes": list(result.notes),
+    }
+
+
+def _covariance_line(result: CovarianceFile) -> str:
     if result.n_passes == 0:
-        click.echo(f"{printable(result.path)} is complete; nothing to resume")
-        return
+        return f"{printable(result.path)} is complete; nothing to resume"
     passes = f"{result.n_passes} pass{'' if result.n_passes == 1 else 'es'}"
-    size = format_size(result.path.stat().st_size)
-    click.echo(f"{printable(str(result.path))}: {result.n_inputs} covariances, {passes}, {size}")
+    return (
+        f"{printable(str(result.path))}: {result.n_inputs} covariances, {passes},"
+        f" {format_size(result.path.stat().st_size)}"
+    )

@@ -11,7 +11,6 @@ import click
 
 from quantkit.cli._evaluation import (
     RUN,
-    Bar,
     claim_json,
     evaluation_options,
     json_option,
@@ -21,6 +20,7 @@ from quantkit.cli._evaluation import (
 )
 from quantkit.cli._options import CHUNKS, GroupedCommand, echo_notes, option, ray_option
 from quantkit.cli._paths import Place
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import columns
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
@@ -78,7 +78,7 @@ def command(
     """
     json_file = claim_json(json_to, (), [model, base], overwrite=overwrite)
     narrow = (columns() or sys.maxsize) < _WIDE
-    with closing(Bar()) as bar:
+    with closing(Bar(unit="chunk", desc="first pass")) as bar:
 
         def progress(now: KldProgress) -> None:
             mean = now.sums.kld.mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quantkit.cli._evaluation import (
 )
 from quantkit.cli._options import GroupedCommand, echo_notes, option
 from quantkit.cli._paths import Place
+from quantkit.cli._progress import Bar
 from quantkit.evaluate import logits
 from quantkit.evaluate.passes import loaded_model
 from quantkit.formats.outputs import check_free
@@ -72,7 +74,16 @@ def command(
     check_free(output, overwrite=overwrite)
     with loaded_model(model, n_ctx, load_options(run)) as loaded:
         echo_notes(loaded.notes)
-        values = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
+        with closing(Bar(quiet=json_to == "-", unit="token")) as bar:
+            values = logits(
+                loaded,
+                text,
+                tokens=ids,
+                output=output,
+                overwrite=overwrite,
+                n_batch=run["n_batch"],
+                progress=lambda now: bar.update(*now),
+            )
     n_tokens, n_vocab = values.shape
     summary = f"{printable(output)}: float32 [{n_tokens}, {n_vocab}], {format_size(output.stat().st_size)}"
     result = {"model": str(model), "output": str(output), "n_tokens": n_tokens, "n_vocab": n_vocab}

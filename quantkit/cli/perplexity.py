@@ -14,7 +14,6 @@ from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import (
     OUT,
     TEXT,
-    Bar,
     claim_json,
     evaluation_options,
     ids_file,
@@ -36,6 +35,7 @@ from quantkit.cli._options import (
     setting,
 )
 from quantkit.cli._paths import Place
+from quantkit.cli._progress import Bar
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.evaluate.likelihood import BASE_LOGITS
 from quantkit.evaluate.statistics import finite
@@ -117,7 +117,7 @@ def command(
     json_file = claim_json(json_to, [save], [model, file, ids_file(tokens)], overwrite=overwrite)
     logits = {name: run.pop(name) for name in declarations(SaveLogits)}
     save_logits = SaveLogits(save, overwrite=overwrite, **logits) if save is not None else None
-    with closing(Bar()) as bar:
+    with closing(Bar(unit="chunk", desc="first pass")) as bar:
 
         def progress(now: PerplexityProgress) -> None:
             bar.update(now.current, now.total, f"PPL {now.ppl.value:.4f} +/- {now.ppl.error:.4f}")

@@ -323,6 +323,8 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     output = None
     if not is_type(remainder[0]) or (len(remainder) > 1 and is_type(remainder[1]) and not is_count(remainder[1])):
         output = remainder.pop(0)
+    if not remainder and output is not None and output.lower().endswith(".gguf"):
+        raise click.UsageError(f"{output} is not a type: expected IN.gguf [OUT.gguf] TYPE [THREADS]")
     if not remainder:
         # The only argument besides IN is probably TYPE, so the error treats it as a type.
         remainder, output = [output or ""], None

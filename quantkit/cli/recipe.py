@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,7 @@ def _contents_dict(contents: RecipeSummary) -> dict[str, Any]:
     help="Replace a type that the other dialect lacks; repeatable.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output.")
+@_json
 def convert_command(
     source: Path,
     output: Path,
@@ -290,6 +292,7 @@ def convert_command(
     model: Path | None,
     replace: tuple[str, ...],
     overwrite: bool,
+    json_to: JsonOutput,
 ) -> None:
     """Convert a recipe to another dialect, or extract the recipe of a GGUF file.
 
@@ -302,9 +305,12 @@ def convert_command(
     if not to_stdout:
         output = claim(output, source, model, overwrite=overwrite)
     result = convert_recipe(source, to, dialect=dialect, model=model, replace=dict(map(_replacement, replace)))
-    if to_stdout:
+    if json_to.only:
+        json_to.print(str, lambda: asdict(result))
+    elif to_stdout:
         click.echo(result.text, nl=False)
-    else:
+    json_to.write(lambda: asdict(result))
+    if not to_stdout:
         with atomic_write(output) as part:
             part.write_text(result.text, encoding="utf-8")
     echo_notes(result.notes)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
-from tqdm import tqdm
 
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import load_options, run_options
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, option, options
 from quantkit.cli._paths import MODEL_FILE, Place
-from quantkit.cli._progress import has_bar
+from quantkit.cli._progress import Bar
+from quantkit.extras import REPORT
 from quantkit.names import printable
 from quantkit.progress import Progress
 from quantkit.report import ReportOptions, report
@@ -24,7 +26,7 @@ _OUT = "Output"
 _FILE = Place(dir_okay=False)
 
 
-@click.command("report", cls=GroupedCommand)
+@click.command("report", cls=GroupedCommand, extras=(REPORT,))
 @click.argument("out", metavar="OUT.html", type=_FILE)
 @click.argument("files", metavar="[FILE.gguf]...", type=MODEL_FILE, nargs=-1)
 @options(*declared_options(ReportOptions, (MEASUREMENTS, CONTENT)))
@@ -37,6 +39,7 @@ _FILE = Place(dir_okay=False)
 @option("--card", group=_OUT, type=_FILE, metavar="README.md", help="Also write a model card in Markdown.")
 @option("--data", group=_OUT, type=_FILE, metavar="FILE", help="File of the numbers.  [default: OUT.json]")
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing page and card.")
+@json_option("the numbers")
 @run_options
 def command(
     out: Path,
@@ -45,6 +48,7 @@ def command(
     card: Path | None,
     data: Path | None,
     overwrite: bool,
+    json_to: JsonOutput,
     **values: Any,
 ) -> None:
     """Write an HTML report on quantized files of one model.
@@ -66,21 +70,23 @@ def command(
         n_batch=values["n_batch"],
         load=load_options(values) if files else {},
     )
-    with closing(_Bar()) as bar:
+    with closing(_Bar(quiet=json_to.only)) as bar:
         result = report(files, out, card=card, data=data, options=settings, overwrite=overwrite, progress=bar.update)
     for file in result.files:
         for note in file.notes:
             click.echo(f"warning: {file.name}: {note}", err=True)
-    for path in (out, card):
-        if path is not None:
-            click.echo(f"wrote {printable(path)}")
+    json_to.print(
+        lambda: "\n".join(f"wrote {printable(path)}" for path in (out, card) if path is not None),
+        lambda: json.loads(result.to_json()),
+    )
 
 
 class _Bar:
-    """A bar for each step, if stderr is a terminal; else a line."""
+    """A bar for each step, if stderr is a terminal; else a line, and lines from time to time on a terminal."""
 
-    def __init__(self) -> None:
-        self.bar: tqdm[Any] | None = None
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self.bar: Bar | None = None
         self.step = ""
 
     def update(self, now: Progress) -> None:
@@ -88,13 +94,9 @@ class _Bar:
         if now.text != self.step:
             self.close()
             self.step = now.text
-            if has_bar():
-                self.bar = tqdm(total=now.total or None, desc=now.text, leave=False, dynamic_ncols=True)
-            else:
-                click.echo(now.text, err=True)
+            self.bar = Bar(quiet=self.quiet, lines=True)
         if self.bar is not None:
-            self.bar.total = now.total or None
-            self.bar.update(now.current - self.bar.n)
+            self.bar.update(*now)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from quantkit.cli._options import (
 )
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.errors import ResourceError
 from quantkit.extras import SEARCH
@@ -36,6 +39,7 @@ from quantkit.formats.outputs import atomic_write, check_apart, read_whole
 from quantkit.formats.remote import located
 from quantkit.names import printable
 from quantkit.options.search import LIMITS, MODEL, SOLVER, TARGET
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
 from quantkit.search.find import load_measurements, model_path, with_imatrix
@@ -112,7 +116,7 @@ _search_options = options(
 )
 
 
-@click.command("search", cls=GroupedCommand)
+@click.command("search", cls=GroupedCommand, extras=(SEARCH,))
 @_search_options
 def command(
     sensitivity: Path,
@@ -146,7 +150,7 @@ def command(
     """
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
-    kind = None if plot is None else check_plot(plot, SEARCH)
+    kind = None if plot is None else check_plot(plot)
     sensitivities = load_measurements(sensitivity)
     source = model_path(sensitivities, model)
     inputs = [sensitivity, source, base, speeds, values["imatrix"], values["feedback"]]
@@ -154,9 +158,9 @@ def command(
     outputs = [output, front_to, plot, json_file]
     check_apart(outputs, inputs)
     output, front_to, plot, json_file = (p and claim(p, *inputs, overwrite=overwrite) for p in outputs)
-    say = _say(quiet=json_to == "-")
+    quiet = json_to == "-"
     if values["min_speed"] is not None:
-        values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, say)
+        values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, quiet=quiet)
     requested = with_imatrix(SearchOptions(**values), sensitivities, sensitivity, source)
     result: dict[str, Any] = {}
     text: list[str] = []
@@ -165,7 +169,8 @@ def command(
         if check is not None and base is not None:
             folder = None if output is None else output.parent
             verification = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
-        outcome = search(sensitivities, source, requested, check=verification, progress=lambda now: say(now.text))
+        with closing(Bar(quiet=quiet, unit="step")) as bar:
+            outcome = search(sensitivities, source, requested, check=verification, progress=_show(bar))
         echo_notes(outcome.notes)
         recipe = _recipe(outcome, sensitivity, source)
         _write(output, recipe)
@@ -174,7 +179,10 @@ def command(
             _text(outcome, recipe) if output is None else f"{_text(outcome)}\n{_command(outcome.best, source, output)}"
         )
     if front_to is not None or plot is not None:
-        front_result = search_front(sensitivities, source, requested, points=points, progress=lambda now: say(now.text))
+        with closing(Bar(quiet=quiet, unit="size", desc="solve")) as bar:
+            front_result = search_front(
+                sensitivities, source, requested, points=points, progress=lambda now: bar.update(*now)
+            )
         echo_notes(front_result.notes)
         rows = _rows(front_result)
         if front_to is not None:
@@ -200,11 +208,15 @@ def _check_usage(
         raise click.UsageError(f"--front {front}: the name must end in .csv or .json")
 
 
-def _say(*, quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints progress, on stderr if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        return lambda line: None
-    return lambda line: click.echo(printable(line), err=True)
+def _show(bar: Bar) -> ProgressCallback:
+    """Return a function that shows the progress, and prints what is measured on a line of its own on a terminal."""
+
+    def show(now: Progress) -> None:
+        if now.current > 1 and sys.stderr.isatty():
+            bar.print(printable(now.text), err=True)
+        bar.update(now.current, now.total, "" if now.current > 1 else now.text)
+
+    return show
 
 
 def _speeds(
@@ -212,7 +224,8 @@ def _speeds(
     sensitivities: Sensitivity,
     names: tuple[str, ...],
     threads: int | None,
-    say: Callable[[str], None],
+    *,
+    quiet: bool,
 ) -> Mapping[str, float]:
     from quantkit.search.speeds import measure_speeds, read_speeds  # kernels are slow to import
 
@@ -221,7 +234,11 @@ def _speeds(
     types_used = dict.fromkeys(
         [*(cost.type for cost in sensitivities.costs), *(option_type(name, "--types") for name in names)]
     )
-    return measure_speeds(types_used, threads=threads, progress=say)
+    with closing(Bar(quiet=quiet, unit="type", desc="speeds")) as bar:
+        done = itertools.count(1)
+        return measure_speeds(
+            types_used, threads=threads, progress=lambda line: bar.update(next(done), len(types_used), line)
+        )
 
 
 def _write(path: Path | None, text: str) -> None:

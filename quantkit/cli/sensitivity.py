@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tqdm import tqdm
 
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import OUT, kv_options, kv_type_from, model_option
+from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import (
     GroupedCommand,
     cache_arguments,
@@ -25,11 +26,10 @@ from quantkit.cli._options import (
     threads_option,
 )
 from quantkit.cli._paths import TEXT_FILE, Place
-from quantkit.cli._progress import Lines, has_bar
+from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.options.sensitivity import MEASUREMENT, RUN, TEXT
-from quantkit.progress import Progress
 from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, sensitivity
 from quantkit.sensitivity.experts import experts_summary
 from quantkit.units import format_seconds, format_size
@@ -69,6 +69,7 @@ _declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RU
     help="Output file, for quantkit search.",
 )
 @option("--overwrite", group=OUT, is_flag=True, help="Replace an existing output; discard an interrupted run.")
+@json_option("the sensitivities")
 def command(
     model: Path,
     files: tuple[Path, ...],
@@ -76,6 +77,7 @@ def command(
     cache: Path | None,
     cache_size: int | None,
     threads: int | None,
+    json_to: JsonOutput,
     **values: Any,
 ) -> None:
     """Measure the divergence that quantizing each group of tensors alone causes.
@@ -95,35 +97,11 @@ def command(
     cache_arguments(cache, cache_size)  # refuses a size without a cache
     values["kv_type"] = kv_type_from(values)
     requested = SensitivityOptions(threads=threads or None, cache=cache, cache_size=cache_size, **values)
-    with closing(_Bar()) as bar:
-        result = sensitivity(model, output, files, options=requested, progress=bar.update)
+    layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    with closing(Bar(quiet=json_to.only, desc="plan", bar_format=layout)) as bar:
+        result = sensitivity(model, output, files, options=requested, progress=lambda now: bar.update(*now))
     echo_notes(result.settings["notes"])
-    click.echo("\n".join(_lines(result, output)))
-
-
-class _Bar:
-    """A bar with the current step and the time left, if stderr is a terminal."""
-
-    def __init__(self) -> None:
-        self._lines = Lines()
-        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        self._bar: tqdm[Any] | None = (
-            tqdm(desc="plan", leave=False, dynamic_ncols=True, smoothing=0.05, bar_format=layout) if has_bar() else None
-        )
-
-    def update(self, now: Progress) -> None:
-        """Show the progress of a run."""
-        self._lines.update(now.current, now.total, now.text or "")
-        if self._bar is not None:
-            self._bar.total = now.total
-            if now.text:
-                self._bar.set_description_str(printable(now.text), refresh=False)
-            self._bar.update(now.current - self._bar.n)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
+    json_to.print(lambda: "\n".join(_lines(result, output)), lambda: json.loads(result.to_json()))
 
 
 def _lines(result: Sensitivity, output: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from quantkit.arguments import checked
 from quantkit.cook.config import Config, TargetSettings, read_config, text_consumers
 from quantkit.cook.engine import Decision, NullObserver, Observer, RunRecord, Step, StepCounter, decide, run_steps
 from quantkit.cook.report_step import card_path, page_path, report_step
-from quantkit.cook.search_steps import candidates_step, search_step, sensitivity_step
+from quantkit.cook.search_steps import LARGEST_TYPE, candidates_step, search_step, sensitivity_step
 from quantkit.cook.source import Model, read_source
 from quantkit.cook.state import STATE, State
 from quantkit.cook.steps import Paths, base_step, convert_step, covariance_step, imatrix_step, texts_step
@@ -27,13 +27,14 @@ from quantkit.cook.target_steps import (
     quantize_step,
 )
 from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceError, os_error_code
-from quantkit.extras import CHAT, REPORT, SEARCH, MissingPackages, check_extras, missing_packages
+from quantkit.extras import CHAT, REPORT, SEARCH, Extra, MissingPackages, check_extras, missing_packages
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart, drop_lock, take_lock
 from quantkit.formats.own_json import read_own_json
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.fallback import fallback_line
 from quantkit.progress import ProgressCallback
+from quantkit.types import type_by_name
 from quantkit.units import format_size
 
 
@@ -129,10 +130,10 @@ def plan_cook(config: Config) -> CookPlan:
 
     Raises as ``cook``.
     """
-    model = _read_source(config)
+    model, config, large = _read_source(config)
     paths = Paths(config, model)
     _check_inputs(config, paths)
-    notes = [*model.notes, *_check_targets(paths)]
+    notes = [*model.notes, *large, *_check_targets(paths)]
     steps = tuple(_steps(paths))
     _check_outputs(paths, steps)
     decisions = tuple(decide(steps, State(config.work, planning=True)))
@@ -175,17 +176,54 @@ def _needs_texts(config: Config) -> bool:
 # --- checks before any work ---
 
 
-def _read_source(config: Config) -> Model:
-    """Return the model, from its headers. Raises MissingPackages for all extras that this and later steps need."""
-    extras = [*([SEARCH] if config.goals else ()), *([CHAT] if config.calibration.chat else ())]
-    extras += [REPORT] if config.report.run else []
+def _read_source(config: Config) -> tuple[Model, Config, list[str]]:
+    """Return the model, from its headers, and the settings without searches that have nothing to choose, with notes.
+
+    Raises MissingPackages for all extras that this and later steps need.
+    """
     hint = "use --no-report to omit the report" if config.report.run and REPORT.missing() else ""
     try:
         model = read_source(config.model, config.work / "model.gguf", config.convert)
     except MissingPackages as e:
-        raise missing_packages(*e.extras, *(extra for extra in extras if extra.missing()), hint=hint) from None
-    check_extras(*extras, hint=hint)
-    return model
+        missing = [extra for extra in _extras(config) if extra.missing()]
+        raise missing_packages(*e.extras, *missing, hint=hint) from None
+    config, notes = _without_idle_searches(config, model)
+    check_extras(*_extras(config), hint=hint)
+    return model, config, notes
+
+
+def _extras(config: Config) -> list[Extra]:
+    """Return the extras that the steps need, besides those of the model."""
+    extras = [*([SEARCH] if config.goals else ()), *([CHAT] if config.calibration.chat else ())]
+    return [*extras, *([REPORT] if config.report.run else ())]
+
+
+def _without_idle_searches(config: Config, model: Model) -> tuple[Config, list[str]]:
+    """Return settings whose targets that the largest type meets have that type as their preset, and notes on them.
+
+    Limits of a search may exclude the type from some tensors, so such targets are searched.
+    """
+    if config.search.allow or config.search.at_most:
+        return config, []
+    largest = max(map(type_by_name, config.sensitivity.types or (LARGEST_TYPE,)), key=lambda t: t.bpw).name
+    paths = Paths(config, model)
+    targets, notes = [], []
+    for settings in config.targets:
+        goal = settings.target.goal
+        direct = replace(settings, target=replace(settings.target, preset=largest, goal=None))
+        if goal is not None and goal.kind != "kld":
+            options = planning_options(quantize_options(paths, direct), recipe=True)
+            with suppress(QuantkitError):  # the checks of targets name it
+                plan = model.plan(paths.output(settings.label), largest, options)
+                if goal.value >= (plan.nbytes if goal.kind == "size" else plan.bpw):
+                    notes.append(
+                        f"warning: {settings.label}: no search: {largest}, the largest type, takes"
+                        f" {format_size(plan.nbytes)}, {plan.bpw:.2f} bits per weight"
+                    )
+                    targets.append(direct)
+                    continue
+        targets.append(settings)
+    return replace(config, targets=tuple(targets)), notes
 
 
 def _check_inputs(config: Config, paths: Paths) -> None:

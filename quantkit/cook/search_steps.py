@@ -31,6 +31,8 @@ _LADDERS = {
     "llama.cpp": ("IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q5_K", "Q6_K", "Q8_0"),
     "ik_llama.cpp": ("IQ1_M", "IQ2_KS", "IQ2_KL", "IQ3_KS", "IQ3_K", "IQ4_KS", "IQ5_KS", "IQ6_K", "Q8_0"),
 }
+#: The largest type of both.
+LARGEST_TYPE = "Q8_0"
 #: Range of useful types, as factors of a goal's bits per weight.
 _BELOW, _ABOVE = 0.6, 1.9
 #: Bits per weight to expect for goals that are not sizes.

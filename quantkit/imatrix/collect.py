@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_m
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output, check_apart, check_free, read_text, resolve_links
 from quantkit.formats.remote import located
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import MODEL_KEY, merge, with_names
 from quantkit.imatrix.fill import apply_fill
@@ -95,13 +96,15 @@ class Similarity(NamedTuple):
     feed_forward: float
 
 
-@dataclass(frozen=True)
-class ImatrixResult:
+@dataclass(frozen=True, eq=False)
+class ImatrixResult(HtmlTable):
     """The result of a run: the importance matrix as written (None if not requested), and facts about it.
 
-    ``was_complete``: a resumed run found it complete.
+    ``n_chunks`` of ``n_ctx`` tokens count; ``was_complete``: a resumed run found it complete.
     """
 
+    model: Path
+    n_ctx: int
     imatrix: Imatrix | None
     path: Path | None
     coverage: Coverage | None
@@ -113,6 +116,43 @@ class ImatrixResult:
     seconds: float
     notes: tuple[str, ...]
     was_complete: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the chunks that count."""
+        return self.n_chunks * self.n_ctx
+
+    def as_table(self) -> Table:
+        """Return the coverage by class of tensors; without a file, the similarity by layer."""
+        ppl = "" if self.ppl is None else f", perplexity {self.ppl.text(4)}"
+        caption = f"{self.model.name}: {self.n_chunks} chunks of {self.n_ctx} tokens{ppl}"
+        if self.coverage is None:
+            return table_of("layer, whole, attention, feed-forward", self.similarity, caption)
+        table = self.coverage.as_table()
+        return table._replace(caption=f"{caption}, {table.caption}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record for JSON."""
+        matrix = self.imatrix
+        return {
+            "model": str(self.model),
+            "file": None if self.path is None else str(self.path),
+            "sha256": None if matrix is None else matrix.sha256,
+            "bytes": None if self.path is None else self.path.stat().st_size,
+            "entries": None if matrix is None else len(matrix.entries),
+            "datasets": [] if matrix is None else matrix.datasets,
+            "n_ctx": self.n_ctx,
+            "n_chunks": self.n_chunks,
+            "n_tokens": self.n_tokens,
+            "dropped": {str(chunk): reason for chunk, reason in self.dropped.items()},
+            "ppl": None if self.ppl is None else self.ppl.as_dict(),
+            "coverage": None if self.coverage is None else self.coverage.share,
+            "similarity": [s._asdict() for s in self.similarity],
+            "all_experts": None if self.all_experts is None else str(self.all_experts),
+            "was_complete": self.was_complete,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
 
 
 class Watcher:
@@ -275,7 +315,10 @@ def _read_complete(
                 "QK-E402",
             )
         covered = coverage(matrix, tensors.values(), arch=arch, process_output=options.process_output)
-    return ImatrixResult(matrix, path, covered, None, matrix.chunk_count, {}, (), None, 0.0, (), was_complete=True)
+    model = located(str(models[0]))
+    return ImatrixResult(
+        model, options.n_ctx, matrix, path, covered, None, matrix.chunk_count, {}, (), None, 0.0, (), was_complete=True
+    )
 
 
 def _files(models: Iterable[GGUFFile]) -> tuple[Path, ...]:
@@ -591,6 +634,8 @@ class _Collector:
         if self.snapshot is not None:
             self.snapshot.remove()
         return ImatrixResult(
+            located(self.model.path),
+            self.options.n_ctx,
             matrix,
             self.path,
             covered,

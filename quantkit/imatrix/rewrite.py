@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quantkit.arguments import checked
 from quantkit.formats.imatrix import Format, Imatrix, format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output, check_apart
+from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.files import Names, convert, merge, with_names
 from quantkit.imatrix.fill import apply_fill, filled_experts, without_fill
 from quantkit.imatrix.show import experts_of
@@ -16,13 +18,34 @@ from quantkit.options.imatrix import Fill
 
 
 @dataclass(frozen=True, eq=False)
-class ImatrixFile:
+class ImatrixFile(HtmlTable):
     """An importance matrix in a format, its file (None: it was not written), and notes on what a conversion lost."""
 
     imatrix: Imatrix
     format: Format
     path: Path | None
     notes: tuple[str, ...] = ()
+
+    def as_table(self) -> Table:
+        """Return entries, chunks and tokens of a chunk."""
+        matrix, name = self.imatrix, None if self.path is None else self.path.name
+        row = (name, self.format, len(matrix.entries), matrix.chunk_count, matrix.chunk_size or None)
+        return table_of("file, format, entries, chunks, tokens per chunk", [row])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record for JSON."""
+        matrix = self.imatrix
+        return {
+            "file": None if self.path is None else str(self.path),
+            "format": self.format,
+            "sha256": None if self.path is None else replace(matrix, path=self.path).sha256,
+            "bytes": None if self.path is None else self.path.stat().st_size,
+            "entries": len(matrix.entries),
+            "datasets": matrix.datasets,
+            "n_ctx": matrix.chunk_size or None,
+            "n_chunks": matrix.chunk_count,
+            "notes": list(self.notes),
+        }
 
 
 @checked

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.arguments import Options, option
-from quantkit.bench import Setting, Test, bench, cpu_name
+from quantkit.bench import BenchProgress, Setting, Test, bench, cpu_name
 from quantkit.calibration import calibration_warning, sketch_of
 from quantkit.compare import compare
 from quantkit.errors import FormatError, QuantkitError, RecipeError
@@ -513,7 +513,11 @@ def _measure_speeds(
         if [(s.test, s.machine) for s in file.speeds] == [(str(test), machine) for test in tests]:
             continue
         progress(f"{file.name}: speed", 0, 0)
-        results = bench(paths[i], tests, [setting], repetitions=repetitions)
+
+        def show(now: BenchProgress, text: str = f"{file.name}: speed") -> None:
+            progress(text, now.current, now.total)
+
+        results = bench(paths[i], tests, [setting], repetitions=repetitions, progress=show)
         speeds = (Speed(str(r.test), Estimate(r.avg_ts, r.stddev_ts), machine) for r in results)
         yield i, replace(file, speeds=tuple(speeds))
 

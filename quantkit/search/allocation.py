@@ -69,7 +69,7 @@ class Check:
 
 
 def measure(
-    allocations: Sequence[Allocation], source: Source, check: Check, progress: Callable[[str], None]
+    allocations: Sequence[Allocation], source: Source, check: Check, progress: Callable[[str], object]
 ) -> Iterator[tuple[Allocation, Kld]]:
     """Quantize each allocation and yield it with its measured divergence; the files are removed."""
     base = open_logits(check.base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.search import SearchOptions
-from quantkit.progress import ProgressCallback, report_lines
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.search.allocation import Allocation, Check, measure
 from quantkit.search.solve import Answer, Exclusion, Limit, Weights, solve
 from quantkit.search.space import Space
@@ -71,7 +72,7 @@ def search(
         source: the model to quantize, of which only the header is read; default: the measured model.
         options: target and constraints.
         check: quantize and measure the best few.
-        progress: called for each step, with its text alone.
+        progress: called for the solver, and with each allocation that is measured.
 
     Raises:
         RecipeError: no allocation reaches the target; an unknown type or class; sensitivities of another model.
@@ -85,12 +86,18 @@ def search(
     with open_model(path := model_path(measurements, source)) as model:
         space = Space(measurements, model, with_imatrix(options, measurements, *sensitivity_files(sensitivity), path))
         finder = Finder(space)
-        allocations = list(finder.best(1 if check is None else check.count))
+        count = 1 if check is None else check.count
+        report = progress or (lambda now: None)
+        report(Progress(0, 1 + count, "solve"))
+        allocations = list(finder.best(count))
         if check is not None:
-            say = report_lines(progress)
-            say(f"{len(allocations)} allocations to measure")
+            checks = itertools.count(1)
+            report(Progress(1, 1 + count, f"{len(allocations)} allocations to measure"))
             allocations = [
-                replace(allocation, check=result) for allocation, result in measure(allocations, model, check, say)
+                replace(allocation, check=result)
+                for allocation, result in measure(
+                    allocations, model, check, lambda line: report(Progress(1 + next(checks), 1 + count, line))
+                )
             ]
             allocations.sort(
                 key=lambda allocation: math.inf if allocation.check is None else allocation.check.sums.kld.mean.value

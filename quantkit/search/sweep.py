@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from quantkit.options.search import SearchOptions
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
-from quantkit.progress import ProgressCallback, report_lines
+from quantkit.progress import Progress, ProgressCallback
 from quantkit.search.allocation import Allocation
 from quantkit.search.find import Finder, load_measurements, model_path, sensitivity_files, with_imatrix
 from quantkit.search.space import Space
@@ -70,7 +70,7 @@ def search_front(
         source: the model, of which only the header is read; default: the measured model.
         options: constraints; a target is ignored.
         points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
-        progress: called for each step, with its text alone.
+        progress: called for each size.
 
     Raises as ``search``, and RecipeError for fewer than 2 points.
     """
@@ -86,13 +86,11 @@ def search_front(
         )
         finder = Finder(space)
         presets, notes = _presets(space)
-        allocations = list(_sweep(finder, points, [p.nbytes for p in presets], report_lines(progress)))
+        allocations = list(_sweep(finder, points, [p.nbytes for p in presets], progress or (lambda now: None)))
     return Front(tuple(allocations), tuple(presets), space, time.monotonic() - start, (*space.notes, *notes))
 
 
-def _sweep(
-    finder: Finder, points: int, extra_sizes: Sequence[int], progress: Callable[[str], None]
-) -> Iterator[Allocation]:
+def _sweep(finder: Finder, points: int, extra_sizes: Sequence[int], progress: ProgressCallback) -> Iterator[Allocation]:
     """Yield the allocations of a front, smallest first, each better than those before it, also for ``extra_sizes``."""
     first, last = finder.smallest(), finder.least_kld()
     sizes = {int(size) for size in np.geomspace(first.nbytes, max(first.nbytes, last.nbytes), points)}
@@ -107,9 +105,8 @@ def _sweep(
         else:
             allocation = finder.best_for_size(size)
         if allocation is not None and allocation.kld < before:
-            progress(
-                f"{number} of {len(sizes) + 2}: {allocation.nbytes} bytes, predicted divergence {allocation.kld:.5g}"
-            )
+            line = f"{allocation.nbytes} bytes, predicted divergence {allocation.kld:.5g}"
+            progress(Progress(number, len(sizes) + 2, line))
             yield allocation
             before = allocation.kld
 

@@ -438,3 +438,11 @@ def test_repack_accepts_no_type_and_refuses_a_wrong_one(llama: Path, tmp_path: P
 def test_rules_and_encoders_are_case_insensitive(llama: Path) -> None:
     plan = json.loads(run("--dry-run", "--json", "--rules", "IK", "--encoder", "Ik", llama, "Q4_K_M").stdout)
     assert (plan["rules"], {t["encoder"] for t in plan["tensors"]}) == ("ik", {"ik", None})
+
+
+def test_a_file_in_the_place_of_the_type_is_an_error_of_usage(llama: Path, tmp_path: Path) -> None:
+    refused = run(llama, tmp_path / "out.gguf")
+    assert refused.exit_code == 2
+    assert "out.gguf" in refused.stderr
+    assert "[QK-E301]" not in refused.stderr
+    assert not (tmp_path / "out.gguf").exists()

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from refusals import refuses
 
-from quantkit.bench import Setting, bench, sweep_bench
+from quantkit.bench import BenchProgress, Setting, SweepProgress, bench, sweep_bench
 from quantkit.bench import Test as Timed
 from quantkit.cli import cli
 from quantkit.errors import RecipeError
@@ -43,6 +43,47 @@ def test_switches_are_combined_and_shown(tiny_moe: Path) -> None:
     assert [line.split("|")[6].strip() + line.split("|")[7].strip() for line in lines[::2]] == ["00", "01", "10", "11"]
     assert [line.split("|")[8].strip() for line in lines[:2]] == ["pp4", "pp4+tg1"]
     assert "measured here" in result.stdout
+
+
+def test_json_is_alone_on_stdout_or_in_a_file_beside_the_table(tiny_moe: Path, tmp_path: Path) -> None:
+    alone = run("bench", "-m", tiny_moe, "-p", "4", "-n", "1", "-r", "1", "--json")
+    assert alone.exit_code == 0, alone.output
+    path = tmp_path / "bench.json"
+    beside = run("bench", "-m", tiny_moe, "-p", "4", "-n", "1", "-r", "1", "--json", path)
+    assert beside.exit_code == 0, beside.output
+    assert beside.stdout.startswith("| model |")
+    rows = [json.loads(text) for text in (alone.stdout, path.read_text())]
+    assert [[(r["n_prompt"], r["n_gen"]) for r in result] for result in rows] == 2 * [[(4, 0), (0, 1)]]
+    assert rows[0][0].keys() == rows[1][0].keys() >= {"samples_ns", "avg_ts", "model_filename"}
+    assert run("bench", "-m", tiny_moe, "-p", "4", "--json", path).exit_code == 1
+
+
+def test_json_of_a_sweep_has_its_rows(tiny_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    result = run("sweep-bench", "-m", tiny_moe, "-c", "40", "-ub", "16", "-n", "2", "--json", path)
+    assert result.exit_code == 0, result.output
+    record = json.loads(path.read_text())
+    assert (record["model"], record["n_ctx"], record["n_ubatch"]) == (tiny_moe.name, 40, 16)
+    assert [(r["pp"], r["tg"], r["n_kv"]) for r in record["rows"]] == [(16, 2, 0), (16, 2, 16)]
+    assert all(r["speed_pp"] == r["pp"] / r["t_pp"] for r in record["rows"])
+
+
+def test_results_come_by_progress_and_as_tables(tiny_moe: Path) -> None:
+    steps: list[BenchProgress] = []
+    settings = [Setting(fused_moe=False), Setting()]
+    results = bench(tiny_moe, [Timed(4, 0), Timed(0, 1)], settings, repetitions=2, progress=steps.append)
+    assert [step.result for step in steps if step.result is not None] == list(results)
+    assert [step.current for step in steps] == sorted(step.current for step in steps)
+    assert (steps[-1].current, steps[-1].total) == (12, 12)
+    table = results.as_table()
+    assert [row[table.header.index("fused_moe")] for row in table.rows] == ["False", "False", "True", "True"]
+    assert "n_batch" not in table.header  # all alike
+    assert "pp4" in results._repr_html_()
+    rows: list[SweepProgress] = []
+    sweep = sweep_bench(tiny_moe, 40, Setting(n_ubatch=16), n_gen=1, progress=rows.append)
+    assert [now.row for now in rows if now.row is not None] == list(sweep)
+    assert (rows[-1].current, rows[-1].total) == (2, 2)
+    assert [row[2] for row in sweep.as_table().rows] == [0, 16]
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -88,9 +129,9 @@ def test_wrong_options_are_refused(tiny_moe: Path, arguments: tuple[str, ...], m
 
 def test_invalid_arguments_are_refused(tiny_moe: Path) -> None:
     with refuses(RecipeError, "QK-E214"):
-        next(bench(tiny_moe, []))
+        bench(tiny_moe, [])
     with refuses(RecipeError, "QK-E203 16 4"):
-        next(sweep_bench(tiny_moe, 16, Setting(n_ubatch=16)))
+        sweep_bench(tiny_moe, 16, Setting(n_ubatch=16))
     assert str(Timed(8, 2, 4)) == "pp8+tg2 @ d4"
 
 

@@ -557,6 +557,32 @@ def test_existing_files_are_not_replaced(work_folder: Path) -> None:
     assert (work_folder / "out/moe-Q4_K_M.gguf").exists()
 
 
+@pytest.mark.parametrize(
+    ("target", "extra", "preset"),
+    [
+        ("100G", {}, "Q8_0"),
+        ("9bpw", {}, "Q8_0"),
+        ("8bpw", {}, None),
+        ("5M", {}, None),
+        ("12bpw", {"search": {"at_most": ["_exps=Q4_K"]}}, None),
+        ("8bpw", {"sensitivity": {"types": ["Q3_K", "Q4_K"]}}, "Q4_K"),
+        ("kld=0.5", {}, None),
+    ],
+)
+def test_a_target_that_the_largest_type_meets_is_not_searched(
+    target: str, extra: dict[str, Any], preset: str | None, tmp_path: Path, data: Path
+) -> None:
+    text = {"text": [str(data / "tiny-moe-calibration.txt")]}
+    settings = {"targets": [target], "output": str(tmp_path / "out"), "calibration": text, **extra}
+    plan = plan_cook(config_from({"model": str(data / "tiny-moe-bf16.gguf"), **settings}, "test", tmp_path))
+    (planned,) = plan.config.targets
+    assert planned.target.preset == preset
+    assert planned.label == parse_target(target).file_suffix
+    steps = {step.name.partition(" ")[0] for step in plan.steps}
+    assert ({"sensitivity", "search"} & steps == set()) == (preset is not None)
+    assert any(note.startswith(f"warning: {planned.label}:") for note in plan.notes) == (preset is not None)
+
+
 def test_a_goal_is_searched_for_and_met(work_folder: Path) -> None:
     """A size is met to the byte, by a recipe for quantize; another goal searches again without measuring."""
     most = 5_200_000

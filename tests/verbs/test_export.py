@@ -232,6 +232,11 @@ def test_a_failed_export_leaves_no_files(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
+def test_an_importance_matrix_is_no_model(data: Path, tmp_path: Path) -> None:
+    with refuses(FormatError, "QK-E123 tiny-moe-imatrix.gguf general.architecture"):
+        plan_export(data / "tiny-moe-imatrix.gguf", tmp_path / "back")
+
+
 def test_unsupported_models_are_refused(model: Path, tmp_path: Path) -> None:
     with refuses(TypeNotSupported, "QK-E304 LlamaForCausalLM"):
         plan_export(model, tmp_path / "back", ExportOptions(architecture="LlamaForCausalLM"))

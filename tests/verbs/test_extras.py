@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from commands import leaves
 from quantkit import extras
+from quantkit.checkpoint.requirements import checkpoint_extras
 from quantkit.cli import cli
+from quantkit.cli._options import is_compatible_only
 from quantkit.cook import config_from, plan_cook
-from quantkit.extras import CHAT, MODEL_CARD, PLOT, REPORT, SEARCH, Extra, MissingPackages, check_extras
+from quantkit.extras import MODEL_CARD, PLOT, PRE_TOKENIZER, REPORT, SEARCH, Extra, MissingPackages, check_extras
 
 EXTRAS = [value for value in vars(extras).values() if isinstance(value, Extra)]
 DECLARED = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -79,19 +83,95 @@ def test_a_cook_names_missing_packages_of_the_checkpoint(tmp_path: Path, monkeyp
     assert asked_for(caught.value) == {"convert", "report"}
 
 
-def test_commands_with_a_plot_name_both(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = data / "tiny-moe-bf16.gguf"
-    hide(monkeypatch, SEARCH, PLOT, CHAT)
-    path = tmp_path / "s.json"
-    path.write_text("{}")
-    lines = {
-        "search": ["search", "-s", str(path), "--front", "front.csv", "--plot", "x.svg"],
-        "run": ["imatrix", "-m", str(model), "--chat", str(path), "--layer-similarity", "--plot", "x.svg"],
-    }
-    for extra, line in lines.items():
-        result = CliRunner().invoke(cli, line)
-        assert result.exit_code == 1, result.output
-        assert f"gguf-quantkit[plot,{extra}]" in result.output
+#: Command lines, and what pip is asked for where nothing optional is installed.
+LINES = {
+    "quantize s3://b/m.gguf out.gguf Q4_K --feedback i.gguf --plot x.svg --ray local": "plot ray remote s3fs",
+    "quantize m.gguf out.gguf Q4_K --backend cuda --imatrix hf://o/r/i.gguf": "cuda12 remote huggingface_hub",
+    "convert folder out.gguf --ray local": "convert ray",
+    "convert folder out.gguf Q4_K --backend cuda --feedback i.gguf --plot x.svg": "convert cuda12 plot",
+    "convert --remote org/name out.gguf --ray local": "ray remote huggingface_hub",
+    "convert-lora adapter s3://b/out.gguf --base folder --ray local": "ray remote s3fs",
+    "export m.gguf checkpoint --ray local": "ray",
+    "merge-up-gate s3://b/m.gguf gs://b/out.gguf --ray local": "ray remote s3fs gcsfs",
+    "split-up-gate https://h/m.gguf out.gguf --ray local": "ray remote",
+    "inspect s3://b/m.gguf": "remote s3fs",
+    "compare s3://b/a.gguf hf://o/r/b.gguf": "remote s3fs huggingface_hub",
+    "perplexity -m m.gguf -f t.txt --ray local --save-all-logits b --logits-format compact --codec zstd": "ray run",
+    "perplexity -hf org/name -f t.txt --backend cuda": "cuda12 remote huggingface_hub",
+    "kld -m m.gguf --base t.txt --ray local": "ray",
+    "kld -hf org/name --base t.txt --backend cuda": "cuda12 remote huggingface_hub",
+    "logits -hf org/name -p one --backend cuda -o out.npy": "cuda12 remote huggingface_hub",
+    "imatrix -m m.gguf --chat t.txt --layer-similarity --plot x.svg --ray local": "plot ray run",
+    "imatrix -hf org/name --chat t.txt --backend cuda": "cuda12 remote run huggingface_hub",
+    "imatrix show i.gguf --plot x.svg": "plot",
+    "imatrix show s3://b/i.gguf --plot x.svg": "plot remote s3fs",
+    "imatrix convert s3://b/i.gguf out.dat": "remote s3fs",
+    "sensitivity -hf org/name -f t.txt -o out.json": "remote huggingface_hub",
+    "search -s s.json --target-bpw 4": "search",
+    "search -s s.json --front front.csv --plot x.svg": "plot search",
+    "bench -hf org/name --backend cuda": "cuda12 remote huggingface_hub",
+    "sweep-bench -hf org/name --backend cuda": "cuda12 remote huggingface_hub",
+    "report out.html m.gguf --backend cuda": "cuda12 report",
+    "types --plot x.svg": "plot",
+    "cook m.gguf 3.5bpw --chat t.txt -f t.txt -o out": "report run search",
+}
+#: Options that need an extra.
+OPTIONS = {"--plot", "--chat", "--ray", "--backend", "--hf-repo", "--codec", "--remote"}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_names_all_that_it_lacks(
+    line: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, *EXTRAS, *(extra for scheme in extras.STORE_PACKAGES for extra in extras.store_extras(scheme)))
+    (tmp_path / "m.gguf").symlink_to(data / "tiny-moe-bf16.gguf")
+    (tmp_path / "i.gguf").symlink_to(data / "tiny-moe-imatrix.gguf")
+    (tmp_path / "t.txt").write_text("a text\n" * 99)
+    (tmp_path / "s.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\n---\n")
+    before = set(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, line.split())
+    assert result.exit_code == 1, result.output
+    assert "[QK-E410]" in result.output
+    install = result.output.partition("pip install ")[2].partition(";")[0].partition(" [QK-")[0]
+    assert sorted(re.findall(r"[\w]+", install.replace("gguf-quantkit", ""))) == sorted(LINES[line].split())
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_every_option_that_needs_an_extra_is_tried() -> None:
+    declared, tried = set(), set()
+    for path, command in leaves((), cli):
+        names = {n: p for p in command.params for n in p.opts if n in OPTIONS and not is_compatible_only(p)}
+        declared |= {(path, name) for name in names}
+        lines = [line.split() for line in LINES if tuple(line.split()[: len(path)]) == path]
+        tried |= {(path, n) for n, p in names.items() for line in lines if set(p.opts) & set(line)}
+    assert declared == tried
+    assert len(declared) > 20
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "has_pre", "expected"),
+    [
+        ("---\nlicense: mit\n---\n", {"type": "BPE"}, False, (MODEL_CARD, PRE_TOKENIZER)),
+        ("# a model\n", {"type": "BPE"}, True, ()),
+        ("", {"type": "Unigram"}, False, ()),
+        ("---\n", None, False, (MODEL_CARD,)),
+    ],
+)
+def test_a_checkpoint_needs_what_its_files_need(
+    tmp_path: Path, card: str, model: object, has_pre: bool, expected: tuple[Extra, ...]
+) -> None:
+    (tmp_path / "README.md").write_text(card)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    assert checkpoint_extras(tmp_path, has_pre=has_pre) == expected
+
+
+def test_a_damaged_checkpoint_is_left_to_the_conversion(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert checkpoint_extras(tmp_path) == ()
 
 
 @pytest.mark.parametrize("command", [[], ["recipe"], ["cache"]], ids=lambda command: "-".join(["quantkit", *command]))

@@ -494,6 +494,30 @@ def quantkit(*arguments: object) -> Any:
     return CliRunner().invoke(cli, ["imatrix", *map(str, arguments)])
 
 
+@pytest.mark.parametrize("place", ["-", "FILE"])
+def test_json_is_a_record_of_the_collection(place: str, tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+    text, out, record = data / "tiny-moe-evaluation.txt", tmp_path / "out.dat", tmp_path / "record.json"
+    arguments = ["-m", tiny_moe, "-f", text, "-o", out, "-c", 128, "--chunks", 2, "--covariance", tmp_path / "c.gguf"]
+    result = quantkit(*arguments, "--json", *([record] if place == "FILE" else []))
+    assert result.exit_code == 0, result.output
+    values = json.loads(record.read_text() if place == "FILE" else result.stdout)
+    assert (values["file"], values["bytes"]) == (str(out), out.stat().st_size)
+    assert values["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert (values["n_ctx"], values["n_chunks"], values["n_tokens"]) == (128, 2, 256)
+    assert values["datasets"] == [str(text)]
+    assert values["ppl"]["value"] > 1
+    assert values["coverage"] == 1
+    assert values["seconds"] > 0
+    assert values["covariance"]["n_inputs"] > 0
+    assert ("Final estimate" in result.stdout) == (place == "FILE")
+
+
+def test_json_takes_no_command_for_its_file(data: Path) -> None:
+    result = quantkit("--json", "show", data / "tiny-moe-imatrix.gguf")
+    assert result.exit_code == 2
+    assert "--json" in result.stderr
+
+
 def test_the_command_lists_available_files(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     text, out = data / "tiny-moe-evaluation.txt", tmp_path / "out.gguf"
     arguments = ["-m", tiny_moe, "-f", text, "-o", out, "-c", 128, "--chunks", 5, "-t", 1, "-no-fug", "-no-fmoe"]
@@ -528,7 +552,7 @@ def test_the_command_lists_available_files(tiny_moe: Path, data: Path, tmp_path:
         (["-m", "MODEL"], "give a model (-m) and a text"),
         (["-m", "MODEL", "-f", "MODEL", "--plot", "a.svg"], "add --layer-similarity"),
         (["-m", "MODEL", "-f", "MODEL", "--chunks", "0"], "a number above 0"),
-        (["-m", "MODEL", "show", "x"], "--model is an option of collecting"),
+        (["-m", "MODEL", "show", "x"], "-m is an option of collecting"),
         (["--show-statistics"], "--show-statistics needs an --in-file"),
     ],
 )

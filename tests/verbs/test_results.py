@@ -12,6 +12,8 @@ from refusals import refuses
 
 import quantkit
 from quantkit import ImatrixOptions, QuantizeOptions
+from quantkit.bench import Setting
+from quantkit.bench import Test as Timed
 from quantkit.errors import RecipeError
 from quantkit.evaluate import SaveLogits
 from quantkit.html_table import MAX_ROWS, HtmlTable, Table, table_of
@@ -46,12 +48,17 @@ def results(folder: Path, data: Path, tiny_moe: Path) -> dict[str, Any]:
         "show_cache": quantkit.show_cache(folder / "cache"),
         "calibration": quantkit.calibration([folder / "text.txt"], size=2000, passage=200, heldout=0.0),
         "types": quantkit.types(),
+        "imatrix": quantkit.imatrix(
+            tiny_moe, (), folder / "i.gguf", tokens=TOKENS, options=ImatrixOptions(n_ctx=64, n_batch=64)
+        ),
+        "merge_imatrix": quantkit.merge_imatrix([imatrix, imatrix]),
+        "merge_up_gate": quantkit.merge_up_gate(tiny_moe, folder / "merged.gguf", threads=1),
     }
 
 
 VERBS = (
     *("quantize", "plan_quantize", "perplexity", "kld", "inspect", "compare", "show_imatrix", "diff_imatrix"),
-    *("show_recipe", "diff_recipe", "show_cache", "calibration", "types"),
+    *("show_recipe", "diff_recipe", "show_cache", "calibration", "types", "imatrix", "merge_imatrix", "merge_up_gate"),
 )
 
 
@@ -76,6 +83,15 @@ def test_table_values_equal_the_result(results: dict[str, Any]) -> None:
     by_type = {row[0]: row for row in plan.as_table().rows}
     assert sum(row[3] for row in by_type.values()) == sum(t.nbytes for t in plan.tensors)
     assert by_type["Q8_0"][4] == 8.5
+
+
+def test_tables_of_an_imatrix_and_of_merged_experts(results: dict[str, Any], tiny_moe: Path) -> None:
+    result = results["imatrix"]
+    assert (result.model, result.n_tokens) == (tiny_moe, len(TOKENS))
+    assert result.as_table().rows == result.coverage.as_table().rows
+    merged = results["merge_up_gate"]
+    assert [row[0] for row in merged.as_table().rows] == [layer.prefix for layer in merged.changed]
+    assert all(row[2] == f"{row[0]}ffn_gate_up_exps.weight" for row in merged.as_table().rows)
 
 
 def test_texts_are_escaped_and_rows_counted() -> None:
@@ -113,14 +129,30 @@ def run(verb: str, folder: Path, tiny_moe: Path, data: Path, **progress: Any) ->
     elif verb == "imatrix":
         options = ImatrixOptions(n_ctx=64, n_batch=64)
         quantkit.imatrix(tiny_moe, (), out, tokens=TOKENS, options=options, **progress)
+    elif verb == "logits":
+        quantkit.logits(tiny_moe, tokens=TOKENS, n_batch=64, **progress)
+    elif verb == "bench":
+        quantkit.bench(tiny_moe, [Timed(4, 0), Timed(0, 1)], repetitions=1, **progress)
+    elif verb == "sweep_bench":
+        quantkit.sweep_bench(tiny_moe, 40, Setting(n_ubatch=16), n_gen=1, **progress)
+    elif verb == "calibration":
+        texts = [data / "tiny-moe-calibration.txt", data / "tiny-moe-evaluation.txt"]
+        quantkit.calibration(texts, size=20_000, heldout=0.1, **progress)
+    elif verb == "verify_cache":
+        quantkit.quantize(tiny_moe, out, "Q8_0", threads=2, cache=folder / "cache")
+        quantkit.verify_cache(folder / "cache", **progress)
     else:
         options = ImatrixOptions(n_ctx=64, n_batch=64)
         quantkit.covariance(tiny_moe, [], out, tokens=TOKENS, options=options, weighting="tokens", **progress)
 
 
-@pytest.mark.parametrize(
-    "verb", ["quantize", "merge_up_gate", "export", "compare", "perplexity", "imatrix", "covariance"]
+PROGRESS = (
+    *("quantize", "merge_up_gate", "export", "compare", "perplexity", "imatrix", "covariance", "logits"),
+    *("bench", "sweep_bench", "calibration", "verify_cache"),
 )
+
+
+@pytest.mark.parametrize("verb", PROGRESS)
 def test_one_progress_callback_works_for_every_verb(verb: str, tmp_path: Path, tiny_moe: Path, data: Path) -> None:
     events: list[tuple[float, float, str]] = []
     run(verb, tmp_path, tiny_moe, data, progress=lambda now: events.append((now.current, now.total, now.text)))

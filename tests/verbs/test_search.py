@@ -30,6 +30,7 @@ from quantkit.model.graph import build_graph
 from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.recipe import parse_recipe
+from quantkit.progress import Progress
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.search import Check, SearchOptions, search
 from quantkit.search.combine import Combination, MeasuredAllocation, fit_combination
@@ -463,19 +464,19 @@ def test_the_pareto_front_decreases_and_includes_presets(dense: Path, tmp_path: 
 def test_the_best_candidates_are_measured_and_sorted(tiny_moe: Path, tmp_path: Path) -> None:
     quantkit.perplexity(tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"))
     check = Check(2, tmp_path / "base", folder=tmp_path)
-    messages: list[str] = []
+    events: list[Progress] = []
     result = search(
         random_costs(tiny_moe, ("Q4_0", "Q8_0")),
         options=SearchOptions(target_bpw=5),
         check=check,
-        progress=lambda now: messages.append(now.text),
+        progress=events.append,
     )
     klds = [a.check.sums.kld.mean.value for a in result.allocations if a.check is not None]
     assert len(klds) == 2
     assert klds == sorted(klds)
     assert result.allocations[0].types != result.allocations[1].types
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
-    assert len(messages) == 3
+    assert [(now.current, now.total) for now in events] == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_already_quantized_tensors(dense: Path, tmp_path: Path) -> None:

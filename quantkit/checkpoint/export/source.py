@@ -167,7 +167,10 @@ def open_export(
 
 def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> ExportSource:
     """Read a GGUF file; arguments and errors as for ``open_export``, except those of wrong metadata."""
-    meta = ModelMetadata(model, str(model.get("general.architecture")))
+    arch = model.get("general.architecture")
+    if not isinstance(arch, str):
+        raise FormatError(f"{model.paths[0]}: not a model: it has no general.architecture", "QK-E123")
+    meta = ModelMetadata(model, arch)
     name, row, hf_class = find_class(meta, architecture)
     dtype, target_type = DTYPES[_first_matrix_type(model) if outtype == "auto" else outtype]
     values = nest_text_config(make_config(meta, name, row, hf_class, dtype), hf_class)

@@ -11,21 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ResourceError
+from quantkit.extras import STORE_PACKAGES
 from quantkit.formats.remote import retry
 from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pinned_length, run_on_loop
 from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
 from quantkit.formats.remote.s3 import S3
-
-#: Packages of schemes that need more than fsspec.
-PACKAGES = {
-    "s3": ("s3fs", "s3fs"),
-    "gs": ("gcsfs", "gcsfs"),
-    **dict.fromkeys(("http", "https"), ("aiohttp", "aiohttp")),
-    **dict.fromkeys(("abfs", "adl"), ("adlfs", "adlfs")),
-    "hf": ("huggingface_hub", "huggingface_hub"),
-    "sftp": ("paramiko", "paramiko"),
-}
-
 
 _stores: dict[tuple[int, str], Store] = {}
 _lock = threading.Lock()
@@ -46,7 +36,7 @@ def _connect(url: Object) -> Store:
         import fsspec
     except ImportError:
         raise _missing_package(url, "fsspec") from None
-    module, package = PACKAGES.get(scheme, ("", ""))
+    module, package = STORE_PACKAGES.get(scheme, ("", ""))
     try:
         if module:
             importlib.import_module(module)
