@@ -93,14 +93,14 @@ OTHER_PARTS = (
 )
 #: Biases of routers that converters leave out, or move.
 DROPPED = {"grove-moe": ".mlp.expert_bias", "sarvam-moe": ".expert_bias"}
-#: Checkpoints whose tensors are fused where transformers has several, or the other way round.
+#: Checkpoints whose tensors are fused where transformers has several, or the reverse.
 FUSED = {"ernie4.5-fused", "exaone4.5", "qwen3-omni-moe", "rwkv7-plain"}
 #: Checkpoints whose names are not those that transformers gives them, and some without their last layers.
 OTHER_NAMES = {
     *FUSED,
     *("bitnet", "gemma3-vl", "granite-moe-swa", "janus", "llama-model", "llava", "minicpm-v4.6", "mistral3"),
 }
-#: What names begin with in some, and in the class of transformers do not, or the other way round.
+#: Prefixes of names that either the checkpoint or the class of transformers has.
 WRAPPED = {
     **{
         "gemma3n": "language_model.",

@@ -61,7 +61,7 @@ def test_single_tokens_equal_a_batch(zoo: Zoo, name: str, cuda_devices: Devices)
     """Launches of one token are recorded and run again at other positions; pieces of other sizes between."""
     tokens, logits = tokens_and_logits(name)
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
-        session = model.session(300)  # so many cells that attention goes in parts
+        session = model.session(300)  # enough cells to split attention into parts
         pieces = [tokens[i : i + 1] for i in range(4)] + [tokens[4:14], *(tokens[i : i + 1] for i in range(14, 17))]
         actual = np.concatenate([session.decode(piece) for piece in pieces])
         assert nmse(actual, logits[:17]) <= BOUND

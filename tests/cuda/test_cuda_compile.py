@@ -90,7 +90,7 @@ def test_every_source_has_kernels() -> None:
 
 
 def check_modules(family: str, selection: Modules, capability: int) -> None:
-    """Compile modules of a family, and check what their kernels put aside."""
+    """Compile modules of a family, and check the bytes that their kernels spill."""
     for kernel, names in selection:
         log = compiled(kernel, capability)
         for name in names:

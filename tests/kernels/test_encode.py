@@ -17,7 +17,7 @@ from edge_rows import NO_WEIGHTS, assert_same_bytes, awkward_imatrix, awkward_ro
 from quantkit.kernels.cpu.encode import encoder
 from quantkit.types import TensorType
 
-#: Types whose blocks are coded one by one, whatever the rest of the row.
+#: Types whose blocks are encoded independently of the rest of the row.
 BY_BLOCK = [(t, encoder_name) for t, encoder_name in ENCODERS if t.is_quantized and not t.row_header]
 #: Those that weigh by the mean square of a whole row.
 BY_ROW = "legacy"

@@ -23,8 +23,8 @@ from quantkit.model.ops import Attention, CacheWrite, LightningIndexer, SumColum
 from quantkit.model.placement import ALL_LAYERS, Placement
 from zoo import write_zoo
 
-#: So many heads that no score is 0, as that of a key which all of them pass over: llama.cpp leaves the order of equal
-#: scores open.
+#: Enough heads that no score is 0, as for a key that all heads ignore: llama.cpp does not define the order of equal
+#: scores.
 HEADS, HEAD, TOP_K, N = 16, 64, 8, 40
 INDEXER = {"head_count": HEADS, "key_length": HEAD, "top_k": TOP_K}
 #: What a variant changes in the metadata.

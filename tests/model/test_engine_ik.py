@@ -51,7 +51,7 @@ pytestmark = pytest.mark.peer
 
 #: Its formats of activations that are ours: Q8_K32 has other sums, and levels mirrored are the same values.
 COMMON_FORMATS = {"Q8_K": "q8_k", "Q8_K32": "q8_k", "Q8_2_X4": "q8_2", "Q8_KV": "q8_kv", "Q8_K64": "q8_k64"}
-#: Types whose levels, made unsigned, are too large for products of pairs in 16 bits; by how much they were raised.
+#: Types whose unsigned levels are too large for products of pairs in 16 bits, and the offset of these levels.
 OVERFLOWING = {"IQ5_KS": 128, "IQ4_KSS": 128}
 #: The same in a library that is built for AVX-512 with VNNI.
 WIDE_OVERFLOWING = (*OVERFLOWING, "IQ4_K", "IQ5_K", "IQ6_K", "IQ4_KS")

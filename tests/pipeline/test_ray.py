@@ -663,7 +663,7 @@ def test_a_node_uses_its_assigned_gpus(nodes: Any, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 def test_a_model_runs_on_a_nodes_assigned_gpus(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a node without one; "cuda" leaves that out. The figures are the CPU's but for rounding."""
+    """Beside a node without one; "cuda" leaves that out. The figures equal the CPU's within rounding."""
     scoring, collect = (sys.modules[f"quantkit.{name}"] for name in ("evaluate.scoring", "imatrix.collect"))
     monkeypatch.setattr(scoring, "begin_scoring", partial(with_gpus, "quantkit.evaluate.scoring:begin_scoring"))
     monkeypatch.setattr(collect, "begin_recording", partial(with_gpus, "quantkit.imatrix.on_nodes:begin_recording"))
@@ -803,7 +803,7 @@ class Stub:
 
 
 def test_connecting_and_leaving_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the next who needs the cluster."""
+    """Both run in a thread of their own; the next connection waits for it."""
     ray, results = Stub(), list[object]()
     monkeypatch.setattr(Cluster, "_connected_here", False)
     monkeypatch.setattr(cluster_module, "_ray", lambda: ray)

@@ -2,7 +2,7 @@
 // Stricter than a GPU: warp operations require all 32 lanes, a block consists of whole warps, and a barrier that some
 // threads never reach ends the process with a message. Loads must be aligned (UBSan), memory in bounds (ASan).
 #pragma once
-// C's functions of float and double, which kernels tell apart by name. <cmath>, with its overloads and special functions,
+// C's functions of float and double, which have different names in kernels. <cmath>, with its overloads and special functions,
 // has 20000 lines: a third of the time of a kernel.
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>

@@ -69,7 +69,7 @@ struct Fiber {
     void* sp;
     State state;
     bool waited;  // for the previous launch
-    // Asynchronous copies, where their groups end, and how many of both are complete; the vectors keep their memory.
+    // Asynchronous copies, where their groups end, and the number of complete ones of both; the vectors keep their memory.
     std::vector<Copy> copies;
     std::vector<size_t> groups;
     size_t copied, groups_over;

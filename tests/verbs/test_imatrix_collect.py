@@ -45,7 +45,7 @@ def run(model: Path, out: Path, tokens: np.ndarray = TOKENS, watcher: Watcher | 
     return imatrix(model, (), out, tokens=tokens, options=options(**changes), watcher=watcher, **RUN)
 
 
-# ---------------------------------------------------------------- the same whatever the way
+# ---------------------------------------------------------------- the same result in every mode
 
 
 def test_threads_and_chunk_order_do_not_change_sums(model: Path, tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from vocabs import TEXTS, flags, random_texts
 
 EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/real-vocabularies.json").read_text())
 VOCAB = ConvertOptions(vocab_only=True)
-#: llama.cpp, and so the file, tokenizes otherwise than the checkpoint: it knows no case of letters beyond ASCII, or no
-#: merges of pieces, whose scores are all the same in the reference's files.
+#: Vocabularies that llama.cpp tokenizes otherwise than the checkpoint: it does not fold the case of letters beyond
+#: ASCII, or has no merges of pieces, whose scores are all the same in the reference's files.
 DIFFERENT_IDS = {"gemini-llama", "gemma3-llama", "gptoss", "llama2"}
 #: Nothing here runs what splits their texts.
 UNCHECKED = {"mistral-v1", "mistral-v3", "mistral-v7", "qwen"}

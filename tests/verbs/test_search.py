@@ -276,7 +276,7 @@ def test_allocations_equal_exhaustive_search(dense: Path, constraint: str) -> No
 
 
 def test_a_size_limit_applies_to_the_file(dense: Path) -> None:
-    """Of all files that recipes of four groups make, none is better, but for the bytes of a header."""
+    """Of all files that recipes of four groups make, none is better, within the bytes of a header."""
     costs = random_costs(dense, TYPES[:3], limit=4)
     with open_model(dense) as source:
         finder = Finder(Space(costs, source, SearchOptions(target_size=1)))

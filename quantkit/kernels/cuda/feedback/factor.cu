@@ -1,5 +1,5 @@
 // The Cholesky factor of a covariance, and triangular solves with it, in double: bit-identical to
-// kernels/cpu/feedback/factor.py and products.py. Every sum has the order of its terms there, whatever the tiles here:
+// kernels/cpu/feedback/factor.py and products.py. Every sum has the order of its terms there, regardless of the tiles here:
 // terms are subtracted one at a time, each by an FMA, so the result does not depend on how the work is split into
 // blocks.
 //

@@ -1,5 +1,5 @@
 // Recurrent layers with a state of fixed size per sequence: convolution, the gated delta rule, selective scans, RWKV.
-// A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
+// A state is float32 [sequences, width]; a token at position 0 starts from zeros, regardless of the stored state. Tokens are
 // processed in batch order; sequences may be mixed. Columns are independent.
 #include "core/functions.cuh"
 

@@ -6,7 +6,7 @@
 // whole lines for any type, and the next steps load while one is computed; the first ones load during the previous
 // launch, unless that selects the weights. Only warp-level barriers are needed.
 //
-// The sum of a row depends on LANES only, not on how many rows or columns are computed together. (Included once for
+// The sum of a row depends on LANES only, not on the number of rows or columns computed together. (Included once for
 // each type in a file: mat_vec_same_input.cu.)
 #ifdef TILES
 #include "matmul/tile_dots.cuh"

@@ -21,7 +21,7 @@ INLINE bool is_gate(int row) { return row % (16 * MT) >= 8 * MT; }
 
 // ---- dense
 
-// The first token of this block's tile, and how many there are.
+// The first token of this block's tile, and the number of tokens in it.
 INLINE int64_t first_token() { return (int64_t)block_here() * TOKENS; }
 INLINE int tokens_here(int64_t rows) { return (int)lesser(rows - first_token(), TOKENS); }
 

@@ -28,7 +28,7 @@ struct embed_args {
 
 INLINE int value_bytes(int to) { return to == TO_F32 ? 4 : 2; }
 
-// The row of a part's values, and their destination; n: how many of 32 there are.
+// The row of a part's values, and their destination; n: their number, at most 32.
 struct Place {
     const uint8_t* from;
     uint8_t* to;
