@@ -1,10 +1,10 @@
-"""Checkpoints: a small Hugging Face directory of every architecture, drawn from its description, without torch.
+"""Checkpoints: a small Hugging Face directory of every architecture, generated from its description, without torch.
 
     python tests/lib/checkpoints.py OUT [NAME ...]
 
-writes OUT/NAME. tests/data/checkpoints/NAME.json says what is in it (scripts/make_checkpoints.py writes it with
+writes OUT/NAME. tests/data/checkpoints/NAME.json describes it (scripts/make_checkpoints.py writes it with
 transformers): config.json, names and shapes of the tensors, the tokenizer's kind. The bytes depend on nothing else:
-weights are raw Philox words, keyed by the tensor's name, in integer steps; vocabularies grow from merges.txt.
+weights are raw Philox words, keyed by the tensor's name, in integer steps; vocabularies are built from merges.txt.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TOWERS, DRAFTS = (
 Json = dict[str, Any]
 Shape = tuple[int, ...]
 
-#: The 24 tokens after which transformers' logits are known; pieces and bytes in every vocabulary of 600 and more.
+#: The 24 tokens with recorded logits of transformers; pieces and bytes in every vocabulary of at least 600.
 PROMPT = tuple(int(i) for i in np.array([17, 300, 45, 401, 88, 265, 512, 33, 270, 350, 99, 420] * 2) + np.arange(24))
 
 
-#: Of these config.json says what no key of GGUF does, so it is lost: in the reference's files, too.
+#: Settings of config.json without a key in GGUF, which are lost, also in the reference's files.
 OMISSIONS = {
     "glm": {"rms_norm_eps"},  # always 1e-5
-    "gpt-oss": {"truncate"},  # yarn between dimensions that are no whole numbers
+    "gpt-oss": {"truncate"},  # YaRN between dimensions that are not integers
     "gpt-oss-mxfp4": {"truncate"},
-    "granite-hybrid-dense": {"position_embedding_type"},  # hybrids of Granite do not rotate
-    "mellum": {"rope_parameters"},  # windowed layers rotate by the base of the others
+    "granite-hybrid-dense": {"position_embedding_type"},  # hybrid Granite models have no rotary positions
+    "mellum": {"rope_parameters"},  # windowed layers use the RoPE base of the others
     "phi3": {"sliding_window"},
     "phi3-sparse": {"sliding_window"},
 }
@@ -59,13 +59,13 @@ def _is_lost(note: str) -> bool:
 
 
 def settings_in(notes: Iterable[str]) -> set[str]:
-    """Return the settings that notes name: the first word behind the file."""
+    """Return the settings in notes: the first word after the file."""
     return {note.partition("config.json: ")[2].split(" ")[0] for note in notes if _is_lost(note)}
 
 
 @dataclass(frozen=True)
 class Description:
-    """What scripts/make_checkpoints.py wrote of a checkpoint."""
+    """The description of a checkpoint, written by scripts/make_checkpoints.py."""
 
     name: str
     config: Json
@@ -73,22 +73,22 @@ class Description:
     tensors: dict[str, list[int]]
     vocab: Json
     dtype: str = "bfloat16"
-    #: Tensors stored as float32 all the same: ends of names.
+    #: Tensors that are always stored as float32: suffixes of names.
     f32: tuple[str, ...] = ()
     shards: int = 1
-    #: The scheme of tests/lib/quantized_checkpoints.py that stores the projections.
+    #: The quantization scheme of the projections (tests/lib/quantized_checkpoints.py).
     quantized: Json | None = None
-    #: convert_hf_to_gguf.py cannot read that; what to expect is what it makes of meant().
+    #: convert_hf_to_gguf.py cannot read it; the expected output is its conversion of decode_weights().
     formula: bool = False
     #: Other files: README.md, generation_config.json, ...
     files: dict[str, Any] = field(default_factory=dict)
-    #: What it is converted to, where not to all of them.
+    #: Types of the conversion, if not all.
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
-    #: Options convert_hf_to_gguf.py needs, ours too.
+    #: Options that convert_hf_to_gguf.py and quantkit need.
     options: tuple[str, ...] = ()
-    #: Its class of transformers, where config.json names another one.
+    #: Its class of transformers, if config.json has a different one.
     model: str | None = None
-    #: Major version of transformers that runs it; None: none does.
+    #: Major version of transformers that runs it; None: none.
     transformers: int | None = 4
     #: The checkpoint whose draft model it is: --target-model-dir.
     target: str | None = None
@@ -96,9 +96,9 @@ class Description:
     parts: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
     def convert_keywords(self) -> Json:
-        """Return the options of the conversion, by the names of quantkit.convert.ConvertOptions.
+        """Return the options of the conversion, with the names of quantkit.convert.ConvertOptions.
 
-        The reference writes some models that no runtime loads, and their bytes are compared, too.
+        The reference also writes some models that no runtime loads, and their bytes are compared.
         """
         settings: Json = {"pre": self.vocab.get("pre"), "allow_other_ids": True, "allow_incomplete": True}
         words = list(self.options)
@@ -169,7 +169,7 @@ def digest(path: Path) -> str:
 
 
 def decode_weights(description: Description) -> Description:
-    """Return a quantized checkpoint as a plain one: the float32 weights that its projections stand for."""
+    """Return a quantized checkpoint as a plain one: with the dequantized float32 weights of its projections."""
     config = {key: value for key, value in description.config.items() if key != "quantization_config"}
     return replace(description, config=config, quantized={**(description.quantized or {}), "dequantized": True})
 
@@ -219,7 +219,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def draw(key: str, name: str, shape: Shape) -> npt.NDArray[np.float32]:
-    """Return float32 weights: even steps in [-1, 1), scaled and moved by what the tensor is."""
+    """Return float32 weights: uniform steps in [-1, 1), scaled and shifted by the kind of tensor."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
     n = int(np.prod(shape))
     words = np.random.Philox(key=seed).random_raw((n + 3) // 4).astype("<u8").view("<u2")[:n]
@@ -249,7 +249,7 @@ def _spread(name: str, shape: Shape) -> tuple[float, float]:
 
 
 def encode(x: npt.NDArray[np.float32], dtype: str) -> tuple[str, Shape, bytes]:
-    """Return safetensors' dtype, shape and bytes of weights in a float type of torch's name."""
+    """Return safetensors' dtype, shape and bytes of weights in a float type, by torch's name."""
     if dtype == "bfloat16":
         bits = x.view(np.uint32)
         data = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
@@ -260,7 +260,7 @@ def encode(x: npt.NDArray[np.float32], dtype: str) -> tuple[str, Shape, bytes]:
 
 
 def write_shards(path: Path, tensors: list[tuple[str, str, Shape, bytes]], shards: int) -> None:
-    """Write model.safetensors, or that many shards of about the same size and their index."""
+    """Write model.safetensors, or a number of shards of about the same size and their index."""
     if shards == 1:
         write_safetensors(path / "model.safetensors", tensors)
         return
@@ -291,7 +291,7 @@ def write_safetensors(path: Path, tensors: list[tuple[str, str, Shape, bytes]]) 
 
 
 def _write_text(path: Path, content: Any) -> None:
-    """Write a text, or a JSON object; one of a name without a suffix is a directory of texts."""
+    """Write a text, or a JSON object; an object without a suffix in its name is a directory of texts."""
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8", newline="\n")
     elif path.suffix:
@@ -313,7 +313,7 @@ def vocab_files(vocab: Json) -> dict[str, bytes]:
     """Return the files of a tokenizer by name.
 
     vocab: ``kind`` (a key of _KINDS), ``special`` and ``user`` (tokens after the pieces), ``config`` (keys of
-    tokenizer_config.json), and what the kinds read.
+    tokenizer_config.json), and settings of the kind.
     """
     files = {name: data for name, data in _KINDS[vocab["kind"]](vocab).items() if name not in vocab.get("without", ())}
     return {
@@ -336,7 +336,7 @@ def _byte_letters() -> dict[int, str]:
 
 
 def _added(vocab: Json, first: int) -> list[Json]:
-    """Return the added tokens as tokenizer.json lists them."""
+    """Return the added tokens in the format of tokenizer.json."""
     rows = [(text, True) for text in vocab.get("special", ())] + [(text, False) for text in vocab.get("user", ())]
     return [
         {"id": first + i, "content": text, "single_word": False, "lstrip": False, "rstrip": False}
@@ -393,7 +393,7 @@ _SPLIT = (
 
 
 def _texts() -> Iterator[tuple[str, tuple[str, str] | None]]:
-    """Yield pieces of text, spaces as U+2581, and the pair each is merged from: letters first."""
+    """Yield pieces of text, spaces as U+2581, with the pair from which each is merged: letters first."""
     letters = {letter: byte for byte, letter in _byte_letters().items()}
     texts = set()
     for char in ["\u2581", *map(chr, range(33, 127)), "\u00e9", "\u00df", "\u4f60", "\u0433"]:
@@ -418,7 +418,7 @@ def _spm_pieces(vocab: Json) -> list[tuple[str, float, int]]:
     return first + bytes_ + [(text, -float(i), 1) for i, text in enumerate(merged + chars)]
 
 
-#: A map of one character, A to a, as SentencePiece's trainer makes it: a trie, and texts.
+#: A map of one character, A to a, in the format of SentencePiece's trainer: a trie, and texts.
 _CHARSMAP = struct.pack("<257I", 1024, 0x10000, 0xD41, 0x80000000, *(i ^ 1 for i in range(3, 256))) + b"a\0"
 
 
@@ -461,7 +461,7 @@ def _number(value: int) -> bytes:
 
 
 def _spm_bpe(vocab: Json) -> dict[str, Any]:
-    """SentencePiece's pieces as tokenizer.json: BPE with bytes to fall back on."""
+    """SentencePiece's pieces as tokenizer.json: BPE with byte fallback."""
     ids = {text: i for i, (text, *_) in enumerate(_spm_pieces(vocab))}
     special = [text for text, _, kind in _spm_pieces(vocab) if kind in (2, 3)]
     user = [text for text, _, kind in _spm_pieces(vocab) if kind == 4]
@@ -526,7 +526,7 @@ def _wordpiece(vocab: Json) -> dict[str, Any]:
 
 
 def _unigram(vocab: Json) -> dict[str, Any]:
-    """Unigram as XLM-RoBERTa has it: tokenizer.json and tokenizer_config.json."""
+    """Unigram like XLM-RoBERTa's: tokenizer.json and tokenizer_config.json."""
     first = ("<s>", "<pad>", "</s>", "<unk>")
     pieces = [[text, 0.0] for text in first]
     pieces += [[text, -2.5 - i / 8] for i, (text, _) in enumerate(_texts())][: vocab.get("pieces", 400)]
@@ -566,7 +566,7 @@ def _none(vocab: Json) -> dict[str, Any]:
 
 
 def _rwkv(vocab: Json) -> dict[str, Any]:
-    """RWKV's list of bytes: a line is a number, a literal, and its length."""
+    """RWKV's list of byte strings: a line has a number, a literal, and its length."""
     letters = {letter: byte for byte, letter in _byte_letters().items()}
     tokens = [bytes([b]) for b in range(256)] + [bytes(letters[c] for c in a + b) for a, b in merges()]
     lines = []
