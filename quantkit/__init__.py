@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quantkit.calibration import calibration
     from quantkit.catalog import presets, types
     from quantkit.compare import compare
-    from quantkit.convert import ConvertOptions, convert, plan_convert
+    from quantkit.convert import ConvertOptions, convert, convert_mmproj, plan_convert, plan_mmproj
     from quantkit.cook import cook, plan_cook
     from quantkit.doctor import doctor
     from quantkit.errors import QuantkitError
@@ -68,6 +68,7 @@ __all__ = [
     "calibration",
     "compare",
     "convert",
+    "convert_mmproj",
     "convert_imatrix",
     "convert_lora",
     "convert_recipe",
@@ -93,6 +94,7 @@ __all__ = [
     "perplexity",
     "plan_convert",
     "plan_convert_lora",
+    "plan_mmproj",
     "plan_cook",
     "plan_export",
     "plan_quantize",
@@ -138,6 +140,7 @@ _HOME = {
     "calibration": "calibration",
     "compare": "compare",
     "convert": "convert",
+    "convert_mmproj": "convert",
     "convert_imatrix": "imatrix",
     "convert_lora": "lora",
     "convert_recipe": "recipes",
@@ -160,6 +163,7 @@ _HOME = {
     "perplexity": "evaluate",
     "plan_convert": "convert",
     "plan_convert_lora": "lora",
+    "plan_mmproj": "convert",
     "plan_cook": "cook",
     "plan_export": "export",
     "plan_quantize": "quantize",

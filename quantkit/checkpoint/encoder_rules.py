@@ -13,7 +13,6 @@ from quantkit.checkpoint.config import Config, Json, read_json
 from quantkit.checkpoint.expressions import (
     TYPE_F16,
     TYPE_F32,
-    U8,
     Expression,
     Shaped,
     Transposed,
@@ -26,6 +25,7 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.rules import Change, Split
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
+from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_header
 from quantkit.types import TensorType
 

@@ -27,8 +27,8 @@ _EXP = (
 _LOG1P = (0.3027294874, 0.3996108174, 0.6666694880)
 
 
-def fused(x: F32, y: F32, z: F32) -> F32:
-    """Return x * y + z with one rounding: products of float32 are exact in float64."""
+def fused(x: F32 | np.float32, y: F32 | np.float32, z: F32 | np.float32) -> F32:
+    """Return x * y + z, rounded once in nearly all cases: products of float32 are exact in float64, sums are not."""
     result: F32 = (np.asarray(x, np.float64) * y + z).astype(np.float32)
     return result
 

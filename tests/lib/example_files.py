@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import checkpoints
 from adapters import Adapter, write_adapter
 from guide import ROOT
 
@@ -35,6 +36,11 @@ COMMANDS = {
 
 def write_checkpoint(path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "scripts/make_tiny_checkpoint.py", path], check=True)
+
+
+def write_vision_checkpoint(path: Path) -> None:
+    written = checkpoints.write_checkpoint("mm-qwen2-vl", path.parent)
+    written.rename(path)
 
 
 def write_calibration(path: Path) -> None:
@@ -63,6 +69,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "texts/": write_texts,
     "my-adapter/": write_lora,
     "Qwen3-30B-A3B/": write_checkpoint,
+    "Qwen2-VL/": write_vision_checkpoint,
 }
 #: Folders of the clone, as links.
 LINKS = {"docs/", "scripts/", "tests/"}

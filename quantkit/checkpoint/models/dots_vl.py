@@ -5,7 +5,7 @@ Facts of llama.cpp b11434, conversion/dotsocr.py, conversion/dots3.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.expressions import TYPE_F32, stack
@@ -82,7 +82,7 @@ _WHISPER_NAMES = {
 }
 
 
-def _require(config: MmprojConfig, values: object, settings: dict[str, tuple[object, object]]) -> None:
+def _require(config: MmprojConfig, values: object, settings: Mapping[str, tuple[object, object]]) -> None:
     """Raise FormatError if the encoders need computations that llama.cpp lacks."""
     table = values if isinstance(values, dict) else {}
     for name, (value, default) in settings.items():

@@ -14,7 +14,7 @@ import numpy as np
 
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import add_axes, remove_axis
-from quantkit.checkpoint.expressions import F32, TYPE_F32, U8, Expression, Shaped, read_f32
+from quantkit.checkpoint.expressions import F32, TYPE_F32, Expression, Shaped, read_f32
 from quantkit.checkpoint.mmproj import (
     USE_GELU,
     EncoderKey,
@@ -29,6 +29,7 @@ from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.torch_math import fused
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
 

@@ -88,7 +88,7 @@ class _Snake(ByValue):
         with np.errstate(over="ignore", divide="ignore"):
             values = _rounded(t, np.exp(x.astype(np.float64)).astype(np.float32))
             if self.reciprocal:
-                values = _rounded(t, 1 / _rounded(t, values + np.float32(1e-9)))
+                values = _rounded(t, np.float32(1) / _rounded(t, values + np.float32(1e-9)))
         return values
 
 
@@ -113,7 +113,8 @@ class _Codebook:
         least = _rounded(self.counts.type, np.full(1, 1e-5, np.float32))
         counts = np.maximum(read_f32(self.counts, first, last - first), least)
         rows = np.arange(start, start + n) // width - first
-        from_f32(self.type, read_f32(self.sums, start, n) / counts[rows], out)
+        values: F32 = read_f32(self.sums, start, n) / counts[rows]
+        from_f32(self.type, values, out)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.sums.parts()

@@ -230,7 +230,6 @@ _AUDIO_QWEN_KEYS = (
     EncoderKey(".audio.num_mel_bins", "num_mel_bins", of="audio"),
     layer_norm_epsilon("layer_norm_eps", 1e-5, of="audio"),
 )
-_OMNI = {"vision_config": _of_thinker("vision_config"), "audio_config": _of_thinker("audio_config")}
 _F16_CONVOLUTIONS = ForceType(r"\.conv.*\.weight", TYPE_F16)
 _QWEN25_OMNI = Mmproj(
     (*_AUDIO_QWEN_KEYS, *QWEN2_VL.keys, projector("qwen2.5o")),
@@ -245,7 +244,8 @@ _QWEN25_OMNI = Mmproj(
     audio=True,
     patch_config=_patch_omni,
     synthetic=_positions,
-    **_OMNI,
+    vision_config=_of_thinker("vision_config"),
+    audio_config=_of_thinker("audio_config"),
 )
 
 #: The names of Qwen 3 Omni's mergers -> those of Qwen3-VL.
@@ -277,7 +277,8 @@ _QWEN3_OMNI = Mmproj(
     audio=True,
     patch_config=_patch_omni3,
     synthetic=_positions,
-    **_OMNI,
+    vision_config=_of_thinker("vision_config"),
+    audio_config=_of_thinker("audio_config"),
 )
 _QWEN3_ASR = replace(
     _QWEN3_OMNI,

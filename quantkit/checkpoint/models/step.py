@@ -228,7 +228,7 @@ def _patch_step(config: MmprojConfig) -> None:
             "QK-E305",
         )
     if not vision.get("intermediate_size"):
-        vision["intermediate_size"] = round(width * float(vision.get("mlp_ratio", 8960 / 1536)))
+        vision["intermediate_size"] = round(float(width or 0) * float(vision.get("mlp_ratio", 8960 / 1536)))
     config.preprocessor.values.setdefault("image_mean", [0.48145466, 0.4578275, 0.40821073])
     config.preprocessor.values.setdefault("image_std", [0.26862954, 0.26130258, 0.27577711])
 
