@@ -113,7 +113,7 @@ class _Codebook:
         least = _rounded(self.counts.type, np.full(1, 1e-5, np.float32))
         counts = np.maximum(read_f32(self.counts, first, last - first), least)
         rows = np.arange(start, start + n) // width - first
-        values: F32 = read_f32(self.sums, start, n) / counts[rows]
+        values = (read_f32(self.sums, start, n) / counts[rows]).astype(np.float32)
         from_f32(self.type, values, out)
 
     def parts(self) -> Iterator[StoredTensor]:
