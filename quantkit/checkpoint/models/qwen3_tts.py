@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quantkit.checkpoint import vector_math
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, StackNumbered, part_tensors, read_part
 from quantkit.checkpoint.expressions import (
@@ -77,6 +78,10 @@ def _rounded(t: TensorType, values: F32) -> F32:
     return as_f32(t, data)
 
 
+#: The range of vector_math.exp.
+_MAX_EXPONENT = 87
+
+
 @dataclass(frozen=True)
 class _Snake(ByValue):
     """A parameter of SnakeBeta: exp(x), or its reciprocal; each step is rounded to the stored type."""
@@ -86,7 +91,9 @@ class _Snake(ByValue):
     def compute(self, x: F32) -> F32:
         t = self.x.type
         with np.errstate(over="ignore", divide="ignore"):
-            values = _rounded(t, np.exp(x.astype(np.float64)).astype(np.float32))
+            usual = np.abs(x) < _MAX_EXPONENT
+            exact = np.exp(x.astype(np.float64)).astype(np.float32)
+            values = _rounded(t, np.where(usual, vector_math.exp(np.where(usual, x, 0)), exact))
             if self.reciprocal:
                 values = _rounded(t, np.float32(1) / _rounded(t, values + np.float32(1e-9)))
         return values

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quantkit.checkpoint import vector_math
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, append_dimension
 from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array, Expression, Shaped
@@ -202,17 +203,13 @@ def _append_two_dimensions(tensor: Tensor, context: Context) -> Expression:
 
 
 def _positions(config: MmprojConfig) -> list[Tensor]:
-    """Return the sinusoidal positions of 1500 frames, [1500, width] (SinusoidsPositionEmbedding).
-
-    They are rounded from float64; torch's sine and cosine are off by the last bit in 6 % of values.
-    """
+    """Return the sinusoidal positions of 1500 frames, [1500, width] (SinusoidsPositionEmbedding)."""
     half = config.audio.number("hidden_size") // 2
     if half < 2:
         raise FormatError(f"{config.path}: the audio encoder is {2 * half} values wide", "QK-E112")
     exponents = np.float32(-np.log(10000) / (half - 1)) * np.arange(half, dtype=np.float32)
-    scales = np.exp(exponents.astype(np.float64)).astype(np.float32)
-    angles = (np.arange(1500, dtype=np.float32)[:, None] * scales[None, :]).astype(np.float64)
-    values = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+    angles = np.arange(1500, dtype=np.float32)[:, None] * vector_math.exp(exponents)[None, :]
+    values = np.concatenate([vector_math.sin(angles), vector_math.cos(angles)], axis=1)
     return [Tensor("audio_tower.embed_positions.weight", Array(values), None)]
 
 
