@@ -27,7 +27,7 @@ from quantkit.formats.gguf.rules import short
 
 
 def _any_size(config: MmprojConfig) -> None:
-    """Images have any size, which a file states as 0."""
+    """Set the size of images, which have any, to 0."""
     config.vision.values["image_size"] = 0
 
 

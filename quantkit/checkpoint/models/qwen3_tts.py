@@ -50,7 +50,7 @@ def _read_config(config: Config) -> Json:
 
 
 def _patch(config: MmprojConfig) -> None:
-    """The speaker encoder always has four stages."""
+    """Set the number of stages of the speaker encoder, always four."""
     config.audio.values["n_layers"] = 4
 
 
