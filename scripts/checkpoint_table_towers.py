@@ -169,6 +169,22 @@ _QWEN_ROWS = (
     model("mm-qwen3-vl-moe", "Qwen3VLMoeForConditionalGeneration", 4, {
         "text_config": _QWEN3_TEXT | MIXTURE | {"num_experts": 4, "rms_norm_eps": 1e-5},
         "vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": [1]}}, _QWEN3_IMAGES, vocab=QWEN, shards=2),
+    # Rows of 256 values: k-quants.
+    model("mm-qwen3-vl-wide", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION | {
+            "hidden_size": 256, "intermediate_size": 512, "deepstack_visual_indexes": [1]}}, _QWEN3_IMAGES, vocab=QWEN),
+    # No file says how images are normed.
+    model("mm-qwen3-vl-bare", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, {}, vocab=QWEN),
+    model("mm-qwen3-vl-f32", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN, dtype="float32"),
+    # The text model in FP8 beside plain towers.
+    model("mm-qwen3-vl-fp8", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN, shards=2,
+        config={"quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+            "modules_to_not_convert": ["model.visual", "lm_head"]}},
+        quantized={"method": "fp8", "block": [32, 32], "dtype": "BF16", "targets": r"language_model.*_proj\.weight$"}),
     model("mm-qwen3.5", "Qwen3_5ForConditionalGeneration", 5, {
         "text_config": NARROW | HEAD | _LINEAR | MROPE_5, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES,
         vocab=QWEN | {"pre": "qwen35"}, options=("--no-nextn",), f32=(".A_log",)),
@@ -228,6 +244,19 @@ def _qwen3_omni(name: str, body: str) -> Row:
         "thinker.visual. thinker.audio_tower.", shards=2)  # fmt: skip
 
 
+_CLEF_HEAD: Shapes = (
+    {name: [] for name in ("prior_logit_scale", "joint_logit_scale", "residual_gate")}
+    | of("", "type_embedding:3x64 hidden_norm:64+ memory_projection:64x64+ question_projection:64x64+"
+         " option_question_projection:64x64+ global_projection:64x64+ option_context_projection:64x64+"
+         " option_lexical_projection:64x64+ option_summary_norm:64+ field_norm:64+ option_norm:64+"
+         " residual_scorer.0:32x64+ residual_scorer.3:1x32+")
+    | of("evidence_layers.0.", "query_norm:64+ memory_norm:64+ attention.in_proj_weight!:192x64"
+         " attention.in_proj_bias!:192 attention.out_proj:64x64+ feedforward_norm:64+ feedforward.0:96x64+"
+         " feedforward.3:64x96+")
+    | of("layers.{0-1}.", "norm1:64+ norm2:64+ norm3:64+ linear1:96x64+ linear2:64x96+"
+         " {self_attn|multihead_attn}.in_proj_weight!:192x64 {self_attn|multihead_attn}.in_proj_bias!:192"
+         " {self_attn|multihead_attn}.out_proj:64x64+")
+)  # fmt: skip
 _OMNI_ROWS = (
     # Its blocks store q, k and v apart.
     stand_in("mm-qwen2.5-omni", "Qwen2_5OmniModel", {
@@ -258,7 +287,7 @@ _OMNI_ROWS = (
     model("mm-clef", "Qwen3_5ForConditionalGeneration", 5, {
         "text_config": NARROW | HEAD | _LINEAR | MROPE_5, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES | {
         "joint_head_config.json": {"routing_layers": 1, "layers": 2, "heads": 4}},
-        vocab=QWEN | {"pre": "qwen35"}, f32=(".A_log",)),
+        vocab=QWEN | {"pre": "qwen35"}, f32=(".A_log",), parts={"joint_head.safetensors": _CLEF_HEAD}),
     model("mm-qwen4-exp", "Qwen4ExpForConditionalGeneration", 5, {
         "text_config": NARROW | HEAD | _LINEAR | MROPE_5 | _QWEN35_MIXTURE | {
             "hc_count": 2, "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 64, "ple_conv_kernel_size": 4,
@@ -418,6 +447,38 @@ _LLAMA4_VISION: Json = {
     "patch_size": 8, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
     "vision_output_dim": 64}  # fmt: skip
 
+
+def _native(name: str, vision: Json, tensors: Shapes) -> Row:
+    """Return a row in Mistral's own format, which the converter reads with --mistral-format."""
+    bias = "" if vision.get("adapter_bias") is False else "+"
+    params = {
+        "dim": 64, "n_layers": 2, "head_dim": 16, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,
+        "vocab_size": 640, "rope_theta": 1e9, "max_position_embeddings": 4096, "vision_encoder": {
+            "hidden_size": 64, "num_channels": 3, "image_size": 32, "patch_size": 4, "rope_theta": 10000.0,
+            "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "image_token_id": 10,
+            "image_end_token_id": 13} | vision}  # fmt: skip
+    stored = (
+        of("", "tok_embeddings:640x64 norm:64 output:640x64")
+        | of("layers.{0-1}.", "attention.wq:64x64 attention.wk:32x64 attention.wv:32x64 attention.wo:64x64")
+        | of("layers.{0-1}.", "attention_norm:64 ffn_norm:64")
+        | of("layers.{0-1}.feed_forward.", "w1:128x64 w2:64x128 w3:128x64")
+        | of("vision_encoder.", "patch_conv:64x3x4x4 ln_pre:64")
+        | of("vision_encoder.transformer.layers.{0-2}.attention.", "wq:64x64 wk:64x64 wv:64x64 wo:64x64")
+        | of("vision_encoder.transformer.layers.{0-2}.feed_forward.", "w1:96x64 w2:64x96 w3:96x64")
+        | of("vision_encoder.transformer.layers.{0-2}.", "attention_norm:64 ffn_norm:64")
+        | of("vision_language_adapter.", f"w_in:64x64{bias} w_out:64x64{bias}")
+        | tensors
+    )
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"]
+    names += ["[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"]
+    names += ["[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]"]
+    return stand_in(
+        name, "LlavaForConditionalGeneration", {"model_type": "llava"}, {},
+        {"params.json": params, "chat_template.jinja": CHAT}, options=("--mistral-format",),
+        vocab={"kind": "tekken", "pre": "tekken", "version": "v11", "special": names},
+        parts={"consolidated.safetensors": stored})  # fmt: skip
+
+
 _WIDELY_USED_ROWS = (
     model("mm-mistral3", "Mistral3ForConditionalGeneration", 4, {
         "text_config": _MISTRAL, "vision_config": _PIXTRAL, "image_token_index": 582, "spatial_merge_size": 2},
@@ -434,6 +495,12 @@ _WIDELY_USED_ROWS = (
             " feed_forward.up_proj:96x64 feed_forward.down_proj:64x96")
         | of("vision_tower.", "ln_pre:64 patch_conv:64x3x4x4")
         | of("multi_modal_projector.", "linear_1:64x64+ linear_2:64x64+"), _PIXTRAL_IMAGES, vocab=TEKKEN),
+    _native("mm-pixtral-native", {"image_break_token_id": 12}, {}),
+    # As Mistral Small 3.1: patches are merged, and the number of a token is in tekken.json alone.
+    _native("mm-pixtral-native-merge", {
+        "image_break_token_id": -1, "mm_projector_id": "patch_merge", "spatial_merge_size": 2,
+        "add_pre_mm_projector_layer_norm": True, "adapter_bias": False},
+        of("", "pre_mm_projector_norm:64 patch_merger.merging_layer:64x256")),
     stand_in("mm-internvl3", "InternVLChatModel", {
         "model_type": "internvl_chat", "llm_config": _INTERN_TEXT, "vision_config": _INTERN, "downsample_ratio": 0.5,
         "min_dynamic_patch": 1, "max_dynamic_patch": 12, "select_layer": -1},
@@ -474,6 +541,18 @@ _WIDELY_USED_ROWS = (
         "model_type": "kimi_k25", "text_config": _KIMI_TEXT, "vision_config": _K25_VISION},
         _KIMI_SHAPES | _MOONVIT | of("mm_projector.", "pre_norm:64+ proj.0:256x256+ proj.2:64x256+"), _K25_IMAGES,
         f32=("e_score_correction_bias",), shards=2),
+    # As released: experts of four bits.
+    stand_in("mm-kimi-k2.5-int4", "KimiK25ForConditionalGeneration", {
+        "model_type": "kimi_k25", "vision_config": _K25_VISION, "text_config": _KIMI_TEXT | {"quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "ignore": ["lm_head"], "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": {
+                    "num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group",
+                    "dynamic": False, "actorder": None, "block_structure": None},
+                "input_activations": None, "output_activations": None}}}}},
+        _KIMI_SHAPES | _MOONVIT | of("mm_projector.", "pre_norm:64+ proj.0:256x256+ proj.2:64x256+"), _K25_IMAGES,
+        f32=("e_score_correction_bias",), shards=2, quantized={
+            "method": "packed", "bits": 4, "group": 32, "targets": r"mlp\.experts\.\d+\.\w+_proj\.weight$"}),
     stand_in("mm-glm5v", "Glm5vForConditionalGeneration", {
         "model_type": "glm5v", "text_config": _KIMI_TEXT, "vision_config": _K25_VISION},
         _KIMI_SHAPES | _MOONVIT | of("mm_projector.", "pre_norm:64+ linear_1:256x256+ linear_2:64x256+"), _K25_IMAGES,
@@ -496,7 +575,7 @@ _WIDELY_USED_ROWS = (
             "hc_mult": 2, "num_key_value_heads": 4, "mla_use_nope": True,
             "linear_attn_config": {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4,
                                    "gate_lower_bound": -5.0},
-            "pad_token_id": 576},
+            "pad_token_id": 576, "first_k_dense_replace": 1},
         "vision_config": {
             "depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "image_size": 32, "patch_size": 4,
             "out_hidden_size": 64, "projection_intermediate_size": 96, "swiglu_limit": 7.0}},
@@ -535,7 +614,7 @@ _LFM2_IMAGES = preprocessor(_HALF, "Lfm2VlImageProcessorFast", tile_size=512, do
 _SIGLIP_ROWS = (
     model("mm-smolvlm", "SmolVLMForConditionalGeneration", 4, _SMOL | {"scale_factor": 4}, _SMOL_IMAGES, shards=2,
           text={"architectures": ["VLlama3ForCausalLM"]}),
-    model("mm-idefics3", "Idefics3ForConditionalGeneration", 4, _SMOL, _SMOL_IMAGES,
+    model("mm-idefics3", "Idefics3ForConditionalGeneration", 4, _SMOL, preprocessor(_HALF, "Idefics3ImageProcessor"),
           text={"architectures": ["VLlama3ForCausalLM"]}),
     model("mm-lfm2-vl", "Lfm2VlForConditionalGeneration", 4, {
         "text_config": _LFM2_TEXT, "vision_config": _LFM2_VISION, "projector_hidden_size": 96,
@@ -551,7 +630,8 @@ _SIGLIP_ROWS = (
         "model.merger."),
     on("mm-minicpm-v4.6-4x", "minicpm-v4.6", _MINICPM | {"insert_layer_id": 2}, _MINICPM_TOWER, preprocessor(
         _HALF, "MiniCPMV4_6ImageProcessor", downsample_mode="4x"), "model.merger."),
-    on("mm-janus", "janus", {"vision_config": _SIGLIP_CONFIG | {
+    on("mm-janus", "janus", {"vision_config": {
+        **{key: x for key, x in _SIGLIP_CONFIG.items() if key != "intermediate_size"},
         "model_type": "janus_vision_model", "mlp_ratio": 1.5, "hidden_act": "gelu", "projection_dim": 64}},
         of("model.vision_model.encoder.layers.{0-2}.", _SIGLIP.replace("out_proj", "projection_layer"))
         | of("model.vision_model.", "embeddings.patch_embedding:64x3x8x8+ embeddings.position_embedding:16x64"
@@ -699,10 +779,10 @@ _SOUND_ROWS = (
         | of("mimi.decoder.model.", "0.conv:16x64x7+ {2,5,8}.convtr:16x16x8+ {3,6,9}.block.1.conv:8x16x3+"
              " {3,6,9}.block.3.conv:16x8x1+ 11.conv:1x16x3+")
         | of("mimi.", "downsample.conv.conv:64x64x32 upsample.convtr.convtr:64x1x32 quantizer.output_proj:64x32x1"),
-        vocab=spm()),
+        vocab=spm(unigram=True)),
     stand_in("mm-qwen3-tts", "Qwen3TTSForConditionalGeneration", {
         "model_type": "qwen3_tts", "speaker_encoder_config": {"enc_dim": 64, "sample_rate": 24000},
-        "talker_config": TEXT | HEAD | MROPE_5 | {
+        "talker_config": {key: x for key, x in TEXT.items() if not key.endswith("_id")} | HEAD | MROPE_5 | {
             "model_type": "qwen3_tts_talker", "vocab_size": 96, "text_vocab_size": 640, "text_hidden_size": 64,
             "num_code_groups": 16, "codec_bos_id": 91, "codec_eos_token_id": 92, "codec_think_id": 93,
             "codec_language_id": {"english": 80, "german": 81}, "code_predictor_config": TEXT | HEAD | {

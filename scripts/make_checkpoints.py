@@ -48,6 +48,8 @@ def describe(row: Row, fold_names: bool = False) -> Json:
     for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized", "target", "parts"):
         if (value := getattr(row, key)) != getattr(defaults, key):
             text[key] = value
+    if fold_names and row.parts:
+        text["parts"] = {file: fold(x) if file.endswith(".safetensors") else x for file, x in row.parts.items()}
     if row.version and row.model != config["architectures"][0]:
         text["model"] = row.model
     text["transformers"] = (row.version if row.runs is None else row.runs) or None

@@ -14,9 +14,9 @@ tests/data/convert-logits.npz; run it with 4.57.6 and with 5.18.0: each handles 
 tests/data/real-vocabularies.json, and prints the seconds. The reference runs the program beside qwen.tiktoken:
 --remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
 (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
-``towers`` enters the hashes of --mmproj for every type, and of the text model in bf16, in
-tests/data/mmproj-sha256.json; for a checkpoint that the reference cannot convert, the last line of the error.
-``drafts`` does the same for draft models in tests/data/draft-sha256.json.
+``towers`` enters the hashes of --mmproj of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json;
+for a checkpoint that the reference cannot convert, the last line of the error. ``drafts`` does the same for draft
+models and tests/data/draft-sha256.json.
 
 Vocabularies are too small for llama.cpp to recognize their hash: the description has the name of the pre-tokenizer
 (``pre``, which quantkit gets by --pre).
@@ -208,7 +208,7 @@ def converted(program: Any, description: checkpoints.Description, source: Path, 
     line."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    options += [] if "--mmproj" in options else description.options
+    options += [o for o in description.options if "--mmproj" not in options or o == "--mistral-format"]
     log = out / "log"
     arguments = [str(source), "--outfile", str(out), *options]
     if fork_converter(program, arguments, log.with_suffix(".none"), log, description.vocab):

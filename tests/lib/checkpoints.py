@@ -142,7 +142,7 @@ def write_description(description: Description, out: Path) -> Path:
 
 
 def mask_file(name: str, tensors: Mapping[str, list[int]]) -> bytes:
-    """Return what torch.save makes of {"mask_token_id": number, "embedding": float32 vector}."""
+    """Return the file that torch.save writes of {"mask_token_id": number, "embedding": float32 vector}."""
     (number,), (width,) = tensors["mask_token_id"], tensors["embedding"]
     vector = draw(f"{name}/mask_embedding", "embedding", (width,)).astype("<f4")
 
@@ -495,6 +495,21 @@ def _tiktoken(vocab: Json) -> dict[str, Any]:
     return {vocab["file"]: b"".join(lines), "tokenizer_config.json": _tokenizer_config(vocab, _added(vocab, len(ids)))}
 
 
+def _tekken(vocab: Json) -> dict[str, Any]:
+    """Mistral's own file: tekken.json, in which special tokens come first."""
+    letters = {letter: byte for byte, letter in _byte_letters().items()}
+    merged = [bytes(letters[c] for c in a + b) for a, b in merges()]
+    rows: list[Json] = []
+    for token in [*(bytes([b]) for b in range(256)), *merged]:
+        text = token.decode(errors="replace")
+        rows.append({"rank": len(rows), "token_bytes": base64.b64encode(token).decode()})
+        rows[-1]["token_str"] = None if "\ufffd" in text else text
+    special = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(vocab["special"])]
+    sizes = {"num_vocab_tokens": len(rows), "default_num_special_tokens": 64, "default_vocab_size": len(rows) + 64}
+    config = {"pattern": _SPLIT, "version": vocab["version"]} | sizes
+    return {"tekken.json": {"config": config, "vocab": rows, "special_tokens": special}}
+
+
 def _wordpiece(vocab: Json) -> dict[str, Any]:
     """WordPiece: tokenizer.json, or with ``list`` vocab.txt, and tokenizer_config.json; ``first``: before pieces."""
     texts = [text for text, _ in _texts() if text != "\u2581" and text.isprintable()]
@@ -581,7 +596,14 @@ def _rwkv(vocab: Json) -> dict[str, Any]:
 
 
 _KINDS = {
-    **{"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken},
+    **{
+        "wordpiece": _wordpiece,
+        "bpe": _bpe,
+        "spm": _spm,
+        "spm_bpe": _spm_bpe,
+        "tiktoken": _tiktoken,
+        "tekken": _tekken,
+    },
     **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv, "none": _none},
 }
 
