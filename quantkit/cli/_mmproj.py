@@ -75,7 +75,7 @@ class MmprojArguments:
             if names:
                 raise click.UsageError(
                     f"--{names[0].replace('_', '-')} applies to text models only: encoders have no importance matrix "
-                    "and no mixtures of types; omit it"
+                    "and no type rules; omit it"
                 )
             return plan_mmproj(folder, self.file or output, self.type or type_name, convert)
         beside = folder if output is None else output if output.is_dir() else output.parent

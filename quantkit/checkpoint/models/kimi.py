@@ -338,7 +338,7 @@ def _permute_k25_heads(tensor: Tensor, context: Context) -> Expression:
     heads, x = context.config.get("num_attention_heads", 16), tensor.x
     part = x.shape[0] // 3
     if part * 3 != x.shape[0] or part % (4 * heads):
-        raise ValueError(f"its rows do not divide into 3 x {heads} heads of pairs")
+        raise ValueError(f"its rows are not a multiple of 3 x {heads} heads of pairs")
     width = part // heads
     starts = range(0, 2 * part, width)
     pairs = (
