@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint_table_decoders import ATTENTION, DENSE, HEAD, HEAD_NORMS, NORMS
 from checkpoint_table_mixtures import OTHERS
-from checkpoint_table_towers import NARROW, TEXT, Shapes, inside, of, stand_in
+from checkpoint_table_towers import NARROW, TEXT, Shapes, add_prefix, shapes_in, stand_in
 
 from checkpoint_table import Json, Row
 
@@ -23,39 +23,39 @@ _WIDE = (
     + NORMS
     + DENSE
 )
-_SMALL_HEAD = of("", "lm_head:320x64 norm:64 d2t!:320 t2d!:640")
-_LAYERS = of("layers.{0-1}.", NORMS + ATTENTION + HEAD_NORMS + DENSE)
+_SMALL_HEAD = shapes_in("", "lm_head:320x64 norm:64 d2t!:320 t2d!:640")
+_LAYERS = shapes_in("layers.{0-1}.", NORMS + ATTENTION + HEAD_NORMS + DENSE)
 _QWEN3: Json = TEXT | HEAD | {"model_type": "qwen3", "block_size": 8}
-_MARKOV = of("", "markov_head.markov_w1:640x16 markov_head.markov_w2:640x16")
-_SMALL_MARKOV = of("", "markov_head.markov_w1:640x16 markov_head.markov_w2:320x16")
+_MARKOV = shapes_in("", "markov_head.markov_w1:640x16 markov_head.markov_w2:640x16")
+_SMALL_MARKOV = shapes_in("", "markov_head.markov_w1:640x16 markov_head.markov_w2:320x16")
 
 
-def draft(name: str, model: str, target: str, config: Json, tensors: Shapes, **more: Any) -> Row:
+def draft(name: str, model: str, target: str, config: Json, tensors: Shapes, **fields: Any) -> Row:
     """Return a draft model."""
-    return stand_in(name, model, config, tensors, target=target, **{"vocab": _NO_VOCAB} | more)
+    return stand_in(name, model, config, tensors, target=target, **{"vocab": _NO_VOCAB} | fields)
 
 
 def _ends(width: int) -> Shapes:
     """Return the tensors outside of layers; ``width``: of the target's hidden states side by side."""
-    return of("", f"fc:64x{width} hidden_norm:64 norm:64")
+    return shapes_in("", f"fc:64x{width} hidden_norm:64 norm:64")
 
 
 _OWN_LAYERS = (
     draft("eagle3", "LlamaForCausalLMEagle3", "llama", _ONE,
-          of("midlayer.", _WIDE) | _SMALL_HEAD | of("", "fc:64x768 embed_tokens:640x64")),
+          shapes_in("midlayer.", _WIDE) | _SMALL_HEAD | shapes_in("", "fc:64x768 embed_tokens:640x64")),
     draft("eagle3-llama", "Eagle3LlamaForCausalLM", "llama", _ONE | {
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "rope_scaling": {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512}},
-        of("midlayer.", _WIDE) | _SMALL_HEAD | of("", "fc:64x768"), dtype="float16"),
+        shapes_in("midlayer.", _WIDE) | _SMALL_HEAD | shapes_in("", "fc:64x768"), dtype="float16"),
     draft("eagle3-speculator", "Eagle3Speculator", "mm-qwen3-vl", {
         "speculators_model_type": "eagle3", "draft_vocab_size": 320, "norm_before_residual": True,
         "target_hidden_size": 64, "transformer_layer_config": TEXT | {"num_hidden_layers": 1, "model_type": "llama"}},
-        of("layers.0.", _WIDE) | _SMALL_HEAD | of("", "fc:64x192 embed_tokens:640x64")),
+        shapes_in("layers.0.", _WIDE) | _SMALL_HEAD | shapes_in("", "fc:64x192 embed_tokens:640x64")),
     draft("eagle3-draft", "Eagle3DraftModel", "qwen3", _ONE | {"norm_before_fc": True},
-          of("midlayer.", _WIDE) | _SMALL_HEAD | of("", "fc:64x768 input_norm:768")),
+          shapes_in("midlayer.", _WIDE) | _SMALL_HEAD | shapes_in("", "fc:64x768 input_norm:768")),
     # A draft without a target is refused.
-    replace(draft("eagle3-alone", "LlamaForCausalLMEagle3", "", _ONE, of("midlayer.", _WIDE) | _SMALL_HEAD),
+    replace(draft("eagle3-alone", "LlamaForCausalLMEagle3", "", _ONE, shapes_in("midlayer.", _WIDE) | _SMALL_HEAD),
             target=None),
     draft("dflash", "DFlashDraftModel", "qwen3", _QWEN3 | {
         "dflash_config": {"mask_token_id": 639, "target_layer_ids": [0, 1]}}, _LAYERS | _ends(512)),
@@ -69,27 +69,27 @@ _OWN_LAYERS = (
     draft("dflash-mask", "DFlashDraftModel", "mimo-v2", _QWEN3 | {"dflash_config": {
         "mask_token_id": 12, "target_layer_ids": [0, 2], "attention_value_scale": 0.707, "use_swa": True,
         "swa_window_size": 8, "causal": True}},
-        _LAYERS | of("layers.{0-1}.self_attn.", "sinks!:4") | _ends(128),
+        _LAYERS | shapes_in("layers.{0-1}.self_attn.", "sinks!:4") | _ends(128),
         parts={"mask_embedding.pt": {"mask_token_id": [12], "embedding": [64]}}),
     draft("dflash2", "DFlash2DraftModel", "qwen3", _QWEN3 | {
         "dflash_config": {
             "mask_token_id": 639, "target_layer_ids": [1], "conv_kernel_size": 3, "conv_group_size": 16,
             "selector_rank": 16, "selector_top_k": 4, "output_multiplier": 0.5, "final_logit_softcapping": 30.0,
             "input_embedding_scale": 2.0}},
-        _LAYERS | _ends(256) | of("layers.{0-1}.", "attention_conv.base_kernel:4x3 mlp_conv.base_kernel:4x3"
+        _LAYERS | _ends(256) | shapes_in("layers.{0-1}.", "attention_conv.base_kernel:4x3 mlp_conv.base_kernel:4x3"
             " attention_conv.kernel_projection:12x64 mlp_conv.kernel_projection:12x64")
-        | of("candidate_selector.", "predecessor_codebook!:640x16 successor_codebook!:640x16 hidden_projection:16x64")),
+        | shapes_in("candidate_selector.", "predecessor_codebook!:640x16 successor_codebook!:640x16 hidden_projection:16x64")),
     draft("dspark-qwen3", "Qwen3DSparkModel", "qwen3", _QWEN3 | {
         "target_layer_ids": [0, 1], "mask_token_id": 639, "markov_head_type": "vanilla"},
-        _LAYERS | _ends(512) | _MARKOV | of("", "confidence_head.proj:1x80+ embed_tokens:640x64 lm_head:640x64")),
+        _LAYERS | _ends(512) | _MARKOV | shapes_in("", "confidence_head.proj:1x80+ embed_tokens:640x64 lm_head:640x64")),
     draft("dspark-draft", "DSparkDraftModel", "qwen3", _QWEN3 | {
         "draft_vocab_size": 320, "sample_from_anchor": False,
         "dflash_config": {"mask_token_id": 639, "target_layer_ids": [0, 1]}},
-        _LAYERS | _ends(512) | _SMALL_MARKOV | of("", "lm_head:320x64 d2t!:320 t2d!:640")),
+        _LAYERS | _ends(512) | _SMALL_MARKOV | shapes_in("", "lm_head:320x64 d2t!:320 t2d!:640")),
     draft("dspark-speculator", "DSparkSpeculator", "mm-qwen3-vl", {
         "speculators_model_type": "dspark", "draft_vocab_size": 320, "mask_token_id": 639, "block_size": 8,
         "aux_hidden_state_layer_ids": [1, 2], "transformer_layer_config": _QWEN3},
-        _LAYERS | _ends(128) | _SMALL_MARKOV | of("", "confidence_head.proj:1x80 lm_head:320x64 d2t!:320 t2d!:640")),
+        _LAYERS | _ends(128) | _SMALL_MARKOV | shapes_in("", "confidence_head.proj:1x80 lm_head:320x64 d2t!:320 t2d!:640")),
     draft("dspark-lfm2", "Lfm2DSparkDraftModel", "lfm2", _QWEN3 | {
         "dflash_config": {"mask_token_id": 639, "target_layer_ids": [0, 2]}}, _LAYERS | _ends(128) | _MARKOV),
     draft("dspark-ling", "LingDSparkModel", "bailing-moe-v3", _QWEN3 | {
@@ -100,15 +100,15 @@ _OWN_LAYERS = (
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "global_head_dim": 32, "head_dim": 16,
         "num_global_key_value_heads": 1, "rms_norm_eps": 1e-6, "target_layer_ids": [0, 1], "mask_token_id": 639,
         "block_size": 8, "sliding_window": 8},
-        of("layers.{0-1}.", NORMS + " pre_feedforward_layernorm:64 post_feedforward_layernorm:64 layer_scalar!:1"
+        shapes_in("layers.{0-1}.", NORMS + " pre_feedforward_layernorm:64 post_feedforward_layernorm:64 layer_scalar!:1"
            " self_attn.q_proj:128x64 self_attn.k_proj:32x64 self_attn.o_proj:64x128 self_attn.q_norm:32"
            " self_attn.k_norm:32" + DENSE)
-        | _ends(512) | _MARKOV | of("", "confidence_proj:1x80+ embed_tokens:640x64")),
+        | _ends(512) | _MARKOV | shapes_in("", "confidence_proj:1x80+ embed_tokens:640x64")),
     draft("muse-glimmer-draft", "MuseGlimmerAssistantModel", "mm-muse-glimmer", TEXT | HEAD | {
         "model_type": "muse_glimmer_assistant", "block_size": 8, "target_layer_ids": [0, 2], "mask_token_id": 639,
         "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         _LAYERS
-        | of("", "encoder.fc:64x128 encoder.output_norm_enc:64 norm:64")),
+        | shapes_in("", "encoder.fc:64x128 encoder.output_norm_enc:64 norm:64")),
 )  # fmt: skip
 
 _V4 = {row.name: row for row in OTHERS}["deepseek-v4"]
@@ -116,11 +116,11 @@ _V4_LAYER = {
     name.replace("layers.{0-2}.", ""): shape for name, shape in _V4.more.items() if name.startswith("layers.{0-2}.")
 }
 _V4_DRAFT: Shapes = (
-    inside("mtp.{0-1}.", _V4_LAYER)
-    | of("mtp.{0-1}.", "ffn.gate.bias!:4 ffn.gate.bias_vl!:4")
-    | of("mtp.0.", "main_proj:64x128 main_norm:64")
-    | of("mtp.1.", "norm:64 hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1 markov_head.markov_w1:640x16")
-    | of("mtp.1.", "markov_head.markov_w2:640x16 confidence_head.proj:1x80")
+    add_prefix("mtp.{0-1}.", _V4_LAYER)
+    | shapes_in("mtp.{0-1}.", "ffn.gate.bias!:4 ffn.gate.bias_vl!:4")
+    | shapes_in("mtp.0.", "main_proj:64x128 main_norm:64")
+    | shapes_in("mtp.1.", "norm:64 hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1 markov_head.markov_w1:640x16")
+    | shapes_in("mtp.1.", "markov_head.markov_w2:640x16 confidence_head.proj:1x80")
 )
 _V4_CONFIG: Json = {
     "num_nextn_predict_layers": 2, "dspark_noise_token_id": 12, "dspark_block_size": 4,

@@ -50,8 +50,8 @@ PLANTED = {
         '"""Tensor names."""\n\n\ndef base_name() -> str:\n    """Say what it is."""\n    x = 1 \x20# as ever\n',
         [5, 6],
     ),
-    "quantkit/kernels/cuda/scale.cu": ("// out = x,\n//     as ever\nint a = 1;  // by turns\n", [3]),
-    "tests/test_names.py": ('"""Test names, as ever."""\n\nX = "data, as ever"\n', [1]),
+    "quantkit/kernels/cuda/encode/encode.cu": ("// out = x,\n//     as ever\nint a = 1;  // by turns\n", [3]),
+    "tests/test_docs.py": ('"""Test names, as ever."""\n\nX = "data, as ever"\n', [1]),
 }
 
 

@@ -200,13 +200,13 @@ def test_search_finds_pages(browser: Any, address: str, words: str, page: str) -
 
 def test_search_answers_questions(browser: Any, address: str) -> None:
     """The page of questions is among the first three, and of its sections the one with the answer comes first."""
-    box, page, others = open_search(browser, address), "questions.html", []
+    box, page, failures = open_search(browser, address), "questions.html", []
     for words, section in QUESTIONS.items():
         links = ask(browser, address, box, words)
         sections = [link.partition("#")[2] for link in links if link.startswith(f"{page}#")]
         if page not in pages_of(links)[:3] or sections[:1] != [section]:
-            others.append((words, section, links[:6]))
-    assert others == []
+            failures.append((words, section, links[:6]))
+    assert failures == []
 
 
 def test_every_answer_is_two_clicks_from_the_start(browser: Any, address: str) -> None:

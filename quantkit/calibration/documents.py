@@ -91,9 +91,9 @@ def read_inputs(
     files, left_out = list_inputs(paths, include=include)
     sizes = [path.stat().st_size if path.is_file() else 0 for path, _ in files]
     inputs = Inputs([], left_out=left_out)
-    for (path, is_named), done in zip(files, accumulate(sizes, initial=0), strict=False):
+    for (path, is_named), position in zip(files, accumulate(sizes, initial=0), strict=False):
         if report is not None:
-            report(done, sum(sizes), path.name)
+            report(position, sum(sizes), path.name)
         raw = read_whole(path)
         if not is_named and _text_problem(raw):
             inputs.not_text += 1

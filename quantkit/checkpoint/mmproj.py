@@ -116,30 +116,30 @@ class Key:
 class EncoderKey:
     """A key of an encoder: the first of ``names`` in its configuration, else ``default``, else an error.
 
-    ``of``: the part of the configuration: vision, audio, model, preprocessor.
+    ``section``: the part of the configuration: vision, audio, model, preprocessor.
     """
 
     key: str
     names: str
     kind: str = "u32"
-    of: str = "vision"
+    section: str = "vision"
     default: Any = None
     optional: bool = False
 
     def __call__(self, keys: Keys, config: MmprojConfig) -> None:
-        part: Config = getattr(config, self.of)
+        part: Config = getattr(config, self.section)
         name = next((name for name in self.names.split() if name in part), None)
         if name is None and self.default is None:
             if self.optional:
                 return
             raise FormatError(
-                f"{part.path}: the {self.of} has no {self.names.replace(' ', ' or ')}, which {keys.arch}{self.key} "
-                "states",
+                f"{part.path}: the {self.section} has no {self.names.replace(' ', ' or ')}, which "
+                f"{keys.arch}{self.key} states",
                 "QK-E112",
             )
         value = self.default if name is None else part[name]
         if value is None:
-            raise FormatError(f"{part.path}: {name} of the {self.of} encoder is null", "QK-E112")
+            raise FormatError(f"{part.path}: {name} of the {self.section} encoder is null", "QK-E112")
         getattr(keys, self.kind)(self.key, value)
 
 
@@ -159,11 +159,11 @@ MERGE_SIZE = EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", opti
 SCALE_FACTOR = ".vision.projector.scale_factor"
 
 
-def inverse_scale(ratio: str, of: str = "vision") -> Key:
+def inverse_scale(ratio: str, section: str = "vision") -> Key:
     """Return the row of a projector's scale: the inverse of ``ratio``, rounded down."""
 
     def compute(config: MmprojConfig) -> int:
-        part: Config = getattr(config, of)
+        part: Config = getattr(config, section)
         value = part[ratio]
         if not isinstance(value, (int, float)) or not 0 < value <= 1:
             raise FormatError(f"{part.path}: {ratio} is {short(value)}, not a part of 1", "QK-E112")
@@ -204,13 +204,15 @@ class Activation:
 OPTIONAL_ACTIVATION = Activation(default="", lenient=True)
 
 #: The fewest and the most pixels of an image.
-PIXELS = tuple(EncoderKey(f".vision.image_{name}", name, of="preprocessor") for name in ("min_pixels", "max_pixels"))
+PIXELS = tuple(
+    EncoderKey(f".vision.image_{name}", name, section="preprocessor") for name in ("min_pixels", "max_pixels")
+)
 
 
-def layer_norm_epsilon(names: str, default: float | None = None, of: str = "vision") -> EncoderKey:
+def layer_norm_epsilon(names: str, default: float | None = None, section: str = "vision") -> EncoderKey:
     """Return the row of the epsilon of an encoder's norms."""
-    encoder = "audio" if of == "audio" else "vision"
-    return EncoderKey(f".{encoder}.attention.layer_norm_epsilon", names, "f32", of=of, default=default)
+    encoder = "audio" if section == "audio" else "vision"
+    return EncoderKey(f".{encoder}.attention.layer_norm_epsilon", names, "f32", section=section, default=default)
 
 
 def channel_values(name: str) -> Key:
@@ -248,10 +250,10 @@ VISION_KEYS: tuple[SetMmprojKeys, ...] = (
 AUDIO_KEYS: tuple[SetMmprojKeys, ...] = (
     constant(".has_audio_encoder", True, "flag"),
     Key(".audio.projection_dim", lambda config: config.text_width),
-    EncoderKey(".audio.embedding_length", "hidden_size", of="audio"),
-    EncoderKey(".audio.feed_forward_length", "intermediate_size", of="audio"),
-    EncoderKey(".audio.block_count", LAYER_COUNTS, of="audio"),
-    EncoderKey(".audio.attention.head_count", "num_attention_heads", of="audio"),
+    EncoderKey(".audio.embedding_length", "hidden_size", section="audio"),
+    EncoderKey(".audio.feed_forward_length", "intermediate_size", section="audio"),
+    EncoderKey(".audio.block_count", LAYER_COUNTS, section="audio"),
+    EncoderKey(".audio.attention.head_count", "num_attention_heads", section="audio"),
 )
 
 

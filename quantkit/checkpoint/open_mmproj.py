@@ -25,7 +25,7 @@ from quantkit.formats.gguf.rules import short
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 
-#: Files beside the weights that decide metadata.
+#: Files beside the weights that metadata is read from.
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -68,9 +68,9 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
         keys.u32("general.quantization_version", 2)
     files = {file for shard in indexed for file in {t.path for t in shard.values()}}
     files |= {part.path for item in tensors for part in item.expr.parts()}
-    beside = [path / name for name in (*OTHER_FILES, *_PREPROCESSORS, *row.files) if (path / name).is_file()]
-    beside += [options.metadata] if options.metadata else []
-    checkpoint = Checkpoint(path, (*sorted(files), *beside), keys.fields, tensors, outtype)
+    metadata_files = [path / name for name in (*OTHER_FILES, *_PREPROCESSORS, *row.files) if (path / name).is_file()]
+    metadata_files += [options.metadata] if options.metadata else []
+    checkpoint = Checkpoint(path, (*sorted(files), *metadata_files), keys.fields, tensors, outtype)
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)
     return checkpoint
 

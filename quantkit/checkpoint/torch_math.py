@@ -50,8 +50,8 @@ def _polynomial(x: F32, coefficients: tuple[float, ...]) -> F32:
 
 def _exp(x: F32) -> F32:
     power = np.rint(x * _LOG2_E)
-    rest = fused(power, -_LN2[1], fused(power, -_LN2[0], x))
-    value = _ONE + fused(rest * rest, _polynomial(rest, _EXP), rest)
+    fraction = fused(power, -_LN2[1], fused(power, -_LN2[0], x))
+    value = _ONE + fused(fraction * fraction, _polynomial(fraction, _EXP), fraction)
     result: F32 = np.ldexp(value, power.astype(np.int32))
     return result
 
@@ -61,8 +61,8 @@ def _log1p(x: F32) -> F32:
     e = ((((x + _ONE) * np.float32(1 / 0.75)).view(np.int32) >> 23) & 255) - 127
     scale = np.ldexp(_ONE, -e).astype(np.float32)
     m, exponent = fused(x, scale, scale - _ONE), e.astype(np.float32)
-    whole = _LN2_PAIR[0] * exponent
-    whole_rest = fused(_LN2_PAIR[1], exponent, fused(_LN2_PAIR[0], exponent, -whole))
+    high = _LN2_PAIR[0] * exponent
+    high_error = fused(_LN2_PAIR[1], exponent, fused(_LN2_PAIR[0], exponent, -high))
     divisor = _TWO + m
     divisor_rest = (_TWO - divisor) + m
     inverse = _ONE / divisor
@@ -71,8 +71,8 @@ def _log1p(x: F32) -> F32:
     ratio_rest = fused(ratio, error, fused(inverse, m, -ratio))
     square = ratio * ratio
     double, double_rest = ratio * _TWO, ratio_rest * _TWO
-    total = whole + double
-    total_rest = (((whole - total) + double) + whole_rest) + double_rest
+    total = high + double
+    total_rest = (((high - total) + double) + high_error) + double_rest
     tail = (square * ratio) * _polynomial(square, _LOG1P)
     result = total + tail
     return result + (((total - result) + tail) + total_rest)

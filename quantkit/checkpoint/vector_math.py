@@ -21,7 +21,7 @@ _HIGH = np.array(_POWERS, np.float32)
 _LOW = np.array([power - Decimal(float(high)) for power, high in zip(_POWERS, _HIGH, strict=True)], np.float32)
 _STEPS = np.float32(128 / np.log(2))
 _STEP = np.float32(float.fromhex("0x1.63p-8"))
-_STEP_REST = np.float32(float.fromhex("-0x1.bd0106p-20"))
+_STEP_LOW = np.float32(float.fromhex("-0x1.bd0106p-20"))
 #: sin: coefficients of x ** 3 to x ** 9 in [-pi/2, pi/2], and pi in two parts.
 _SINE = (-0.16666659550427654, 0.00833306624607112, -0.00019809602900613051, 2.6057806340710834e-06)
 _PI = (float.fromhex("0x1.921fb54p+1"), float.fromhex("0x1.10b4611a62633p-29"))
@@ -30,10 +30,10 @@ _PI = (float.fromhex("0x1.921fb54p+1"), float.fromhex("0x1.10b4611a62633p-29"))
 def exp(x: F32) -> F32:
     """Return exp(x) for x in [-87, 88]."""
     n = np.rint(x * _STEPS)
-    rest = (x - n * _STEP) - n * _STEP_REST
+    remainder = (x - n * _STEP) - n * _STEP_LOW
     power = n.astype(np.int64)
     high, low = _HIGH[power & 127], _LOW[power & 127]
-    result: F32 = np.ldexp(high + (low + high * (rest + rest * rest * np.float32(0.5))), power >> 7)
+    result: F32 = np.ldexp(high + (low + high * (remainder + remainder * remainder * np.float32(0.5))), power >> 7)
     return result
 
 
@@ -51,9 +51,9 @@ def cos(x: F32) -> F32:
 
 def _signed_sine(x: npt.NDArray[np.float64], n: npt.NDArray[np.float64], shift: float) -> F32:
     """Return the sine of x - (n - shift) pi, negated for odd ``n``."""
-    rest = (x - (n - shift) * _PI[0]) - (n - shift) * _PI[1]
-    square = rest * rest
+    remainder = (x - (n - shift) * _PI[0]) - (n - shift) * _PI[1]
+    square = remainder * remainder
     c3, c5, c7, c9 = _SINE
-    sine = rest + rest * square * (c3 + square * (c5 + square * (c7 + square * c9)))
+    sine = remainder + remainder * square * (c3 + square * (c5 + square * (c7 + square * c9)))
     values: F32 = np.where(n.astype(np.int64) & 1, -sine, sine).astype(np.float32)
     return values

@@ -78,8 +78,8 @@ class MmprojArguments:
                     "and no type rules; omit it"
                 )
             return plan_mmproj(folder, self.file or output, self.type or type_name, convert)
-        beside = folder if output is None else output if output.is_dir() else output.parent
-        return plan_mmproj(folder, self.file or beside, self.type or DEFAULT_TYPE, convert)
+        default = folder if output is None else output if output.is_dir() else output.parent
+        return plan_mmproj(folder, self.file or default, self.type or DEFAULT_TYPE, convert)
 
 
 def check_plans_apart(plans: list[Plan]) -> None:

@@ -330,6 +330,7 @@ HEADINGS = (
     *(
         "Model",
         "Checkpoint",
+        "Vision and audio encoders",
         "Adapter",
         "Files",
         "Recipe",

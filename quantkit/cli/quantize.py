@@ -94,11 +94,11 @@ def print_dry_run(plans: Sequence[Plan], run_options: RunOptions, *, json_to: Js
         reports.append(DryRunReport(plan, refused, forecast))
     json_to.print(
         lambda: "\n\n".join(report.text() for report in reports),
-        lambda: _joined([report.as_dict() for report in reports]),
+        lambda: _join_records([report.as_dict() for report in reports]),
     )
 
 
-def _joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+def _join_records(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the record of a file; that of the second, an mmproj file, is in the first."""
     return records[0] if len(records) == 1 else {**records[0], "mmproj": records[1]}
 
@@ -320,7 +320,7 @@ def run_plans(
         records.append(run.as_dict(result))
         if plot is not None and plan is plans[0]:
             write_feedback_plot(feedback_report(plan, result.run.losses), plan.shards[0].path.name, plot)
-    json_to.print(lambda: "\n\n".join(texts), lambda: _joined(records))
+    json_to.print(lambda: "\n\n".join(texts), lambda: _join_records(records))
 
 
 def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:

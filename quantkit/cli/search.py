@@ -235,9 +235,9 @@ def _speeds(
         [*(cost.type for cost in sensitivities.costs), *(option_type(name, "--types") for name in names)]
     )
     with closing(Bar(quiet=quiet, unit="type", desc="speeds")) as bar:
-        done = itertools.count(1)
+        counter = itertools.count(1)
         return measure_speeds(
-            types_used, threads=threads, progress=lambda line: bar.update(next(done), len(types_used), line)
+            types_used, threads=threads, progress=lambda line: bar.update(next(counter), len(types_used), line)
         )
 
 

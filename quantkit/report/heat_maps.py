@@ -281,10 +281,10 @@ def _number(layers: Sequence[str]) -> str:
     n = len(layers)
     index, least = f"round(datum.index * {n - 1})", f"{_NUMBER * n} / width"
     step = "".join(f"{least} <= {step} ? {step} : " for step in (1, 2, 5, 10)) + "20"
-    shown = f"{index} % ({step}) === 0"
+    condition = f"{index} % ({step}) === 0"
     if layers[-1] == NO_LAYER:
-        shown += f" && ({n - 1} - {index}) * width / {n} > {_NUMBER + 6}"
-    return f"datum.label === '{NO_LAYER}' || {shown} ? datum.label : ''"
+        condition += f" && ({n - 1} - {index}) * width / {n} > {_NUMBER + 6}"
+    return f"datum.label === '{NO_LAYER}' || {condition} ? datum.label : ''"
 
 
 def _spec(

@@ -152,7 +152,7 @@ def test_wrong_command_lines_write_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["exists.gguf"]
 
 
-def broken(checkpoint: Path, folder: Path, file: str, text: str | None) -> Path:
+def replace_file(checkpoint: Path, folder: Path, file: str, text: str | None) -> Path:
     """Return a copy of a checkpoint with another file; None: without it."""
     copy = folder / "copy"
     shutil.copytree(checkpoint, copy)
@@ -179,13 +179,13 @@ def test_a_broken_preprocessor_is_one_error(
     file: str, text: str | None, refusal: str, name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     with refuses(FormatError, refusal):
-        plan_mmproj(broken(checkpoint, tmp_path, file, text), tmp_path)
+        plan_mmproj(replace_file(checkpoint, tmp_path, file, text), tmp_path)
 
 
 @with_checkpoint("mm-qwen2-vl")
 def test_tensors_that_are_missing_are_named(name: str, checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    text_only = broken(
+    text_only = replace_file(
         checkpoint, tmp_path, "config.json", json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
     )
     with refuses(TypeNotSupported, "QK-E304 LlamaForCausalLM"):

@@ -30,8 +30,8 @@ def test_bytes_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
 
 def test_table_names_every_checkpoint() -> None:
     rows = [line.split("|") for line in (checkpoints.DESCRIPTIONS / "README.md").read_text().splitlines()]
-    named = {(cells[1].strip(" `"), cells[2].strip(" `")) for cells in rows if len(cells) > 4}
-    assert named >= {(row["class"], name) for name, row in (TOWERS | DRAFTS).items()}
+    pairs = {(cells[1].strip(" `"), cells[2].strip(" `")) for cells in rows if len(cells) > 4}
+    assert pairs >= {(row["class"], name) for name, row in (TOWERS | DRAFTS).items()}
 
 
 @pytest.mark.parametrize(("digests", "n_classes"), [(TOWERS, 68), (DRAFTS, 15)], ids=["towers", "drafts"])

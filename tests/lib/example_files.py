@@ -39,8 +39,8 @@ def write_checkpoint(path: Path) -> None:
 
 
 def write_vision_checkpoint(path: Path) -> None:
-    written = checkpoints.write_checkpoint("mm-qwen2-vl", path.parent)
-    written.rename(path)
+    checkpoint = checkpoints.write_checkpoint("mm-qwen2-vl", path.parent)
+    checkpoint.rename(path)
 
 
 def write_calibration(path: Path) -> None:

@@ -49,9 +49,9 @@ def test_json_is_alone_on_stdout_or_in_a_file_beside_the_table(tiny_moe: Path, t
     alone = run("bench", "-m", tiny_moe, "-p", "4", "-n", "1", "-r", "1", "--json")
     assert alone.exit_code == 0, alone.output
     path = tmp_path / "bench.json"
-    beside = run("bench", "-m", tiny_moe, "-p", "4", "-n", "1", "-r", "1", "--json", path)
-    assert beside.exit_code == 0, beside.output
-    assert beside.stdout.startswith("| model |")
+    result = run("bench", "-m", tiny_moe, "-p", "4", "-n", "1", "-r", "1", "--json", path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("| model |")
     rows = [json.loads(text) for text in (alone.stdout, path.read_text())]
     assert [[(r["n_prompt"], r["n_gen"]) for r in result] for result in rows] == 2 * [[(4, 0), (0, 1)]]
     assert rows[0][0].keys() == rows[1][0].keys() >= {"samples_ns", "avg_ts", "model_filename"}

@@ -575,12 +575,12 @@ def test_a_target_that_the_largest_type_meets_is_not_searched(
     text = {"text": [str(data / "tiny-moe-calibration.txt")]}
     settings = {"targets": [target], "output": str(tmp_path / "out"), "calibration": text, **extra}
     plan = plan_cook(config_from({"model": str(data / "tiny-moe-bf16.gguf"), **settings}, "test", tmp_path))
-    (planned,) = plan.config.targets
-    assert planned.target.preset == preset
-    assert planned.label == parse_target(target).file_suffix
+    (goal,) = plan.config.targets
+    assert goal.target.preset == preset
+    assert goal.label == parse_target(target).file_suffix
     steps = {step.name.partition(" ")[0] for step in plan.steps}
     assert ({"sensitivity", "search"} & steps == set()) == (preset is not None)
-    assert any(note.startswith(f"warning: {planned.label}:") for note in plan.notes) == (preset is not None)
+    assert any(note.startswith(f"warning: {goal.label}:") for note in plan.notes) == (preset is not None)
 
 
 def test_a_goal_is_searched_for_and_met(work_folder: Path) -> None:

@@ -173,7 +173,7 @@ _NOTE = Mmproj(
         Key(".vision.expert_count_per_layer", _pyramid, "array"),
         Key(".vision.expert_used_count", _capacity),
         projector("dots3note_a", "clip.audio.projector_type"),
-        EncoderKey(".audio.num_mel_bins", "num_mel_bins", of="audio"),
+        EncoderKey(".audio.num_mel_bins", "num_mel_bins", section="audio"),
         constant(".audio.attention.layer_norm_epsilon", 1e-6, "f32"),
     ),
     tensors=r"^(vision|audio)_encoder\.",

@@ -190,8 +190,8 @@ MMPROJ: dict[str, Mmproj] = {
         keys=(
             projector("exaone4_5"),
             USE_SILU,
-            EncoderKey(".vision.image_min_pixels", "min_pixels", of="preprocessor"),
-            EncoderKey(".vision.image_max_pixels", "max_pixels", of="preprocessor"),
+            EncoderKey(".vision.image_min_pixels", "min_pixels", section="preprocessor"),
+            EncoderKey(".vision.image_max_pixels", "max_pixels", section="preprocessor"),
             Key(".vision.attention.head_count_kv", lambda config: config.vision.get("num_key_value_heads")),
             Key(".vision.attention.layer_norm_epsilon", _vision_epsilon, "f32"),
             Key(".vision.window_size", lambda config: config.vision.get("window_size")),

@@ -114,7 +114,7 @@ _GEMMA_3N = Mmproj(
         projector("gemma3nv", _VISION),
         layer_norm_epsilon("layer_norm_eps", 1e-6),
         projector("gemma3na", _AUDIO),
-        EncoderKey(".audio.num_mel_bins", "feat_in", of="audio"),
+        EncoderKey(".audio.num_mel_bins", "feat_in", section="audio"),
         constant(".audio.attention.layer_norm_epsilon", 1e-5, "f32"),
     ),
     tensors=r"audio|^model\.(embed_vision|vision_tower)\.",
@@ -186,8 +186,8 @@ _GEMMA_4 = Mmproj(
             _with_audio(key)
             for key in (
                 projector("gemma4a", _AUDIO),
-                EncoderKey(".audio.num_mel_bins", "feat_in", of="audio"),
-                layer_norm_epsilon("layer_norm_eps", 1e-6, of="audio"),
+                EncoderKey(".audio.num_mel_bins", "feat_in", section="audio"),
+                layer_norm_epsilon("layer_norm_eps", 1e-6, section="audio"),
             )
         ),
     ),

@@ -181,7 +181,7 @@ MMPROJ: dict[str, Mmproj] = {
             projector("internvl"),
             layer_norm_epsilon("layer_norm_eps"),
             Activation(),
-            inverse_scale("downsample_ratio", of="model"),
+            inverse_scale("downsample_ratio", section="model"),
             _tile_count("min", "min_dynamic_patch"),
             _tile_count("max", "max_dynamic_patch"),
         ),

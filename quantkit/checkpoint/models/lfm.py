@@ -211,7 +211,7 @@ _LFM_2_VL = Mmproj(
     (
         projector("lfm2"),
         layer_norm_epsilon("layer_norm_eps"),
-        EncoderKey(".vision.projector.scale_factor", "downsample_factor", of="model", default=2),
+        EncoderKey(".vision.projector.scale_factor", "downsample_factor", section="model", default=2),
         USE_GELU,
         Key(".vision.block_count", _vision_layers),
     ),
@@ -236,7 +236,7 @@ def _patch_audio(config: MmprojConfig) -> None:
 _LFM_2_AUDIO = Mmproj(
     (
         projector("lfm2a"),
-        EncoderKey(".audio.num_mel_bins", "feat_in", of="audio"),
+        EncoderKey(".audio.num_mel_bins", "feat_in", section="audio"),
         constant(".audio.attention.layer_norm_epsilon", 1e-5, "f32"),
     ),
     stored=(

@@ -288,7 +288,7 @@ _IDEFICS_3 = Mmproj(
     (
         projector("idefics3"),
         layer_norm_epsilon("layer_norm_eps", 1e-5),
-        EncoderKey(SCALE_FACTOR, "scale_factor", of="model", default=2),
+        EncoderKey(SCALE_FACTOR, "scale_factor", section="model", default=2),
         USE_GELU,
         Key(".vision.preproc_image_size", _longest_edge),
     ),

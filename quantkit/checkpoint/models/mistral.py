@@ -107,7 +107,7 @@ CLASSES: dict[str, HfClass] = {
 }
 
 
-# --- Encoders of Pixtral, Mistral 3 and LightOnOCR (llava.py, lighton_ocr.py) ----------------------------------------
+# --- Encoders of Pixtral, Mistral 3 and LightOnOCR -------------------------------------------------------------------
 
 _BREAK_TOKEN = "[IMG_BREAK]"
 
@@ -164,7 +164,7 @@ _PIXTRAL_PARTS = (
 _PIXTRAL_KEYS = (
     layer_norm_epsilon("layer_norm_eps"),
     Activation(),
-    EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", of="model", optional=True),
+    EncoderKey(".vision.spatial_merge_size", "spatial_merge_size", section="model", optional=True),
 )
 _PIXTRAL = Mmproj(
     (projector("pixtral"), *_PIXTRAL_KEYS),

@@ -87,7 +87,7 @@ class Resized:
         low = np.minimum(places.astype(np.int64), side - 1)
         high = np.minimum(low + 1, side - 1)
         part = np.clip(places - low.astype(np.float32), np.float32(0), np.float32(1))
-        rest = np.float32(1) - part
+        complement = np.float32(1) - part
         values = np.empty((self.side, self.side, width), np.float32)
         for row in range(self.side):
             above, below = (
@@ -95,10 +95,10 @@ class Resized:
                 for i in (low[row], high[row])
             )
             terms = (
-                (part[row] * rest, below[low]),
+                (part[row] * complement, below[low]),
                 (part[row] * part, below[high]),
-                (rest[row] * part, above[high]),
-                (rest[row] * rest, above[low]),
+                (complement[row] * part, above[high]),
+                (complement[row] * complement, above[low]),
             )
             total = np.zeros((self.side, width), np.float32)
             for weights, embeddings in terms:
@@ -178,10 +178,10 @@ _NEMOTRON = Mmproj(
 _WITH_SOUND = replace(
     _NEMOTRON,
     first=(
-        EncoderKey(".audio.num_mel_bins", "num_mel_bins", of="audio"),
+        EncoderKey(".audio.num_mel_bins", "num_mel_bins", section="audio"),
         constant(".audio.attention.layer_norm_epsilon", 1e-5, "f32"),
-        EncoderKey(".audio.subsampling_factor", "subsampling_factor", of="audio"),
-        EncoderKey(".audio.conv_kernel_size", "conv_kernel_size", of="audio"),
+        EncoderKey(".audio.subsampling_factor", "subsampling_factor", section="audio"),
+        EncoderKey(".audio.conv_kernel_size", "conv_kernel_size", section="audio"),
         projector("parakeet", "clip.audio.projector_type"),
         projector("nemotron_v2_vl", "clip.vision.projector_type"),
     ),

@@ -56,7 +56,7 @@ def _size_keys(part: str, order: str) -> tuple[Key | EncoderKey, ...]:
     """Return the keys of the sizes of Mimi's encoder or decoder, which are equal."""
     return (
         Key(f".{part}.projection_dim", lambda config: config.text_width),
-        *(EncoderKey(f".{part}.{key}", _SIZES[key], of="audio") for key in order.split()),
+        *(EncoderKey(f".{part}.{key}", _SIZES[key], section="audio") for key in order.split()),
         constant(f".{part}.attention.layer_norm_epsilon", 1e-5, "f32"),
     )
 

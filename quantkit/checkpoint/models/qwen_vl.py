@@ -90,7 +90,7 @@ QWEN2_RULES = (
     SplitFrames(r"patch_embed\.proj\.weight"),
     Split(r"\.qkv\.", (".q.", ".k.", ".v.")),
 )
-_QWEN2_EPSILON = layer_norm_epsilon("rms_norm_eps", 1e-6, of="model")
+_QWEN2_EPSILON = layer_norm_epsilon("rms_norm_eps", 1e-6, section="model")
 QWEN2_VL = Mmproj(
     (_write_qwen2, _QWEN2_EPSILON),
     tensors=r"^visual\.",
@@ -224,8 +224,8 @@ def _of_thinker(name: str) -> FindPart:
 
 
 _AUDIO_QWEN_KEYS = (
-    EncoderKey(".audio.num_mel_bins", "num_mel_bins", of="audio"),
-    layer_norm_epsilon("layer_norm_eps", 1e-5, of="audio"),
+    EncoderKey(".audio.num_mel_bins", "num_mel_bins", section="audio"),
+    layer_norm_epsilon("layer_norm_eps", 1e-5, section="audio"),
 )
 _F16_CONVOLUTIONS = ForceType(r"\.conv.*\.weight", TYPE_F16)
 _QWEN25_OMNI = Mmproj(

@@ -29,8 +29,8 @@ _CONVOLUTIONS = r"\.conv.*\.weight"
 _WHISPER = Mmproj(
     (
         projector("qwen2a"),
-        EncoderKey(".audio.num_mel_bins", "num_mel_bins", of="audio"),
-        layer_norm_epsilon("layer_norm_eps", 1e-5, of="audio"),
+        EncoderKey(".audio.num_mel_bins", "num_mel_bins", section="audio"),
+        layer_norm_epsilon("layer_norm_eps", 1e-5, section="audio"),
     ),
     stored=(Rename(r"^multi_modal_projector", "audio.multi_modal_projector"),),
     rules=(ForceType(_CONVOLUTIONS, TYPE_F16), Transform(r"conv[12]\.bias", add_axes(0, 1), None)),
@@ -45,7 +45,7 @@ _MERALION = replace(
     keys=(
         *_WHISPER.keys,
         projector("meralion"),
-        EncoderKey(_STACK_FACTOR, "speech_mlp_scale_factor", of="model", default=15),
+        EncoderKey(_STACK_FACTOR, "speech_mlp_scale_factor", section="model", default=15),
     ),
     audio_config=lambda outer: outer.get("speech_config"),
     stored=(Drop(r"^text_decoder\."), Rename(r"speech_encoder\.", "audio_tower."), *_WHISPER.stored),
@@ -77,7 +77,7 @@ class _SplitBoundaries(OneWayRule):
 _PROJECTOR = r"^(audio\.multi_modal_projector\..*?)"
 _GLM_ASR = replace(
     _WHISPER,
-    keys=(*_WHISPER.keys, projector("glma"), EncoderKey(_STACK_FACTOR, "merge_factor", of="model")),
+    keys=(*_WHISPER.keys, projector("glma"), EncoderKey(_STACK_FACTOR, "merge_factor", section="model")),
     stored=(
         Drop(r"^(model|lm_head)\."),
         Rename(r"^audio_encoder\.whisper\.", "audio_tower."),
@@ -93,7 +93,7 @@ _GLM_ASR = replace(
 MMPROJ: dict[str, Mmproj] = {
     "UltravoxModel": replace(
         _WHISPER,
-        keys=(*_WHISPER.keys, projector("ultravox"), EncoderKey(_STACK_FACTOR, "stack_factor", of="model")),
+        keys=(*_WHISPER.keys, projector("ultravox"), EncoderKey(_STACK_FACTOR, "stack_factor", section="model")),
     ),
     "VoxtralForConditionalGeneration": replace(
         _WHISPER, keys=(*_WHISPER.keys, projector("voxtral"), constant(_STACK_FACTOR, 4))
