@@ -38,6 +38,8 @@ from quantkit.types import TensorType
 from quantkit.unsupported_settings import unsupported_settings
 from quantkit.version import __version__
 
+#: The note on a text model whose checkpoint has encoders.
+ENCODERS_NOTE = "the vision and audio encoders are not in this file: --mmproj writes them to a file of their own"
 #: Options without meaning if the output is quantized.
 _WITHOUT_TYPE = (
     "outtype",
@@ -265,6 +267,8 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
             "; ".join(losses) + "; --strict does not allow this loss: omit --strict to convert without it", "QK-E305"
         )
     opened.notes += tuple(losses)
+    if opened.has_encoders and not opened.kind:
+        opened.notes += (ENCODERS_NOTE,)
     return opened
 
 

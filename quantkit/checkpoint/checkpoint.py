@@ -87,6 +87,8 @@ class Checkpoint:
         self.identity = identity
         self.general = General({}, {})
         self.kind = ""
+        #: The checkpoint has vision or audio encoders, which are not in this file.
+        self.has_encoders = False
         #: Notes for the user.
         self.notes: tuple[str, ...] = ()
         #: Settings of its files that a GGUF file cannot express.

@@ -24,7 +24,7 @@ from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors, weights_only
 from quantkit.checkpoint.quantized.scale_tensors import add_scale_tensors
-from quantkit.checkpoint.registry import find_architecture
+from quantkit.checkpoint.registry import find_architecture, has_encoders
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, named_tensors, text_name, text_tensors
@@ -149,6 +149,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     files += [file for adapter in adapters for file in adapter.files]
     checkpoint = Checkpoint(path, (*model.files, *files), keys.fields, tensors, outtype, identity(adapters))
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, options.kind, tuple(keys.omissions)
+    checkpoint.has_encoders = has_encoders(config)
     with no_collection():
         ids = check_ids(vocabulary, checkpoint, options.allow_other_ids)
     checkpoint.notes = (*_lossless_note(weights, options), *notes_of(adapters, config), *ids)

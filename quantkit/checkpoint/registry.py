@@ -57,8 +57,12 @@ def find_mmproj(config: Config) -> Mmproj:
 
 
 def has_encoders(config: Config) -> bool:
-    """Return whether a configuration's class has encoders that are converted."""
-    return encoder_class(config) in MMPROJ
+    """Return whether a configuration describes encoders, of a class that is converted."""
+    outer = config.outer
+    thinker = outer.get("thinker_config")
+    parts = [outer, *([thinker] if isinstance(thinker, dict) else [])]
+    described = any(part.get(key) for part in parts for key in ("vision_config", "audio_config", "encoder_config"))
+    return described and encoder_class(config) in MMPROJ
 
 
 def encoder_class(config: Config) -> str:

@@ -156,7 +156,7 @@ def command(
     cache_run, gpu_run = cache_arguments(cache, cache_size), gpu_arguments(values, ray)
     if not dry_run:
         start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which are slow
-    from quantkit.convert import plan_convert
+    from quantkit.convert import ENCODERS_NOTE, plan_convert
     from quantkit.formats.remote import located
 
     names, convert_names = (
@@ -179,7 +179,7 @@ def command(
         plans.append(encoders.plan(source, target, type_name, convert, values))
         check_plans_apart(plans)
     for plan in plans:
-        echo_notes(plan.notes)
+        echo_notes([note for note in plan.notes if encoders is None or note != ENCODERS_NOTE])
     run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
     run_options: RunOptions = {**run, **cache_run, **gpu_run, "measure_error": measure_error}
     if dry_run:

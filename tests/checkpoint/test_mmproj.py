@@ -17,7 +17,7 @@ import checkpoints
 from gguf_digests import differences, digests
 from quantkit.checkpoint.registry import MMPROJ
 from quantkit.cli import cli
-from quantkit.convert import ConvertOptions, convert_mmproj, plan_mmproj
+from quantkit.convert import ENCODERS_NOTE, ConvertOptions, convert_mmproj, plan_convert, plan_mmproj
 from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.inspect import inspect
@@ -103,6 +103,7 @@ def test_one_command_writes_the_text_model_and_its_encoders(name: str, checkpoin
     options = ("--pre", checkpoints.describe(name).vocab["pre"])
     result = convert(checkpoint, out, "--outtype", "bf16", "--mmproj", *options)
     assert result.exit_code == 0, result.output
+    assert ENCODERS_NOTE not in result.stderr
     assert digests(out)["sha256"] == row["text"]["sha256"]
     assert digests(tmp_path / row["f16"]["file"])["sha256"] == row["f16"]["sha256"]
     arguments = (checkpoint, tmp_path / "q4_0.gguf", "Q4_0", *options, "--mmproj", tmp_path / "mm.gguf")
@@ -112,6 +113,16 @@ def test_one_command_writes_the_text_model_and_its_encoders(name: str, checkpoin
     record = json.loads(result.stdout)
     paths = [file["path"] for part in (record, record["mmproj"]) for file in part["files"]]
     assert paths == [str(arguments[1]), str(tmp_path / "mm.gguf")]
+
+
+@pytest.mark.parametrize(
+    "name", ["mm-qwen2-vl", "mm-gemma3", "mm-qwen3-omni-moe", "mm-voxtral", "llama-class-adds-bos"]
+)
+def test_a_text_model_without_its_encoders_has_a_note(name: str, tmp_path: Path) -> None:
+    source = checkpoints.write_checkpoint(name, tmp_path)
+    options = ConvertOptions(**checkpoints.describe(name).convert_keywords())
+    notes = plan_convert(source, tmp_path / "x.gguf", None, options).notes
+    assert (ENCODERS_NOTE in notes) == name.startswith("mm-")
 
 
 @with_checkpoint("mm-qwen2-vl")
