@@ -254,7 +254,7 @@ def test_the_plot(moe: Path, cov: Path, tmp_path: Path) -> None:
 
     assert "wrote" in run("--feedback", cov, "--plot", plot, moe, out, "Q4_0")
     assert plot.read_bytes().startswith(b"<?xml")
-    assert "one of them, too" in run("--plot", plot, moe, out, "Q4_0", "--overwrite")
+    assert "QK-E202" in run("--plot", plot, moe, out, "Q4_0", "--overwrite")
     assert "plots are .svg" in run("--feedback", cov, "--plot", "f.txt", moe, out, "Q4_0", "--overwrite")
 
 

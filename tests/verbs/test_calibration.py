@@ -286,7 +286,7 @@ def test_overlap_estimates_the_share(share: float) -> None:
 
 
 def test_short_equal_texts_are_recognized() -> None:
-    assert "results say nothing about other texts" in (overlap("three short words", "three short words").warning or "")
+    assert overlap("three short words", "three short words").warning is not None
     assert overlap("three short words", "others").warning is None
 
 

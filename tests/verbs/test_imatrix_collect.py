@@ -552,7 +552,7 @@ def test_the_command_lists_available_files(tiny_moe: Path, data: Path, tmp_path:
         (["-m", "MODEL"], "give a model (-m) and a text"),
         (["-m", "MODEL", "-f", "MODEL", "--plot", "a.svg"], "add --layer-similarity"),
         (["-m", "MODEL", "-f", "MODEL", "--chunks", "0"], "a number above 0"),
-        (["-m", "MODEL", "show", "x"], "-m is an option of collecting"),
+        (["-m", "MODEL", "show", "x"], "-m is an option of quantkit imatrix"),
         (["--show-statistics"], "--show-statistics needs an --in-file"),
     ],
 )

@@ -646,7 +646,7 @@ def test_usage(dense: Path, tmp_path: Path) -> None:
     first = ["search", "-s", str(tmp_path / "S.json")]
     for arguments, message in (
         ([], "give one of --target-size"),
-        (["--target-bpw", "4", "--check", "2"], "give both"),
+        (["--target-bpw", "4", "--check", "2"], "--base"),
         (["--front", str(tmp_path / "front.txt")], ".csv or .json"),
         (["--front", str(tmp_path / "front.csv"), "-o", str(tmp_path / "r")], "give its target"),
         (["--target-bpw", "4", "-o", str(tmp_path / "S.json"), "--overwrite"], "is the input itself"),
