@@ -246,8 +246,8 @@ SECONDS = "quantkit/seconds"
 #: Files that take long, the longest first, where no run of all has told yet. Those that compile the same kernels lie
 #: apart, so that what one worker compiles the other finds.
 LONG = (
-    *("cpu_names", "cuda_compile", "cuda_compile_generations", "cuda_backend", "cuda_encode", "convert_goldens", "runtimes"),
-    *("export_checkpoints", "matmul", "remote", "ray", "gpu_check", "calibrate", "cuda_attention", "encode_ggml"),
+    *("cpu_names", "cuda_compile", "cuda_compile_generations", "cuda_backend", "cuda_encode", "convert_goldens"),
+    *("runtimes", "export_checkpoints", "matmul", "remote", "ray", "gpu_check", "calibrate", "cuda_attention", "encode_ggml"),
     *("cuda_fuse", "kernels"),
     *("engine_zoo", "engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise", "examples"),
     *("research", "site_browser", "imatrix_covariance", "moe"),
