@@ -247,8 +247,8 @@ SECONDS = "quantkit/seconds"
 #: apart, so that what one worker compiles the other finds.
 LONG = (
     *("cpu_names", "cuda_compile", "cuda_compile_generations", "cuda_backend", "cuda_encode", "convert_goldens"),
-    *("runtimes", "export_checkpoints", "matmul", "remote", "ray", "gpu_check", "calibrate", "cuda_attention", "encode_ggml"),
-    *("cuda_fuse", "kernels"),
+    *("runtimes", "export_checkpoints", "matmul", "remote", "ray", "gpu_check", "calibrate"),
+    *("cuda_attention", "encode_ggml", "cuda_fuse", "kernels"),
     *("engine_zoo", "engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise", "examples"),
     *("research", "site_browser", "imatrix_covariance", "moe"),
     *("dequantize", "cuda_mat_mat", "sensitivity", "cook", "engine_ik", "imatrix_collect", "command_lines"),
