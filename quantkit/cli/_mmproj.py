@@ -45,7 +45,7 @@ mmproj_options = options(
 
 @dataclass(frozen=True)
 class MmprojArguments:
-    """What --mmproj, --mmproj-only and --mmproj-type say; ``only``: no text model."""
+    """The values of --mmproj, --mmproj-only and --mmproj-type; ``only``: convert no text model."""
 
     file: Path | None
     type: str | None

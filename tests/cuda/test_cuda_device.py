@@ -257,7 +257,7 @@ def test_a_gpu_error_has_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_unselected_gpus_are_not_used(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes a GPU the current one makes a context there: half a gigabyte, refused on a GPU that is another's."""
+    """Selecting a GPU creates a context of half a gigabyte, which fails on a GPU in exclusive use."""
     used, use = set[int](), cupy.cuda.runtime.setDevice
 
     def noted(card: int) -> None:

@@ -228,7 +228,7 @@ def test_a_skipped_check_is_not_a_success() -> None:
 
 
 def test_an_old_numba_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU's image has may be older than the CPU's kernels need: they would break, type by type."""
+    """The image of the GPU machine may have an older numba than the CPU's kernels need."""
     from gpu import run as gpu_run
 
     needs = re.search(r"numba>=([\d.]+)", (ROOT / "pyproject.toml").read_text())

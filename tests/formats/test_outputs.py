@@ -1,4 +1,4 @@
-"""What every command keeps to about its files: nothing destroyed, no partial results, no endless waits."""
+"""No command destroys files, leaves partial outputs, or waits for a lock forever."""
 
 from __future__ import annotations
 

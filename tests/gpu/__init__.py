@@ -1,1 +1,1 @@
-"""What scripts/gpu_check runs on a GPU: the same cases as on the CPU, checked first, then timed."""
+"""Run by scripts/gpu_check on a GPU: the cases of the CPU, checked first, then timed."""

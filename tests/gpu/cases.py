@@ -1,4 +1,4 @@
-"""What scripts/gpu_check computes on a GPU and scripts/make_gpu_expected.py on the CPU: the same cases from seeds.
+"""Generate cases from seeds for scripts/gpu_check (GPU) and scripts/make_gpu_expected.py (CPU).
 
 Needs numpy only. Weights of a quantized type are random bytes, those of blocks that would be no reasonable numbers
 drawn again, so that no encoder is needed where the GPU is.

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check does about encoders: whether a GPU's bytes are the CPU's, then how fast they come.
+"""Compare the bytes of encoders on GPU and CPU, then time them; run by scripts/gpu_check.
 
     encoding    golden bytes of llama.cpp and ik_llama.cpp, every type
     parity      random rows of every type, of many scales, by digests of the CPU's bytes (tests/data/gpu-encode.json);

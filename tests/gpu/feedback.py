@@ -1,4 +1,4 @@
-"""What scripts/gpu_check does about whole files with error feedback: those of GPUs beside those of the CPU.
+"""Compare whole files with error feedback, written by GPUs and by the CPU; run by scripts/gpu_check.
 
     feedback    a small MoE by `quantize --feedback --backend cuda` and by the CPU: the same bytes, the same losses of
                 every matrix; seconds of both

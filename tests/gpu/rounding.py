@@ -1,4 +1,4 @@
-"""What scripts/gpu_check does about error feedback: whether a GPU's bytes and losses are the CPU's, then its speed.
+"""Compare the bytes and losses of error feedback on GPU and CPU, then time it; run by scripts/gpu_check.
 
     rounding    rows of every type, by the same metric: bytes and losses, and Gweights/s of rounding alone
     metrics     covariances, factored and packed there: every bit of the CPU's, and seconds of both

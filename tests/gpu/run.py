@@ -1,4 +1,4 @@
-"""How scripts/gpu_check goes on whatever happens on the GPU: every part of a step is begun once, by some process.
+"""Let scripts/gpu_check survive crashes and hangs of a GPU: a process starts each part of a step once.
 
 A kernel that reads where it may not leaves its process without a GPU, and one that never ends without hope. So one
 process does the work and notes each part as it begins it; another one looks on, ends it when it is lost or has not

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check times on a GPU: kernels as shares of what the GPU does at most, then a whole MoE."""
+"""Time kernels on a GPU, as shares of its peak, then a whole MoE; run by scripts/gpu_check."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Tree(NamedTuple):
 class CodebookTree:
     """The tree of a grid. order: the index of each point; patterns: which levels are negative, a bit each; int64.
 
-    kept: the arrays whose addresses the tree has.
+    arrays: the arrays whose addresses ``tree`` holds, so that they stay alive.
     """
 
     grid: Grid
