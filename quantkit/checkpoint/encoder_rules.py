@@ -22,7 +22,7 @@ from quantkit.checkpoint.expressions import (
     take,
     value_bytes,
 )
-from quantkit.checkpoint.rules import Change, Split
+from quantkit.checkpoint.rules import Change
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.ranges import U8
@@ -79,11 +79,6 @@ class SplitFrames(OneWayRule):
         ]
 
 
-def split_qkv(pattern: str, *names: str) -> Split:
-    """Return the rule that splits rows of ``pattern`` into queries, keys and values of ``names``."""
-    return Split(pattern, names)
-
-
 @dataclass(frozen=True)
 class DropUnknown(OneWayRule):
     """Drops tensors that files do not have, but not those of layers beyond the last: these are an error."""
@@ -125,11 +120,6 @@ class StackNumbered(OneWayRule):
 def squeeze_last(tensor: Tensor, context: Context) -> Expression:
     """Remove the last dimension if it is 1."""
     return Shaped(tensor.x, tensor.x.shape[:-1]) if tensor.x.shape[-1:] == (1,) else tensor.x
-
-
-def append_dimension(tensor: Tensor, context: Context) -> Expression:
-    """Return a bias as [channels, 1]."""
-    return Shaped(tensor.x, (*tensor.x.shape, 1))
 
 
 def read_part(folder: Path) -> Json:

@@ -15,7 +15,7 @@ from quantkit.checkpoint.encoder_rules import (
     NameInFile,
     SplitFrames,
     StackNumbered,
-    append_dimension,
+    add_axes,
     part_tensors,
     read_part,
 )
@@ -269,7 +269,7 @@ MMPROJ: dict[str, Mmproj] = {
                 _of_audio_config("audio_channels"),
                 TYPE_F32,
             ),
-            Transform(r"conv[12]\.bias", append_dimension, None),
+            Transform(r"conv[12]\.bias", add_axes(0, 1), None),
             NameInFile(r"^audio_encoder\.projection\.mlp\.0\.weight$", "mm.a.mlp.1.weight"),
             NameInFile(r"^audio_encoder\.projection\.mlp\.2\.weight$", "mm.a.mlp.2.weight"),
             ForceType(r"encoder\.(conv|down_sample_layer).*\.weight$|^a\.rvq\.codebook", TYPE_F32),

@@ -14,8 +14,8 @@ import numpy as np
 
 from quantkit.checkpoint import vector_math
 from quantkit.checkpoint.config import Json
-from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, append_dimension
-from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array, Expression, Shaped
+from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, add_axes
+from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
     MERGE_SIZE,
@@ -197,11 +197,6 @@ def _patch_omni3(config: MmprojConfig) -> None:
     patch_qwen3(config)
 
 
-def _append_two_dimensions(tensor: Tensor, context: Context) -> Expression:
-    """Return a bias as [channels, 1, 1]."""
-    return Shaped(tensor.x, (*tensor.x.shape, 1, 1))
-
-
 def _positions(config: MmprojConfig) -> list[Tensor]:
     """Return the sinusoidal positions of 1500 frames, [1500, width] (SinusoidsPositionEmbedding)."""
     half = config.audio.number("hidden_size") // 2
@@ -234,7 +229,7 @@ _QWEN25_OMNI = Mmproj(
     stored=(Rename(r"thinker\.", ""),),
     rules=(
         *QWEN2_RULES,
-        Transform(r"^audio_tower\..*conv[12]\.bias", append_dimension, None),
+        Transform(r"^audio_tower\..*conv[12]\.bias", add_axes(0, 1), None),
         _F16_CONVOLUTIONS,
     ),
     forced=QWEN2_VL.forced,
@@ -256,8 +251,8 @@ _OMNI3_RULES = (
         Rename(rf"(^visual\.(?:deepstack_merger_list|merger)\..*)\b{old}\b", rf"\1{new}")
         for old, new in (("ln_q", "norm"), (r"mlp\.0", "linear_fc1"), (r"mlp\.2", "linear_fc2"))
     ),
-    Transform(r"^audio_tower\..*conv2d.*\.bias$", _append_two_dimensions, None),
-    Transform(r"^audio_tower\..*conv[12]\.bias", append_dimension, None),
+    Transform(r"^audio_tower\..*conv2d.*\.bias$", add_axes(0, 2), None),
+    Transform(r"^audio_tower\..*conv[12]\.bias", add_axes(0, 1), None),
     _F16_CONVOLUTIONS,
     *QWEN3_VL.rules,
 )
