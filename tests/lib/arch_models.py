@@ -25,6 +25,8 @@ from zoo import TABLE, draw
 
 #: The largest NMSE of equal logits.
 BOUND = 1e-8
+#: The reason for architectures that the engine does not have.
+UNKNOWN = "unknown architecture"
 #: Architectures without experts, and with them, from llama.cpp's test.
 DENSE = (
     "llama deci falcon gpt2 gptneox mpt baichuan starcoder refact bloom stablelm qwen qwen2 qwen2vl qwen3 qwen3vl "
@@ -239,7 +241,7 @@ def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n
     The error is 0 if llama.cpp's own batches differ as much (Gemma 3n: 22 layers of 64 columns).
     """
     if arch not in ARCHS:
-        return 0.0, "unknown architecture"
+        return 0.0, UNKNOWN
     model = write_model(folder / "m.gguf", arch, moe, size, tensors_of(library, arch, moe, size, folder))
     try:
         opened = load(model, kv_type="f32", threads=2)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arch_models import BOUND, MODELS, compare, label_of, sized
+from arch_models import BOUND, MODELS, UNKNOWN, compare, label_of, sized
 from refusals import refuses
 
 from guide import step
@@ -67,7 +67,7 @@ REFUSED = {
 def test_all_tensors_of_the_loader_are_used_or_refused(llama_bin: Path, tmp_path: Path, arch: str, moe: bool) -> None:
     error, reason = compare(Libllama(llama_bin), arch, moe, sized(arch, 1), tmp_path)
     assert error <= BOUND
-    expected_reason = REFUSED.get(label_of(arch, moe), "not known" if arch not in ARCHS else "")
+    expected_reason = REFUSED.get(label_of(arch, moe), UNKNOWN if arch not in ARCHS else "")
     assert re.search(expected_reason, reason) if expected_reason else not reason
 
 

@@ -64,7 +64,7 @@ def test_a_block_has_integers_and_float_bits():
 def test_blocks_name_every_slot():
     with pytest.raises(ValueError, match=r"missing: \['n'\], unknown: \['m'\]"):
         add_scaled.block(batch=1, x=2, m=3, factor=0.5)
-    with pytest.raises(TypeError, match="slot n holds an integer"):
+    with pytest.raises(TypeError, match="slot n must be an integer"):
         add_scaled.block(batch=1, x=2, n=3.0, factor=0.5)
     with pytest.raises(ValueError, match="begin with batch"):
         TapeOp(lambda args, tid, nth: None, "x batch")

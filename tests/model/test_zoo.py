@@ -68,7 +68,7 @@ def test_another_seed_is_another_model(llama_bin: Path, tmp_path: Path) -> None:
 @pytest.mark.peer
 def test_a_refusal_of_the_library_has_its_message(llama_bin: Path, tmp_path: Path) -> None:
     model = write_zoo("llama-dense", tmp_path / "z.gguf")
-    with pytest.raises(LibllamaError, match="wanted ids below 128"):
+    with pytest.raises(LibllamaError, match="expected ids below 128"):
         Libllama(llama_bin).logits(model, [1, 128])
     model.write_bytes(model.read_bytes()[:100_000])
     with pytest.raises(LibllamaError, match="the model was refused"):
