@@ -17,12 +17,12 @@ from quantkit.arguments import changed_options, checked
 from quantkit.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from quantkit.checkpoint.fusions import FUSIONS
 from quantkit.checkpoint.general import fill_template
-from quantkit.checkpoint.lora.peft import parse_adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.open_mmproj import open_mmproj
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.checkpoint.registry import ARCHITECTURES
 from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.formats.lora import parse_adapter
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import encoder_for

@@ -122,7 +122,7 @@ _IGNORED: tuple[tuple[str, str], ...] = (
 
 _TASKS = "tasks (HellaSwag, WinoGrande, multiple choice) are not available; compare files by divergence: quantkit kld"
 _ROPE = "set the model's key instead: --override-kv ARCH.rope.{key}=float:{value}"
-_LORA = "adapters are not applied; merge one first: quantkit convert CHECKPOINT OUT.gguf --merge-lora ADAPTER"
+_LORA = "adapters are not applied; merge one first: quantkit quantize IN.gguf OUT.gguf TYPE --merge-lora ADAPTER.gguf"
 
 #: Options that would change the result, by what to type instead; written like ``_IGNORED``.
 _REFUSED: tuple[tuple[str, str], ...] = (

@@ -29,6 +29,10 @@ def _complete_folders(ctx: click.Context, param: click.Parameter, incomplete: st
     return [CompletionItem(incomplete, type="dir")]
 
 
+def _complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
 def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
@@ -55,6 +59,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "chunks": {"type": CHUNKS},
     "layers": {},
     "folder": {"shell_complete": _complete_folders},
+    "adapter": {"shell_complete": _complete_files},
     "types": {"callback": _split_names, "shell_complete": complete_types, "multiple": False},
     "rule": {"shell_complete": complete_types},
     "share": {"type": click.FloatRange(0)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from quantkit.cli._options import near_names
 
@@ -45,7 +46,7 @@ def _split_or_join(arguments: Sequence[str]) -> str:
 def _merge(arguments: Sequence[str]) -> str:
     return (
         f"to join shards, {_join(arguments)}; importance matrices, quantkit imatrix merge; a LoRA adapter, quantkit "
-        "convert --merge-lora"
+        "quantize or convert --merge-lora"
     )
 
 
@@ -53,7 +54,23 @@ def _constant(text: str) -> Callable[[Sequence[str]], str]:
     return lambda arguments: text
 
 
-_LORA = "merge the adapter into the checkpoint: quantkit convert CHECKPOINT OUT.gguf --merge-lora ADAPTER"
+def _export_lora(arguments: Sequence[str]) -> str:
+    """Return the command of a line of llama-export-lora; several files of an option are separated by commas."""
+    values: dict[str, list[str]] = {"model": [], "output": [], "lora": []}
+    names = {"-m": "model", "--model": "model", "-o": "output", "--output": "output", "--output-file": "output"}
+    names |= {"--lora": "lora", "--lora-scaled": "lora"}
+    for option, value in pairwise(arguments):
+        if option in names:
+            values[names[option]] += value.split(",")
+    model, output = (values["model"] or ["BASE.gguf"])[-1], (values["output"] or ["ggml-lora-merged-f16.gguf"])[-1]
+    adapters = [word for value in values["lora"] or ["ADAPTER.gguf"] for word in ("--merge-lora", value)]
+    return f"quantkit quantize {shlex.join([model, output])} COPY {shlex.join(adapters)}"
+
+
+_LORA = (
+    "merge a GGUF adapter into a GGUF model: quantkit quantize IN.gguf OUT.gguf TYPE --merge-lora ADAPTER.gguf; one of "
+    "PEFT into its checkpoint: quantkit convert CHECKPOINT OUT.gguf TYPE --merge-lora ADAPTER"
+)
 _NO_RUN = "quantkit does not generate text; use llama.cpp: llama-cli -m MODEL.gguf"
 
 #: Guessed names, and what to type instead, from the arguments.
@@ -62,7 +79,7 @@ ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
     "join": _join,
     "gguf-split": _split_or_join,
     "merge": _merge,
-    "export-lora": _constant(_LORA),
+    "export-lora": _export_lora,
     "merge-lora": _constant(_LORA),
     "lora": _constant("to convert an adapter, quantkit convert-lora ADAPTER; " + _LORA),
     "download": lambda arguments: (

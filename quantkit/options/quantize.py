@@ -170,6 +170,13 @@ class QuantizeOptions(Options):
     )
     merge_up_gate: bool = option(False, "Merge up and gate experts, as merge-up-gate does.", INPUT)
     split_up_gate: bool = option(False, "Split merged experts, as split-up-gate does.", INPUT)
+    merge_lora: tuple[str, ...] = option(
+        (),
+        "Merge a LoRA adapter (a GGUF file) into the weights; repeatable.",
+        INPUT,
+        kind="adapter",
+        metavar="ADAPTER[:SCALE]",
+    )
     prune_layers: tuple[int, ...] = option(
         (),
         "Remove these layers (3,7-9) and renumber the rest.",

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.experts import MERGED
@@ -98,6 +98,8 @@ class Request:
     fallback: str = "next"
     repack: Repack | None = None
     like: ReferenceTypes | None = None
+    #: Types of tensors that are kept or copied, by name, where they are not those of the source.
+    own_types: Mapping[str, TensorType] = field(default_factory=dict)
 
     @property
     def copy(self) -> bool:
@@ -300,7 +302,8 @@ def _choose(
     if keep_reason is not None:
         options = (_LEAVE_OUTPUT,) if keep_reason == _LEAVE_OUTPUT else ()
         adjustments = (f"{rule} does not apply",) if rule is not None and rule.type != t.type else ()
-        return choice(t.type, Reason("kept", f"kept: {keep_reason}", options, adjustments=adjustments))
+        own_type = request.own_types.get(t.name, t.type)
+        return choice(own_type, Reason("kept", f"kept: {keep_reason}", options, adjustments=adjustments))
     # ik_llama.cpp counts all tensors
     suggested = type_rules.choose(t) if type_rules is not None and request.ik else None
     if (option := _tensor_option(request, t.name, rule is not None)) is not None:
@@ -314,7 +317,8 @@ def _choose(
         return choice(*_reference_type(request.like, t))
     base = request.preset.base
     if base is None:
-        return choice(t.type, _with_conflict(class_reason, Reason("COPY", "COPY")))
+        own_type = request.own_types.get(t.name, t.type)
+        return choice(own_type, _with_conflict(class_reason, Reason("COPY", "COPY")))
     if type_rules is None:
         text = "--pure" if request.pure else f"{request.preset} for every tensor"
         return choice(base, _with_conflict(class_reason, Reason("preset", text)))

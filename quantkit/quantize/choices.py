@@ -17,6 +17,7 @@ from quantkit.pipeline.choose import (
     choose_types,
     lint_request,
 )
+from quantkit.pipeline.lora_source import LoraSource
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.repack import Repack
@@ -43,6 +44,7 @@ def request_of(draft: Draft) -> Request:
         fallback=options.fallback,
         repack=Repack(options.repack, options.repack_pattern) if options.repack or options.unrepack else None,
         like=draft.like,
+        own_types=draft.source.own_types() if isinstance(draft.source, LoraSource) else {},
         **types,
     )
 

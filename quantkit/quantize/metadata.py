@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import Field
@@ -16,6 +16,7 @@ from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline import provenance
 from quantkit.pipeline.choose import Request, iteration_order
 from quantkit.pipeline.facts import EXTRA_OUTPUT
+from quantkit.pipeline.lora_source import LoraSource
 from quantkit.pipeline.metadata import (
     Metadata,
     imatrix_fields,
@@ -80,7 +81,12 @@ def _record_quantization(metadata: Metadata, draft: Draft, request: Request, ten
 
 
 def _copied_ftype(draft: Draft) -> int:
-    """Return the file type of a copy, mapped to or from its interleaved counterpart if rows are repacked."""
+    """Return the file type of a copy, mapped to or from its interleaved counterpart if rows are repacked.
+
+    With merged adapters it is that of llama-export-lora, F16.
+    """
+    if isinstance(draft.source, LoraSource):
+        return preset_by_name("F16").ftype
     ftype = _source_ftype(draft)
     if draft.options.repack or draft.options.unrepack:
         return repacked_ftype(ftype, draft.options.repack)
@@ -137,6 +143,8 @@ def _texts(name: str, value: object) -> list[str]:
         return [""]
     if name == "override_kv" and isinstance(value, tuple):
         return [_override(text) for text in value]
+    if name == "merge_lora" and isinstance(value, tuple):
+        return [PurePath(text).name for text in value]
     if isinstance(value, tuple) and isinstance(value[0], int):
         return [",".join(map(str, value))]
     values = value if isinstance(value, tuple) else (value,)

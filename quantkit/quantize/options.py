@@ -25,6 +25,7 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         ("repack", "unrepack"),
         ("feedback", "calibrate"),
         ("prune_layers", "calibrate"),
+        ("merge_lora", "calibrate"),
     )
     for pair in exclusive:
         if all(getattr(options, name) not in (None, False, ()) for name in pair):

@@ -17,6 +17,7 @@ from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
 from quantkit.pipeline.custom_encoder import custom_encoders
+from quantkit.pipeline.lora_source import LoraSource, merge_adapters, merge_notes
 from quantkit.pipeline.plan import Plan, plan_output
 from quantkit.pipeline.reference_types import read_reference_types
 from quantkit.pipeline.repack import bf16_r16_notes
@@ -86,7 +87,12 @@ def plan_from(
         preset_of(type, options)  # a typo, which would otherwise be the name of the output
     like = None if options.like is None else read_reference_types(options.like)
     preset = like.preset if like else preset_of("COPY" if repack else type, options)
+    if options.merge_lora:
+        source = merge_adapters(source, options.merge_lora)
     draft = start(source, preset, options, like)
+    if isinstance(source, LoraSource):
+        draft = draft.with_notes(merge_notes(source))
+        reads = (*reads, *(adapter.path for adapter, _ in source.adapters))
     if like is not None:
         like.check(str(draft.key("general.architecture")))
     draft = with_imatrix(with_names(with_groups(with_feedback(draft))))

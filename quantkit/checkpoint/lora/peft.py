@@ -19,7 +19,7 @@ from typing import Any
 from quantkit.checkpoint.config import Json, read_json
 from quantkit.checkpoint.expressions import Stored, Transposed
 from quantkit.checkpoint.lora.low_rank import LowRank
-from quantkit.errors import FormatError, RecipeError, os_error_code
+from quantkit.errors import FormatError, os_error_code
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor, read_header
 from quantkit.patterns import Pattern
@@ -279,17 +279,3 @@ def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, stren
     if flipped:
         return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)
     return LowRank(Stored(a), Stored(b), alpha, strength)
-
-
-def parse_adapter(text: str) -> tuple[Path, float]:
-    """Return directory and strength of ADAPTER[:SCALE]. Raises RecipeError."""
-    path, colon, number = text.rpartition(":")
-    if not colon or Path(text).exists():
-        return Path(text), 1.0
-    try:
-        strength = float(number)
-    except ValueError:
-        return Path(text), 1.0
-    if not math.isfinite(strength) or not strength:
-        raise RecipeError(f"--merge-lora {text}: the scale is {number}; it must not be 0 (0.5, for example)", "QK-E203")
-    return Path(path), strength
