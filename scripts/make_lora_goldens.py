@@ -9,7 +9,8 @@ hashes only record this.
 
     PYTHON scripts/make_lora_goldens.py --peft --work DIR [NAME ...]
 
-merges each into its checkpoint with PEFT and compares the result with the tests' expectation.
+merges each into its checkpoint with PEFT and compares the result with the tests' expectation. Of adapters with more
+than factors (DoRA, modules_to_save) it enters some rows of every changed tensor in tests/data/lora-peft.npz.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from gguf_digests import digests  # noqa: E402
 from make_convert_goldens import enter  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "lora-sha256.json"
+SAMPLES = SHA256.with_name("lora-peft.npz")
 
 
 def main() -> None:
@@ -44,8 +46,8 @@ def main() -> None:
     parser.add_argument("--peft", action="store_true", help="compare with PEFT")
     args = parser.parse_intermixed_args()
     n_failed = 0
-    for name in args.names or list(adapters.ADAPTERS):
-        adapter = adapters.ADAPTERS[name]
+    for name in args.names or [*adapters.ADAPTERS, *(adapters.MERGED if args.peft else ())]:
+        adapter = {**adapters.ADAPTERS, **adapters.MERGED}[name]
         if not adapter.outtypes and not args.peft:  # the reference fails on it
             continue
         n_failed += not (compare_with_peft(adapter, args.work) if args.peft else reference_of(adapter, args))
@@ -116,6 +118,14 @@ def compare_with_peft(adapter: adapters.Adapter, work: Path) -> bool:
     before = {name: x.clone() for name, x in model.state_dict().items()}
     merged = PeftModel.from_pretrained(model, source).merge_and_unload().state_dict()
     changed = {name for name, x in before.items() if not torch.equal(x, merged[name])}
+    if adapter.name in adapters.MERGED:
+        samples = dict(np.load(SAMPLES)) if SAMPLES.exists() else {}
+        samples = {key: x for key, x in samples.items() if not key.startswith(f"{adapter.name}/")}
+        for weight in sorted(changed):
+            samples[f"{adapter.name}/{weight}"] = adapters.sample(merged[weight].numpy())
+        np.savez_compressed(SAMPLES, **samples)
+        print(adapter.name, f"{len(changed)} changed", flush=True)
+        return True
     expected = {
         f"{module.replace(*adapter.renamed) if adapter.renamed[0] else module}.weight": module
         for module, _ in adapters.modules(adapter)

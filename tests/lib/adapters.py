@@ -50,6 +50,8 @@ class Adapter:
     scaled_alike: bool = True
     #: Names of modules that differ from the checkpoint's.
     renamed: tuple[str, str] = ("", "")
+    #: Tensors that replace those of the base (a regular expression of names): modules_to_save, trained biases.
+    saved: str = ""
     #: Keys that the reference needs in the configuration of the base model.
     base_config: Json = field(default_factory=dict)
     #: Weights of a base model without a description in tests/data/checkpoints, with their shapes.
@@ -116,6 +118,28 @@ ADAPTERS = {
         Adapter("mistral", "mistral", _ATTENTION),
         Adapter("smollm3", "smollm3", _DENSE),
         Adapter("gpt-oss", "gpt-oss", _ATTENTION),
+    )
+}
+#: Adapters with more than factors, which can only be merged.
+MERGED = {
+    item.name: item
+    for item in (
+        Adapter("llama-dora", "llama", rf"{_DENSE}|embed_tokens", rank=4, config={"use_dora": True}),
+        Adapter(
+            "seed-oss-dora-saved",
+            "seed-oss",
+            rf"{_ATTENTION}|mlp\.up_proj",
+            dtype="bfloat16",
+            config={
+                "use_dora": True,
+                "use_rslora": True,
+                "rank_pattern": {"q_proj": 4},
+                "alpha_pattern": {"v_proj": 32},
+                "modules_to_save": ["embed_tokens", "lm_head"],
+                "bias": "all",
+            },
+            saved=r"(embed_tokens|lm_head)\.weight|self_attn\.[qkv]_proj\.bias",
+        ),
     )
 }
 
@@ -186,7 +210,32 @@ def tensors(adapter: Adapter) -> list[tuple[str, str, tuple[int, ...], bytes]]:
         for letter, x in zip("AB", pair, strict=True):
             name = f"base_model.model.{module}.{end.format(letter)}"
             items.append((name, *checkpoints.encode(np.ascontiguousarray(x), adapter.dtype)))
+        if adapter.config.get("use_dora"):
+            name = f"base_model.model.{module}.lora_magnitude_vector"
+            items.append((name, *checkpoints.encode(magnitudes(adapter)[module], adapter.dtype)))
+    for name, x in saved_tensors(adapter).items():
+        is_wrapped = any(name == f"{module}.bias" for module in factors(adapter))
+        name = name.replace(".bias", ".base_layer.bias") if is_wrapped else name
+        items.append((f"base_model.model.{name}", *checkpoints.encode(x, adapter.dtype)))
     return sorted(items)
+
+
+def magnitudes(adapter: Adapter) -> dict[str, F32]:
+    """Return the lengths of every module's rows, of embeddings those of its columns, if the adapter is a DoRA."""
+    values = {}
+    for module, shape in modules(adapter):
+        length = shape[1 if module.endswith("embed_tokens") else 0]
+        values[module] = np.abs(_random_values(adapter, f"{module}.M", (length,))) + np.float32(0.5)
+    return values
+
+
+def saved_tensors(adapter: Adapter) -> dict[str, F32]:
+    """Return the tensors that replace those of the base."""
+    if not adapter.saved:
+        return {}
+    tensors_of_base = checkpoints.expand(checkpoints.describe(adapter.base).tensors)
+    matching = [(name, shape) for name, shape in tensors_of_base if re.search(rf"(^|\.)({adapter.saved})$", name)]
+    return {name: _random_values(adapter, name, shape) for name, shape in matching}
 
 
 def config(adapter: Adapter, base: str | None = None) -> Json:
@@ -212,9 +261,14 @@ def config(adapter: Adapter, base: str | None = None) -> Json:
     }
 
 
+def sample(x: F32) -> F32:
+    """Return some values of a merged weight: of its first two rows and its last one, 16 columns apart."""
+    return np.ascontiguousarray(x[[0, 1, -1], ::16] if x.ndim == 2 else x[::16])
+
+
 def write_adapter(adapter: Adapter | str, out: Path, base: str | None = None) -> Path:
     """Write an adapter as the directory out/name and return it."""
-    adapter = ADAPTERS[adapter] if isinstance(adapter, str) else adapter
+    adapter = {**ADAPTERS, **MERGED}[adapter] if isinstance(adapter, str) else adapter
     path = out / adapter.name
     path.mkdir(parents=True, exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps(config(adapter, base), indent=2) + "\n", encoding="utf-8")

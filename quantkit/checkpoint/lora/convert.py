@@ -51,9 +51,26 @@ def open_adapter(folder: Path, *, base: Path | None = None, outtype: str = "f32"
         TypeNotSupported: an architecture that is not converted.
     """
     adapter = read_adapter(folder)
+    _check_kind(adapter)
     base = adapter.base() if base is None else base
     with blame_config(base):
         return _open(base, adapter, outtype)
+
+
+def _check_kind(adapter: Adapter) -> None:
+    """Refuse adapters with more than factors."""
+    problem = ""
+    if adapter.magnitudes:
+        problem = "holds the lengths of rows (DoRA)"
+    elif adapter.whole:
+        problem = "replaces a tensor of the base (modules_to_save, added tokens, biases or norms)"
+    if problem:
+        t = next(iter((adapter.magnitudes or adapter.whole).values()))
+        raise adapter.fail(
+            t.name,
+            f"{problem}, which GGUF adapters cannot express: merge the adapter (quantkit convert CHECKPOINT "
+            f"OUT.gguf --merge-lora {adapter.path})",
+        )
 
 
 def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:

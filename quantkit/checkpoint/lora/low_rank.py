@@ -39,12 +39,16 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True)
 class LowRank(RowWise):
-    """``b`` [rows, rank] @ ``a`` [rank, columns] * alpha / rank * strength; ``strength``: set by the user."""
+    """``b`` [rows, rank] @ ``a`` [rank, columns] * alpha / rank * strength.
+
+    ``strength``: set by the user. ``of_embeddings``: of a weight whose rows are looked up.
+    """
 
     a: Expression
     b: Expression
     alpha: float
     strength: float = 1.0
+    of_embeddings: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -1,25 +1,26 @@
 """PEFT's directory of a LoRA adapter: adapter_config.json and adapter_model.safetensors.
 
-The meaning of the two factors of a weight follows from both files, so they are checked before weights are read. Some
-PEFT features called LoRA are more than a product of two factors; each is refused by name, because a file or merged
-model without it would give other results. Facts of PEFT 0.17.1: tuners/lora/config.py, tuners/lora/model.py,
-tuners/lora/layer.py, utils/other.py (get_pattern_key).
+The meaning of the two factors of a weight follows from both files, so they are checked before weights are read. An
+adapter may have more: magnitudes of rows (DoRA), and whole tensors that replace those of the base (modules_to_save,
+trained biases, norms of mergekit-extract-lora). Merging applies them; a GGUF adapter cannot express them. Other
+PEFT features called LoRA are refused by name, because a file or merged model without them would give other results.
+Facts of PEFT 0.17.1: tuners/lora/config.py, tuners/lora/model.py, tuners/lora/layer.py, tuners/lora/variants.py,
+utils/other.py (get_pattern_key), utils/save_and_load.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.config import Json, read_json
 from quantkit.checkpoint.expressions import Stored, Transposed
 from quantkit.checkpoint.lora.low_rank import LowRank
-from quantkit.errors import FormatError, os_error_code
+from quantkit.errors import FormatError, RecipeError, os_error_code
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor, read_header
 from quantkit.patterns import Pattern
@@ -35,13 +36,13 @@ _ENDS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
-#: Keys of adapter_config.json that need more than two factors, with their meaning.
+#: Suffixes of the names of a weight's magnitudes.
+_MAGNITUDES = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
+#: Keys of adapter_config.json that are not merged, with their meaning.
 _UNSUPPORTED = {
-    "use_dora": "DoRA, which rescales every row of the merged weight",
     "use_qalora": "QALoRA, whose A is for groups of columns",
     "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     "lora_bias": "biases of B (lora_bias)",
-    "modules_to_save": "complete modules besides the factors (modules_to_save)",
     "trainable_token_indices": "rows of the embeddings (trainable_token_indices)",
     "layer_replication": "repeated layers (layer_replication)",
     "target_parameters": "factors of parameters for all experts (target_parameters)",
@@ -49,10 +50,8 @@ _UNSUPPORTED = {
     "arrow_config": "experts selected at run time (Arrow)",
     "invocation_string": "an invocation as text: tokenize it into alora_invocation_tokens",
 }
-#: The remedy for an adapter that consists of more than factors.
-_MERGE_IT = (
-    "which GGUF adapters do not support: merge it into its base with PEFT (merge_and_unload) and convert the result"
-)
+#: The remedy for such an adapter.
+_MERGE_IT = "which quantkit does not merge: merge it into its base with PEFT (merge_and_unload) and convert the result"
 #: Initializations that do not change the weights of the base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -62,7 +61,9 @@ class Adapter:
     """An adapter with checked files.
 
     ``weights``: by the name of the weight in the base, in the order of the file. ``alpha``: of weights without a
-    pattern; with rsLoRA times the root of the rank. ``copies``: copies of base weights in the adapter.
+    pattern; with rsLoRA times the root of the rank. ``copies``: copies of base weights in the adapter. ``magnitudes``:
+    the lengths that rows of a merged weight have (DoRA), of embeddings its columns, by the name of the weight.
+    ``whole``: tensors that replace those of the base, by their names in it.
     """
 
     path: Path
@@ -70,6 +71,8 @@ class Adapter:
     weights: dict[str, LowRank]
     alpha: float
     copies: dict[str, StoredTensor]
+    magnitudes: dict[str, StoredTensor] = field(default_factory=dict)
+    whole: dict[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -120,11 +123,45 @@ def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
     """
     config = _config(path)
     patterns = _Patterns(path / CONFIG, config)
-    pairs, copies = _pairs(path, read_header(path / WEIGHTS))
-    weights = {name: _make_product(path, name, pair, patterns, strength) for name, pair in pairs.items()}
+    content = _Content.read(read_header(path / WEIGHTS))
+    weights = {name: _make_product(path, name, pair, patterns, strength) for name, pair in content.pairs.items()}
     if not weights:
         raise FormatError(f"{path / WEIGHTS}: has no factors (lora_A, lora_B)", "QK-E117")
-    return Adapter(path, config, weights, patterns.default, copies)
+    adapter = Adapter(path, config, weights, patterns.default, content.copies, content.magnitudes, content.whole)
+    _check_dora(adapter, strength)
+    saved = config.get("modules_to_save")
+    if saved and not adapter.whole:
+        raise FormatError(f"{path / WEIGHTS}: has no tensor of modules_to_save {short(saved)}", "QK-E117")
+    return adapter
+
+
+def _check_dora(adapter: Adapter, strength: float) -> None:
+    """Refuse magnitudes that are incomplete or do not fit, and a strength, which they would undo."""
+    has_magnitudes = adapter.config.get("use_dora", False)
+    if bool(adapter.magnitudes) != bool(has_magnitudes):
+        tensors = "has" if adapter.magnitudes else "has no"
+        raise FormatError(
+            f"{adapter.path / CONFIG}: use_dora is {short(has_magnitudes)}, but {WEIGHTS} {tensors} lora_magnitude_vector",
+            "QK-E117",
+        )
+    if not adapter.magnitudes:
+        return
+    if strength != 1:
+        raise RecipeError(
+            f"--merge-lora {adapter.path}:{strength:g}: DoRA sets the lengths of rows, which have no scale: omit "
+            f":{strength:g}",
+            "QK-E201",
+        )
+    for name, product in adapter.weights.items():
+        t = adapter.magnitudes.get(name)
+        if t is None:
+            raise adapter.fail(name, "its lora_magnitude_vector is missing (use_dora)")
+        length = product.shape[1 if product.of_embeddings else 0]
+        if t.shape != (length,) or t.dtype not in _DTYPES:
+            raise adapter.fail(t.name, f"{t.dtype} {list(t.shape)} is not a vector of {length} floats")
+    unused = next((t for name, t in adapter.magnitudes.items() if name not in adapter.weights), None)
+    if unused is not None:
+        raise adapter.fail(unused.name, "its weight has no factors (lora_A, lora_B)")
 
 
 def _config(path: Path) -> Json:
@@ -144,8 +181,6 @@ def _config(path: Path) -> Json:
             raise FormatError(
                 f"{where}: {key} is {short(config[key])}: the adapter has {problem}, {_MERGE_IT}", "QK-E117"
             )
-    if config.get("bias", "none") != "none":
-        raise FormatError(f"{where}: bias is {short(config['bias'])}: the adapter has biases, {_MERGE_IT}", "QK-E117")
     init = config.get("init_lora_weights")
     if not any(init is item or (isinstance(init, str) and init == item) for item in _PLAIN_INITS):
         raise FormatError(
@@ -218,37 +253,54 @@ class _Patterns:
 _Pair = dict[str, tuple[StoredTensor, bool]]
 
 
-def _pairs(path: Path, header: dict[str, StoredTensor]) -> tuple[dict[str, _Pair], dict[str, StoredTensor]]:
-    """Return the factors of each weight of the base, and copies of weights, by their names in the base."""
-    pairs: dict[str, _Pair] = {}
-    copies: dict[str, StoredTensor] = {}
-    for t in sorted(header.values(), key=lambda t: (t.offset, t.name)):
-        name = t.name.replace("base_model.model.", "")
-        end = next((end for end in _ENDS if name.endswith(end)), None)
-        if end is None:
-            if not name.endswith(".base_layer.weight"):
-                raise FormatError(f"{t.path}: tensor {short(t.name)} {_describe_foreign(name)}", "QK-E117")
-            copies[name.replace(".base_layer.weight", ".weight")] = t
-            continue
-        letter, flipped = _ENDS[end]
-        pair = pairs.setdefault(name.removesuffix(end) + ".weight", {})
-        if letter in pair:
+@dataclass(frozen=True)
+class _Content:
+    """The tensors of an adapter, by the names of the base's tensors that they change; see ``Adapter``."""
+
+    pairs: dict[str, _Pair] = field(default_factory=dict)
+    copies: dict[str, StoredTensor] = field(default_factory=dict)
+    magnitudes: dict[str, StoredTensor] = field(default_factory=dict)
+    whole: dict[str, StoredTensor] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, header: dict[str, StoredTensor]) -> _Content:
+        content = cls()
+        for t in sorted(header.values(), key=lambda t: (t.offset, t.name)):
+            content._add(t, t.name.replace("base_model.model.", ""))
+        return content
+
+    def _add(self, t: StoredTensor, name: str) -> None:
+        end = next((end for end in (*_ENDS, *_MAGNITUDES) if name.endswith(end)), None)
+        if end in _ENDS:
+            letter, flipped = _ENDS[end]
+            pair = self.pairs.setdefault(name.removesuffix(end) + ".weight", {})
+            _check_unique(t, letter in pair, f"{letter} of the same weight")
+            pair[letter] = t, flipped
+        elif end is not None:
+            weight = name.removesuffix(end) + ".weight"
+            _check_unique(t, weight in self.magnitudes, "the magnitudes of the same weight")
+            self.magnitudes[weight] = t
+        elif ".lora_" in name:
             raise FormatError(
-                f"{t.path}: tensor {short(t.name)}: two tensors are {letter} of the same weight", "QK-E117"
+                f"{t.path}: tensor {short(t.name)} is more than the weight of a factor (a bias, or a named adapter); "
+                "save it with PEFT",
+                "QK-E117",
             )
-        pair[letter] = t, flipped
-    return pairs, copies
+        elif name.endswith(".base_layer.weight"):
+            self.copies[name.replace(".base_layer.weight", ".weight")] = t
+        else:
+            replaced = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+            _check_unique(t, replaced in self.whole, f"{short(replaced)} of the base")
+            if t.dtype not in _DTYPES or 0 in t.shape:
+                raise FormatError(
+                    f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} has no floats", "QK-E117"
+                )
+            self.whole[replaced] = t
 
 
-def _describe_foreign(name: str) -> str:
-    """Describe a tensor that is not a factor."""
-    if ".lora_magnitude_vector" in name:
-        return f"belongs to DoRA, {_MERGE_IT}"
-    if re.search(r"\.lora_[AB]\.(?!weight$)", name):
-        return "is more than the weight of a factor (a bias, or a named adapter); save it with PEFT"
-    if "embed_tokens" in name or "lm_head" in name:
-        return f"is a complete matrix (added tokens or modules_to_save), {_MERGE_IT}"
-    return f"is not a LoRA factor, {_MERGE_IT}"
+def _check_unique(t: StoredTensor, is_double: bool, item: str) -> None:
+    if is_double:
+        raise FormatError(f"{t.path}: tensor {short(t.name)}: two tensors are {item}", "QK-E117")
 
 
 def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, strength: float) -> LowRank:
@@ -277,5 +329,5 @@ def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, stren
             f"{a.path}: tensor {short(a.name)} has rank {a.shape[0]}, but the rank in {CONFIG} is {rank}", "QK-E117"
         )
     if flipped:
-        return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)
+        return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength, of_embeddings=True)
     return LowRank(Stored(a), Stored(b), alpha, strength)
