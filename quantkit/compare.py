@@ -31,7 +31,7 @@ from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.imatrix import read_imatrix
-from quantkit.formats.ranges import Buffers, read_range
+from quantkit.formats.ranges import Buffers
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.interleave import can_interleave, is_interleaved
@@ -210,7 +210,7 @@ def compare(
         notes: tuple[str, ...] = ()
         if pairs is not None:
             importance = _importance(imatrix, file_a, pairs) if imatrix is not None and error else {}
-            run = _Run(file_a.paths, file_b.paths, threads or available_cpus(), progress)
+            run = _Run(file_a, file_b, threads or available_cpus(), progress)
             compared = tuple(run.all(pairs.both, importance, error))
             notes = tuple(f"{n.tensor}: {note}" for n in importance.values() for note in n.notes)
         check_unchanged((*file_a.paths, *file_b.paths))
@@ -307,7 +307,7 @@ class _Buffers(Buffers, threading.local):
 class _Run:
     """A comparison of tensor pairs on a pool of threads."""
 
-    def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: ProgressCallback | None) -> None:
+    def __init__(self, a: GGUFFile, b: GGUFFile, threads: int, progress: ProgressCallback | None) -> None:
         self.a = a
         self.b = b
         self.threads = threads
@@ -359,8 +359,8 @@ class _Run:
         def is_equal(offset: int) -> bool:
             n = min(_CHUNK, x.nbytes - offset)
             left, right = self.buffers.get("a", n), self.buffers.get("b", n)
-            _read(self.a[x.shard], left, x.offset + offset)
-            _read(self.b[y.shard], right, y.offset + offset)
+            _read(self.a, x, left, offset)
+            _read(self.b, y, right, offset)
             return np.array_equal(left, right)
 
         read = 0
@@ -378,8 +378,8 @@ class _Run:
         sums, largest = ErrorSums(), 0.0
 
         def measure(part: _Part) -> tuple[ErrorSums, float]:
-            left = self._decode("a", self.a[x.shard], x, part.a_offset, part)
-            right = self._decode("b", self.b[y.shard], y, part.b_offset, part)
+            left = self._decode("a", self.a, x, part.a_offset, part)
+            right = self._decode("b", self.b, y, part.b_offset, part)
             return _measure(left, right, _weights(weights, part))
 
         parts = _parts(x, y, 1 if weights is None else len(weights))
@@ -397,23 +397,25 @@ class _Run:
             self._step(sizes.popleft())
         return ErrorOfB(sums, largest, weights is not None)
 
-    def _decode(self, side: str, path: Path, tensor: TensorInfo, offset: int, part: _Part) -> F32:
+    def _decode(self, side: str, file: GGUFFile, tensor: TensorInfo, offset: int, part: _Part) -> F32:
         """Read and decode part of a tensor, float32 [rows, columns]."""
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         raw = self.buffers.get(side, part.rows * tensor.type.row_bytes(part.columns))
-        _read(path, raw, offset)
+        _read(file, tensor, raw, offset)
         shape = (part.rows, part.columns)
         values = self.buffers.get(f"{side} values", 4 * part.rows * part.columns).view(np.float32).reshape(shape)
         dequantize_rows(tensor.type, raw.reshape(part.rows, -1), values)
         return values
 
 
-def _read(path: Path, out: U8, offset: int) -> None:
+def _read(file: GGUFFile, tensor: TensorInfo, out: U8, offset: int) -> None:
+    """Fill ``out`` from byte ``offset`` of a tensor."""
     try:
-        read_range(path, out, offset)
+        file.read(tensor, out, offset)
     except OSError as e:
-        raise ResourceError(f"{path}: cannot be read at byte {offset}: {e.strerror or e}", os_error_code(e)) from None
+        where = f"{file.where(tensor)}: cannot be read at byte {tensor.offset + offset}"
+        raise ResourceError(f"{where}: {e.strerror or e}", os_error_code(e)) from None
 
 
 def _is_comparable(x: TensorInfo, y: TensorInfo) -> bool:
@@ -447,8 +449,8 @@ def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
             row, count = matrix * rows + first, min(step, rows - first)
             for column in range(0, n, columns):
                 width = min(columns, n - column)
-                a_at = x.offset + row * a_row + column // x.type.block * x.type.block_bytes
-                b_at = y.offset + row * b_row + column // y.type.block * y.type.block_bytes
+                a_at = row * a_row + column // x.type.block * x.type.block_bytes
+                b_at = row * b_row + column // y.type.block * y.type.block_bytes
                 yield _Part(a_at, b_at, count * x.type.row_bytes(width), count, width, matrix, column)
 
 

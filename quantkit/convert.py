@@ -96,6 +96,7 @@ def plan_convert(
         quantize_options = quantize or QuantizeOptions()
         check_options(type, quantize_options)
         opened = _open(folder, options, options.intermediate)
+        quantize_options = replace(quantize_options, bigendian=options.bigendian or quantize_options.bigendian)
         path = _output_path(opened, output, title_of(type, quantize_options))
         identity = f" intermediate {options.intermediate}"
         if options.lossless:
@@ -131,7 +132,7 @@ def convert_mmproj(
         type: of the matrices: f32, f16, bf16, q8_0 and auto as convert_hf_to_gguf.py --mmproj --outtype has them, all
             others as llama-quantize makes of its file; None for ``options.outtype``. The types of some tensors are
             fixed.
-        options: model_name, metadata and allow_incomplete; the others are for text models.
+        options: model_name, metadata, allow_incomplete and bigendian; the others are for text models.
         max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
@@ -164,7 +165,7 @@ def plan_mmproj(
     )
     if outtype == name.lower():
         return plan_opened(opened, output, options)
-    quantize_options = QuantizeOptions()
+    quantize_options = QuantizeOptions(bigendian=options.bigendian)
     check_options(name, quantize_options)
     path = _output_path(opened, output, title_of(name, quantize_options))
     identity = f" intermediate {options.intermediate}"
@@ -187,6 +188,7 @@ def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertO
         all_dims=True,
         empty_first=options.no_tensor_first_split,
         pad_header=not options.vocab_only,
+        big_endian=options.bigendian,
     )
     return _check_complete(plan, opened, options)
 

@@ -9,7 +9,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ class Inspection(HtmlTable):
     by_type: tuple[Group, ...]
     by_class: tuple[Group, ...]
     runtimes: tuple[Runtime, ...]
+    big_endian: bool = False
 
     @property
     def file_bytes(self) -> int:
@@ -212,8 +213,18 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
             unmerged_layers=unmerged,
             by_type=_grouped(selected, lambda t: t.type.name),
             by_class=_grouped(selected, lambda t: tensor_class(t.name)),
-            runtimes=runtimes(file.fields, ((t.name, t.type, t.shape) for t in everything), displaced=_displaced(file)),
+            runtimes=_verdicts(file, everything),
+            big_endian=file.big_endian,
         )
+
+
+def _verdicts(file: GGUFFile, tensors: Sequence[TensorInfo]) -> tuple[Runtime, ...]:
+    """Return the verdicts of the runtimes on a machine like this one, which does not load big-endian files."""
+    verdicts = runtimes(file.fields, ((t.name, t.type, t.shape) for t in tensors), displaced=_displaced(file))
+    if not file.big_endian:
+        return verdicts
+    problem = "big-endian, for machines such as s390x (quantkit quantize IN OUT COPY writes it little-endian)"
+    return tuple(replace(runtime, problems=(problem, *runtime.problems)) for runtime in verdicts)
 
 
 def _displaced(file: GGUFFile) -> str:

@@ -30,6 +30,7 @@ def convert_lora(
     *,
     base: str | Path | None = None,
     outtype: str = "f32",
+    bigendian: bool = False,
     max_ram: int | str = DEFAULT_MAX_RAM,
     **run: Unpack[RunOptions],
 ) -> QuantizeResult:
@@ -47,6 +48,7 @@ def convert_lora(
         base: the checkpoint of the base model; config.json is enough, but with its weights shapes are checked. None for
             the directory named in adapter_config.json.
         outtype: f32, f16, bf16, q8_0 or auto (the type of the first matrix).
+        bigendian: write a big-endian file.
         max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, observer: see ``RunOptions``.
 
@@ -54,7 +56,8 @@ def convert_lora(
         FormatError: the adapter is damaged, belongs to another base, or has more than LoRA factors.
         QuantkitError: see quantkit.errors; no output has its final name then.
     """
-    return run_quantize(plan_convert_lora(adapter, output, base=base, outtype=outtype), max_ram=max_ram, **run)
+    plan = plan_convert_lora(adapter, output, base=base, outtype=outtype, bigendian=bigendian)
+    return run_quantize(plan, max_ram=max_ram, **run)
 
 
 @checked
@@ -64,9 +67,10 @@ def plan_convert_lora(
     *,
     base: str | Path | None = None,
     outtype: str = "f32",
+    bigendian: bool = False,
 ) -> Plan:
     """Plan the conversion of an adapter without writing anything; arguments and errors as for ``convert_lora``."""
     if outtype not in OUTTYPES:
         raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(OUTTYPES)}", "QK-E203")
     opened = open_adapter(located(adapter), base=None if base is None else located(base), outtype=outtype)
-    return plan_opened(opened, output, ConvertOptions())
+    return plan_opened(opened, output, ConvertOptions(bigendian=bigendian))

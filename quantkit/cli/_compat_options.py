@@ -229,12 +229,10 @@ def refuse_options(table: tuple[tuple[str, str], ...]) -> Callable[[F], F]:
     return declare
 
 
-_BIG_ENDIAN = "files are little-endian; gguf_convert_endian.py of llama.cpp converts finished ones"
 _DRAFT = "convert_hf_to_gguf.py writes it"
 
 #: Options of convert_hf_to_gguf.py that are refused.
 CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
-    (_BIG_ENDIAN, "--bigendian"),
     (f"the draft model (DSpark) is not converted; {_DRAFT}", "--dspark"),
     (
         "consolidated*.safetensors with params.json are not read; use model*.safetensors with config.json, which "
@@ -270,5 +268,4 @@ LORA_REFUSED: tuple[tuple[str, str], ...] = (
         "the base is a directory here: `hf download ID config.json --local-dir DIR`, then --base DIR",
         "--base-model-id=",
     ),
-    (_BIG_ENDIAN, "--bigendian"),
 )

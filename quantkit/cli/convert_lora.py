@@ -33,6 +33,7 @@ _lora_options = options(
         default="f32",
         help="Type of the matrices; auto: as stored.  [default: f32]",
     ),
+    option("--bigendian", group=_FILE, is_flag=True, help="Write a big-endian file, for machines such as s390x."),
     option("--outfile", group=_FILE, metavar="FILE", help="Same as OUT.gguf."),
     plan_options,
     json_option(),
@@ -52,6 +53,7 @@ def command(
     output: Path | None,
     base: Path | None,
     outtype: str,
+    bigendian: bool,
     outfile: str | None,
     max_ram: int,
     dry_run: bool,
@@ -67,7 +69,7 @@ def command(
     The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, except for
     scales that it gets wrong: those of rsLoRA, rank_pattern and alpha_pattern.
     Adapters with more than low-rank factors (DoRA, modules_to_save, biases, ..) are
-    refused. To merge an adapter into the model: `quantkit convert --merge-lora`.
+    refused: `quantkit convert --merge-lora` merges them into the model.
 
     \b
     quantkit convert-lora adapter/ --base Qwen3-0.6B/ adapter.gguf
@@ -76,7 +78,8 @@ def command(
 
     if outfile is not None and output is not None:
         raise click.UsageError(f"the output is {output} and --outfile {outfile}: give one of them")
-    plan = plan_convert_lora(adapter, output if outfile is None else outfile, base=base, outtype=outtype)
+    target = output if outfile is None else outfile
+    plan = plan_convert_lora(adapter, target, base=base, outtype=outtype, bigendian=bigendian)
     echo_notes(plan.notes)
     if dry_run:
         report = DryRunReport(plan, refusal(plan, resume=run["resume"], overwrite=run["overwrite"]))

@@ -77,7 +77,8 @@ def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "file", printable(str(inspection.path))
     size = f"{format_size(inspection.file_bytes)} ({inspection.file_bytes} bytes)"
     shards = f", {len(inspection.shards)} shards" if len(inspection.shards) > 1 else ""
-    yield "size", f"{size}{shards}; GGUF version {inspection.version}, alignment {inspection.alignment}"
+    order = "big-endian, " if inspection.big_endian else ""
+    yield "size", f"{size}{shards}; GGUF version {inspection.version}, {order}alignment {inspection.alignment}"
     if len(inspection.shards) > 1:
         for i, shard in enumerate(inspection.shards, 1):
             content = f"{shard.tensors} tensors, {format_size(shard.nbytes)}"
@@ -184,6 +185,7 @@ def _as_dict(inspection: Inspection, metadata: str, no_tensors: bool) -> dict[st
         "shards": [{"path": str(s.path), "bytes": s.nbytes, "tensors": s.tensors} for s in inspection.shards],
         "version": inspection.version,
         "alignment": inspection.alignment,
+        "big_endian": inspection.big_endian,
         "kind": inspection.kind or None,
         "architecture": inspection.architecture or None,
         "name": inspection.name or None,

@@ -138,7 +138,8 @@ class Model:
         overrides = parse_overrides(override_kv)
         file = open_model(path)
         file.fields = {**file.fields, **overrides}
-        opened = plain_source(file if mmap else CopiedSource(file))  # type: ignore[arg-type]
+        is_mapped = mmap and not file.big_endian
+        opened = plain_source(file if is_mapped else CopiedSource(file))  # type: ignore[arg-type]
         plain: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
         self.source = plain if wrap is None else wrap(plain)
         self.h = HParams(self.source)

@@ -120,7 +120,7 @@ class CopiedSource:
         info = self.source.tensors[tensor] if isinstance(tensor, str) else tensor
         with self._lock:
             if info.name not in self._copies:
-                self._copies[info.name] = _read(self.source.paths[info.shard], info)
+                self._copies[info.name] = _read(self.source, info)
             return self._copies[info.name]
 
     def forget(self, tensor: TensorInfo | str) -> None:
@@ -133,9 +133,9 @@ class CopiedSource:
         self.source.close()
 
 
-def _read(path: Path, info: TensorInfo) -> Bytes:
+def _read(source: GGUFFile, info: TensorInfo) -> Bytes:
     copy = np.empty(info.nbytes, np.uint8)
-    read_range(path, copy, info.offset)
+    source.read(info, copy, 0)
     copy.flags.writeable = False
     return copy
 

@@ -71,6 +71,7 @@ class ConvertOptions(Options):
         metavar="ADAPTER[:SCALE]",
         example='["adapter:0.5"]',
     )
+    bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", CHECKPOINT)
     split_max_tensors: int = option(0, "Maximum number of tensors in a shard.", CHECKPOINT)
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = option(False, "Write only metadata to the first shard.", CHECKPOINT)

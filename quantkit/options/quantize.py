@@ -199,6 +199,7 @@ class QuantizeOptions(Options):
     split_max_size: str | int | None = option(
         None, "Maximum size of a shard (48G).", METADATA, kind="shard size", example='"48G"'
     )
+    bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", METADATA)
     no_provenance: bool = option(
         False,
         "Write no quantkit.* keys: exactly the file of llama-quantize.",

@@ -95,6 +95,8 @@ class Plan(HtmlTable):
     without_feedback: tuple[tuple[str, str], ...] = ()
     #: The notes about error feedback.
     feedback_notes: tuple[str, ...] = ()
+    #: Whether numbers are written in this order.
+    big_endian: bool = False
 
     @property
     def custom_encoders(self) -> tuple[CustomEncoder, ...]:
@@ -151,6 +153,7 @@ def plan_output(
     all_dims: bool = False,
     empty_first: bool = False,
     pad_header: bool = True,
+    big_endian: bool = False,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -169,6 +172,9 @@ def plan_output(
         empty_first: begin with a shard of metadata alone.
         all_dims: also write trailing dimensions of 1: see ``layout_gguf``.
         pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
+        big_endian: write numbers in this order.
+
+    Raises TypeNotSupported for types that have no such form.
     """
     groups: list[list[OutputTensor]] = [[] for _ in range(empty_first)]
     groups += _groups(outputs, shard_of, split_max_size)
@@ -179,7 +185,11 @@ def plan_output(
         entries = {field.key: field for field in (fields if no == 0 else ())}
         entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
         layout = layout_gguf(
-            entries.values(), [(c.name, c.shape, c.type) for c in group], all_dims=all_dims, pad_header=pad_header
+            entries.values(),
+            [(c.name, c.shape, c.type) for c in group],
+            all_dims=all_dims,
+            pad_header=pad_header,
+            big_endian=big_endian,
         )
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
@@ -192,7 +202,7 @@ def plan_output(
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
     return Plan(
         source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads), rules,
-        fields=tuple(fields),
+        fields=tuple(fields), big_endian=big_endian,
     )  # fmt: skip
 
 

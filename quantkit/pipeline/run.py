@@ -234,6 +234,8 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
         threads = _threads(plan, options)
         executor: Executor = threads if plan.executor is None else plan.executor(threads)
         return executor
+    if plan.big_endian:
+        raise RecipeError("--bigendian runs on one machine: omit --ray", "QK-E201")
     if plan.executor is not None:
         raise RecipeError("--calibrate runs on one machine: omit --ray", "QK-E201")
     if options.get("devices") or options.get("verify"):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import ResourceError
+from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.outputs import part_path
 from quantkit.formats.ranges import U8, copy_range, punch, write_range
 from quantkit.formats.remote import URL
@@ -29,7 +29,7 @@ from quantkit.formats.remote import s3 as store
 from quantkit.formats.remote.s3 import S3, UploadedPart
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.target import Files, RunTarget
+from quantkit.pipeline.target import BigEndianFiles, Files, RunTarget
 from quantkit.units import format_size
 
 #: Number of parallel uploads, and of finished parts that may wait before jobs block.
@@ -41,6 +41,10 @@ def open_target(plan: Plan, journal: Journal, *, measure: bool, overwrite: bool)
     paths = [shard.path for shard in plan.shards]
     sizes = [shard.layout.nbytes for shard in plan.shards]
     urls = [path for path in paths if isinstance(path, URL)]
+    if plan.big_endian and urls:
+        raise RecipeError("--bigendian writes local files: give a local OUT and upload it", "QK-E201")
+    if plan.big_endian:
+        return BigEndianFiles(paths, sizes, ((t.shard, t.offset, t.nbytes, t.type) for t in plan.tensors))
     if not urls:
         return Files(paths, sizes)
     if not isinstance(urls[0].store, S3):

@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from quantkit.errors import ResourceError
+from quantkit.errors import FormatError, ResourceError
+from quantkit.formats.gguf.byte_order import swap, unit_bytes
 from quantkit.formats.outputs import part_path
-from quantkit.formats.ranges import U8, copy_open, copy_range, crc32_range, reserve, sync, write_open, write_range
+from quantkit.formats.ranges import (
+    U8,
+    copy_open,
+    copy_range,
+    crc32_range,
+    read_range,
+    reserve,
+    sync,
+    write_open,
+    write_range,
+)
+from quantkit.types import TensorType
 from quantkit.units import format_size
+
+#: Bytes that are reversed at a time.
+_SWAPPED_BYTES = 1 << 20
 
 
 class Target(Protocol):
@@ -156,6 +174,58 @@ class Files:
         """Remove the unfinished files."""
         for _, part in self._files:
             part.unlink(missing_ok=True)
+
+
+class BigEndianFiles(Files):
+    """Files whose numbers are reversed while they are written; others see little-endian bytes.
+
+    ``tensors``: shard, offset, length and type of each.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], sizes: Sequence[int], tensors: Iterable[tuple[int, int, int, TensorType]]
+    ) -> None:
+        super().__init__(paths, sizes)
+        self._tensors: list[list[tuple[int, TensorType]]] = [[] for _ in paths]
+        for shard, offset, nbytes, tensor_type in tensors:
+            if nbytes:
+                self._tensors[shard].append((offset, tensor_type))
+        for places in self._tensors:
+            places.sort(key=itemgetter(0))
+
+    def write(self, shard: int, data: U8, offset: int) -> None:
+        for first, piece, tensor_type in self._pieces(shard, offset, data.size):
+            copy = data[first : first + piece].copy()
+            swap(copy, tensor_type)
+            super().write(shard, copy, offset + first)
+
+    def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
+        return False
+
+    def file(self, shard: int) -> Path | None:
+        return None
+
+    def crc(self, shard: int, offset: int, nbytes: int) -> int:
+        """Return the CRC-32 of little-endian bytes that were written, or -1 if the file ends before them."""
+        crc = 0
+        for first, piece, tensor_type in self._pieces(shard, offset, nbytes):
+            data = np.empty(piece, np.uint8)
+            try:
+                read_range(self.parts[shard], data, offset + first)
+            except FormatError:
+                return -1
+            swap(data, tensor_type)
+            crc = zlib.crc32(data.data, crc)
+        return crc
+
+    def _pieces(self, shard: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, TensorType]]:
+        """Yield begin, length and type of pieces of whole blocks in a range within a tensor."""
+        places = self._tensors[shard]
+        tensor_type = places[bisect_right(places, offset, key=itemgetter(0)) - 1][1]
+        unit = unit_bytes(tensor_type)
+        step = max(1, _SWAPPED_BYTES // unit) * unit
+        for first in range(0, nbytes, step):
+            yield first, min(step, nbytes - first), tensor_type
 
 
 class OpenFiles:

@@ -26,6 +26,7 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         ("feedback", "calibrate"),
         ("prune_layers", "calibrate"),
         ("merge_lora", "calibrate"),
+        ("bigendian", "calibrate"),
     )
     for pair in exclusive:
         if all(getattr(options, name) not in (None, False, ()) for name in pair):
@@ -61,7 +62,7 @@ def _check_encoders(options: QuantizeOptions) -> None:
 
 #: Options that do not concern types and may be given with --repack and --unrepack.
 _WITH_REPACK = {"repack", "unrepack", "repack_pattern", "merge_up_gate", "split_up_gate", "prune_layers", "override_kv"}
-_WITH_REPACK |= {"keep_split", "split_max_size", "no_provenance", "allow_requantize", "allow_incomplete"}
+_WITH_REPACK |= {"bigendian", "keep_split", "split_max_size", "no_provenance", "allow_requantize", "allow_incomplete"}
 
 
 def _check_repack(options: QuantizeOptions) -> None:

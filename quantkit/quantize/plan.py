@@ -64,6 +64,8 @@ def plan_quantize(
     check_options(type, options)
     with open_model(source) as opened:
         plan = plan_from(opened, output_path(source, output, type, options), type, options)
+        if opened.big_endian and not options.bigendian:
+            plan = replace(plan, notes=("the input is big-endian; the output is little-endian", *plan.notes))
     if not options.allow_incomplete and type not in _AS_IT_IS and is_whole_model(opened):
         check_complete({f.key: f for f in plan.fields}, plan.entries, str(source), extra=False)
     return plan
@@ -128,6 +130,7 @@ def plan_from(
         reads=[located(p) for p in files if p is not None],
         all_dims=not is_known(str(draft.key("general.architecture"))),  # as image models have them
         identity=f"{__version__} {draft.fingerprint} {imatrix_digest}{provider_id}{identity}",
+        big_endian=options.bigendian,
     )
     notes = (*draft.notes, *coverage, *feedback_notes, *_notes(draft, request, choices, plan), *metadata_notes)
     plan = replace(plan, notes=(*notes, *plan.notes))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError
 from quantkit.formats.files import check_unchanged
+from quantkit.formats.gguf.byte_order import check_swap, swap, unit_bytes
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
 from quantkit.formats.gguf.rules import short
@@ -40,6 +41,7 @@ class GGUFFile:
         alignment: the first shard's.
         fields: the first shard's metadata in file order, split.* included.
         tensors: by name, in the order of shards and, within one, of their infos.
+        big_endian: whether any shard is; its numbers are reversed while being read.
 
     Closing is safe while views and fields are alive: each keeps its mapping.
     """
@@ -50,6 +52,8 @@ class GGUFFile:
         self.alignment: int = shards[0].alignment
         self.fields: dict[str, Field] = shards[0].fields
         self.tensors: dict[str, TensorInfo] = {t.name: t for s in shards for t in s.tensors}
+        self._swapped: tuple[bool, ...] = tuple(s.big_endian for s in shards)
+        self.big_endian: bool = any(self._swapped)
         self._header_only = header_only
         self._grows = False
         self._closed = False
@@ -69,11 +73,14 @@ class GGUFFile:
         return default if field is None else field.value
 
     def data(self, tensor: TensorInfo | str) -> npt.NDArray[np.uint8]:
-        """Return a tensor's bytes: a read-only 1-D uint8 view of the mapped file. Safe to call from threads.
+        """Return a tensor's bytes: a read-only 1-D uint8 view of the mapped file, of a big-endian one a copy.
+
+        Safe to call from threads.
 
         Raises:
             KeyError: no tensor of this name.
             FormatError: the file was opened ``header_only``, or has changed since.
+            TypeNotSupported: a big-endian file, and a type without such a form.
             ValueError: the file is closed.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
@@ -90,7 +97,15 @@ class GGUFFile:
             raise FormatError(
                 f"{self.paths[info.shard]}: the file has shrunk to {len(view)} bytes; {info.name} is missing", "QK-E109"
             )
-        return np.frombuffer(view, np.uint8, info.nbytes, info.offset)
+        stored = np.frombuffer(view, np.uint8, info.nbytes, info.offset)
+        return self._little_endian(info, stored.copy()) if self._swapped[info.shard] else stored
+
+    def _little_endian(self, info: TensorInfo, data: U8) -> U8:
+        """Return the bytes of whole blocks of a big-endian shard with their numbers reversed, read-only."""
+        check_swap(info.type, f"{self.paths[info.shard]}: tensor {short(info.name)}")
+        swap(data, info.type)
+        data.flags.writeable = False
+        return data
 
     def check(self) -> None:
         """Raise FormatError if a file has changed since it was opened: memory maps would show the new bytes."""
@@ -126,11 +141,19 @@ class GGUFFile:
         Also works when closed. Raises FormatError when the file ends before, OSError when it cannot be read.
         """
         begin = tensor.offset
-        read_range(self.paths[tensor.shard], out, begin + offset, readahead, (begin, begin + tensor.nbytes))
+        within = (begin, begin + tensor.nbytes)
+        if not self._swapped[tensor.shard]:
+            read_range(self.paths[tensor.shard], out, begin + offset, readahead, within)
+            return
+        unit = unit_bytes(tensor.type)
+        first = offset // unit * unit
+        blocks = np.empty(-(-(offset + out.size - first) // unit) * unit, np.uint8)
+        read_range(self.paths[tensor.shard], blocks, begin + first, readahead, within)
+        out[...] = self._little_endian(tensor, blocks)[offset - first :][: out.size]
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        """Return the file and the offset of a tensor's bytes."""
-        return self.paths[tensor.shard], tensor.offset
+        """Return the file and the offset of a tensor's bytes, None if they are big-endian there."""
+        return None if self._swapped[tensor.shard] else (self.paths[tensor.shard], tensor.offset)
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
         """Return the tensor unchanged."""

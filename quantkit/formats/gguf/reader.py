@@ -13,6 +13,7 @@ import numpy as np
 
 from quantkit.errors import FormatError, TypeNotSupported, os_error_code
 from quantkit.formats.files import hold, open_input
+from quantkit.formats.gguf.byte_order import swapped_value
 from quantkit.formats.gguf.fields import SIZES, Field, ValueType, checked_alignment
 from quantkit.formats.gguf.rules import (
     ALIGNMENT_KEY,
@@ -43,8 +44,8 @@ _OTHER_MAGICS = {
     b"PK\x03\x04": "a zip archive",
 }
 
-_u32 = struct.Struct("<I").unpack_from
-_u64 = struct.Struct("<Q").unpack_from
+_U32 = {False: struct.Struct("<I").unpack_from, True: struct.Struct(">I").unpack_from}
+_U64 = {False: struct.Struct("<Q").unpack_from, True: struct.Struct(">Q").unpack_from}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class _Cursor:
         self.buf = buf
         self.size = size
         self.pos = 0
+        self.big_endian = False
 
     @property
     def left(self) -> int:
@@ -98,11 +100,11 @@ class _Cursor:
 
     def u32(self, item: str) -> int:
         self.skip(4, item)
-        return int(_u32(self.buf, self.pos - 4)[0])
+        return int(_U32[self.big_endian](self.buf, self.pos - 4)[0])
 
     def u64(self, item: str) -> int:
         self.skip(8, item)
-        return int(_u64(self.buf, self.pos - 8)[0])
+        return int(_U64[self.big_endian](self.buf, self.pos - 8)[0])
 
     def name(self, item: str) -> str:
         """Read a key or a tensor name."""
@@ -133,7 +135,8 @@ def _read_header(cur: _Cursor) -> tuple[int, int, int]:
     cur.pos = 4
     version = cur.u32("the version")
     if version and version & 0xFFFF == 0:
-        raise cur.fail("a big-endian GGUF file; only little-endian files are supported (convert the model again)", 4)
+        cur.pos, cur.big_endian = 4, True
+        version = cur.u32("the version")
     if version not in (2, 3):
         raise cur.fail(f"GGUF version {version}; only versions 2 and 3 are supported", 4)
     n_tensors = cur.u64("the number of tensors")
@@ -162,7 +165,10 @@ def _read_field(cur: _Cursor, index: int) -> Field:
         cur.skip(SIZES[value_type], item)
         if value_type is ValueType.BOOL and cur.buf[start] > 1:
             raise cur.fail(f"{item} is a boolean of {cur.buf[start]}, neither 0 nor 1", start)
-    return Field(key, value_type, item_type, cur.buf[start : cur.pos])
+    raw: bytes | memoryview = cur.buf[start : cur.pos]
+    if cur.big_endian:
+        raw = swapped_value(raw, value_type, item_type, big=True)
+    return Field(key, value_type, item_type, raw)
 
 
 def _read_value_type(cur: _Cursor, item: str) -> ValueType:
@@ -202,13 +208,14 @@ def _skip_strings(cur: _Cursor, count: int, item: str) -> None:
     """Skip ``count`` strings, without calls in the loop, for large vocabularies."""
     buf = cur.buf
     pos = cur.pos
+    read_u64 = _U64[cur.big_endian]
     last = len(cur.buf) - 8
     start = pos
     for _ in range(count):
         if pos > last:
             break
         start = pos
-        pos += 8 + _u64(buf, start)[0]
+        pos += 8 + read_u64(buf, start)[0]
     else:
         if pos <= len(buf):
             cur.pos = pos
@@ -249,6 +256,8 @@ class Shard:
     alignment: int
     fields: dict[str, Field]
     tensors: list[TensorInfo]
+    #: Whether numbers in the file are big-endian; those of ``fields`` are not.
+    big_endian: bool = False
 
 
 def map_file(path: Path) -> memoryview:
@@ -327,7 +336,7 @@ def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
             raise cur.fail(problem, cur.pos - 8)
         names.add(tensor.name)
         tensors.append(tensor)
-    return Shard(path, version, alignment, fields, _place(cur, tensors, alignment, header_only))
+    return Shard(path, version, alignment, fields, _place(cur, tensors, alignment, header_only), cur.big_endian)
 
 
 def _place(cur: _Cursor, tensors: list[TensorInfo], alignment: int, header_only: bool) -> list[TensorInfo]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.formats.gguf.byte_order import big_endian_field, check_swap
 from quantkit.formats.gguf.fields import Field, checked_alignment
 from quantkit.formats.gguf.rules import (
     ALIGNMENT_KEY,
@@ -44,6 +45,7 @@ def layout_gguf(
     alignment: int | None = None,
     all_dims: bool = False,
     pad_header: bool = True,
+    big_endian: bool = False,
 ) -> Layout:
     """Lay out a file as llama.cpp's writer does (b11434 gguf.cpp, gguf_write_out).
 
@@ -54,11 +56,12 @@ def layout_gguf(
         all_dims: write all dimensions, as convert_hf_to_gguf.py does; llama.cpp's writer drops trailing ones and writes
             a scalar as [1].
         pad_header: False: a file without tensors ends with its last key.
+        big_endian: write numbers of the header in this order; data are then written by ``byte_order.swap``.
         alignment: that of the field general.alignment, or 32 without one; another value is refused.
 
     Raises:
         FormatError: duplicate keys or names, an invalid name, shape, version or alignment.
-        TypeNotSupported: a type cannot hold a tensor of this shape.
+        TypeNotSupported: a type cannot hold a tensor of this shape, or has no big-endian form.
     """
     entries: dict[str, Field] = {}
     for item in fields:
@@ -79,15 +82,20 @@ def layout_gguf(
             f"cannot align to {alignment}: a reader would use {of_field}, from {ALIGNMENT_KEY} or the default",
             "QK-E102",
         )
-    infos, relative, size = _layout_tensors(tensors, of_field, all_dims)
-    head = struct.pack("<4sIQQ", MAGIC, version, len(tensors), len(entries))
-    header = b"".join((head, *(e.encode() for e in entries.values()), infos))
+    order = ">" if big_endian else "<"
+    if big_endian:
+        for name, _, tensor_type in tensors:
+            check_swap(tensor_type, f"tensor {short(name)}")
+    infos, relative, size = _layout_tensors(tensors, of_field, all_dims, order)
+    head = struct.pack(f"{order}4sIQQ", MAGIC, version, len(tensors), len(entries))
+    fields_as_bytes = (big_endian_field(e) if big_endian else e.encode() for e in entries.values())
+    header = b"".join((head, *fields_as_bytes, infos))
     start = round_up(len(header), of_field) if tensors or pad_header else len(header)
     return Layout(header.ljust(start, b"\0"), tuple(start + r for r in relative), start + size)
 
 
 def _layout_tensors(
-    tensors: Sequence[tuple[str, tuple[int, ...], TensorType]], alignment: int, all_dims: bool
+    tensors: Sequence[tuple[str, tuple[int, ...], TensorType]], alignment: int, all_dims: bool, order: str
 ) -> tuple[bytes, list[int], int]:
     """Return the tensor infos' bytes, the offsets within the data, and the data's size."""
     parts = []
@@ -106,8 +114,9 @@ def _layout_tensors(
         except TypeNotSupported as e:
             raise TypeNotSupported(f"tensor {short(name)}: {e.message}", "QK-E303") from None
         n = len(shape) if all_dims else n_dims(shape)
-        dims = struct.pack(f"<I{n}Q", n, *(*shape, 1)[:n])
-        parts.append(b"".join((struct.pack("<Q", len(data)), data, dims, struct.pack("<IQ", tensor_type.id, size))))
+        dims = struct.pack(f"{order}I{n}Q", n, *(*shape, 1)[:n])
+        end = struct.pack(f"{order}IQ", tensor_type.id, size)
+        parts.append(b"".join((struct.pack(f"{order}Q", len(data)), data, dims, end)))
         offsets.append(size)
         size += round_up(nbytes, alignment)
         if size >= 1 << 63:
