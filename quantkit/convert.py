@@ -132,7 +132,7 @@ def convert_mmproj(
         type: of the matrices: f32, f16, bf16, q8_0 and auto as convert_hf_to_gguf.py --mmproj --outtype has them, all
             others as llama-quantize makes of its file; None for ``options.outtype``. The types of some tensors are
             fixed.
-        options: model_name, metadata, allow_incomplete and bigendian; the others are for text models.
+        options: model_name, metadata, merge_lora, allow_incomplete and bigendian; the others are for text models.
         max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
@@ -161,6 +161,7 @@ def plan_mmproj(
             model_name=options.model_name,
             metadata=options.metadata,
             allow_incomplete=options.allow_incomplete,
+            adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
         ),
     )
     if outtype == name.lower():
@@ -169,7 +170,8 @@ def plan_mmproj(
     check_options(name, quantize_options)
     path = _output_path(opened, output, title_of(name, quantize_options))
     identity = f" intermediate {options.intermediate}"
-    return plan_from(opened, path, name, quantize_options, reads=opened.files, identity=identity)
+    plan = plan_from(opened, path, name, quantize_options, reads=opened.files, identity=identity)
+    return replace(plan, notes=(*opened.notes, *plan.notes))
 
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:

@@ -38,7 +38,8 @@ EXTERNAL = {
 EXTERNAL |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
 EXTERNAL |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
 #: Of transformers, PEFT, AutoAWQ, and repositories of models.
-EXTERNAL |= {"tuners/lora/config.py", "tuners/lora/model.py", "tuners/lora/layer.py", "utils/other.py"}
+EXTERNAL |= {"tuners/lora/config.py", "tuners/lora/model.py", "tuners/lora/layer.py", "tuners/lora/variants.py"}
+EXTERNAL |= {"utils/other.py", "utils/save_and_load.py"}
 EXTERNAL |= {
     "convert_slow_tokenizer.py",
     "utils/packing_utils.py",

@@ -19,6 +19,7 @@ from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.key_rows import write_rows
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.merge import AdapterSpec, identity, merge_adapters, notes_of, read_adapters
+from quantkit.checkpoint.lora.parts import TextPart
 from quantkit.checkpoint.lora.peft import Adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn_tensor, is_selected
 from quantkit.checkpoint.policy import OutType, find_outtype
@@ -152,7 +153,8 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     checkpoint.has_encoders = has_encoders(config)
     with no_collection():
         ids = check_ids(vocabulary, checkpoint, options.allow_other_ids)
-    checkpoint.notes = (*_lossless_note(weights, options), *notes_of(adapters, config), *ids)
+    adapter_notes = notes_of(adapters, TextPart(model.row, model.context))
+    checkpoint.notes = (*_lossless_note(weights, options), *adapter_notes, *ids)
     return checkpoint
 
 
@@ -194,7 +196,7 @@ def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -
     if not options.vocab_only:
         weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
     if adapters:
-        weights = merge_adapters(weights, adapters, model.row, model.context)
+        weights = merge_adapters(weights, adapters, TextPart(model.row, model.context))
     return model.row.reorder(weights, model.config)
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
-from quantkit.checkpoint.config import Config, read_config
+from quantkit.checkpoint.encoders import Encoders, open_encoders
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.mmproj import CLIP, Mmproj, MmprojConfig, forced_type
+from quantkit.checkpoint.lora.merge import identity, merge_adapters, notes_of, read_adapters
+from quantkit.checkpoint.lora.parts import EncoderPart
+from quantkit.checkpoint.mmproj import CLIP, Mmproj, forced_type
 from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
-from quantkit.checkpoint.registry import find_mmproj
-from quantkit.checkpoint.tensor_names import TensorNames
-from quantkit.checkpoint.tensors import Context, Tensor, apply_rules, named_tensors
+from quantkit.checkpoint.tensors import Tensor, named_tensors
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.remote import located
@@ -34,7 +32,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
 
     Args:
         folder: config.json, model*.safetensors, preprocessor_config.json or processor_config.json.
-        options: outtype, exact, model_name, metadata, allow_incomplete; the others are for text models.
+        options: outtype, exact, model_name, metadata, adapters, allow_incomplete; the others are for text models.
 
     Raises:
         FormatError: a file is damaged, missing or belongs to another model; the message names file and tensor.
@@ -43,15 +41,16 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        model = _read_model(path)
-        row = find_mmproj(model)
-        config = MmprojConfig(model, row)
-        row.patch_config(config)
+        encoders = open_encoders(path)
+    row, config, context = encoders.row, encoders.config, encoders.context
     indexed = read_checkpoint(path, allow_incomplete=options.allow_incomplete)
+    adapters = read_adapters(options.adapters)
     with blame_config(path):
-        context = Context(config, TensorNames(CLIP, row.layers(config)))
-        stored = _encoder_tensors(indexed, row, context)
+        stored = _encoder_tensors(indexed, encoders)
         weights = decode_tensors(stored, config)
+        part = EncoderPart(encoders, {**weights.first, **weights.tensors})
+        if adapters:
+            weights = merge_adapters(weights, adapters, part)
         outtype = find_outtype(options.outtype, stored.values())
         parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
         tensors = converted_tensors(_forced(parts, row, outtype), context.names, outtype, options.exact, False)
@@ -70,37 +69,27 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     files |= {part.path for item in tensors for part in item.expr.parts()}
     metadata_files = [path / name for name in (*OTHER_FILES, *_PREPROCESSORS, *row.files) if (path / name).is_file()]
     metadata_files += [options.metadata] if options.metadata else []
-    checkpoint = Checkpoint(path, (*sorted(files), *metadata_files), keys.fields, tensors, outtype)
+    metadata_files += [file for adapter in adapters for file in adapter.files]
+    checkpoint = Checkpoint(path, (*sorted(files), *metadata_files), keys.fields, tensors, outtype, identity(adapters))
+    checkpoint.notes = tuple(notes_of(adapters, part))
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)
     return checkpoint
 
 
-def _read_model(path: Path) -> Config:
-    """Return the configuration of a checkpoint; Pocket TTS has none, and is known by a tensor."""
-    if (path / "config.json").exists() or not path.is_dir() or not list(path.glob("model*.safetensors")):
-        return read_config(path)
-    if not any("flow_lm.bos_emb" in shard for shard in read_checkpoint(path, allow_incomplete=True)):
-        return read_config(path)
-    return Config(path / "config.json", {"architectures": ["PocketTTSModel"]})
-
-
-def _encoder_tensors(indexed: list[dict[str, StoredTensor]], row: Mmproj, context: Context) -> dict[str, Expression]:
+def _encoder_tensors(indexed: list[dict[str, StoredTensor]], encoders: Encoders) -> dict[str, Expression]:
     """Return the stored tensors of the encoders."""
     stored: dict[str, Expression] = {}
-    pattern = re.compile(row.tensors)
     for shard in indexed:
         for name, tensor in shard.items():
-            for renamed in apply_rules(row.stored, Tensor(name, Stored(tensor), None), context):
-                if "language_model." in renamed.name or not pattern.search(renamed.name):
-                    continue
-                if renamed.name in stored:
+            for renamed, x in encoders.tensors(name, Stored(tensor)):
+                if renamed in stored:
                     raise FormatError(
-                        f"{tensor.path}: tensor {short(name)}: two tensors are named {short(renamed.name)}", "QK-E107"
+                        f"{tensor.path}: tensor {short(name)}: two tensors are named {short(renamed)}", "QK-E107"
                     )
-                stored[renamed.name] = renamed.x
+                stored[renamed] = x
     if not stored:
         raise FormatError(
-            f"{context.config.path.parent}: its files have no tensors of the encoders that config.json describes",
+            f"{encoders.config.path.parent}: its files have no tensors of the encoders that config.json describes",
             "QK-E105",
         )
     return stored

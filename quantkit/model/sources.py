@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ import numpy.typing as npt
 
 from quantkit.formats.experts import GATE, MERGED, UP, find_layers, merge_obstacle
 from quantkit.formats.gguf import GGUFFile, TensorInfo
-from quantkit.formats.ranges import read_range
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.interleave import base_of, can_interleave, is_interleaved
 from quantkit.units import format_size

@@ -41,7 +41,7 @@ class LoraSource:
     adapters: tuple[tuple[LoraFile, float], ...]
 
     @cached_property
-    def merged(self) -> dict[str, tuple[tuple[LoraFile, float], ...]]:
+    def products(self) -> dict[str, tuple[tuple[LoraFile, float], ...]]:
         """The adapters of each tensor that they change, and the scales of their products, in order."""
         names = dict.fromkeys(name for adapter, _ in self.adapters for name in adapter.factors)
         return {
@@ -50,9 +50,9 @@ class LoraSource:
         }
 
     def own_types(self) -> dict[str, TensorType]:
-        """Return the types of changed tensors that are copied: as in llama-export-lora F32, or F16 if they are not F32."""
+        """Return the types of changed tensors without a target, those of llama-export-lora: F32 if they are, or F16."""
         stored = self.source.tensors
-        return {name: BY_NAME["F32" if stored[name].type.name == "F32" else "F16"] for name in self.merged}
+        return {name: BY_NAME["F32" if stored[name].type.name == "F32" else "F16"] for name in self.products}
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -71,7 +71,7 @@ class LoraSource:
         """All tensors; those that adapters change are F32."""
         f32 = BY_NAME["F32"]
         return {
-            name: replace(t, type=f32, nbytes=f32.tensor_bytes(t.shape)) if name in self.merged else t
+            name: replace(t, type=f32, nbytes=f32.tensor_bytes(t.shape)) if name in self.products else t
             for name, t in self.source.tensors.items()
         }
 
@@ -90,7 +90,7 @@ class LoraSource:
 
     def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
         """Fill ``out`` from byte ``offset`` of a tensor on; of changed tensors whole values."""
-        if tensor.name not in self.merged:
+        if tensor.name not in self.products:
             self.source.read(tensor, out, offset, readahead)
             return
         values, columns, first = out.view(np.float32), tensor.shape[0], offset // 4
@@ -114,7 +114,7 @@ class LoraSource:
         self._decode(self.source.tensors[name], x, first, readahead)
         shape = self.source.tensors[name].shape
         rows_of_matrix = shape[1] if len(shape) > 1 else 1
-        for adapter, scale in self.merged[name]:
+        for adapter, scale in self.products[name]:
             row = 0
             while row < len(x):
                 matrix, inner = divmod(first + row, rows_of_matrix)
@@ -138,12 +138,12 @@ class LoraSource:
         if end - begin == len(x):
             dequantize_rows(stored.type, rows, x)
             return
-        decoded = np.empty((len(rows), columns), np.float32)
-        dequantize_rows(stored.type, rows, decoded)
-        x[...] = decoded[first - begin : first - begin + len(x)]
+        whole_groups = np.empty((len(rows), columns), np.float32)
+        dequantize_rows(stored.type, rows, whole_groups)
+        x[...] = whole_groups[first - begin : first - begin + len(x)]
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        return None if tensor.name in self.merged else self.source.place(tensor)
+        return None if tensor.name in self.products else self.source.place(tensor)
 
     def where(self, tensor: TensorInfo) -> str:
         return self.source.where(tensor)
@@ -239,7 +239,7 @@ def merge_notes(source: LoraSource) -> list[str]:
         + (f", scaled by {strength:g}" if strength != 1 else "")
         for adapter, strength in source.adapters
     ]
-    stored = [source.source.tensors[name] for name in source.merged]
+    stored = [source.source.tensors[name] for name in source.products]
     quantized = dict.fromkeys(t.type.name for t in stored if t.type.is_quantized)
     if quantized:
         n = sum(t.type.is_quantized for t in stored)

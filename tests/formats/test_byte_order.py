@@ -8,12 +8,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import big_endian
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from refusals import refuses
 
-import big_endian
 import checkpoints
 from quantkit.cli import cli
 from quantkit.compare import compare
@@ -163,16 +163,16 @@ def test_options_that_are_refused(files: tuple[Path, Path], tmp_path: Path) -> N
 
 def test_files_that_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
     """A type without a big-endian form, and a file that ends early."""
-    t, other, cut = BY_NAME["Q5_K"], tmp_path / "q5.gguf", tmp_path / "cut.gguf"
+    t, q5, short = BY_NAME["Q5_K"], tmp_path / "q5.gguf", tmp_path / "cut.gguf"
     head = struct.pack(">4sIQQ", b"GGUF", 3, 1, 1) + struct.pack(">Q1sII", 1, b"a", 4, 1)
     info = struct.pack(">Q1sIQQIQ", 1, b"w", 2, 256, 2, t.id, 0)
-    other.write_bytes((head + info).ljust(96, b"\0") + bytes(t.tensor_bytes((256, 2))))
-    with open_gguf(other) as file:
+    q5.write_bytes((head + info).ljust(96, b"\0") + bytes(t.tensor_bytes((256, 2))))
+    with open_gguf(q5) as file:
         assert file.get("a") == 1
         with refuses(TypeNotSupported, "QK-E300 q5.gguf Q5_K"):
             file.data("w")
         with refuses(TypeNotSupported, "QK-E300 q5.gguf Q5_K"):
             file.read(file.tensors["w"], np.empty(1, np.uint8), 0)
-    cut.write_bytes(files[1].read_bytes()[:-600])
+    short.write_bytes(files[1].read_bytes()[:-600])
     with refuses(FormatError, "QK-E103 cut.gguf"):
-        open_gguf(cut)
+        open_gguf(short)

@@ -112,6 +112,20 @@ ADAPTERS = {
             r"language_model.*self_attn\.[qkvo]_proj",
             renamed=("language_model.model.", "model.language_model."),  # transformers' modules, and its files
         ),
+        # Encoders beside the text; modules of transformers have another prefix than its files.
+        Adapter(
+            "qwen2.5-vl-towers",
+            "mm-qwen2.5-vl",
+            rf"{_DENSE}|attn\.(qkv|proj)|merger\.mlp\.[02]",
+            renamed=("visual.", "model.visual."),
+        ),
+        Adapter("qwen3-vl-towers", "mm-qwen3-vl", rf"{_DENSE}|attn\.(qkv|proj)|linear_fc[12]"),
+        Adapter(
+            "gemma3-towers",
+            "mm-gemma3",
+            rf"{_DENSE}|vision_model\.encoder\..*(out_proj|fc[12])",
+            renamed=("vision_tower.", "model.vision_tower."),
+        ),
         Adapter("glm4", "glm4", r"self_attn\.[qkvo]_proj|gate_up_proj|down_proj"),
         Adapter("deepseek-v2", "deepseek-v2", r"self_attn\.(q_proj|kv_a_proj_with_mqa|o_proj)"),
         Adapter("granite", "granite", _DENSE),

@@ -65,23 +65,23 @@ def test_copy_is_the_file_of_llama_export_lora(
 ) -> None:
     """Types, file type and unchanged tensors are equal; merged values to the last bit of the sum over the rank."""
     model, lora = models[name]
-    paths = [tmp_path / f"{part}.gguf" for part in ("base", "theirs", "ours")]
+    paths = [tmp_path / f"{part}.gguf" for part in ("base", "theirs", "actual")]
     quantize(model, paths[0], base)
     command = [llama_bin / "llama-export-lora", "-m", paths[0], "--lora-scaled", f"{lora}:0.7", "-o", paths[1]]
     answer = program_answer([*command, "-t", 1], [paths[1]], {"LD_LIBRARY_PATH": str(llama_bin)})
     assert not answer.code, answer.text
     merge(paths[0], paths[2], "COPY", f"{lora}:0.7")
-    with open_gguf(lora) as adapter, open_gguf(paths[1]) as theirs, open_gguf(paths[2]) as ours:
+    with open_gguf(lora) as adapter, open_gguf(paths[1]) as reference, open_gguf(paths[2]) as actual:
         changed = {t.removesuffix(".lora_a") for t in adapter.tensors if t.endswith(".lora_a")}
-        assert theirs.tensors.keys() == ours.tensors.keys() >= changed > set()
-        assert theirs.get("general.file_type") == ours.get("general.file_type") == 1
+        assert reference.tensors.keys() == actual.tensors.keys() >= changed > set()
+        assert reference.get("general.file_type") == actual.get("general.file_type") == 1
         differing = total = 0
-        for tensor in ours.tensors.values():
-            assert tensor.type is theirs.tensors[tensor.name].type
+        for tensor in actual.tensors.values():
+            assert tensor.type is reference.tensors[tensor.name].type
             if tensor.name not in changed:
-                assert np.array_equal(ours.data(tensor.name), theirs.data(tensor.name))
+                assert np.array_equal(actual.data(tensor.name), reference.data(tensor.name))
                 continue
-            x, y = values(ours, tensor.name), values(theirs, tensor.name)
+            x, y = values(actual, tensor.name), values(reference, tensor.name)
             assert np.abs(x - y).max() <= (2e-7 if base == "F32" else np.abs(x).max() * 2.0**-10)
             differing, total = differing + int((x != y).sum()), total + x.size
         assert base == "F32" or differing <= total * 1e-4
@@ -89,9 +89,7 @@ def test_copy_is_the_file_of_llama_export_lora(
 
 @pytest.mark.parametrize("source", ["F32", "BF16", "Q4_K", "Q6_0_R4", "IQ3_S"])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_values_are_encoded_once(
-    source: str, name: str, models: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_values_are_encoded_once(source: str, name: str, models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     """Bytes are those of the decoded tensor with both products added, encoded: for all matrices of a tensor."""
     model, lora = models[name]
     base, out = tmp_path / "base.gguf", tmp_path / "out.gguf"
@@ -105,7 +103,9 @@ def test_values_are_encoded_once(
             rank = b.shape[1]
             matrices = a.shape[2] if len(a.shape) > 2 else 1
             columns = values(adapter, a.name).reshape(matrices, rank, -1)
-            for rows, part, factor in zip(x.reshape(matrices, -1, x.shape[1]), b.reshape(matrices, -1, rank), columns):
+            for rows, part, factor in zip(
+                x.reshape(matrices, -1, x.shape[1]), b.reshape(matrices, -1, rank), columns, strict=True
+            ):
                 for strength in (1, -0.25):
                     add_low_rank(rows, strips(factor), part, np.float32(strength) * alpha / np.float32(rank))
             assert merged.tensors[tensor].type.name == "Q4_0"

@@ -113,7 +113,7 @@ def changed(adapter: adapters.Adapter, path: Path, change: Any) -> Path:
         ),
         (with_tensor("lm_head.weight", (641, 256)), "QK-E117 base_model.model.lm_head.weight 640"),
         (with_tensor("model.norm.weight", (256,), "I8"), "QK-E117 base_model.model.model.norm.weight"),
-        (with_tensor("visual.norm.weight", (256,)), "QK-E117 base_model.model.visual.norm.weight"),
+        (with_tensor("visual.norm.weight", (256,)), "QK-E117 visual.norm.weight"),
     ],
 )
 def test_tensors_that_are_refused(change: Any, refusal: str, bases: dict[str, Path], tmp_path: Path) -> None:

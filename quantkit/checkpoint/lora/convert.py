@@ -21,7 +21,8 @@ from quantkit.checkpoint.expressions import Transposed
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.low_rank import LowRank, factors_of, products_in
-from quantkit.checkpoint.lora.merge import check_copies, check_shape, copy_notes, text_weights
+from quantkit.checkpoint.lora.merge import check_copies, check_shape, copy_notes, left_tensors, part_weights
+from quantkit.checkpoint.lora.parts import TextPart
 from quantkit.checkpoint.lora.peft import CONFIG, Adapter, read_adapter
 from quantkit.checkpoint.nextn import WITH
 from quantkit.checkpoint.open import blame_config, stored_tensors
@@ -62,10 +63,10 @@ def _check_kind(adapter: Adapter) -> None:
     problem = ""
     if adapter.magnitudes:
         problem = "holds the lengths of rows (DoRA)"
-    elif adapter.whole:
+    elif adapter.replacements:
         problem = "replaces a tensor of the base (modules_to_save, added tokens, biases or norms)"
     if problem:
-        t = next(iter((adapter.magnitudes or adapter.whole).values()))
+        t = next(iter((adapter.magnitudes or adapter.replacements).values()))
         raise adapter.fail(
             t.name,
             f"{problem}, which GGUF adapters cannot express: merge the adapter (quantkit convert CHECKPOINT "
@@ -79,7 +80,12 @@ def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
     row.patch_config(config)
     row.inspect_tensors(config, set(adapter.weights))
     context = Context(config, TensorNames(row.arch, row.layers(config)))
-    weights = text_weights(adapter, row, context)
+    part = TextPart(row, context)
+    weights = part_weights(adapter, part)
+    if not weights:
+        raise adapter.fail(
+            next(iter(adapter.weights)), "it and all others belong to the encoders, which llama.cpp does not adapt"
+        )
     notes = _check(adapter, weights, base, row, context)
     alpha = adapter.one_alpha
     output_type = find_outtype(outtype, (x for _, product in weights.values() for x in (product.a, product.b)))
@@ -104,8 +110,18 @@ def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
     files += [card] if (card := adapter.path / "README.md").is_file() else []
     opened = Checkpoint(adapter.path, tuple(files), keys.fields, tensors, output_type, adapter.digest())
     opened.general, opened.kind = general, "lora"
-    opened.notes = (*notes, *copy_notes(adapter))
+    opened.notes = (*notes, *copy_notes(adapter), *_encoder_notes(adapter, part))
     return opened
+
+
+def _encoder_notes(adapter: Adapter, part: TextPart) -> list[str]:
+    """Return a note on tensors that the file lacks, because no runtime adapts encoders."""
+    if not (left := left_tensors(adapter, part)):
+        return []
+    return [
+        f"{adapter.path}: {len(left)} tensors belong to the encoders, which llama.cpp does not adapt, and are left "
+        f"out: {', '.join(map(short, left[:2]))}; quantkit convert --mmproj --merge-lora merges them"
+    ]
 
 
 def _factors(
@@ -160,7 +176,7 @@ def _check(
             check_shape(adapter, name, product, shapes.get(text), base)
         elif wrong := _shape_mismatch(config, text, product.shape):
             raise adapter.fail(name, f"B @ A is {list(product.shape)}, but {config.path} {wrong}")
-    check_copies(adapter, shapes or dict(_embedding_shapes(config)), row, context)
+    check_copies(adapter, shapes or dict(_embedding_shapes(config)), TextPart(row, context))
     return notes
 
 

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.lora.dora import Rescaled
 from quantkit.checkpoint.lora.low_rank import Added, LowRank, add_products
+from quantkit.checkpoint.lora.parts import EncoderPart, Part, base_of
 from quantkit.checkpoint.lora.peft import WEIGHTS, Adapter, read_adapter
 from quantkit.checkpoint.quantized import DecodedTensors
-from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.rules import is_tied
-from quantkit.checkpoint.tensors import Context, text_tensors
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
@@ -49,27 +47,32 @@ def identity(adapters: Sequence[Adapter]) -> str:
     )
 
 
-def text_weights(adapter: Adapter, row: Architecture, context: Context) -> dict[str, tuple[str, LowRank]]:
-    """Return the products of an adapter by the names of their weights in the text model, with their own.
+def part_weights(adapter: Adapter, part: Part) -> dict[str, tuple[str, LowRank]]:
+    """Return the products of an adapter by the names of their weights in a part of the model, with their own.
 
-    Raises FormatError for a weight outside the text model.
+    Raises FormatError for a weight of neither part.
     """
     weights: dict[str, tuple[str, LowRank]] = {}
     for name, product in adapter.weights.items():
-        items = list(text_tensors(row.stored, name, product, context))
-        if not items:
-            raise adapter.fail(name, "it is not part of the converted text model, so it would be lost")
-        for text, _ in items:
+        for text in _tensors_of(adapter, part, name, product):
             if text in weights:
                 raise adapter.fail(name, f"both it and {short(weights[text][0])} are adapters of {short(text)}")
             weights[text] = name, product
     return weights
 
 
-def check_copies(adapter: Adapter, shapes: dict[str, tuple[int, ...]], row: Architecture, context: Context) -> None:
+def _tensors_of(adapter: Adapter, part: Part, name: str, x: Expression) -> dict[str, Expression]:
+    """Return the tensors that one of an adapter's changes; none if they belong to the other part."""
+    items = dict(part.tensors(name, x))
+    if not items and not part.leaves(name):
+        raise adapter.fail(name, "it is not part of the converted text model, so it would be lost")
+    return items
+
+
+def check_copies(adapter: Adapter, shapes: dict[str, tuple[int, ...]], part: Part) -> None:
     """Refuse a copy of a base weight with another shape, such as that of a larger vocabulary."""
     for name, t in adapter.copies.items():
-        for text, _ in text_tensors(row.stored, name, next(iter(adapter.weights.values())), context):
+        for text, _ in part.tensors(name, next(iter(adapter.weights.values()))):
             if text in shapes and shapes[text] != t.shape:
                 raise adapter.fail(
                     t.name,
@@ -78,22 +81,20 @@ def check_copies(adapter: Adapter, shapes: dict[str, tuple[int, ...]], row: Arch
                 )
 
 
-def merge_adapters(
-    weights: DecodedTensors, adapters: Sequence[Adapter], row: Architecture, context: Context
-) -> DecodedTensors:
-    """Return the tensors of a checkpoint with adapters merged into them, one after another.
+def merge_adapters(weights: DecodedTensors, adapters: Sequence[Adapter], part: Part) -> DecodedTensors:
+    """Return the tensors of a part of a checkpoint with adapters merged into them, one after another.
 
     Raises FormatError for a product or a whole tensor that has no tensor in the checkpoint, or one of another shape.
     """
     tensors, first = dict(weights.tensors), dict(weights.first)
     shapes = {name: x.shape for name, x in (*tensors.items(), *first.items())}
     for adapter in adapters:
-        check_copies(adapter, shapes, row, context)
-        for text, (t, x) in whole_tensors(adapter, row, context).items():
-            _check_whole(adapter, t, x.shape, text, shapes.get(text), context)
+        check_copies(adapter, shapes, part)
+        for text, (t, x) in replacements_in(adapter, part).items():
+            _check_whole(adapter, t, x.shape, text, shapes.get(text), part)
             (first if text in first else tensors)[text] = x
-        for text, (name, product) in text_weights(adapter, row, context).items():
-            check_shape(adapter, name, product, shapes.get(text), context.config.path.parent)
+        for text, (name, product) in part_weights(adapter, part).items():
+            check_shape(adapter, name, product, shapes.get(text), base_of(part))
             group = first if text in first else tensors
             group[text] = _merged(group[text], adapter, name, product)
     return replace(weights, tensors=tensors, first=first)
@@ -107,16 +108,11 @@ def _merged(x: Expression, adapter: Adapter, name: str, product: LowRank) -> Exp
     return Rescaled(add_products(x, (product,)), magnitudes, name, by_column=product.of_embeddings)
 
 
-def whole_tensors(
-    adapter: Adapter, row: Architecture, context: Context
-) -> dict[str, tuple[StoredTensor, Expression]]:
-    """Return the adapter's whole tensors, as stored and as the model has them, by the names in the text model."""
+def replacements_in(adapter: Adapter, part: Part) -> dict[str, tuple[StoredTensor, Expression]]:
+    """Return the adapter's whole tensors, as stored and as a part of the model has them, by the names there."""
     result: dict[str, tuple[StoredTensor, Expression]] = {}
-    for name, t in adapter.whole.items():
-        items = list(text_tensors(row.stored, name, Stored(t), context))
-        if not items:
-            raise adapter.fail(t.name, "it is not part of the converted text model, so it would be lost")
-        for text, x in items:
+    for name, t in adapter.replacements.items():
+        for text, x in _tensors_of(adapter, part, name, Stored(t)).items():
             if text in result:
                 raise adapter.fail(t.name, f"both it and {short(result[text][0].name)} replace {short(text)}")
             result[text] = t, x
@@ -129,22 +125,22 @@ def _check_whole(
     shape: tuple[int, ...],
     text: str,
     base_shape: tuple[int, ...] | None,
-    context: Context,
+    part: Part,
 ) -> None:
     """Refuse a whole tensor without one to replace, or of another shape; and one of two tied matrices."""
-    if is_tied(context.config) and text.endswith(("embed_tokens.weight", "lm_head.weight")):
+    if is_tied(part.config) and text.endswith(("embed_tokens.weight", "lm_head.weight")):
         raise adapter.fail(
             t.name,
             "the embeddings are also the output matrix (tie_word_embeddings), of which the adapter replaces one, so "
             "GGUF needs two matrices: merge it with PEFT, untie them, and convert the result",
         )
     if base_shape is None:
-        raise adapter.fail(t.name, f"{context.config.path.parent} has no such tensor to replace (modules_to_save)")
+        raise adapter.fail(t.name, f"{base_of(part)} has no such tensor to replace (modules_to_save)")
     if base_shape != shape:
         raise adapter.fail(
             t.name,
-            f"{list(shape)}, but the tensor of the base that it replaces is {list(base_shape)}: the adapter has another "
-            "vocabulary or another base; merge it with PEFT and convert the result",
+            f"{list(shape)}, but the tensor of the base that it replaces is {list(base_shape)}: the adapter has "
+            "another vocabulary or another base; merge it with PEFT and convert the result",
         )
 
 
@@ -162,19 +158,35 @@ def check_shape(adapter: Adapter, name: str, product: LowRank, shape: tuple[int,
         )
 
 
-def notes_of(adapters: Sequence[Adapter], config: Config) -> list[str]:
-    """Return notes about merged adapters."""
+def notes_of(adapters: Sequence[Adapter], part: Part) -> list[str]:
+    """Return notes about adapters merged into a part of a model."""
     notes = []
     for adapter in adapters:
-        dora = " and rescaled (DoRA)" if adapter.magnitudes else ""
-        notes.append(f"{adapter.path}: merged into {len(adapter.weights)} weights{dora}")
-        if adapter.whole:
-            names = ", ".join(short(name) for name in list(adapter.whole)[:3])
-            notes.append(f"{adapter.path}: {len(adapter.whole)} tensors replace those of the base: {names}")
+        n, replacements = len(part_weights(adapter, part)), list(replacements_in(adapter, part))
+        dora = " and rescaled (DoRA)" if adapter.magnitudes and n else ""
+        notes.append(f"{adapter.path}: merged into {n} weights{dora}")
+        if replacements:
+            names = ", ".join(map(short, replacements[:3]))
+            notes.append(f"{adapter.path}: {len(replacements)} tensors replace those of the base: {names}")
+        if left := left_tensors(adapter, part):
+            names = ", ".join(map(short, left[:2]))
+            owner, remedy = ("encoders", "; --mmproj merges them into the mmproj file")
+            if isinstance(part, EncoderPart):
+                owner, remedy = "text model", ""
+            notes.append(f"{adapter.path}: {len(left)} tensors belong to the {owner}: {names}{remedy}")
         notes += copy_notes(adapter)
-        if is_tied(config) and any(name.endswith("embed_tokens.weight") for name in adapter.weights):
+        if is_tied(part.config) and any(name.endswith("embed_tokens.weight") for name in adapter.weights):
             notes.append(f"{adapter.path}: the embeddings are also the output matrix: both change, as in PEFT")
     return notes
+
+
+def left_tensors(adapter: Adapter, part: Part) -> list[str]:
+    """Return the tensors of an adapter that belong to the other part of the model."""
+    tensors: dict[str, Expression] = {
+        **adapter.weights,
+        **{name: Stored(t) for name, t in adapter.replacements.items()},
+    }
+    return [name for name, x in tensors.items() if not part.tensors(name, x) and part.leaves(name)]
 
 
 def copy_notes(adapter: Adapter) -> list[str]:

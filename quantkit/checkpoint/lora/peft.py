@@ -4,7 +4,7 @@ The meaning of the two factors of a weight follows from both files, so they are 
 adapter may have more: magnitudes of rows (DoRA), and whole tensors that replace those of the base (modules_to_save,
 trained biases, norms of mergekit-extract-lora). Merging applies them; a GGUF adapter cannot express them. Other
 PEFT features called LoRA are refused by name, because a file or merged model without them would give other results.
-Facts of PEFT 0.17.1: tuners/lora/config.py, tuners/lora/model.py, tuners/lora/layer.py, tuners/lora/variants.py,
+Facts of PEFT 0.17.1: tuners/lora/config.py, tuners/lora/model.py, tuners/lora/layer.py, tuners/lora/variants.py (DoRA),
 utils/other.py (get_pattern_key), utils/save_and_load.py.
 """
 
@@ -63,7 +63,7 @@ class Adapter:
     ``weights``: by the name of the weight in the base, in the order of the file. ``alpha``: of weights without a
     pattern; with rsLoRA times the root of the rank. ``copies``: copies of base weights in the adapter. ``magnitudes``:
     the lengths that rows of a merged weight have (DoRA), of embeddings its columns, by the name of the weight.
-    ``whole``: tensors that replace those of the base, by their names in it.
+    ``replacements``: tensors that replace those of the base, by their names in it.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class Adapter:
     alpha: float
     copies: dict[str, StoredTensor]
     magnitudes: dict[str, StoredTensor] = field(default_factory=dict)
-    whole: dict[str, StoredTensor] = field(default_factory=dict)
+    replacements: dict[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -127,10 +127,10 @@ def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
     weights = {name: _make_product(path, name, pair, patterns, strength) for name, pair in content.pairs.items()}
     if not weights:
         raise FormatError(f"{path / WEIGHTS}: has no factors (lora_A, lora_B)", "QK-E117")
-    adapter = Adapter(path, config, weights, patterns.default, content.copies, content.magnitudes, content.whole)
+    adapter = Adapter(path, config, weights, patterns.default, content.copies, content.magnitudes, content.replacements)
     _check_dora(adapter, strength)
     saved = config.get("modules_to_save")
-    if saved and not adapter.whole:
+    if saved and not adapter.replacements:
         raise FormatError(f"{path / WEIGHTS}: has no tensor of modules_to_save {short(saved)}", "QK-E117")
     return adapter
 
@@ -141,7 +141,8 @@ def _check_dora(adapter: Adapter, strength: float) -> None:
     if bool(adapter.magnitudes) != bool(has_magnitudes):
         tensors = "has" if adapter.magnitudes else "has no"
         raise FormatError(
-            f"{adapter.path / CONFIG}: use_dora is {short(has_magnitudes)}, but {WEIGHTS} {tensors} lora_magnitude_vector",
+            f"{adapter.path / CONFIG}: use_dora is {short(has_magnitudes)}, but {WEIGHTS} {tensors} "
+            "lora_magnitude_vector",
             "QK-E117",
         )
     if not adapter.magnitudes:
@@ -260,7 +261,7 @@ class _Content:
     pairs: dict[str, _Pair] = field(default_factory=dict)
     copies: dict[str, StoredTensor] = field(default_factory=dict)
     magnitudes: dict[str, StoredTensor] = field(default_factory=dict)
-    whole: dict[str, StoredTensor] = field(default_factory=dict)
+    replacements: dict[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def read(cls, header: dict[str, StoredTensor]) -> _Content:
@@ -290,12 +291,12 @@ class _Content:
             self.copies[name.replace(".base_layer.weight", ".weight")] = t
         else:
             replaced = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-            _check_unique(t, replaced in self.whole, f"{short(replaced)} of the base")
+            _check_unique(t, replaced in self.replacements, f"{short(replaced)} of the base")
             if t.dtype not in _DTYPES or 0 in t.shape:
                 raise FormatError(
                     f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} has no floats", "QK-E117"
                 )
-            self.whole[replaced] = t
+            self.replacements[replaced] = t
 
 
 def _check_unique(t: StoredTensor, is_double: bool, item: str) -> None:

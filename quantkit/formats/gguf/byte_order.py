@@ -37,8 +37,7 @@ def check_swap(t: TensorType, subject: str) -> None:
     """Raise TypeNotSupported for a type without a big-endian form; ``subject`` names file and tensor."""
     if t.name not in _PLAIN and t.name not in _FLOATS:
         raise TypeNotSupported(
-            f"{subject} is {t}, which has no big-endian form; types that have one: "
-            f"{', '.join((*_PLAIN, *_FLOATS))}",
+            f"{subject} is {t}, which has no big-endian form; types that have one: {', '.join((*_PLAIN, *_FLOATS))}",
             "QK-E300",
         )
 
