@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quantkit.convert import ConvertOptions, convert, convert_mmproj, plan_convert, plan_mmproj
     from quantkit.cook import cook, plan_cook
     from quantkit.doctor import doctor
+    from quantkit.edit import EditOptions, edit, plan_edit
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConvertOptions",
     "Covariances",
+    "EditOptions",
     "ExportOptions",
     "Field",
     "GGUFFile",
@@ -77,6 +79,7 @@ __all__ = [
     "diff_imatrix",
     "diff_recipe",
     "doctor",
+    "edit",
     "errors",
     "evaluate",
     "export",
@@ -96,6 +99,7 @@ __all__ = [
     "plan_convert_lora",
     "plan_mmproj",
     "plan_cook",
+    "plan_edit",
     "plan_export",
     "plan_quantize",
     "presets",
@@ -125,6 +129,7 @@ _HOME = {
     **dict.fromkeys(("errors", "evaluate", "kernels", "recipes"), ""),
     "ConvertOptions": "options.convert",
     "Covariances": "formats.covariance",
+    "EditOptions": "options.edit",
     "ExportOptions": "options.export",
     "Field": "formats.gguf",
     "GGUFFile": "tensors",
@@ -146,6 +151,7 @@ _HOME = {
     "convert_recipe": "recipes",
     "cook": "cook",
     "doctor": "doctor",
+    "edit": "edit",
     "covariance": "imatrix.covariance",
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",
@@ -165,6 +171,7 @@ _HOME = {
     "plan_convert_lora": "lora",
     "plan_mmproj": "convert",
     "plan_cook": "cook",
+    "plan_edit": "edit",
     "plan_export": "export",
     "plan_quantize": "quantize",
     "presets": "catalog",

@@ -50,6 +50,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit": {
         **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
         "doctor": {"bench"},
+        "edit": {"options"},
         "calibration": set(),
         "compare": set(),
         "inspect": set(),

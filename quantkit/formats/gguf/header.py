@@ -60,6 +60,12 @@ class Header:
             return None
         return self._encode(fields, excess if excess >= self.alignment else 0).ljust(self.size, b"\0")
 
+    def encode_present(self) -> bytes:
+        """Return the header as it is."""
+        head = _COUNTS.pack(MAGIC, self.version, self.n_tensors, len(self.fields))
+        data = b"".join((head, *(field.encode() for field in self.fields), self.infos))
+        return data.ljust(self.size, b"\0")
+
     def _encode(self, fields: Iterable[Field], room: int) -> bytes:
         fields = [field for field in fields if field.key != PADDING_KEY]
         if room:

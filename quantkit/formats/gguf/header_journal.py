@@ -1,8 +1,8 @@
 """Replace the header of a file in place: a crash, or another reader, never sees half of the new one.
 
-FILE.quantkit-header, the journal, has the old and the new header. It is complete on the disk before the first byte of the file
-changes, and removed after the last one has reached the disk. ``settle``, which every reader of GGUF files calls, waits
-for a writer that lives, and puts the old header back after one that was killed.
+FILE.quantkit-header, the journal, has the old and the new header. It is complete on the disk before the first byte of
+the file changes, and removed after the last one has reached the disk. ``settle``, which every reader of GGUF files
+calls, waits for a writer that lives, and puts the old header back after one that was killed.
 
     "QKHEADER"  u64 size of the file  u64 bytes of a header  old header  new header  SHA-256 of all before
 """
@@ -105,7 +105,8 @@ def _lock(real: Path, journal: Path) -> Iterator[bool]:
                 yield False
                 return
             if time.monotonic() > end:
-                raise ResourceError(f"{real}: another process is replacing its header; wait for it", "QK-E404") from None
+                message = f"{real}: another process is replacing its header; wait for it"
+                raise ResourceError(message, "QK-E404") from None
             time.sleep(0.02)
         except OSError as e:
             raise ResourceError(
