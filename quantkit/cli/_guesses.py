@@ -15,6 +15,7 @@ ALIASES = {
     "ppl": "perplexity",
     "quant": "quantize",
     "diff": "compare",
+    "set-metadata": "edit",
     "convert-hf-to-gguf": "convert",
     "convert-lora-to-gguf": "convert-lora",
     "check": "doctor",
@@ -56,6 +57,8 @@ def _constant(text: str) -> Callable[[Sequence[str]], str]:
 _LORA = "merge the adapter into the checkpoint: quantkit convert CHECKPOINT OUT.gguf --merge-lora ADAPTER"
 _NO_RUN = "quantkit does not generate text; use llama.cpp: llama-cli -m MODEL.gguf"
 
+_EDIT = "quantkit edit FILE.gguf --set KEY=VALUE [-o OUT.gguf]"
+
 #: Guessed names, and what to type instead, from the arguments.
 ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
     "split": _split,
@@ -65,6 +68,8 @@ ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
     "export-lora": _constant(_LORA),
     "merge-lora": _constant(_LORA),
     "lora": _constant("to convert an adapter, quantkit convert-lora ADAPTER; " + _LORA),
+    "gguf-set-metadata": _constant(_EDIT),
+    "gguf-new-metadata": _constant(_EDIT),
     "download": lambda arguments: (
         f"hf download {_files(arguments, ['ORG/REPO'])}; -hf ORG/REPO:TYPE instead of -m MODEL downloads, too, and "
         "quantkit convert reads hf://ORG/REPO"
@@ -78,9 +83,6 @@ ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
     "serve": _constant(_NO_RUN.replace("llama-cli", "llama-server")),
     "eval": _constant("quantkit perplexity -m MODEL.gguf -f TEXT, or quantkit kld for the divergence from a base"),
     "plot": _constant("--plot FILE of quantkit search, types, quantize, imatrix show and imatrix --layer-similarity"),
-    "set-metadata": _constant("quantkit quantize IN.gguf OUT.gguf COPY --override-kv KEY=TYPE:VALUE"),
-    "gguf-set-metadata": _constant("quantkit quantize IN.gguf OUT.gguf COPY --override-kv KEY=TYPE:VALUE"),
-    "gguf-new-metadata": _constant("quantkit quantize IN.gguf OUT.gguf COPY --override-kv KEY=TYPE:VALUE"),
 }
 
 

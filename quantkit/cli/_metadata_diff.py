@@ -25,7 +25,7 @@ def field_dict(item: Field | None) -> dict[str, Any] | None:
 
 
 def describe_change(a: Field | None, b: Field | None) -> str:
-    """Return what differs between two values of a key; None where a file lacks it."""
+    """Return the difference between two values of a key; None where a file lacks it."""
     if a is None or b is None:
         return _value(a or b)
     if a.item_type is not None and a.item_type == b.item_type:

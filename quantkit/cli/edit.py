@@ -129,7 +129,7 @@ def command(
     quantkit edit model.gguf --name "Tiny MoE" --license mit
     quantkit edit model.gguf --chat-template template.jinja --dry-run
     quantkit edit model.gguf --special-token 'eos=<|im_end|>' -o fixed.gguf
-    quantkit edit model.gguf --remove 'quantize.imatrix.*' --set general.tags=[moe]
+    quantkit edit model.gguf --remove 'quantize.imatrix.*' --set general.name=Tiny
     """
     options = EditOptions(
         drop_provenance=drop_provenance,
@@ -165,7 +165,7 @@ def _kind(is_new: bool, is_removed: bool) -> str:
 
 
 def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
-    """Return what is written, or would be."""
+    """Return the lines on the files that are, or would be, written."""
     first, size = printable(str(plan.outputs[0])), format_size(plan.nbytes)
     if plan.method is Method.NOTHING:
         return [f"{first}: nothing to change"]

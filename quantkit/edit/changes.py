@@ -11,8 +11,7 @@ from typing import Any
 from quantkit.edit.values import field_of
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, ValueType
-from quantkit.formats.gguf.header import PADDING_KEY
-from quantkit.formats.gguf.rules import ALIGNMENT_KEY, short
+from quantkit.formats.gguf.rules import ALIGNMENT_KEY, PADDING_KEY, short
 from quantkit.formats.outputs import read_whole
 from quantkit.names import printable
 from quantkit.options.edit import EditOptions
@@ -71,12 +70,12 @@ class Editor:
             ("general.license", options.license),
         ):
             if text is not None:
-                self._put(Field.of(key, text, ValueType.STRING))
+                self._replace(Field.of(key, text, ValueType.STRING))
 
     def changes(self) -> list[Change]:
-        """Return what differs from the file, in its order."""
+        """Return the keys that differ from the file, in its order."""
         keys = dict.fromkeys((*self._original, *self.fields))
-        pairs = ((key, self._original.get(key), self.fields.get(key)) for key in keys if key != PADDING_KEY)
+        pairs = ((key, self._original.get(key), self.fields.get(key)) for key in keys)
         return [Change(*pair) for pair in pairs if _content(pair[1]) != _content(pair[2])]
 
     def _check(self, key: str) -> None:
@@ -90,7 +89,7 @@ class Editor:
         if key == PADDING_KEY:
             raise RecipeError(f"{key}: use --reserve", "QK-E201")
 
-    def _put(self, field: Field) -> None:
+    def _replace(self, field: Field) -> None:
         self._check(field.key)
         self.fields[field.key] = field
 
@@ -104,9 +103,8 @@ class Editor:
         if not keys:
             raise RecipeError(f"--remove {pattern}: {printable(str(self.path))} has no such key", "QK-E206")
         for key in keys:
-            if pattern == key or key != PADDING_KEY:
-                self._check(key)
-                del self.fields[key]
+            self._check(key)
+            del self.fields[key]
 
     def _rename(self, key: str, name: str) -> None:
         self._check(key)
@@ -122,11 +120,11 @@ class Editor:
 
     def _set_template(self, name: str, path: Path) -> None:
         for inner, text in read_templates(path).items():
-            self._put(Field.of(template_key(name or inner), text, ValueType.STRING))
+            self._replace(Field.of(template_key(name or inner), text, ValueType.STRING))
         prefix = f"{TEMPLATE}."
         names = sorted(key.removeprefix(prefix) for key in self.fields if key.startswith(prefix))
         if names:
-            self._put(Field.of(TEMPLATES, names, ValueType.ARRAY, ValueType.STRING))
+            self._replace(Field.of(TEMPLATES, names, ValueType.ARRAY, ValueType.STRING))
 
     def _set_token(self, name: str, token: str | int) -> None:
         tokens = self.fields.get(_TOKENS)
@@ -135,7 +133,7 @@ class Editor:
         if name not in TOKEN_NAMES:
             raise RecipeError(f"--special-token {name}: choose one of {', '.join(TOKEN_NAMES)}", "QK-E203")
         number = self._token_id(name, token, tokens)
-        self._put(Field.of(f"tokenizer.ggml.{_TOKEN_WORDS.get(name, name)}_token_id", number, ValueType.UINT32))
+        self._replace(Field.of(f"tokenizer.ggml.{_TOKEN_WORDS.get(name, name)}_token_id", number, ValueType.UINT32))
 
     def _token_id(self, name: str, token: str | int, tokens: Field) -> int:
         if isinstance(token, int):

@@ -72,5 +72,5 @@ def token_texts(fields: Mapping[str, Field]) -> Iterator[tuple[str, str]]:
     for name in ("bos", "eos"):
         field = fields.get(f"tokenizer.ggml.{name}_token_id")
         number = field.value if field is not None else None
-        known = tokens is not None and isinstance(number, int) and 0 <= number < tokens.count
-        yield f"{name}_token", str(tokens.value[number]) if known and tokens is not None else ""
+        is_valid = tokens is not None and isinstance(number, int) and 0 <= number < tokens.count
+        yield f"{name}_token", str(tokens.value[number]) if is_valid and tokens is not None else ""

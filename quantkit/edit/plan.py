@@ -11,7 +11,7 @@ from quantkit.edit.changes import Change, Editor
 from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Field, open_gguf, parse_split_path, split_path
-from quantkit.formats.gguf.header import PADDING_KEY, Header
+from quantkit.formats.gguf.header import Header
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
 from quantkit.html_table import HtmlTable, Table, table_of
@@ -42,6 +42,7 @@ class EditPlan(HtmlTable):
         changes: the keys that change.
         header: the new header of the first shard.
         present: its present header.
+        nbytes: the bytes that are written.
         notes: what could not be checked.
     """
 
@@ -51,17 +52,8 @@ class EditPlan(HtmlTable):
     method: Method
     header: bytes
     present: bytes
+    nbytes: int
     notes: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are written."""
-        if self.method is Method.NOTHING:
-            return 0
-        if self.method is Method.IN_PLACE:
-            return len(self.header)
-        pairs = zip(self.sources, self.outputs, strict=False)
-        return sum(source.stat().st_size for source, _ in pairs) + len(self.header) - len(self.present)
 
     def as_table(self) -> Table:
         """Return the changed keys with their values before and after."""
@@ -91,33 +83,36 @@ def plan_edit(
             check_kinds(changes)
             check_loading(model, editor.fields)
             notes = check_templates(Path(source), changes, dict(token_texts(editor.fields)))
-        header = Header.of(read_shard(model.paths[0], 0, header_only=True))
-        sources = tuple(map(Path, model.paths))
+        header = Header.from_shard(read_shard(model.paths[0], 0, header_only=True))
+        sources, room = tuple(map(Path, model.paths)), model.room
     fields = list(editor.fields.values())
+    present = header.encode_present()
     if output is not None:
         outputs = _outputs(Path(output), len(sources))
         check_apart(outputs, sources)
-        new = header.encode(fields, room=_room(header) if reserve is None else reserve)
-        return EditPlan(sources, outputs, changes, Method.COPY, new, header.encode_present(), tuple(notes))
-    _check_editable(Path(source))
-    outputs = (resolve_links(sources[0]),)
-    present = header.encode_present()
-    if not changes and reserve is None:
-        return EditPlan(sources, outputs, changes, Method.NOTHING, present, present, tuple(notes))
-    in_place = header.encode_to_size(fields) if reserve is None else None
-    if in_place is not None:
-        return EditPlan(sources, outputs, changes, Method.IN_PLACE, in_place, present, tuple(notes))
-    new = _encode_aligned(header, fields, DEFAULT_ROOM if reserve is None else reserve)
-    return EditPlan(sources, outputs, changes, Method.REWRITE, new, present, tuple(notes))
+        method, new = Method.COPY, header.encode(fields, room=room if reserve is None else reserve)
+    else:
+        _check_editable(Path(source))
+        outputs = (resolve_links(sources[0]),)
+        method, new = _choose_method(header, fields, bool(changes), reserve)
+    nbytes = 0 if method is Method.NOTHING else len(new)
+    if method in (Method.REWRITE, Method.COPY):
+        nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
+    return EditPlan(sources, outputs, changes, method, new, present, nbytes, tuple(notes))
 
 
-def _room(header: Header) -> int:
-    """Return the room that the file has for edits."""
-    return next((len(str(f.value)) for f in header.fields if f.key == PADDING_KEY), 0)
+def _choose_method(header: Header, fields: list[Field], has_changes: bool, reserve: int | None) -> tuple[Method, bytes]:
+    """Return the method of a change under the same name, and the new header."""
+    if not has_changes and reserve is None:
+        return Method.NOTHING, header.encode_present()
+    data = header.encode_to_size(fields) if reserve is None else None
+    if data is not None:
+        return Method.IN_PLACE, data
+    return Method.REWRITE, _encode_aligned(header, fields, DEFAULT_ROOM if reserve is None else reserve)
 
 
 def _encode_aligned(header: Header, fields: list[Field], room: int) -> bytes:
-    """Return a header by which tensor data moves by whole blocks of the file system, with room if any is wanted."""
+    """Return a header by which tensor data moves by whole blocks of the file system, with room unless it is 0."""
     if not room:
         return header.encode(fields)
     data = header.encode(fields, room=room)

@@ -83,12 +83,12 @@ def run_edit(plan: EditPlan, *, overwrite: bool = False, progress: ProgressCallb
 
 
 class _Copy(NamedTuple):
-    """A file that is written: ``header`` in place of the first ``skipped`` bytes of the source."""
+    """A file that is written: ``header`` in place of the first ``begin`` bytes of the source."""
 
     source: Path
     part: Path
     header: bytes
-    skipped: int
+    begin: int
 
 
 class _Counter:
@@ -105,7 +105,7 @@ class _Counter:
 
 def _write(copy: _Copy, count: Callable[[int], None]) -> None:
     """Write a file: the header, then the source's other bytes, by the kernel if it can."""
-    nbytes = copy.source.stat().st_size - copy.skipped
+    nbytes = copy.source.stat().st_size - copy.begin
     # Without allocating: blocks that the file system shares need no space.
     with open(copy.part, "wb") as file:
         file.write(copy.header)
@@ -114,10 +114,10 @@ def _write(copy: _Copy, count: Callable[[int], None]) -> None:
     by_kernel, buffer = True, np.empty(0, np.uint8)
     for position in range(0, nbytes, _CHUNK):
         n = min(_CHUNK, nbytes - position)
-        begin, target = copy.skipped + position, len(copy.header) + position
-        by_kernel = by_kernel and copy_range(copy.source, copy.part, begin, target, n)
+        source_offset, target = copy.begin + position, len(copy.header) + position
+        by_kernel = by_kernel and copy_range(copy.source, copy.part, source_offset, target, n)
         if not by_kernel:
             buffer = buffer if len(buffer) >= n else np.empty(n, np.uint8)
-            read_range(copy.source, buffer[:n], begin)
+            read_range(copy.source, buffer[:n], source_offset)
             write_range(copy.part, buffer[:n], target)
         count(n)

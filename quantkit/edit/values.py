@@ -66,9 +66,10 @@ def _parse(key: str, text: str, present: ValueType | None, *, is_array: bool) ->
         content = _read(key, Path(text[1:]))
         return (_items(key, content, present), present) if is_array else (content, ValueType.STRING)
     if present is None:
+        example = shorten(printable(text), 40)
         raise RecipeError(
-            f"the file has no {key}: write the type of the new value, {key}=str:{shorten(printable(text), 40)}, or int, "
-            "float, bool, u8 to f64",
+            f"the file has no {key}: write the type of the new value, {key}=str:{example}, or int, float, bool, u8 to "
+            "f64",
             "QK-E203",
         )
     if is_array:

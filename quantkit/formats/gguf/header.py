@@ -12,11 +12,9 @@ from quantkit.errors import FormatError
 from quantkit.formats.files import open_input
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard
-from quantkit.formats.gguf.rules import MAGIC
+from quantkit.formats.gguf.rules import MAGIC, PADDING_KEY
 from quantkit.units import round_up
 
-#: A key whose text, spaces, keeps room for later edits: a header has no other place for them.
-PADDING_KEY = "quantkit.pad"
 _COUNTS = struct.Struct("<4sIQQ")
 #: The bytes of that key with an empty text: length, key, type, length.
 _MIN_PADDING = 8 + len(PADDING_KEY) + 4 + 8
@@ -34,7 +32,7 @@ class Header:
     size: int
 
     @classmethod
-    def of(cls, shard: Shard) -> Header:
+    def from_shard(cls, shard: Shard) -> Header:
         """Return the header of a local file. Raises FormatError, OSError."""
         begin = _COUNTS.size + sum(len(field.encode()) for field in shard.fields.values())
         nbytes = sum(8 + len(t.name.encode()) + 4 + 8 * len(t.shape) + 4 + 8 for t in shard.tensors)

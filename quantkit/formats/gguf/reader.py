@@ -44,7 +44,7 @@ _OTHER_MAGICS = {
     b"PK\x03\x04": "a zip archive",
 }
 
-#: How often a file is read whose header other processes replace.
+#: Maximum number of reads of a file whose header other processes replace.
 _ATTEMPTS = 5
 
 _u32 = struct.Struct("<I").unpack_from
