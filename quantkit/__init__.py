@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from quantkit.report import ReportOptions, report
     from quantkit.search import search, search_front
     from quantkit.sensitivity import read_sensitivity, sensitivity
+    from quantkit.split import join, plan_join, plan_split, split
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "export",
     "imatrix",
     "inspect",
+    "join",
     "kernels",
     "kld",
     "lint_recipe",
@@ -101,7 +103,9 @@ __all__ = [
     "plan_cook",
     "plan_edit",
     "plan_export",
+    "plan_join",
     "plan_quantize",
+    "plan_split",
     "presets",
     "prune_cache",
     "quantize",
@@ -115,6 +119,7 @@ __all__ = [
     "show_cache",
     "show_imatrix",
     "show_recipe",
+    "split",
     "split_up_gate",
     "sweep_bench",
     "types",
@@ -158,6 +163,7 @@ _HOME = {
     "export": "export",
     "imatrix": "imatrix",
     "inspect": "inspect",
+    "join": "split",
     "kld": "evaluate",
     "lint_recipe": "recipes",
     "load": "model.engine",
@@ -173,7 +179,9 @@ _HOME = {
     "plan_cook": "cook",
     "plan_edit": "edit",
     "plan_export": "export",
+    "plan_join": "split",
     "plan_quantize": "quantize",
+    "plan_split": "split",
     "presets": "catalog",
     "prune_cache": "cache",
     "quantize": "quantize",
@@ -186,6 +194,7 @@ _HOME = {
     "show_cache": "cache",
     "show_imatrix": "imatrix",
     "show_recipe": "recipes",
+    "split": "split",
     "split_up_gate": "merge",
     "sweep_bench": "bench",
     "types": "catalog",

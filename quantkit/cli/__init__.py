@@ -28,6 +28,8 @@ COMMANDS = {
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
     "cache": "Show, prune and verify a cache of encoded tensors (--cache).",
     "inspect": "Show the contents of a GGUF file: tensors, types, sizes, metadata, shards.",
+    "split": "Split a GGUF file into shards: the bytes of llama-gguf-split.",
+    "join": "Join the shards of a GGUF model into one file.",
     "edit": "Edit the metadata of a GGUF file, in place where it fits: chat template, special tokens, any key.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",
     "perplexity": "Measure perplexity on a text; save logits as a base for kld.",

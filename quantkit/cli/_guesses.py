@@ -32,11 +32,11 @@ def _split(arguments: Sequence[str]) -> str:
     words = list(arguments)
     size = words[words.index("--split-max-size") + 1] if "--split-max-size" in words[:-1] else "48G"
     files = [a for a in words if a != size or "--split-max-size" not in words]
-    return f"quantkit quantize --split-max-size {shlex.quote(size)} {_files(files, ['IN.gguf', 'OUT.gguf'])} COPY"
+    return f"quantkit split --max-size {shlex.quote(size)} {_files(files, ['IN.gguf', 'OUT.gguf'])}"
 
 
 def _join(arguments: Sequence[str]) -> str:
-    return f"quantkit quantize {_files(arguments, ['IN-00001-of-00002.gguf', 'OUT.gguf'])} COPY"
+    return f"quantkit join {_files(arguments, ['IN-00001-of-00002.gguf', 'OUT.gguf'])}"
 
 
 def _split_or_join(arguments: Sequence[str]) -> str:
@@ -61,8 +61,6 @@ _EDIT = "quantkit edit FILE.gguf --set KEY=VALUE [-o OUT.gguf]"
 
 #: Guessed names, and what to type instead, from the arguments.
 ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
-    "split": _split,
-    "join": _join,
     "gguf-split": _split_or_join,
     "merge": _merge,
     "export-lora": _constant(_LORA),

@@ -75,8 +75,8 @@ def test_an_edit_that_fits_changes_only_the_header(model: Path, tiny_moe: Path, 
         "tokenizer.chat_template": JINJA,
     }
     assert not journal_path(model).exists()
-    undone = EditOptions(name="tiny-moe", remove=("general.license", "tokenizer.chat_template"))
-    assert edit(model, options=undone).method is Method.IN_PLACE
+    inverse = EditOptions(name="tiny-moe", remove=("general.license", "tokenizer.chat_template"))
+    assert edit(model, options=inverse).method is Method.IN_PLACE
     assert values_of(model) == values
 
 
@@ -288,11 +288,11 @@ def test_python_values_and_renames(model: Path) -> None:
 
 
 def test_templates_and_tokens(model: Path, tmp_path: Path) -> None:
-    (named := tmp_path / "tokenizer_config.json").write_text(
+    (config := tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": [{"name": n, "template": f"{n} {JINJA}"} for n in ("default", "tool_use")]})
     )
     (rag := tmp_path / "rag.jinja").write_text(JINJA)
-    edit(model, options=EditOptions(chat_template={"": named, "rag": rag}, special_token={"eot": "!", "pad": 5}))
+    edit(model, options=EditOptions(chat_template={"": config, "rag": rag}, special_token={"eot": "!", "pad": 5}))
     values = values_of(model)
     assert values["tokenizer.chat_template"] == f"default {JINJA}"
     assert values["tokenizer.chat_template.tool_use"] == f"tool_use {JINJA}"
@@ -400,14 +400,14 @@ def test_the_bytes_are_those_of_gguf_new_metadata(tiny_moe: Path, tmp_path: Path
     import subprocess
 
     (template := tmp_path / "t.jinja").write_text(JINJA)
-    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    output, reference = tmp_path / "output.gguf", tmp_path / "reference.gguf"
     arguments = ["--general-name", "Tiny", "--chat-template", JINJA, "--special-token", "eos", "!"]
-    arguments += ["--remove-metadata", "tokenizer.ggml.add_bos_token", "--force", str(tiny_moe), str(theirs)]
+    arguments += ["--remove-metadata", "tokenizer.ggml.add_bos_token", "--force", str(tiny_moe), str(reference)]
     subprocess.run(
         [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", *arguments], check=True, capture_output=True
     )
     options = EditOptions(
         name="Tiny", chat_template={"": template}, special_token={"eos": "!"}, remove=("tokenizer.ggml.add_bos_token",)
     )
-    edit(tiny_moe, ours, options)
-    assert ours.read_bytes() == theirs.read_bytes()
+    edit(tiny_moe, output, options)
+    assert output.read_bytes() == reference.read_bytes()

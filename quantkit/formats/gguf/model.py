@@ -288,6 +288,10 @@ def parse_split_path(path: str | os.PathLike[str]) -> tuple[str, int, int] | Non
     return (match[1], int(match[2]) - 1, int(match[3])) if match else None
 
 
+#: The keys of shards.
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+
+
 def split_fields(no: int, count: int, n_tensors: int) -> list[Field]:
     """Return the three keys of shard ``no`` (from 0), typed and ordered as llama-quantize --keep-split does."""
     return [

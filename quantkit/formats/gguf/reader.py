@@ -304,15 +304,15 @@ def _read_settled(path: Path, shard: int, header_only: bool) -> Shard:
     for attempt in range(_ATTEMPTS):
         settle(path)
         try:
-            held = hold(path)
+            file = hold(path)
         except OSError as e:
             raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
-        view = map_file(held)
+        view = map_file(file)
         try:
-            result = _read_shard(_Cursor(held, view, len(view)), shard, header_only)
-            check_unchanged([held])
+            result = _read_shard(_Cursor(file, view, len(view)), shard, header_only)
+            check_unchanged([file])
         except FormatError:
-            if attempt + 1 < _ATTEMPTS and _has_changed(held):
+            if attempt + 1 < _ATTEMPTS and _has_changed(file):
                 continue
             raise
         if not is_edited(path):
