@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quantkit.formats.covariance import Covariances
     from quantkit.formats.gguf import Field, ValueType
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
+    from quantkit.hash import check_sums, hash, write_sums
     from quantkit.imatrix import convert_imatrix, diff_imatrix, imatrix, merge_imatrix, show_imatrix
     from quantkit.imatrix.covariance import covariance
     from quantkit.inspect import inspect
@@ -69,6 +70,7 @@ __all__ = [
     "__version__",
     "bench",
     "calibration",
+    "check_sums",
     "compare",
     "convert",
     "convert_mmproj",
@@ -84,6 +86,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export",
+    "hash",
     "imatrix",
     "inspect",
     "join",
@@ -127,6 +130,7 @@ __all__ = [
     "write_gguf",
     "write_imatrix",
     "write_recipe",
+    "write_sums",
 ]
 
 #: The module of every name above; "" for a module of this package.
@@ -148,6 +152,7 @@ _HOME = {
     "ValueType": "formats.gguf",
     "bench": "bench",
     "calibration": "calibration",
+    "check_sums": "hash",
     "compare": "compare",
     "convert": "convert",
     "convert_mmproj": "convert",
@@ -161,6 +166,7 @@ _HOME = {
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",
     "export": "export",
+    "hash": "hash",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "join": "split",
@@ -202,6 +208,7 @@ _HOME = {
     "write_gguf": "tensors",
     "write_imatrix": "formats.imatrix",
     "write_recipe": "recipes",
+    "write_sums": "hash",
 }
 
 

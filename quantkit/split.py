@@ -30,7 +30,7 @@ from quantkit.quantize import size_of
 from quantkit.units import round_up
 from quantkit.version import __version__
 
-#: By which llama-gguf-split pads tensors, whatever the alignment of the file is.
+#: The alignment by which llama-gguf-split counts the size of tensors, regardless of the file's.
 _PADDING = 32
 
 

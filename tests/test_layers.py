@@ -51,6 +51,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
         "doctor": {"bench"},
         "edit": {"options"},
+        "hash": set(),
         "split": {"quantize"},
         "calibration": set(),
         "compare": set(),

@@ -31,6 +31,7 @@ COMMANDS = {
     "split": "Split a GGUF file into shards: the bytes of llama-gguf-split.",
     "join": "Join the shards of a GGUF model into one file.",
     "edit": "Edit the metadata of a GGUF file, in place where it fits: chat template, special tokens, any key.",
+    "hash": "Show digests of GGUF files: of data, metadata and tensors; write and check SHA256SUMS.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",
     "perplexity": "Measure perplexity on a text; save logits as a base for kld.",
     "kld": "Measure the KL divergence of a model from saved logits.",
