@@ -12,6 +12,7 @@ from typing import Unpack
 
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError, ResourceError
+from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf import (
     SPLIT_KEYS,
     Field,
@@ -158,7 +159,7 @@ def run_split(
         raise ResourceError(message, "QK-E412")
     result = run_plan(plan, max_ram=max_ram, **run)
     if delete_source:
-        plan.source.check()
+        check_unchanged(plan.source.inputs)
         for path in sources:
             path.unlink()
     return result
