@@ -16,6 +16,7 @@ from typing import Any
 from quantkit.errors import FormatError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import (
     Field,
+    GGUFFile,
     Layout,
     layout_gguf,
     parse_split_path,
@@ -154,6 +155,7 @@ def plan_output(
     empty_first: bool = False,
     pad_header: bool = True,
     big_endian: bool = False,
+    split_keys: Callable[[int, int, int], list[Field]] = split_fields,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -172,6 +174,7 @@ def plan_output(
         empty_first: begin with a shard of metadata alone.
         all_dims: also write trailing dimensions of 1: see ``layout_gguf``.
         pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
+        split_keys: returns the keys of a shard, by its number, the number of shards and that of all tensors.
         big_endian: write numbers in this order.
 
     Raises TypeNotSupported for types that have no such form.
@@ -183,7 +186,7 @@ def plan_output(
     for no, group in enumerate(groups):
         # Existing split keys keep their place.
         entries = {field.key: field for field in (fields if no == 0 else ())}
-        entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
+        entries |= {field.key: field for field in (split_keys(no, len(groups), n) if len(groups) > 1 else ())}
         layout = layout_gguf(
             entries.values(),
             [(c.name, c.shape, c.type) for c in group],
@@ -199,6 +202,8 @@ def plan_output(
         digest.update(name.encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
+    if isinstance(source, GGUFFile) and source.big_endian and not big_endian:
+        notes = [f"{source.paths[0]} is big-endian; the output is little-endian", *notes]
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
     return Plan(
         source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads), rules,

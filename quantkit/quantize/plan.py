@@ -64,8 +64,6 @@ def plan_quantize(
     check_options(type, options)
     with open_model(source) as opened:
         plan = plan_from(opened, output_path(source, output, type, options), type, options)
-        if opened.big_endian and not options.bigendian:
-            plan = replace(plan, notes=("the input is big-endian; the output is little-endian", *plan.notes))
     if not options.allow_incomplete and type not in _AS_IT_IS and is_whole_model(opened):
         check_complete({f.key: f for f in plan.fields}, plan.entries, str(source), extra=False)
     return plan

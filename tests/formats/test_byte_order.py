@@ -18,10 +18,13 @@ import checkpoints
 from quantkit.cli import cli
 from quantkit.compare import compare
 from quantkit.convert import ConvertOptions, convert
+from quantkit.edit import plan_edit
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
+from quantkit.hash import hash as model_hash
 from quantkit.inspect import inspect
 from quantkit.model.engine import load
+from quantkit.options.edit import EditOptions
 from quantkit.pipeline.worker import Worker
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME
@@ -79,6 +82,7 @@ def test_readers_see_the_same_model(files: tuple[Path, Path]) -> None:
                 out = np.empty(n, np.uint8)
                 big.read(tensor, out, offset)
                 assert np.array_equal(out, data[offset : offset + n])
+    assert model_hash(files[0]).model == model_hash(files[1]).model
     comparison = compare(*files)
     assert comparison.identical
     inspection = inspect(files[1])
@@ -155,6 +159,8 @@ def test_options_that_are_refused(files: tuple[Path, Path], tmp_path: Path) -> N
     out = tmp_path / "x.gguf"
     with refuses(TypeNotSupported, "QK-E300 blk.00.f32.weight Q5_K"):
         plan_quantize(files[0], out, "COPY", options(tensor_type=("f32=Q5_K",)))
+    with refuses(TypeNotSupported, "QK-E300 big.gguf"):
+        plan_edit(files[1], options=EditOptions(set={"general.name": "x"}), force=True)
     with refuses(RecipeError, "QK-E201 --bigendian --calibrate"):
         plan_quantize(files[0], out, "COPY", options(calibrate=(files[0],)))
     with refuses(RecipeError, "QK-E201 --bigendian --ray"):
