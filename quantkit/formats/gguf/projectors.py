@@ -40,6 +40,7 @@ _PIXELS = _Images("budget", 2, _SPATIAL, only_merge=True)
 _PROJECTORS = {
     **dict.fromkeys(("mlp", "mlp_norm", "janus_pro", "cogvlm", "ldp", "ldpv2", "adapter"), _Images("square")),
     "gemma3": _Images("square", 4, _SCALE),
+    "gemma3nv": _Images("square"),
     "nemotron_v2_vl": _Images("square", 1, _SCALE),
     **dict.fromkeys(("idefics3", "internvl", "llama4"), _Images("tiles", 1, _SCALE)),
     **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o", "qwen3vl_merger", "ling3vl", "glm4v"), _QWEN),
@@ -64,6 +65,7 @@ _OUTPUTS = {
             ("idefics3", "llama4", "step3vl", "hunyuanvl", "deepseekocr", "deepseekocr2"), ("mm.model.fc.weight", 1)
         ),
         **dict.fromkeys(("minicpmv4_6", "glm4v", "glm5v", "cogvlm"), ("mm.down.weight", 1)),
+        "granite4_vision": ("v.proj_blk.0.linear.weight", 1),
         "minimax_m3": ("mm.merger.fc2.weight", 1),
         "resampler": ("resampler.proj.weight", 0),
         "adapter": ("adapter.linear.dense_4h_to_h.weight", 1),
@@ -84,6 +86,7 @@ _OUTPUTS = {
         **dict.fromkeys(("qwen2a", "qwen2.5o"), ("mm.a.fc.weight", 1)),
         **dict.fromkeys(("gemma4a", "gemma4ua"), ("mm.a.input_projection.weight", 1)),
         **dict.fromkeys(("ultravox", "voxtral", "musicflamingo", "glma", "qwen3a"), ("mm.a.mlp.2.weight", 1)),
+        "granite_speech": ("a.proj_linear.weight", 1),
         **dict.fromkeys(("meralion", "lfm2a"), ("mm.a.mlp.3.weight", 1)),
     },
 }
@@ -115,15 +118,13 @@ def image_tokens(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo])
     if name == "resampler":
         count = metadata.get("clip.minicpmv_query_num") or (64 if metadata.get("clip.minicpmv_version", 2) > 2 else 96)
         return f"{count} per tile"
-    if size <= 0 or patch <= 0:
-        return BY_SIZE
     if name == "yasa2":
         return 64
+    images = _PROJECTORS.get(name)
+    if images is None or patch <= 0 or (size <= 0 and images.fit != "budget"):
+        return BY_SIZE
     if name == "gemma3nv":
         return size // patch
-    images = _PROJECTORS.get(name)
-    if images is None:
-        return BY_SIZE
     merge = (number(images.key, images.merge) if images.key else images.merge) or 1
     if images.fit == "budget":
         return _budget(name, images, metadata, merge, patch, tensors)
