@@ -6,6 +6,7 @@ Facts of llama.cpp b11434, conversion/gemma.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.encoder_rules import (
@@ -26,6 +27,7 @@ from quantkit.checkpoint.mmproj import (
     Key,
     Mmproj,
     MmprojConfig,
+    Projector,
     SetMmprojKeys,
     constant,
     layer_norm_epsilon,
@@ -149,14 +151,20 @@ def _patch_4(config: MmprojConfig) -> None:
             audio["intermediate_size"] = audio["hidden_size"] * 4
 
 
-def _with_audio(key: SetMmprojKeys) -> SetMmprojKeys:
-    """Return a key that is set only if there is an audio encoder."""
+@dataclass(frozen=True)
+class _WithAudio:
+    """A key that is set only if there is an audio encoder."""
 
-    def set_key(keys: Keys, config: MmprojConfig) -> None:
+    key: SetMmprojKeys
+
+    @property
+    def projectors(self) -> Mapping[str, tuple[str, ...]]:
+        """The types that each key may have."""
+        return self.key.projectors if isinstance(self.key, Projector) else {}
+
+    def __call__(self, keys: Keys, config: MmprojConfig) -> None:
         if config.audio.values:
-            key(keys, config)
-
-    return set_key
+            self.key(keys, config)
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ _GEMMA_4 = Mmproj(
         projector("gemma4v", _VISION),
         layer_norm_epsilon("layer_norm_eps", 1e-6),
         *(
-            _with_audio(key)
+            _WithAudio(key)
             for key in (
                 projector("gemma4a", _AUDIO),
                 EncoderKey(".audio.num_mel_bins", "feat_in", section="audio"),
@@ -191,7 +199,7 @@ _GEMMA_4 = Mmproj(
             )
         ),
     ),
-    base=(*VISION_KEYS, *(_with_audio(key) for key in AUDIO_KEYS)),
+    base=(*VISION_KEYS, *(_WithAudio(key) for key in AUDIO_KEYS)),
     rules=(
         ForceType(r"position_embedding_table", TYPE_F32),
         ForceType(r"^(?=.*(audio_tower|embed_audio)).*(\.conv|_conv.*\.weight|\.weight.*_conv)", TYPE_F32),

@@ -7,7 +7,7 @@ conversion/sarashina2.py, conversion/clef.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,20 +59,28 @@ _QWEN2_PROJECTORS = {
 }
 
 
-def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
-    """Write the projector and the period of layers with full attention (Qwen2VLVisionModel)."""
-    kind = config.model["model_type"]
-    if kind not in _QWEN2_PROJECTORS:
-        raise FormatError(
-            f"{config.path}: model_type is {short(kind)}; those of Qwen2-VL's encoders are "
-            f"{', '.join(_QWEN2_PROJECTORS)}",
-            "QK-E305",
-        )
-    keys.text("clip.projector_type", _QWEN2_PROJECTORS[kind])
-    if kind == "qwen2_vl":
-        return
-    keys.flag("clip.use_silu", True)
-    write_period(keys, config)
+@dataclass(frozen=True)
+class _Qwen2Keys:
+    """The projector and the period of layers with full attention (Qwen2VLVisionModel)."""
+
+    @property
+    def projectors(self) -> Mapping[str, tuple[str, ...]]:
+        """The types that each key may have."""
+        return {"clip.projector_type": ("qwen2vl_merger", "qwen2.5vl_merger")}
+
+    def __call__(self, keys: Keys, config: MmprojConfig) -> None:
+        kind = config.model["model_type"]
+        if kind not in _QWEN2_PROJECTORS:
+            raise FormatError(
+                f"{config.path}: model_type is {short(kind)}; those of Qwen2-VL's encoders are "
+                f"{', '.join(_QWEN2_PROJECTORS)}",
+                "QK-E305",
+            )
+        keys.text("clip.projector_type", _QWEN2_PROJECTORS[kind])
+        if kind == "qwen2_vl":
+            return
+        keys.flag("clip.use_silu", True)
+        write_period(keys, config)
 
 
 def write_period(keys: Keys, config: MmprojConfig) -> None:
@@ -92,7 +100,7 @@ QWEN2_RULES = (
 )
 _QWEN2_EPSILON = layer_norm_epsilon("rms_norm_eps", 1e-6, section="model")
 QWEN2_VL = Mmproj(
-    (_write_qwen2, _QWEN2_EPSILON),
+    (_Qwen2Keys(), _QWEN2_EPSILON),
     tensors=r"^visual\.",
     rules=QWEN2_RULES,
     forced=((".position_embd.", TYPE_F32),),
