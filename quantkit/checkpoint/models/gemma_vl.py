@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import (
     ForceType,
     NameInFile,
@@ -17,7 +18,9 @@ from quantkit.checkpoint.encoder_rules import (
     linear_to_convolution,
     remove_axis,
 )
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import F32, TYPE_F16, TYPE_F32, ByValue, Expression, Gathered, Shaped, Transposed
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
     AUDIO_KEYS,
@@ -33,7 +36,8 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, plus_one
+from quantkit.checkpoint.models import gemma
+from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.torch_math import softplus
 from quantkit.errors import FormatError
@@ -70,11 +74,15 @@ _GEMMA_3 = Mmproj(
         Key(".vision.projector.scale_factor", _scale_factor),
     ),
     tensors=r"^(multi_?modal_projector|vision_tower|vision_model)\.",
-    stored=(Drop(r"vision_model\.head\."), Rename("_weight", ".weight")),
+    stored=(
+        Drop(r"vision_model\.head\."),
+        Rename("mm_input_projection_weight", "mm_input_projection.weight"),
+        Rename("_weight", ".weight", foreign=True),
+    ),
     rules=(
         ForceType(r"\.embeddings\.", TYPE_F32),
         ForceType(r"input_projection", TYPE_F16),
-        Transform(r"soft_emb_norm\.weight", plus_one, None),
+        Transform(r"soft_emb_norm\.weight", plus_one, minus_one),
     ),
 )
 
@@ -273,4 +281,43 @@ MMPROJ: dict[str, Mmproj] = {
     "Gemma3nForConditionalGeneration": _GEMMA_3N,
     "Gemma4ForConditionalGeneration": _GEMMA_4,
     "Gemma4UnifiedForConditionalGeneration": _GEMMA_4_UNIFIED,
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def _set_gemma3(meta: ClipMetadata, config: Json) -> None:
+    vision = meta.counts(USUAL_COUNTS) | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    config["vision_config"] = vision | {"layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon")}
+    config["mm_tokens_per_image"] = _tokens_of(meta)
+    add_token_ids(
+        meta,
+        config,
+        image_token_index="<image_soft_token>",
+        boi_token_index="<start_of_image>",
+        eoi_token_index="<end_of_image>",
+    )
+
+
+def _tokens_of(meta: ClipMetadata) -> int:
+    scale = meta.get(".vision.projector.scale_factor") or 4
+    side = meta.number(".vision.image_size") // max(1, meta.number(".vision.patch_size")) // scale
+    return int(side**2)
+
+
+def _gemma3_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    sizes = {"size": {"height": size, "width": size}, "image_seq_length": _tokens_of(meta)}
+    return image_values(meta, "Gemma3ImageProcessor") | sizes
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Gemma3ForConditionalGeneration": HfEncoders(
+        "gemma3",
+        replace(gemma.CLASSES["Gemma3ForCausalLM"], renames=((r"^", "language_model."),), outer_type="gemma3"),
+        "vision_tower.vision_model. multi_modal_projector.",
+        _set_gemma3,
+        _gemma3_preprocessor,
+    )
 }
