@@ -20,6 +20,7 @@ from typing import Unpack
 from quantkit.arguments import checked
 from quantkit.checkpoint.export.classes import of_architecture
 from quantkit.checkpoint.export.source import ExportSource, open_export
+from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS
 from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError, os_error_code
 from quantkit.formats.gguf import Layout, TensorInfo, open_gguf, open_model
@@ -131,6 +132,14 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
 def exported_classes() -> dict[str, list[str]]:
     """Return the supported architectures, and the transformers classes of each."""
     return {arch: of_architecture(arch) for arch in sorted(KINDS) if of_architecture(arch)}
+
+
+def exported_encoders() -> dict[str, list[str]]:
+    """Return the architectures that are exported with an mmproj file, and the transformers classes of each."""
+    classes: dict[str, list[str]] = {}
+    for name, row in sorted(HF_ENCODERS.items()):
+        classes.setdefault(ARCHITECTURES[row.text_class or name].arch, []).append(name)
+    return classes
 
 
 def _shards(opened: ExportSource, max_bytes: int) -> list[list[TensorInfo]]:

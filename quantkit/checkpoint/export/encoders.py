@@ -77,7 +77,20 @@ class Encoders:
             raise FormatError(f"{self.meta.path}: {short(min(twice))} is also a tensor of the text model", "QK-E107")
         self._check_tensors({**text, **tensors}, row, Context(config, names))
         self._check_keys(row, config)
+        self._check_layers()
         return tensors
+
+    def _check_layers(self) -> None:
+        """Raise FormatError if a layer lacks a tensor that another has."""
+        layers: dict[str, set[int]] = {}
+        for name in self.meta.model.tensors:
+            if match := re.fullmatch(r"v\.blk\.(\d{1,9})\.(.*)", name):
+                layers.setdefault(match[2], set()).add(int(match[1]))
+        for kind, numbers in layers.items():
+            if absent := set(range(self.meta.number(".vision.block_count"))) - numbers:
+                raise FormatError(
+                    f"{self.meta.path}: v.blk.{min(absent)}.{kind} is missing, which other layers have", "QK-E105"
+                )
 
     def _invert(self, parts: Mapping[str, Expression], row: Mmproj, context: InverseContext) -> dict[str, Expression]:
         extra = {tensor.name_in_file or tensor.name for tensor in row.synthetic(_encoders_of(context))}

@@ -228,5 +228,6 @@ HF_ENCODERS: dict[str, HfEncoders] = {
     "LlavaForConditionalGeneration": replace(
         _MISTRAL3_ENCODERS,
         text=HfClass("mistral", defaults=_NO_WINDOW, renames=((r"^", "language_model."),), outer_type="llava"),
+        matches=lambda meta: meta.get(".vision.spatial_merge_size") is None,
     ),
 }

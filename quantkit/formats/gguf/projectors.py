@@ -143,10 +143,10 @@ def _budget(
     if (images.only_merge and merge != images.merge) or "v.token_embd.img_break" in tensors:
         return BY_SIZE
     least, most = images.least, images.most
-    pixels = [metadata.get(f"clip.vision.image_{end}_pixels") for end in ("min", "max")]
-    if all(isinstance(n, int) and n > 0 for n in pixels) and (not most or name == "kimik25"):
+    fewest, largest = (metadata.get(f"clip.vision.image_{end}_pixels") for end in ("min", "max"))
+    if isinstance(fewest, int) and isinstance(largest, int) and fewest > 0 and (not most or name == "kimik25"):
         area = (patch * merge) ** 2
-        least, most = max(1, -(-pixels[0] // area)), pixels[1] // area
+        least, most = max(1, -(-fewest // area)), largest // area
     return f"{least} to {most}, {BY_SIZE}" if 0 < least <= most else BY_SIZE
 
 
