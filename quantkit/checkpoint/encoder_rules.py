@@ -182,6 +182,12 @@ def linear_to_convolution(x: Expression, patch: int, channels: int) -> Expressio
     return Shaped(Transposed(Shaped(x, (out, patch * patch, channels))), (out, channels, patch, patch))
 
 
+def convolution_to_linear(x: Expression) -> Expression:
+    """Return the weights of a convolution, [out, channels, patch, patch], as those of flat patches."""
+    out, channels, patch, other = x.shape
+    return Shaped(Transposed(Shaped(x, (out, channels, patch * other))), (out, patch * other * channels))
+
+
 #: Ends of the names of the ranges of clipped activations.
 _RANGES = (".input_max", ".input_min", ".output_max", ".output_min")
 

@@ -34,6 +34,8 @@ CLASSES = {
     "mm-gemma3": ["Gemma3ForConditionalGeneration"],
     "mm-mistral3": ["Mistral3ForConditionalGeneration"],
     "mm-pixtral": ["LlavaForConditionalGeneration"],
+    "mm-llama4": ["Llama4ForConditionalGeneration"],
+    "mm-lfm2-vl": ["Lfm2VlForConditionalGeneration"],
     "mm-idefics3": ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"],
     "mm-smolvlm": ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"],
 }

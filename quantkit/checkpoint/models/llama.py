@@ -308,7 +308,8 @@ MMPROJ: dict[str, Mmproj] = {
         ),
         tensors=r"multi_modal_projector|vision_model",
         rules=(
-            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight"),
+            Rename(r"(positional_embedding_vlm)$", r"\1.weight"),
+            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight", foreign=True),
             NameInFile(r"^.*multi_modal_projector\.linear_1.*$", "mm.model.fc.weight"),
         ),
     ),
@@ -365,7 +366,39 @@ def _idefics3_encoders(model_type: str, processor: str) -> HfEncoders:
     )
 
 
+def _set_llama4(meta: ClipMetadata, config: Json) -> None:
+    """Describe Llama 4's tower, and the adapter, which merges patches."""
+    scale = max(1, meta.number(SCALE_FACTOR))
+    adapter = meta.shape("mm.model.mlp.1.weight"), meta.shape("mm.model.mlp.2.weight")
+    config["vision_config"] = meta.counts(USUAL_COUNTS) | {
+        "model_type": "llama4_vision_model",
+        "norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "hidden_act": "gelu",
+        "pixel_shuffle_ratio": 1 / scale,
+        "intermediate_size": adapter[0][1],
+        "projector_input_dim": adapter[0][0],
+        "projector_output_dim": adapter[1][0],
+        "vision_output_dim": adapter[1][0],
+    }
+    add_token_ids(
+        meta, config, boi_token_index="<|image_start|>", eoi_token_index="<|image_end|>", image_token_index="<|patch|>"
+    )
+
+
+def _llama4_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    return image_values(meta, "Llama4ImageProcessorFast") | {"size": {"height": size, "width": size}}
+
+
 HF_ENCODERS: dict[str, HfEncoders] = {
+    "Llama4ForConditionalGeneration": HfEncoders(
+        "llama4",
+        replace(CLASSES["Llama4ForCausalLM"], renames=((r"^", "language_model."),), outer_type="llama4"),
+        "vision_model. multi_modal_projector.",
+        _set_llama4,
+        _llama4_preprocessor,
+        {"mm.model.fc": "multi_modal_projector.linear_1"},
+    ),
     "Idefics3ForConditionalGeneration": _idefics3_encoders("idefics3", "Idefics3ImageProcessor"),
     "SmolVLMForConditionalGeneration": _idefics3_encoders("smolvlm", "SmolVLMImageProcessor"),
 }
