@@ -184,8 +184,8 @@ def linear_to_convolution(x: Expression, patch: int, channels: int) -> Expressio
 
 def convolution_to_linear(x: Expression) -> Expression:
     """Return the weights of a convolution, [out, channels, patch, patch], as those of flat patches."""
-    out, channels, patch, other = x.shape
-    return Shaped(Transposed(Shaped(x, (out, channels, patch * other))), (out, patch * other * channels))
+    out, channels, height, width = x.shape
+    return Shaped(Transposed(Shaped(x, (out, channels, height * width))), (out, height * width * channels))
 
 
 #: Ends of the names of the ranges of clipped activations.

@@ -50,8 +50,8 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     indexed = read_checkpoint(path, allow_incomplete=options.allow_incomplete)
     with blame_config(path):
         context = Context(config, TensorNames(CLIP, row.layers(config)))
-        named = ((name, Stored(tensor)) for shard in indexed for name, tensor in shard.items())
-        stored = encoder_tensors(named, row, context)
+        pairs = ((name, Stored(tensor)) for shard in indexed for name, tensor in shard.items())
+        stored = encoder_tensors(pairs, row, context)
         weights = decode_tensors(stored, config)
         outtype = find_outtype(options.outtype, stored.values())
         parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
@@ -85,11 +85,11 @@ def _read_model(path: Path) -> Config:
     return Config(path / "config.json", {"architectures": ["PocketTTSModel"]})
 
 
-def encoder_tensors(named: Iterable[tuple[str, Expression]], row: Mmproj, context: Context) -> dict[str, Expression]:
+def encoder_tensors(pairs: Iterable[tuple[str, Expression]], row: Mmproj, context: Context) -> dict[str, Expression]:
     """Return those of a checkpoint's tensors that belong to the encoders."""
     stored: dict[str, Expression] = {}
     pattern = re.compile(row.tensors)
-    for name, x in named:
+    for name, x in pairs:
         for tensor in apply_rules(row.stored, Tensor(name, x, None), context):
             if "language_model." in tensor.name or not pattern.search(tensor.name):
                 continue

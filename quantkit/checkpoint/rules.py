@@ -410,7 +410,7 @@ class StackExperts(Rule):
             yield replace(last, name=name, x=stack([expert.x for expert in experts]))
 
 
-#: What follows the names of parts that end in a point.
+#: The end of a name after a part that ends in a point.
 _SUFFIX = r"((?<=\.)(?:weight|bias)|)$"
 
 

@@ -202,9 +202,9 @@ def _is_encoders(inspection: Inspection) -> bool:
 
 def _check_encoders(encoders: Sequence[Inspection], models: Sequence[Inspection], options: ReportOptions) -> None:
     """Raise an error for files of --mmproj that are none, without a model, or of a model of another width."""
-    named = {path.resolve() for path in options.mmproj}
+    mmproj = {path.resolve() for path in options.mmproj}
     for model in models:
-        if model.path.resolve() in named:
+        if model.path.resolve() in mmproj:
             raise RecipeError(f"--mmproj {model.path}: not an mmproj file: give it as a file of the report", "QK-E207")
     if not models:
         raise no_language_model(encoders[0].path)

@@ -79,8 +79,8 @@ def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path) -> None:
     options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
     (text_again,) = convert(out, tmp_path / "text-2.gguf", None, options).paths
     (mmproj_again,) = convert_mmproj(out, tmp_path / "mmproj-2.gguf", "bf16").paths
-    for file, again in ((text, text_again), (mmproj, mmproj_again)):
-        assert tensors_of(again) == tensors_of(file)
+    for file, copy in ((text, text_again), (mmproj, mmproj_again)):
+        assert tensors_of(copy) == tensors_of(file)
     assert clip_keys(mmproj_again) == clip_keys(mmproj)
 
 
@@ -97,8 +97,8 @@ def clip_keys(path: Path) -> dict[str, bytes]:
 
 def test_every_class_has_a_checkpoint() -> None:
     assert {name for names in CLASSES.values() for name in names} == HF_ENCODERS.keys()
-    listed = exported_encoders()
-    assert {name for names in listed.values() for name in names} == HF_ENCODERS.keys()
+    classes = exported_encoders()
+    assert {name for names in classes.values() for name in names} == HF_ENCODERS.keys()
     rows = [line.split() for line in CliRunner().invoke(cli, ["export", "--list"]).stdout.splitlines()]
     (row,) = [row for row in rows if row[:1] == ["mistral3"]]
     assert row[-1] == "Mistral3ForConditionalGeneration"

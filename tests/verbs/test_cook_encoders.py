@@ -82,11 +82,11 @@ def test_the_encoders_are_converted_once(checkpoint: Path, tmp_path: Path) -> No
     assert digests(result.mmproj[0].path)["sha256"] == EXPECTED[NAME]["f16"]["sha256"]
     assert result.mmproj[0].path.stat().st_size == file.nbytes == result.mmproj[0].nbytes
     assert cook(settings).executed == ()
-    other = config(checkpoint, tmp_path, mmproj=["f16", "q8_0"])
-    assert cook(other).executed == ("mmproj Q8_0",)
+    two_types = config(checkpoint, tmp_path, mmproj=["f16", "q8_0"])
+    assert cook(two_types).executed == ("mmproj Q8_0",)
     assert digests(tmp_path / "out/mmproj-vl-Q8_0.gguf")["sha256"] == EXPECTED[NAME]["q8_0"]["sha256"]
     file.path.unlink()
-    assert cook(other).executed == ("mmproj F16",)
+    assert cook(two_types).executed == ("mmproj F16",)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +159,15 @@ def test_a_report_lists_encoders(files: dict[str, Path], tmp_path: Path) -> None
     """Among its files or by --mmproj: the same numbers, and none is measured."""
     model, mmproj = files.values()
     result = report([model, mmproj], tmp_path / "a.html")
-    named = report([model], tmp_path / "b.html", options=ReportOptions(mmproj=(mmproj,)))
-    assert result.mmproj == named.mmproj
-    assert [file.name for file in named.files] == ["model.gguf"]
-    assert dict(named.mmproj[0].facts)["text embedding length"] == "64"
+    by_option = report([model], tmp_path / "b.html", options=ReportOptions(mmproj=(mmproj,)))
+    assert result.mmproj == by_option.mmproj
+    assert [file.name for file in by_option.files] == ["model.gguf"]
+    assert dict(by_option.mmproj[0].facts)["text embedding length"] == "64"
     with refuses(RecipeError, "QK-E207 model.gguf"):
         report([model], tmp_path / "c.html", options=ReportOptions(mmproj=(model,)))
     with refuses(QuantkitError, "QK-E207 64"):
-        other = Path(__file__).parents[1] / "data/tiny-moe-bf16.gguf"
-        report([other], tmp_path / "c.html", options=ReportOptions(mmproj=(mmproj,)))
+        moe = Path(__file__).parents[1] / "data/tiny-moe-bf16.gguf"
+        report([moe], tmp_path / "c.html", options=ReportOptions(mmproj=(mmproj,)))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".html", ".html", ".json", ".json"]
 
 

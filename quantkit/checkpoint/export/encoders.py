@@ -186,10 +186,10 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
     ]
     if not names or requested is not None and requested not in names:
         supported = f"; choose one of {', '.join(names)}" if names else ""
-        asked = "" if requested is None else f" as {short(requested)}"
+        request = "" if requested is None else f" as {short(requested)}"
         raise TypeNotSupported(
             f"{path}: encoders with the projector {', '.join(types) or 'unknown'} beside a text model of "
-            f"{short(text.arch)} are not exported{asked}{supported}; without --mmproj the text model is",
+            f"{short(text.arch)} are not exported{request}{supported}; without --mmproj the text model is",
             "QK-E304",
         )
     name = requested or names[0]

@@ -1,4 +1,4 @@
-"""What the projector of an mmproj file makes of an image, and the text models it fits.
+"""Tokens of an image, and the embedding length of fitting text models, by the projector of an mmproj file.
 
 Facts of llama.cpp b11434, tools/mtmd/clip.cpp: clip_n_output_tokens, clip_n_mmproj_embd, load_hparams; mtmd.cpp
 (init_vision) and mtmd-image.cpp: how images are resized or cut into tiles.
