@@ -21,7 +21,7 @@ from quantkit.checkpoint.lora.peft import parse_adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.open_mmproj import open_mmproj
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
-from quantkit.checkpoint.registry import ARCHITECTURES
+from quantkit.checkpoint.registry import ARCHITECTURES, MMPROJ
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import located
@@ -201,6 +201,11 @@ def _check_complete(plan: Plan, opened: Checkpoint, options: ConvertOptions) -> 
 def architectures() -> dict[str, str]:
     """Return the supported model classes, with the GGUF architecture of each."""
     return {name: row.arch for name, row in sorted(ARCHITECTURES.items())}
+
+
+def encoder_classes() -> dict[str, tuple[str, ...]]:
+    """Return the model classes whose encoders are converted, with the projector types of their mmproj files."""
+    return {name: row.projectors for name, row in sorted(MMPROJ.items())}
 
 
 def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions | None) -> None:  # noqa: A002

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import GGUFFile
+from quantkit.formats.gguf.mmproj import check_language_model
 
 _REQUIRED = object()
 #: LLAMA_MAX_LAYERS of llama.cpp.
@@ -31,12 +32,7 @@ class HParams:
             kind = source.get("general.type")
             problem = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
             raise FormatError(f"{source.paths[0]}: {problem}: it has no general.architecture")
-        if self.arch == "clip" or source.get("general.type") == "mmproj":
-            raise FormatError(
-                f"{source.paths[0]}: this is a multimodal projector (mmproj) without a language model; give the "
-                "file of the model itself",
-                "QK-E306",
-            )
+        check_language_model(source)
         #: Layers stored in the file; a model may run them several times (Nanbeige).
         self.n_stored = self.int("block_count")
         self.n_layer = (self.n_stored - self.int("nextn_predict_layers", 0)) * self._n_loops()

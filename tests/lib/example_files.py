@@ -27,6 +27,8 @@ COMMANDS = {
     "model-Q4_K_M.gguf": "quantize --imatrix imatrix.gguf model-bf16.gguf model-Q4_K_M.gguf Q4_K_M",
     "model-Q8_0.gguf": "quantize model-bf16.gguf model-Q8_0.gguf Q8_0",
     "model-00001-of-00003.gguf": "quantize --split-max-size 7M model-bf16.gguf model.gguf COPY",
+    "qwen2-vl-bf16.gguf": "convert Qwen2-VL/ qwen2-vl-bf16.gguf --pre qwen2",
+    "mmproj-F16.gguf": "convert Qwen2-VL/ mmproj-F16.gguf f16 --mmproj-only",
     "base.bin": "perplexity -m model-bf16.gguf -f evaluation.txt --save-all-logits base.bin",
     "cov.gguf": "imatrix -m model-bf16.gguf -f calibration.txt --chunks 8 -o i.gguf --covariance cov.gguf --no-ppl",
     "S.json": "sensitivity -m model-bf16.gguf -f evaluation.txt --chunks 2 --imatrix imatrix.gguf"

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import TYPE_F32, Constant
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys
 from quantkit.checkpoint.mmproj import (
     OPTIONAL_ACTIVATION,
@@ -306,7 +308,8 @@ MMPROJ: dict[str, Mmproj] = {
         ),
         tensors=r"multi_modal_projector|vision_model",
         rules=(
-            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight"),
+            Rename(r"(positional_embedding_vlm)$", r"\1.weight"),
+            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight", foreign=True),
             NameInFile(r"^.*multi_modal_projector\.linear_1.*$", "mm.model.fc.weight"),
         ),
     ),
@@ -322,4 +325,80 @@ MMPROJ: dict[str, Mmproj] = {
         (layer_norm_epsilon("layer_norm_eps", 1e-6), projector("cogvlm")),
         tensors=r"^model\.vision\.",
     ),
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _SetIdefics3:
+    """Describes the tower of Idefics 3 and SmolVLM; ``kind``: its model type."""
+
+    kind: str
+
+    def __call__(self, meta: ClipMetadata, config: Json) -> None:
+        epsilon = {"layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon")}
+        config["vision_config"] = meta.counts(USUAL_COUNTS) | epsilon | {"model_type": self.kind}
+        config["scale_factor"] = meta.number(SCALE_FACTOR)
+        config["pad_token_id"] = config["text_config"].pop("pad_token_id", None)  # where this class has it
+        add_token_ids(meta, config, image_token_id="<image>")
+
+
+@dataclass(frozen=True)
+class _Idefics3Preprocessor:
+    processor: str
+
+    def __call__(self, meta: ClipMetadata) -> Json:
+        sizes = {"size": ".vision.preproc_image_size", "max_image_size": ".vision.image_size"}
+        edges = {name: {"longest_edge": meta.number(key)} for name, key in sizes.items()}
+        return image_values(meta, self.processor) | edges | {"do_image_splitting": True}
+
+
+def _idefics3_encoders(model_type: str, processor: str) -> HfEncoders:
+    return HfEncoders(
+        "idefics3",
+        replace(CLASSES["LlamaForCausalLM"], renames=((r"^model\.", "model.text_model."),), outer_type=model_type),
+        "model.vision_model.encoder. model.vision_model. model.connector.",
+        _SetIdefics3(f"{model_type}_vision"),
+        _Idefics3Preprocessor(processor),
+        text_class="LlamaForCausalLM",
+    )
+
+
+def _set_llama4(meta: ClipMetadata, config: Json) -> None:
+    """Describe Llama 4's tower, and the adapter, which merges patches."""
+    scale = max(1, meta.number(SCALE_FACTOR))
+    adapter = meta.shape("mm.model.mlp.1.weight"), meta.shape("mm.model.mlp.2.weight")
+    config["vision_config"] = meta.counts(USUAL_COUNTS) | {
+        "model_type": "llama4_vision_model",
+        "norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "hidden_act": "gelu",
+        "pixel_shuffle_ratio": 1 / scale,
+        "intermediate_size": adapter[0][1],
+        "projector_input_dim": adapter[0][0],
+        "projector_output_dim": adapter[1][0],
+        "vision_output_dim": adapter[1][0],
+    }
+    add_token_ids(
+        meta, config, boi_token_index="<|image_start|>", eoi_token_index="<|image_end|>", image_token_index="<|patch|>"
+    )
+
+
+def _llama4_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    return image_values(meta, "Llama4ImageProcessorFast") | {"size": {"height": size, "width": size}}
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Llama4ForConditionalGeneration": HfEncoders(
+        "llama4",
+        replace(CLASSES["Llama4ForCausalLM"], renames=((r"^", "language_model."),), outer_type="llama4"),
+        "vision_model. multi_modal_projector.",
+        _set_llama4,
+        _llama4_preprocessor,
+        {"mm.model.fc": "multi_modal_projector.linear_1"},
+    ),
+    "Idefics3ForConditionalGeneration": _idefics3_encoders("idefics3", "Idefics3ImageProcessor"),
+    "SmolVLMForConditionalGeneration": _idefics3_encoders("smolvlm", "SmolVLMImageProcessor"),
 }
