@@ -145,6 +145,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         weights = _weights(model, adapters, options)
         tensors, outtype = _convert_tensors(model, weights, options)
         keys, general = _metadata(model, tensors, outtype, options)
+        outtype = _as_named(outtype, keys)
         vocabulary = _vocabulary(config, keys, options)
         with no_collection():
             row.vocab(vocabulary)
@@ -230,8 +231,9 @@ def _select_tensors(
 def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -> DecodedTensors:
     """Return the weights: decoded if quantized, with the adapters merged, in the order of the row."""
     weights = DecodedTensors({})
-    if not options.vocab_only:
-        weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
+    if options.vocab_only:
+        return weights
+    weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
     if adapters:
         weights = merge_adapters(weights, adapters, model.row, model.context)
     return model.row.reorder(weights, model.config)
@@ -265,6 +267,8 @@ def _metadata(
     keys.text("general.type", "model")
     general.write(keys)
     write_rows((*row.base, *row.keys), keys, config)
+    if options.vocab_only and "general.file_type" in keys.fields:
+        keys.u32("general.file_type", outtype.file_type)  # also where experts stored as blocks name the type
     if options.nextn == WITHOUT:
         keys.remove(".nextn_predict_layers")
     keys.u32("general.quantization_version", 2)
@@ -294,6 +298,13 @@ def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
         if block_type is None or outtype.type not in FLOATS
         else replace(outtype, file_type=block_type[0], name=block_type[1])
     )
+
+
+def _as_named(outtype: OutType, keys: Keys) -> OutType:
+    """Return the type of a file whose architecture has experts as stored blocks in files of all types (DeepSeek V4)."""
+    names = dict(_BLOCK_FILE_TYPES.values())
+    file_type = keys.fields["general.file_type"].value if "general.file_type" in keys.fields else outtype.file_type
+    return outtype if file_type == outtype.file_type else replace(outtype, name=names.get(file_type, outtype.name))
 
 
 def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor]) -> None:
