@@ -6,7 +6,7 @@ convert_hf_to_gguf.py; src/models/eagle3.cpp and dflash.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.expressions import PIECE, Expression, Stored, read_f32, size_of
+from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.quantized.scheme import DecodedTensors
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
@@ -128,3 +129,31 @@ def put_ids_last(weights: DecodedTensors, config: Config) -> DecodedTensors:
     tensors = dict(weights.tensors)
     ids = {IDS: tensors.pop(IDS)} if IDS in tensors else {}
     return replace(weights, tensors=tensors | ids)
+
+
+def check_target(config: DraftConfig, keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise FormatError if no runtime runs a draft beside its target: layers that this lacks, or another width.
+
+    ``shapes``: of the tensors of the file, outermost first.
+    """
+    target, own = config.target.config, config.number("hidden_size")
+    width, count = target.number("hidden_size", "n_embd", "dim"), target.layers
+    layers = keys.fields[f"{keys.arch}.target_layers"].value if f"{keys.arch}.target_layers" in keys.fields else []
+    wrong = next((layer for layer in layers if not 0 <= layer <= count), None)
+    if wrong is not None:
+        raise _mismatch(config, f"reads the hidden state of layer {wrong}, but the target has {count} layers")
+    columns = shapes.get("fc.weight", (0, 0))[-1]
+    if layers and columns != len(layers) * width:
+        raise _mismatch(
+            config, f"reads {columns} values of {len(layers)} layers (fc.weight), but the target's have {width} each"
+        )
+    if own != width and "token_embd.weight" not in shapes:
+        raise _mismatch(config, f"has {own} values a token and no embeddings, but the target's have {width}")
+
+
+def _mismatch(config: DraftConfig, problem: str) -> FormatError:
+    return FormatError(
+        f"{config.path.parent}: the draft {problem}: {config.target.folder} is not its target; use --allow-incomplete "
+        "to convert it anyway",
+        "QK-E207",
+    )

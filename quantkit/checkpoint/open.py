@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
 from quantkit.checkpoint.config import Config, read_config, read_json
-from quantkit.checkpoint.draft import DraftConfig, Target
+from quantkit.checkpoint.draft import DraftConfig, Target, check_target
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
@@ -146,6 +146,8 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         tensors, outtype = _convert_tensors(model, weights, options)
         keys, general = _metadata(model, tensors, outtype, options)
         outtype = _as_named(outtype, keys)
+        if isinstance(config, DraftConfig) and not (options.vocab_only or options.allow_incomplete):
+            check_target(config, keys, {item.info.name: item.expr.shape for item in tensors})
         vocabulary = _vocabulary(config, keys, options)
         with no_collection():
             row.vocab(vocabulary)
@@ -185,8 +187,11 @@ def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture
     folder = located(options.target_model_dir)
     with blame_config(folder):
         target = read_config(folder)
+        target_row = find_architecture(target)
+        if target_row.draft:
+            raise FormatError(f"{folder}: {target.architecture} is a draft model itself, not a target", "QK-E207")
         raw = read_json(folder / "config.json")
-        return DraftConfig(config, Target(folder, target, raw, find_architecture(target).vocab)), row
+        return DraftConfig(config, Target(folder, target, raw, target_row.vocab)), row
 
 
 def _vocabulary(config: Config, keys: Keys, options: OpenOptions) -> Vocabulary:

@@ -21,6 +21,10 @@ Integer: TypeAlias = int
 Real: TypeAlias = float
 
 
+#: Architectures of draft models that run beside a target.
+DRAFTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})
+
+
 class HParams:
     """Typed access to ``<architecture>.*``; dimensions have ggml's names."""
 
@@ -35,6 +39,12 @@ class HParams:
             raise FormatError(
                 f"{source.paths[0]}: this is a multimodal projector (mmproj) without a language model; give the "
                 "file of the model itself",
+                "QK-E306",
+            )
+        if self.arch in DRAFTS:
+            raise FormatError(
+                f"{source.paths[0]}: this is a draft model ({self.arch}), which reads the hidden states of its target "
+                "and cannot run by itself; give the file of the target",
                 "QK-E306",
             )
         #: Layers stored in the file; a model may run them several times (Nanbeige).
