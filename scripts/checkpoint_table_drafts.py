@@ -116,15 +116,20 @@ _V4 = {row.name: row for row in OTHERS}["deepseek-v4"]
 _V4_LAYER = {
     name.replace("layers.{0-2}.", ""): shape for name, shape in _V4.more.items() if name.startswith("layers.{0-2}.")
 }
+#: Four streams: llama.cpp runs no other number.
+_V4_STREAMS = {
+    f"hc_{part}_{name}!": shape for part in ("attn", "ffn") for name, shape in (("fn", "24x256"), ("base", "24"))
+}
 _V4_DRAFT: Shapes = (
     add_prefix("mtp.{0-1}.", _V4_LAYER)
+    | shapes_in("mtp.{0-1}.", " ".join(f"{name}:{shape}" for name, shape in _V4_STREAMS.items()))
     | shapes_in("mtp.{0-1}.", "ffn.gate.bias!:4 ffn.gate.bias_vl!:4")
     | shapes_in("mtp.0.", "main_proj:64x128 main_norm:64")
-    | shapes_in("mtp.1.", "norm:64 hc_head_fn!:2x128 hc_head_base!:2 hc_head_scale!:1 markov_head.markov_w1:640x16")
+    | shapes_in("mtp.1.", "norm:64 hc_head_fn!:4x256 hc_head_base!:4 hc_head_scale!:1 markov_head.markov_w1:640x16")
     | shapes_in("mtp.1.", "markov_head.markov_w2:640x16 confidence_head.proj:1x80")
 )
 _V4_CONFIG: Json = {
-    "num_nextn_predict_layers": 2, "dspark_noise_token_id": 12, "dspark_block_size": 4,
+    "num_nextn_predict_layers": 2, "hc_mult": 4, "dspark_noise_token_id": 12, "dspark_block_size": 4,
     "dspark_target_layer_ids": [0, 2]}  # fmt: skip
 _V4_REST = {name: shape for name, shape in _V4.more.items() if not name.startswith("mtp.")}
 
