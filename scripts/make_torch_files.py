@@ -1,6 +1,6 @@
 """Write tests/data/torch/*.pt, small files of torch.save, and tests/data/torch/values.json, what they contain.
 
-    PYTHON_WITH_TORCH scripts/make_torch_files.py
+PYTHON_WITH_TORCH scripts/make_torch_files.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def main() -> None:
 def plain(value: Any) -> Any:
     """Return an object with tensors as dtype, shape and values; None for others."""
     if isinstance(value, torch.Tensor):
-        return {"dtype": str(value.dtype), "shape": list(value.shape), "values": value.detach().double().flatten().tolist()}
+        return {
+            "dtype": str(value.dtype),
+            "shape": list(value.shape),
+            "values": value.detach().double().flatten().tolist(),
+        }
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -47,7 +47,12 @@ def _window_late_layers(values: Json) -> None:
         return
     values.setdefault("sliding_window", 4096)
     layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", 28)
-    if values.get("layer_types") is None and isinstance(layers, int) and isinstance(first, int) and 0 <= layers < 1 << 16:
+    if (
+        values.get("layer_types") is None
+        and isinstance(layers, int)
+        and isinstance(first, int)
+        and 0 <= layers < 1 << 16
+    ):
         slides = values["sliding_window"] is not None
         values["layer_types"] = [
             "sliding_attention" if slides and i >= first else "full_attention" for i in range(layers)

@@ -113,7 +113,9 @@ class WriteTargetIds(OneWayRule):
         x.read(0, ids.view(np.uint8))
         expected = context.config.get("draft_vocab_size")
         if expected and ids.size != expected:
-            raise context.fail(tensor, f"has {ids.size} tokens, but draft_vocab_size of config.json is {short(expected)}")
+            raise context.fail(
+                tensor, f"has {ids.size} tokens, but draft_vocab_size of config.json is {short(expected)}"
+            )
         wrong = ids[(ids < 0) | (ids >= size)]
         if wrong.size:
             raise context.fail(
@@ -136,7 +138,7 @@ def check_target(config: DraftConfig, keys: Keys, shapes: Mapping[str, tuple[int
 
     ``shapes``: of the tensors of the file, outermost first.
     """
-    target, own = config.target.config, config.number("hidden_size")
+    target, draft_width = config.target.config, config.number("hidden_size")
     width, count = target.number("hidden_size", "n_embd", "dim"), target.layers
     layers = keys.fields[f"{keys.arch}.target_layers"].value if f"{keys.arch}.target_layers" in keys.fields else []
     wrong = next((layer for layer in layers if not 0 <= layer <= count), None)
@@ -147,8 +149,8 @@ def check_target(config: DraftConfig, keys: Keys, shapes: Mapping[str, tuple[int
         raise _mismatch(
             config, f"reads {columns} values of {len(layers)} layers (fc.weight), but the target's have {width} each"
         )
-    if own != width and "token_embd.weight" not in shapes:
-        raise _mismatch(config, f"has {own} values a token and no embeddings, but the target's have {width}")
+    if draft_width != width and "token_embd.weight" not in shapes:
+        raise _mismatch(config, f"has {draft_width} values per token and no embeddings, but the target's have {width}")
 
 
 def _mismatch(config: DraftConfig, problem: str) -> FormatError:

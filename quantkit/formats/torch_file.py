@@ -9,7 +9,7 @@
 
 The pickle runs in an interpreter of the opcodes that torch.save writes for numbers, texts, containers and tensors: no
 global is imported and nothing is called. Any other opcode or global is an error, as is an entry that is compressed,
-damaged or outside the file. Facts of torch 2.13 (torch/serialization.py, torch/_utils.py, caffe2/serialize).
+damaged or outside the file. Facts of torch 2.13 (torch.serialization, torch._utils).
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def read_torch_file(path: Path) -> Any:
     integers (outermost dimension first, of any shape and storage offset). Raises FormatError (QK-E110) for any other.
     """
     try:
-        held = hold(path)
+        file = hold(path)
     except OSError as e:
         raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
-    archive = _Archive.parse(held, read_whole(path, MAX_FILE))
+    archive = _Archive.parse(file, read_whole(path, MAX_FILE))
     if (order := archive.optional("byteorder")) not in (None, b"little"):
         raise FormatError(f"{path}: its numbers are {short(printable(str(order)))}, not little-endian", "QK-E110")
     data = archive.read("data.pkl")
@@ -292,9 +292,13 @@ class _Unpickler:
                 self.push({})
             case _Global(name=name), (StoredTensor() as tensor, bool(), dict()) if name == _PARAMETER:
                 self.push(tensor)
-            case _Global(name=name), (_Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_) if (
-                name == _TENSOR
-            ):
+            case _Global(name=name), (
+                _Storage() as storage,
+                int() as offset,
+                tuple() as shape,
+                tuple() as strides,
+                *_,
+            ) if name == _TENSOR:
                 self.push(self.tensor(storage, offset, shape, strides))
             case _:
                 raise self.fail("a call that torch.save does not write for tensors")
@@ -341,7 +345,9 @@ _OPCODES: dict[int, Callable[[_Unpickler], None]] = {
     ord("h"): lambda u: u.recall(u.count(1)),
     ord("j"): lambda u: u.recall(u.count(4)),
     ord("t"): lambda u: u.push(tuple(u.pop_marked())),
-    **{0x84 + n: (lambda u, n=n: u.pop_tuple(n)) for n in (1, 2, 3)},
+    0x85: lambda u: u.pop_tuple(1),
+    0x86: lambda u: u.pop_tuple(2),
+    0x87: lambda u: u.pop_tuple(3),
     ord("Q"): lambda u: u.storage(),
     ord("R"): lambda u: u.call(),
     ord("s"): lambda u: u.set_item(),

@@ -106,8 +106,8 @@ def test_quantized_bytes_are_those_of_llama_quantize(name: str, folder: Path, tm
     (path,) = quantize(source, tmp_path / "ours.gguf", "Q4_K_M", QuantizeOptions(allow_requantize=True)).paths
     assert [digests(path)[key] for key in ("infos", "tensors")] == [digests(out)[key] for key in ("infos", "tensors")]
     target = checkpoints.describe(name).target or ""
-    beside = converted(_STAND_INS.get(target, target), folder)
-    assert Libllama(llama_bin).load(path, target=beside).runs
+    target_file = converted(_STAND_INS.get(target, target), folder)
+    assert Libllama(llama_bin).load(path, target=target_file).runs
 
 
 @pytest.mark.peer
@@ -115,8 +115,8 @@ def test_quantized_bytes_are_those_of_llama_quantize(name: str, folder: Path, tm
 def test_a_draft_loads_beside_its_target(name: str, folder: Path, llama_bin: Path) -> None:
     """As llama-server opens them; the verdict of quantkit is the library's."""
     path, target = converted(name, folder), checkpoints.describe(name).target or ""
-    beside = converted(_STAND_INS.get(target, target), folder)
-    loading = Libllama(llama_bin).load(path, target=beside)
+    target_file = converted(_STAND_INS.get(target, target), folder)
+    loading = Libllama(llama_bin).load(path, target=target_file)
     assert (loading.loads, loading.runs) == (True, True), loading.complaint
     with open_gguf(path) as file:
         mainline, _ = runtimes(file.fields, [(t.name, t.type, t.shape) for t in file.tensors.values()])
@@ -184,19 +184,19 @@ def test_what_no_runtime_runs_is_refused(
 ) -> None:
     draft = checkpoints.describe(name)
     assert draft.target is not None
-    other = checkpoints.describe(draft.target)
-    text = {**other.config.get("text_config", {}), **target}
-    changed = other.config | target | ({"text_config": text} if "text_config" in other.config else {})
-    folder = checkpoints.write_description(replace(other, name="target", config=changed), tmp_path)
+    of_target = checkpoints.describe(draft.target)
+    text = {**of_target.config.get("text_config", {}), **target}
+    changed = of_target.config | target | ({"text_config": text} if "text_config" in of_target.config else {})
+    folder = checkpoints.write_description(replace(of_target, name="target", config=changed), tmp_path)
     source = checkpoints.write_description(replace(draft, config=draft.config | config), tmp_path)
-    pre = other.vocab.get("pre")
+    pre = of_target.vocab.get("pre")
     settings = ConvertOptions(target_model_dir=folder, pre=pre, allow_other_ids=True)
     with refuses(QuantkitError, refusal):
         plan_convert(source, tmp_path / "x.gguf", None, settings)
 
 
 def test_a_mask_may_be_in_any_shard_of_a_tied_target(folder: Path, tmp_path: Path) -> None:
-    """The embeddings of the target are also its head, but for the row of masks."""
+    """The embeddings of the target are also its head, except the row of masks."""
     source, options = options_of("dflash-mask", folder, outtype="f32")
     description = checkpoints.describe("mimo-v2")
     config = description.config | {"tie_word_embeddings": True}

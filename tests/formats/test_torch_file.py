@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
 
-from quantkit.errors import FormatError, QuantkitError
+from quantkit.errors import FormatError
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.formats.torch_file import read_torch_file
 
@@ -30,7 +30,7 @@ _DTYPES = {"F32": "<f4", "F16": "<f2", "I64": "<i8"}
 
 
 def plain(value: Any) -> Any:
-    """Return what a file contains in the form of values.json."""
+    """Return the object of a file in the form of values.json."""
     if isinstance(value, StoredTensor):
         data = value.path.read_bytes()[value.offset : value.offset + value.nbytes]
         if value.dtype == "BF16":
@@ -80,7 +80,9 @@ class Runs:
 def test_code_is_named_and_not_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     for protocol, function in ((2, "builtins.open|io.open"), (0, ""), (4, "")):
-        entries = entries_of("mask-f32") | {"mask-f32/data.pkl": pickle.dumps({"a": Runs(open, str(trace), "w")}, protocol)}
+        entries = entries_of("mask-f32") | {
+            "mask-f32/data.pkl": pickle.dumps({"a": Runs(open, str(trace), "w")}, protocol)
+        }
         with pytest.raises(FormatError) as raised:
             read_torch_file(write(tmp_path / "x.pt", entries))
         assert raised.value.code == "QK-E110"
@@ -158,8 +160,7 @@ def check(content: bytes) -> None:
     path.write_bytes(content)
     try:
         saved = read_torch_file(path)
-    except QuantkitError as e:
-        assert e.code == "QK-E110"
+    except FormatError:
         return
     tensors = [t for t in (saved.values() if isinstance(saved, dict) else [saved]) if isinstance(t, StoredTensor)]
     assert all(0 <= t.offset <= t.offset + t.nbytes <= len(content) for t in tensors)

@@ -586,11 +586,11 @@ def execute(api: Mainline | Ik, options: argparse.Namespace) -> None:
         assert isinstance(api, Mainline)
         write(options.out, tensors_of(api, api.lib, options.model))
         return
-    other = open_context(api, open_model(api, options.target), 64, options) if options.target else None
+    target_context = open_context(api, open_model(api, options.target), 64, options) if options.target else None
     model = open_model(api, options.model, options.tokenize)
     if options.load:
         print(LOADED, file=sys.stderr, end="", flush=True)
-        open_context(api, model, 64, options, **({"ctx_other": other} if other else {}))
+        open_context(api, model, 64, options, **({"ctx_other": target_context} if target_context else {}))
         return
     for name, kind in (("llama_model_get_vocab", c_void_p), ("llama_vocab_n_tokens", c_int32)):
         getattr(api.c, name).restype, getattr(api.c, name).argtypes = kind, [c_void_p]

@@ -206,7 +206,7 @@ def write_deepseek4(v: Vocabulary) -> None:
         v.keys.remove("tokenizer.chat_template")
 
 
-# --- DSpark: the draft model among the tensors --------------------------------------------------------------------------
+# --- DSpark: the draft model among the tensors -----------------------------------------------------------------------
 
 #: Tensors of the draft outside of its layers, by their names there.
 _DSPARK_NAMES = {

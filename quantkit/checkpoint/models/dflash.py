@@ -203,7 +203,7 @@ DFLASH = Architecture(
 )
 
 
-# --- DSpark: DFlash whose tokens depend on the one before, by a table ---------------------------------------------------
+# --- DSpark: DFlash whose tokens depend on the one before, by a table ------------------------------------------------
 
 
 def _has_full_vocab(config: Config) -> bool:
@@ -225,13 +225,17 @@ def _prepare_dspark(config: Config) -> None:
     _refuse(config, config.get("markov_head_type", "vanilla") != "vanilla", "markov_head_type")
     size, own_size = config.number("vocab_size"), config.get("draft_vocab_size") or 0
     if own_size > size:
-        raise FormatError(f"{config.path}: draft_vocab_size is {short(own_size)}, more than vocab_size {size}", "QK-E112")
+        raise FormatError(
+            f"{config.path}: draft_vocab_size is {short(own_size)}, more than vocab_size {size}", "QK-E112"
+        )
 
 
 def _refuse(config: Config, condition: bool, key: str) -> None:
     """Raise TypeNotSupported for a value that runtimes do not have, if ``condition``."""
     if condition:
-        raise TypeNotSupported(f"{config.path}: {key} is {short(_setting(config, key))}, which no runtime runs", "QK-E305")
+        raise TypeNotSupported(
+            f"{config.path}: {key} is {short(_setting(config, key))}, which no runtime runs", "QK-E305"
+        )
 
 
 def _find_confidence(config: Config, names: Collection[str]) -> None:
@@ -271,7 +275,7 @@ DSPARK = replace(
 )
 
 
-# --- Gemma 4's DSpark: keys are values, all layers have full attention --------------------------------------------------
+# --- Gemma 4's DSpark: keys are values, all layers have full attention -----------------------------------------------
 
 _ACTIVATION = "gelu_pytorch_tanh"
 
@@ -288,7 +292,11 @@ def _prepare_gemma4(config: Config) -> None:
     for key in ("mask_token_id", "target_layer_ids"):
         if not _setting(config, key) and _setting(config, key) != 0:
             raise FormatError(f"{config.path}: has no {key}", "QK-E112")
-    rope = config.get("rope_parameters") or {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    rope = config.get("rope_parameters") or {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    }
     config.rope = rope.get("full_attention", rope)
     _refuse(config, config.rope.get("rope_type") not in ("default", "proportional"), "rope_parameters")
 
@@ -297,7 +305,9 @@ def _find_gemma4_tensors(config: Config, names: Collection[str]) -> None:
     """Find out from the tensors' names whether there is a head of confidence, and one for tokens."""
     config.values["has_confidence_head"] = any("confidence_proj." in n or "confidence_head.proj" in n for n in names)
     if not {"lm_head.weight", _HEAD} & set(names) and config.get("tie_word_embeddings") is not True:
-        raise FormatError(f"{config.path.parent}: has no lm_head.weight, and tie_word_embeddings is not true", "QK-E105")
+        raise FormatError(
+            f"{config.path.parent}: has no lm_head.weight, and tie_word_embeddings is not true", "QK-E105"
+        )
 
 
 def _write_gemma4_vocab(v: Vocabulary) -> None:
@@ -313,7 +323,9 @@ def _gemma4_rope(config: Config) -> Iterable[Tensor]:
     turned = int(width * part / 2)
     if not part or width * part != 2 * turned:
         raise FormatError(f"{config.path}: partial_rotary_factor is {part}, of heads of {width}", "QK-E112")
-    yield Tensor("rope_freqs.weight", Constant((1.0,) * turned + (1e30,) * (width // 2 - turned)), None, "rope_freqs.weight")
+    yield Tensor(
+        "rope_freqs.weight", Constant((1.0,) * turned + (1e30,) * (width // 2 - turned)), None, "rope_freqs.weight"
+    )
 
 
 def _global_head(key: str) -> Copied:
@@ -328,8 +340,18 @@ _GEMMA4 = replace(
         Rename(r"^model\.confidence_proj\.", "model.confidence_head.proj."),
     ),
     rules=(
-        AssignKind(r"\.post_attention_layernorm\.weight$", "*post_attention_norm", ".weight", "model.layers.*.post_attention_layernorm.weight"),
-        AssignKind(r"\.pre_feedforward_layernorm\.weight$", "*ffn_norm", ".weight", "model.layers.*.pre_feedforward_layernorm.weight"),
+        AssignKind(
+            r"\.post_attention_layernorm\.weight$",
+            "*post_attention_norm",
+            ".weight",
+            "model.layers.*.post_attention_layernorm.weight",
+        ),
+        AssignKind(
+            r"\.pre_feedforward_layernorm\.weight$",
+            "*ffn_norm",
+            ".weight",
+            "model.layers.*.pre_feedforward_layernorm.weight",
+        ),
         *DFLASH.rules,
     ),
     keys=(

@@ -187,7 +187,7 @@ def write_llama(v: Vocabulary) -> None:
         v.keys.flag("tokenizer.ggml.add_bos_token", False)
 
 
-# --- EAGLE-3: a layer whose attention reads an embedding and three hidden states of the target ------------------------
+# --- EAGLE-3: a layer whose attention reads an embedding and three hidden states of the target -----------------------
 
 
 def _is_eagle3(config: Config) -> bool:
@@ -221,7 +221,11 @@ def _target_width(config: Config) -> int:
 
 EAGLE3 = Architecture(
     "eagle3",
-    stored=(Rename(r"text_model\.", ""), Rename(r"^midlayer\.", "model.layers.0."), Rename(r"^layers\.0\.", "model.layers.0.")),
+    stored=(
+        Rename(r"text_model\.", ""),
+        Rename(r"^midlayer\.", "model.layers.0."),
+        Rename(r"^layers\.0\.", "model.layers.0."),
+    ),
     rules=(
         Drop(r"^t2d$"),
         WriteTargetIds(lambda config: target_of(config).config.number("vocab_size")),
@@ -232,10 +236,8 @@ EAGLE3 = Architecture(
     first_keys=(
         Computed(".target_layers", _target_layers, "array"),
         Computed(".target_hidden_size", _target_width),
-        *(
-            Computed(f".{name}", lambda config, name=name: config.outer.get(name, False), "flag")
-            for name in ("norm_before_residual", "norm_before_fc")
-        ),
+        Computed(".norm_before_residual", lambda config: config.outer.get("norm_before_residual", False), "flag"),
+        Computed(".norm_before_fc", lambda config: config.outer.get("norm_before_fc", False), "flag"),
     ),
     keys=LLAMA_KEYS,
     vocab=write_llama,

@@ -73,7 +73,7 @@ def write_muse(v: Vocabulary) -> None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end)
 
 
-# --- its draft model, DFlash ------------------------------------------------------------------------------------------
+# --- its draft model, DFlash -----------------------------------------------------------------------------------------
 
 
 def _has_window(config: Config) -> bool:
@@ -134,7 +134,7 @@ CLASSES: dict[str, HfClass] = {
 }
 
 
-# --- The vision encoder ---------------------------------------------------------------------------------------------
+# --- The vision encoder ----------------------------------------------------------------------------------------------
 
 
 def _patch_vision(config: MmprojConfig) -> None:
