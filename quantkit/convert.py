@@ -217,8 +217,9 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
         raise RecipeError(f"--intermediate {options.intermediate}: choose one of {', '.join(INTERMEDIATES)}", "QK-E203")
     if options.vocab_only and options.merge_lora:
         raise RecipeError("--merge-lora changes weights, and --vocab-only has none: omit one of them", "QK-E201")
-    if options.mtp and options.no_nextn:
-        raise RecipeError("--mtp and --no-nextn are mutually exclusive: run twice for two files", "QK-E201")
+    parts = [f"--{name}" for name in ("mtp", "no-nextn", "dspark") if getattr(options, name.replace("-", "_"))]
+    if len(parts) > 1:
+        raise RecipeError(f"{' and '.join(parts)} are mutually exclusive: run twice for two files", "QK-E201")
     if type is None:
         if options.intermediate != default.intermediate:
             raise RecipeError(
@@ -259,6 +260,8 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         model_name=options.model_name,
         metadata=options.metadata,
         nextn=nextn,
+        target_model_dir=options.target_model_dir,
+        dspark=options.dspark,
         fuse=[f.option for f in FUSIONS if getattr(options, f.option[2:].replace("-", "_"))],
         fp8_as_q8=options.fp8_as_q8,
         vocab_only=options.vocab_only,

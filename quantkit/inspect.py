@@ -80,6 +80,21 @@ MMPROJ_FACTS = (
 )
 
 
+#: The same of a draft model: label, and key without the architecture.
+DRAFT_FACTS = (
+    ("target layers", "target_layers"),
+    ("target embedding length", "target_hidden_size"),
+    ("block size", "block_size"),
+)
+#: Architecture and a tensor of draft models -> their kind; the first whose tensor is present.
+_DRAFT_KINDS = {
+    ("eagle3", "fc.weight"): "EAGLE-3",
+    ("dflash", "markov_w1.weight"): "DSpark",
+    ("dflash", "selector_hidden.weight"): "DFlash 2",
+    ("dflash", "fc.weight"): "DFlash",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ShardFacts:
     """One file of a model."""
@@ -293,6 +308,27 @@ def _facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
     vocabulary = file.fields.get("tokenizer.ggml.tokens")
     if vocabulary is not None:
         yield Fact("vocabulary", vocabulary.key, vocabulary.count)
+    yield from _draft_facts(file, architecture)
+
+
+def _draft_facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
+    """Yield the facts about a draft model, and about the target that it fits."""
+    kinds = (kind for (arch, tensor), kind in _DRAFT_KINDS.items() if arch == architecture and tensor in file.tensors)
+    if (kind := next(kinds, None)) is None:
+        return
+    yield Fact("draft model", "general.architecture", kind)
+    for label, name in DRAFT_FACTS:
+        value = file.get(key := f"{architecture}.{name}")
+        if isinstance(value, list):
+            yield Fact(label, key, None, tuple((layer, 1) for layer in value[:_MAX_PER_LAYER]))
+        elif value is not None:
+            yield Fact(label, key, value)
+        elif name == "target_hidden_size" and (width := file.get(f"{architecture}.embedding_length")) is not None:
+            yield Fact(label, f"{architecture}.embedding_length", width)
+    if (mask := file.get("tokenizer.ggml.mask_token_id")) is not None:
+        yield Fact("mask token", "tokenizer.ggml.mask_token_id", mask)
+    if (ids := file.tensors.get("d2t")) is not None:
+        yield Fact("draft vocabulary", "d2t", ids.shape[0])
 
 
 def _mmproj_facts(file: GGUFFile) -> Iterator[Fact]:

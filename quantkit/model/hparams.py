@@ -22,6 +22,10 @@ Integer: TypeAlias = int
 Real: TypeAlias = float
 
 
+#: Architectures of draft models that run beside a target.
+DRAFTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})
+
+
 class HParams:
     """Typed access to ``<architecture>.*``; dimensions have ggml's names."""
 
@@ -33,6 +37,12 @@ class HParams:
             problem = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
             raise FormatError(f"{source.paths[0]}: {problem}: it has no general.architecture")
         check_language_model(source)
+        if self.arch in DRAFTS:
+            raise FormatError(
+                f"{source.paths[0]}: this is a draft model ({self.arch}), which reads the hidden states of its target "
+                "and cannot run by itself; give the file of the target",
+                "QK-E306",
+            )
         #: Layers stored in the file; a model may run them several times (Nanbeige).
         self.n_stored = self.int("block_count")
         self.n_layer = (self.n_stored - self.int("nextn_predict_layers", 0)) * self._n_loops()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.draft import WriteTargetIds, merge_layer_config, put_ids_last, target_of
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
@@ -35,6 +36,7 @@ from quantkit.checkpoint.mmproj import (
 )
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import (
+    AssignKind,
     Drop,
     Rename,
     Split,
@@ -187,6 +189,66 @@ def write_llama(v: Vocabulary) -> None:
         v.keys.flag("tokenizer.ggml.add_bos_token", False)
 
 
+# --- EAGLE-3: a layer whose attention reads an embedding and three hidden states of the target -----------------------
+
+
+def _is_eagle3(config: Config) -> bool:
+    """Return whether a configuration is of EAGLE-3, whatever its class (LlamaModel.__init__)."""
+    layer = config.get("transformer_layer_config")
+    values = {**config.values, **(layer if isinstance(layer, dict) else {})}
+    return "draft_vocab_size" in values and values.get("num_hidden_layers") == 1
+
+
+def _check_eagle3(config: Config) -> None:
+    if not _is_eagle3(config):
+        raise FormatError(
+            f"{config.path}: EAGLE-3 has one layer and a draft_vocab_size, but num_hidden_layers is "
+            f"{short(config.get('num_hidden_layers'))} and draft_vocab_size {short(config.get('draft_vocab_size'))}",
+            "QK-E112",
+        )
+    merge_layer_config(config)
+
+
+def _target_layers(config: Config) -> list[int]:
+    """Return the target's layers whose inputs are read."""
+    layers: list[int] | None = config.outer.get("eagle_aux_hidden_state_layer_ids")
+    count = target_of(config).config.layers
+    return layers or [2, count // 2, count - 3]
+
+
+def _target_width(config: Config) -> int:
+    width: int | None = config.outer.get("target_hidden_size")
+    return target_of(config).config.number("hidden_size") if width is None else width
+
+
+EAGLE3 = Architecture(
+    "eagle3",
+    stored=(
+        Rename(r"text_model\.", ""),
+        Rename(r"^midlayer\.", "model.layers.0."),
+        Rename(r"^layers\.0\.", "model.layers.0."),
+    ),
+    rules=(
+        Drop(r"^t2d$"),
+        WriteTargetIds(lambda config: target_of(config).config.number("vocab_size")),
+        AssignKind(r"^input_norm\.weight$", "enc.output_norm", ".weight", "input_norm.weight"),
+        AssignKind(r"\.hidden_norm\.weight$", "*attn_norm_2", ".weight", "model.layers.*.hidden_norm.weight"),
+        *ROPE_PERMUTED,
+    ),
+    first_keys=(
+        Computed(".target_layers", _target_layers, "array"),
+        Computed(".target_hidden_size", _target_width),
+        Computed(".norm_before_residual", lambda config: config.outer.get("norm_before_residual", False), "flag"),
+        Computed(".norm_before_fc", lambda config: config.outer.get("norm_before_fc", False), "flag"),
+    ),
+    keys=LLAMA_KEYS,
+    vocab=write_llama,
+    patch_config=_check_eagle3,
+    synthetic=rope_factors,
+    reorder=put_ids_last,
+    draft=True,
+)
+
 LLAMA = Architecture(
     "llama",
     stored=(Rename(r"text_model\.", ""),),
@@ -194,6 +256,7 @@ LLAMA = Architecture(
     keys=LLAMA_KEYS,
     vocab=write_llama,
     synthetic=rope_factors,
+    dispatch=lambda config: EAGLE3 if _is_eagle3(config) else None,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -221,6 +284,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaModel": replace(LLAMA, rules=(*BARE_NAMES, *LLAMA.rules)),
     "Sarashina2VisionForCausalLM": replace(LLAMA, stored=(Drop(r"^norm\."), Rename(r"^llm\.", ""), *LLAMA.stored)),
     "NanbeigeForCausalLM": replace(LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, *LOOPS)),
+    **dict.fromkeys(
+        ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"), EAGLE3
+    ),
 }
 
 
