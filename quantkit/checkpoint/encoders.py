@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from quantkit.checkpoint.mmproj import CLIP, Mmproj, MmprojConfig
 from quantkit.checkpoint.registry import find_mmproj
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, apply_rules
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import read_checkpoint
 
 
@@ -26,9 +28,29 @@ class Encoders:
 
     def tensors(self, name: str, x: Expression) -> Iterator[tuple[str, Expression]]:
         """Yield the tensors of the encoders that a stored tensor is, by their names there; none of the text model's."""
-        for renamed in apply_rules(self.row.stored, Tensor(name, x, None), self.context):
-            if "language_model." not in renamed.name and re.search(self.row.tensors, renamed.name):
-                yield renamed.name, renamed.x
+        yield from _own_tensors(name, x, self.row, self.context)
+
+
+def _own_tensors(name: str, x: Expression, row: Mmproj, context: Context) -> Iterator[tuple[str, Expression]]:
+    for tensor in apply_rules(row.stored, Tensor(name, x, None), context):
+        if "language_model." not in tensor.name and re.search(row.tensors, tensor.name):
+            yield tensor.name, tensor.x
+
+
+def encoder_tensors(pairs: Iterable[tuple[str, Expression]], row: Mmproj, context: Context) -> dict[str, Expression]:
+    """Return those of a checkpoint's tensors that belong to the encoders. Raises FormatError for two of one name."""
+    stored: dict[str, Expression] = {}
+    for name, x in pairs:
+        for text, tensor in _own_tensors(name, x, row, context):
+            if text in stored:
+                raise context.fail(Tensor(name, x, None), f"two tensors are named {short(text)}", "QK-E107")
+            stored[text] = tensor
+    if not stored:
+        raise FormatError(
+            f"{context.config.path.parent}: its files have no tensors of the encoders that config.json describes",
+            "QK-E105",
+        )
+    return stored
 
 
 def open_encoders(path: Path) -> Encoders:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
-from quantkit.checkpoint.encoders import Encoders, open_encoders
-from quantkit.checkpoint.expressions import Expression, Stored
+from quantkit.checkpoint.encoders import encoder_tensors, open_encoders
+from quantkit.checkpoint.expressions import Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.merge import identity, merge_adapters, notes_of, read_adapters
@@ -18,10 +18,8 @@ from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
 from quantkit.checkpoint.tensors import Tensor, named_tensors
-from quantkit.errors import FormatError
-from quantkit.formats.gguf.rules import short
 from quantkit.formats.remote import located
-from quantkit.formats.safetensors import StoredTensor, read_checkpoint
+from quantkit.formats.safetensors import read_checkpoint
 
 #: Files beside the weights that metadata is read from.
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -46,7 +44,8 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     indexed = read_checkpoint(path, allow_incomplete=options.allow_incomplete)
     adapters = read_adapters(options.adapters)
     with blame_config(path):
-        stored = _encoder_tensors(indexed, encoders)
+        pairs = ((name, Stored(tensor)) for shard in indexed for name, tensor in shard.items())
+        stored = encoder_tensors(pairs, row, context)
         weights = decode_tensors(stored, config)
         part = EncoderPart(encoders, {**weights.first, **weights.tensors})
         if adapters:
@@ -74,25 +73,6 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     checkpoint.notes = tuple(notes_of(adapters, part))
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)
     return checkpoint
-
-
-def _encoder_tensors(indexed: list[dict[str, StoredTensor]], encoders: Encoders) -> dict[str, Expression]:
-    """Return the stored tensors of the encoders."""
-    stored: dict[str, Expression] = {}
-    for shard in indexed:
-        for name, tensor in shard.items():
-            for renamed, x in encoders.tensors(name, Stored(tensor)):
-                if renamed in stored:
-                    raise FormatError(
-                        f"{tensor.path}: tensor {short(name)}: two tensors are named {short(renamed)}", "QK-E107"
-                    )
-                stored[renamed] = x
-    if not stored:
-        raise FormatError(
-            f"{encoders.config.path.parent}: its files have no tensors of the encoders that config.json describes",
-            "QK-E105",
-        )
-    return stored
 
 
 def _forced(parts: Iterator[tuple[str, Tensor]], row: Mmproj, outtype: OutType) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ from pkgutil import iter_modules
 
 from quantkit.checkpoint import models
 from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.hf_encoders import HfEncoders
 from quantkit.checkpoint.mmproj import Mmproj
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.errors import TypeNotSupported
@@ -27,6 +28,10 @@ CLASSES: dict[str, HfClass] = dict(
 )
 #: Model class -> how its encoders are converted to an mmproj file.
 MMPROJ: dict[str, Mmproj] = {name: row for module in _MODULES for name, row in getattr(module, "MMPROJ", {}).items()}
+#: Model class -> how transformers has it with its encoders, for export.
+HF_ENCODERS: dict[str, HfEncoders] = {
+    name: row for module in _MODULES for name, row in getattr(module, "HF_ENCODERS", {}).items()
+}
 
 
 def find_architecture(config: Config) -> Architecture:

@@ -47,6 +47,12 @@ class Architecture:
     nextn: bool = False
     #: Keys that are set before general.type.
     head_keys: tuple[SetKeys, ...] = ()
+    #: Keys that are set before those, also in files of a vocabulary alone.
+    first_keys: tuple[SetKeys, ...] = ()
+    #: It is a draft model, which reads its target's checkpoint (draft.py).
+    draft: bool = False
+    #: The row of the draft model among its tensors, which --dspark selects.
+    dspark: Architecture | None = None
 
 
 @dataclass(frozen=True)

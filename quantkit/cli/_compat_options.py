@@ -229,11 +229,8 @@ def refuse_options(table: tuple[tuple[str, str], ...]) -> Callable[[F], F]:
     return declare
 
 
-_DRAFT = "convert_hf_to_gguf.py writes it"
-
 #: Options of convert_hf_to_gguf.py that are refused.
 CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
-    (f"the draft model (DSpark) is not converted; {_DRAFT}", "--dspark"),
     (
         "consolidated*.safetensors with params.json are not read; use model*.safetensors with config.json, which "
         "hold the same weights",
@@ -244,10 +241,6 @@ CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
         "--disable-mistral-community-chat-template",
     ),
     ("the dense modules of modules.json are not converted; omit it", "--sentence-transformers-dense-modules"),
-    (
-        "drafts that need files of another model (EAGLE3, DFlash) are not converted; convert_hf_to_gguf.py writes them",
-        "--target-model-dir=",
-    ),
 )
 
 #: Options of llama-quantize and its kin, and of convert_lora_to_gguf.py, that are refused.

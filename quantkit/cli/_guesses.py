@@ -17,6 +17,7 @@ ALIASES = {
     "quant": "quantize",
     "diff": "compare",
     "set-metadata": "edit",
+    "generate": "try",
     "convert-hf-to-gguf": "convert",
     "convert-lora-to-gguf": "convert-lora",
     "check": "doctor",
@@ -72,7 +73,7 @@ _LORA = (
     "merge a GGUF adapter into a GGUF model: quantkit quantize IN.gguf OUT.gguf TYPE --merge-lora ADAPTER.gguf; one of "
     "PEFT into its checkpoint: quantkit convert CHECKPOINT OUT.gguf TYPE --merge-lora ADAPTER"
 )
-_NO_RUN = "quantkit does not generate text; use llama.cpp: llama-cli -m MODEL.gguf"
+_NO_RUN = "for a few answers, quantkit try -m MODEL.gguf; to chat, use llama.cpp: llama-cli -m MODEL.gguf"
 
 _EDIT = "quantkit edit FILE.gguf --set KEY=VALUE [-o OUT.gguf]"
 
@@ -93,7 +94,6 @@ ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
     "run": _constant(_NO_RUN),
     "chat": _constant(_NO_RUN),
     "cli": _constant(_NO_RUN),
-    "generate": _constant(_NO_RUN),
     "server": _constant(_NO_RUN.replace("llama-cli", "llama-server")),
     "serve": _constant(_NO_RUN.replace("llama-cli", "llama-server")),
     "eval": _constant("quantkit perplexity -m MODEL.gguf -f TEXT, or quantkit kld for the divergence from a base"),
