@@ -633,7 +633,6 @@ def test_command_lines(llama: Path, tmp_path: Path) -> None:
     check_refused(rerun.stderr, "QK-E402 f32.gguf --overwrite")
     for options, message in (
         (["--base-model-id", "a/b"], "--base DIR"),
-        (["--bigendian"], "little-endian"),
         (["--outfile", "y.gguf"], "give one of them"),
     ):
         refused = run.invoke(cli, [*arguments, *options])
