@@ -99,6 +99,11 @@ class Config:
         """Return a value, which may be null, or ``default`` if the key is missing."""
         return self.values.get(key, default)
 
+    def use_text(self, text: Json) -> None:
+        """Let ``text`` take precedence over the values of config.json, as text_config does."""
+        self.values = {**self.outer, **text}
+        self.rope = self._rope()
+
     def find(self, *keys: str) -> Any:
         """Return the value of the first key present, None if all are absent."""
         return next((self.values[key] for key in keys if key in self.values), None)

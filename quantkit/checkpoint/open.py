@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
-from quantkit.checkpoint.config import Config, read_config
+from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
@@ -24,7 +24,7 @@ from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors, weights_only
 from quantkit.checkpoint.quantized.scale_tensors import add_scale_tensors
-from quantkit.checkpoint.registry import find_architecture, has_encoders
+from quantkit.checkpoint.registry import find_architecture, has_encoders, read_model
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, named_tensors, text_name, text_tensors
@@ -131,7 +131,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        config = read_config(path)
+        config = read_model(path)
         row = find_architecture(config)
         check_nextn(options.nextn, row, config)
     indexed = _read_headers(path, options)
@@ -147,6 +147,8 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     files = [path / name for name in OTHER_FILES if (path / name).is_file()]
     files += [options.metadata] if options.metadata else []
     files += [file for adapter in adapters for file in adapter.files]
+    parts = dict.fromkeys(part.path for item in tensors for part in item.expr.parts())
+    files += [part for part in parts if part not in {*model.files, *files}]
     checkpoint = Checkpoint(path, (*model.files, *files), keys.fields, tensors, outtype, identity(adapters))
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, options.kind, tuple(keys.omissions)
     checkpoint.has_encoders = has_encoders(config)
@@ -180,7 +182,8 @@ def _select_tensors(
     row.patch_config(config)
     row.inspect_tensors(config, {name for name in names if is_selected(text_name(name) or "", options.nextn, config)})
     layers = config.layers if options.nextn == WITHOUT else row.layers(config)
-    context = Context(config, TensorNames(row.arch, layers))
+    name_layers = layers if row.name_layers is None else row.name_layers(config)
+    context = Context(config, TensorNames(row.arch, name_layers))
     stored = stored_tensors(indexed, row, context, options.nextn)
     if options.kind == "mtp" and not any(is_nextn_tensor(name, config) for name in stored):
         raise FormatError(f"{path}: has no prediction layers (MTP): omit --mtp", "QK-E206")
@@ -195,7 +198,8 @@ def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -
         weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
     if adapters:
         weights = merge_adapters(weights, adapters, model.row, model.context)
-    return model.row.reorder(weights, model.config)
+    weights = model.row.reorder(weights, model.config)
+    return weights if options.vocab_only else replace(weights, tensors=weights.tensors | model.row.extra(model.config))
 
 
 def _convert_tensors(

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
-from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
@@ -17,7 +16,7 @@ from quantkit.checkpoint.mmproj import CLIP, Mmproj, MmprojConfig, forced_type
 from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
-from quantkit.checkpoint.registry import find_mmproj
+from quantkit.checkpoint.registry import find_mmproj, read_model
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, apply_rules, named_tensors
 from quantkit.errors import FormatError
@@ -43,7 +42,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        model = _read_model(path)
+        model = read_model(path)
         row = find_mmproj(model)
         config = MmprojConfig(model, row)
         row.patch_config(config)
@@ -73,15 +72,6 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     checkpoint = Checkpoint(path, (*sorted(files), *metadata_files), keys.fields, tensors, outtype)
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)
     return checkpoint
-
-
-def _read_model(path: Path) -> Config:
-    """Return the configuration of a checkpoint; Pocket TTS has none, and is known by a tensor."""
-    if (path / "config.json").exists() or not path.is_dir() or not list(path.glob("model*.safetensors")):
-        return read_config(path)
-    if not any("flow_lm.bos_emb" in shard for shard in read_checkpoint(path, allow_incomplete=True)):
-        return read_config(path)
-    return Config(path / "config.json", {"architectures": ["PocketTTSModel"]})
 
 
 def _encoder_tensors(indexed: list[dict[str, StoredTensor]], row: Mmproj, context: Context) -> dict[str, Expression]:

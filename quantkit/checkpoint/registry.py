@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
 from quantkit.checkpoint import models
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.mmproj import Mmproj
-from quantkit.checkpoint.row import Architecture, HfClass
+from quantkit.checkpoint.row import Architecture, HfClass, Layout
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
@@ -27,6 +28,15 @@ CLASSES: dict[str, HfClass] = dict(
 )
 #: Model class -> how its encoders are converted to an mmproj file.
 MMPROJ: dict[str, Mmproj] = {name: row for module in _MODULES for name, row in getattr(module, "MMPROJ", {}).items()}
+
+#: Classes that are known by files of the checkpoint.
+LAYOUTS: tuple[Layout, ...] = tuple(layout for module in _MODULES for layout in getattr(module, "LAYOUTS", ()))
+
+
+def read_model(folder: Path) -> Config:
+    """Return the configuration of a checkpoint, of the class that its files are of. Raises FormatError."""
+    layout = next((layout for layout in LAYOUTS if layout.matches(folder)), None)
+    return read_config(folder) if layout is None else layout.read(folder)
 
 
 def find_architecture(config: Config) -> Architecture:

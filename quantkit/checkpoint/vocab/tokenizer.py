@@ -457,6 +457,12 @@ def dump(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
 
 
+def write_none(v: Vocabulary) -> None:
+    """Set that a model has no vocabulary (TextModel._set_vocab_none)."""
+    v.source = "the model has no vocabulary"
+    v.keys.text("tokenizer.ggml.model", "none")
+
+
 @dataclass(frozen=True)
 class AddedToken:
     """An added token of tokenizer.json."""
