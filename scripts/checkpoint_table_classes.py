@@ -5,9 +5,14 @@ As in checkpoint_table_decoders.py, config.json has what the converter reads, an
 
 from __future__ import annotations
 
-from checkpoint_table_decoders import HEAD, NORMS, SIZES, of, written
+import json
+from dataclasses import replace
+from typing import Any
 
-from checkpoint_table import Json, Row, bpe
+from checkpoint_table_decoders import HEAD, NORMS, SIZES, of, written
+from checkpoint_table_mixtures import OTHERS
+
+from checkpoint_table import Json, Row, bpe, spm
 
 #: No files of a tokenizer.
 _NO_VOCAB: Json = {"kind": "none"}
@@ -17,8 +22,8 @@ def _laya(name: str, decision: Json, file: str) -> Row:
     """Return a row of ModernBERT in a folder, a head of two layers, a tokenizer in a folder."""
     encoder = SIZES | {
         "architectures": ["ModernBertModel"], "model_type": "modernbert", "local_attention": 64, "layer_norm_eps": 1e-5,
-        "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "pad_token_id": 579,
-        "norm_eps": 1e-5, "hidden_activation": "gelu", "norm_bias": False, "cls_token_id": 577, "sep_token_id": 576,
+        "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
+        "pad_token_id": 579, "norm_eps": 1e-5, "hidden_activation": "gelu", "norm_bias": False, "cls_token_id": 577, "sep_token_id": 576,
     }  # fmt: skip
     layer = " {0}:64 {0}.bias!:64"
     head = "".join(
@@ -36,8 +41,9 @@ def _laya(name: str, decision: Json, file: str) -> Row:
         | of("", "type_emb:3x64 act_head.0:8x64 temperature!:3")
         | of("scorer.", "0:64 0.bias!:64 1:64x64 1.bias!:64 3:1x64 3.bias!:1")
     )
-    tokens = bpe("modern-bert", "</s>", "<s>", "<unk>", "<pad>", "<mask>", cls="PreTrainedTokenizerFast", bos="<s>",
-                 unk="<unk>", pad="<pad>", config={"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"})  # fmt: skip
+    special: Json = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+    tokens = bpe("modern-bert", "</s>", "<s>", "<unk>", "<pad>", "<mask>", bos="<s>", unk="<unk>", pad="<pad>",
+                 config=special)  # fmt: skip
     return written(name, "ModernBertDecisionModel", {}, tensors, vocab=tokens | {"folder": "tokenizer"},
                    files={"encoder": {"config.json": encoder}, file: decision})  # fmt: skip
 
@@ -65,7 +71,88 @@ def _adapters(name: str, rows: str, columns: int, slices: bool) -> str:
     )
 
 
+#: Names of Mistral's special tokens.
+_MISTRAL_TOKENS = [
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]"),
+    *("[/THINK]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]"),
+]
+_PARAMS: Json = {
+    "dim": 64, "n_layers": 2, "head_dim": 16, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,
+    "vocab_size": 640, "rope_theta": 1e6, "max_position_embeddings": 4096,
+}  # fmt: skip
+_YARN: Json = {
+    "yarn": {"original_max_position_embeddings": 1024, "factor": 4.0, "apply_scale": False, "beta": 32.0, "alpha": 1.0},
+    "llama_4_scaling": {"original_max_position_embeddings": 1024, "beta": 0.1},
+}
+_NATIVE = " attention_norm:64 ffn_norm:64 attention.wq:64x64 attention.wk:32x64 attention.wv:32x64 attention.wo:64x64"
+_NATIVE_DENSE = of("", "tok_embeddings:640x64 norm:64 output:640x64") | of(
+    "layers.{0-1}.", _NATIVE + " feed_forward.w1:128x64 feed_forward.w2:64x128 feed_forward.w3:128x64"
+)
+_NATIVE_MOE = (
+    of("", "tok_embeddings:640x64 norm:64 output:640x64")
+    | of("layers.{0-1}.", " attention_norm:64 ffn_norm:64 attention.wq_a:32x64 attention.q_a_norm:32"
+         " attention.wq_b:192x32 attention.wkv_a_with_mqa:48x64 attention.kv_a_norm:32 attention.wkv_b:256x32"
+         " attention.wo:64x128")
+    | of("layers.0.feed_forward.", "w1:128x64 w2:64x128 w3:128x64")
+    | of("layers.1.", "gate:4x64 shared_experts.w1:32x64 shared_experts.w2:64x32 shared_experts.w3:32x64")
+    | of("layers.1.experts.{0-3}.", "w1:32x64 w2:64x32 w3:32x64")
+)  # fmt: skip
+
+
+def _native(name: str, version: str, params: Json, tensors: dict[str, list[int]] = _NATIVE_DENSE, **more: Any) -> Row:
+    """Return a row in Mistral's own format, beside a config.json of the other one."""
+    files = {"params.json": _PARAMS | params} | more.pop("files", {})
+    settings: Json = {"vocab": {"kind": "tekken", "pre": "tekken", "version": version, "special": _MISTRAL_TOKENS}}
+    settings |= {"parts": {"consolidated.safetensors": tensors}, "options": ("--mistral-format",)} | more
+    return written(name, "MistralForCausalLM", {"model_type": "mistral"}, {}, files=files, **settings)
+
+
+def _dense(features: tuple[int, int]) -> Json:
+    """Return the files of a dense layer beside its tensors."""
+    return {"config.json": {"in_features": features[0], "out_features": features[1], "bias": False}}
+
+
+_MODULES = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+_GEMMA_DENSE = replace(
+    next(row for row in OTHERS if row.name == "gemma-embedding"),
+    name="gemma-embedding-dense",
+    options=("--sentence-transformers-dense-modules",),
+    files={
+        "1_Pooling": {"config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}'},
+        "2_Dense": _dense((64, 96)),
+        "3_Dense": _dense((96, 64)),
+        "modules.json": json.dumps(
+            [
+                {"idx": i, "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
+                for i, name in enumerate(_MODULES)
+            ]
+        ),
+    },
+    parts={"2_Dense/model.safetensors": of("", "linear:96x64"), "3_Dense/model.safetensors": of("", "linear:64x96")},
+)
+
+
 CLASSES = (
+    _GEMMA_DENSE,
+    _native("mistral-native", "v3", {}),
+    _native("mistral-native-v7", "v7", {"head_dim": 32}, parts={
+        "consolidated-00001-of-00002.safetensors": {n: s for n, s in _NATIVE_DENSE.items() if "layers" not in n},
+        "consolidated-00002-of-00002.safetensors": {n: s for n, s in _NATIVE_DENSE.items() if "layers" in n}},
+        files={"chat_template.jinja": "{{ messages }}"}),
+    _native("mistral-native-yarn", "v11", _YARN),
+    _native("mistral-native-v13", "v13", {"yarn": _YARN["yarn"] | {"apply_scale": True}}),
+    _native("mistral-native-v15", "v15", {},
+            options=("--mistral-format", "--disable-mistral-community-chat-template")),
+    _native("mistral-native-pieces", "", {"vocab_size": 600}, {n: [600, *s[1:]] if s[0] == 640 else s
+            for n, s in _NATIVE_DENSE.items()}, vocab=spm(file="tokenizer.model.v3")),
+    _native("mistral-native-moe", "v13", _YARN | {
+        "n_kv_heads": 4, "head_dim": 48, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "moe": {
+            "num_experts": 4, "num_experts_per_tok": 2, "expert_hidden_dim": 32, "num_shared_experts": 1,
+            "first_k_dense_replace": 1, "route_every_n": 1, "routed_scale": 1.0, "num_expert_groups": 1,
+            "num_expert_groups_per_tok": 1}}, _NATIVE_MOE),
     _laya("laya", {"head_layers": 2, "head_max_len": 128, "temperature": [1.5, 0.75, 2], "temperature_by_options": {
         "choice:3-5": 1.25, "choice:11+": 0.5}}, "rl_agent_config.json"),
     _laya("julia", {"head_layers": 2, "architecture": "JuliaDecisionModel"}, "julia_config.json"),

@@ -66,7 +66,8 @@ class Linear(RowWise):
 def _cached_strips(x: Expression) -> F32:
     """Return a weight as the kernel reads it; the last ones are cached, because every range of rows needs them."""
     stat = next(x.parts()).path.stat()
-    return _strips(x, stat.st_mtime_ns, stat.st_size)
+    weight: Any = x  # frozen, so it can be a key
+    return _strips(weight, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=4)

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quantkit.checkpoint import dense_modules
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import NATIVE_FILE, Config
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
@@ -62,6 +63,7 @@ OTHER_FILES = (
     "tokenizer.jsonl",
     "rwkv_vocab_v20230424.txt",
     "tekken.json",
+    NATIVE_FILE,
 )
 
 #: Errors of row functions on values of config.json that have an unexpected type.
@@ -98,6 +100,12 @@ class OpenOptions:
     adapters: Sequence[AdapterSpec] = ()
     #: Shards may be missing.
     allow_incomplete: bool = False
+    #: The checkpoint is in Mistral's own format: params.json, consolidated*.safetensors, tekken.json.
+    mistral_format: bool = False
+    #: Dense layers after the pooling of an embedding model are in the file.
+    dense_modules: bool = False
+    #: Of Mistral's format: no chat template but the checkpoint's own.
+    disable_mistral_community_chat_template: bool = False
 
     @property
     def kind(self) -> str:
@@ -131,9 +139,10 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        config = read_model(path)
+        config = read_model(path, options.mistral_format)
         row = find_architecture(config)
         check_nextn(options.nextn, row, config)
+        config.values[dense_modules.OPTION] = options.dense_modules and row.dense_modules
     indexed = _read_headers(path, options)
     adapters = read_adapters(options.adapters)
     with blame_config(path):
@@ -142,6 +151,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         tensors, outtype = _convert_tensors(model, weights, options)
         keys, general = _metadata(model, tensors, outtype, options)
         vocabulary = Vocabulary(path, config, keys, options.pre)
+        vocabulary.community_template = not options.disable_mistral_community_chat_template
         with no_collection():
             row.vocab(vocabulary)
     files = [path / name for name in OTHER_FILES if (path / name).is_file()]
@@ -154,6 +164,9 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     checkpoint.has_encoders = has_encoders(config)
     with no_collection():
         ids = check_ids(vocabulary, checkpoint, options.allow_other_ids)
+    omission = None if options.kind else dense_modules.omission_of(config, checkpoint.files, row.dense_modules)
+    if omission is not None:
+        checkpoint.omissions = (*checkpoint.omissions, omission)
     checkpoint.notes = (*_lossless_note(weights, options), *notes_of(adapters, config), *ids)
     return checkpoint
 
@@ -168,10 +181,16 @@ def blame_config(folder: Path) -> Iterator[None]:
         raise FormatError(f"{path}: a value is invalid for its architecture: {short(str(e))}", "QK-E112") from e
 
 
+def prefix_of(options: OpenOptions) -> str:
+    """Return the beginning of the names of the files with tensors."""
+    return "consolidated" if options.mistral_format else "model"
+
+
 def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTensor]]:
-    if options.vocab_only and not any(path.glob("model*.safetensors*")):
+    prefix = prefix_of(options)
+    if options.vocab_only and not any(path.glob(f"{prefix}*.safetensors*")):
         return []
-    return read_checkpoint(path, allow_incomplete=options.allow_incomplete or options.vocab_only)
+    return read_checkpoint(path, prefix, allow_incomplete=options.allow_incomplete or options.vocab_only)
 
 
 def _select_tensors(

@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import CLIP, Mmproj, MmprojConfig, forced_type
-from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config
+from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config, prefix_of
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
 from quantkit.checkpoint.registry import find_mmproj, read_model
@@ -42,11 +41,11 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        model = read_model(path)
+        model = read_model(path, options.mistral_format)
         row = find_mmproj(model)
         config = MmprojConfig(model, row)
         row.patch_config(config)
-    indexed = read_checkpoint(path, allow_incomplete=options.allow_incomplete)
+    indexed = read_checkpoint(path, prefix_of(options), allow_incomplete=options.allow_incomplete)
     with blame_config(path):
         context = Context(config, TensorNames(CLIP, row.layers(config)))
         stored = _encoder_tensors(indexed, row, context)

@@ -47,6 +47,8 @@ class Architecture:
     reorder: Callable[[DecodedTensors, Config], DecodedTensors] = field(default=lambda weights, config: weights)
     #: It may have prediction layers (MTP) after the others, which --no-nextn and --mtp select (nextn.py).
     nextn: bool = False
+    #: Dense layers after the pooling may be in the file (dense_modules.py).
+    dense_modules: bool = False
     #: Keys that are set before general.type.
     head_keys: tuple[SetKeys, ...] = ()
     #: Tensors in other files of the checkpoint, which follow all others, by name.

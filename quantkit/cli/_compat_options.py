@@ -237,16 +237,6 @@ CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
     (_BIG_ENDIAN, "--bigendian"),
     (f"the draft model (DSpark) is not converted; {_DRAFT}", "--dspark"),
     (
-        "consolidated*.safetensors with params.json are not read; use model*.safetensors with config.json, which "
-        "hold the same weights",
-        "--mistral-format",
-    ),
-    (
-        "it applies only to --mistral-format; the chat template is always that of the checkpoint",
-        "--disable-mistral-community-chat-template",
-    ),
-    ("the dense modules of modules.json are not converted; omit it", "--sentence-transformers-dense-modules"),
-    (
         "drafts that need files of another model (EAGLE3, DFlash) are not converted; convert_hf_to_gguf.py writes them",
         "--target-model-dir=",
     ),

@@ -23,7 +23,9 @@ from quantkit.errors import FormatError
 def _negative_exp_of_heads(tensor: Tensor, context: Context) -> Expression:
     """Return -exp(x) of each head; padding after the heads is dropped."""
     flat = Shaped(tensor.x, (size_of(tensor.x),))
-    return Mapped(take(flat, 0, range(min(context.config.number("num_attention_heads"), flat.shape[0]))), "negative exp")
+    return Mapped(
+        take(flat, 0, range(min(context.config.number("num_attention_heads"), flat.shape[0]))), "negative exp"
+    )
 
 
 def _kv_heads(config: Config) -> list[int]:

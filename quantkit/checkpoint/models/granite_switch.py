@@ -59,7 +59,9 @@ class _PermuteFused(OneWayRule):
         width, (heads, kv_heads) = config.number("head_width"), _heads(config)
         q, kv = heads * width, kv_heads * width
         if x.shape[:1] != (q + 2 * kv,):
-            raise context.fail(tensor, f"its shape {list(x.shape)} does not match {heads} and {kv_heads} heads of {width}")
+            raise context.fail(
+                tensor, f"its shape {list(x.shape)} does not match {heads} and {kv_heads} heads of {width}"
+            )
         parts = [take(x, 0, rows) for rows in (range(q), range(q, q + kv), range(q + kv, q + 2 * kv))]
         try:
             fused = concatenate((_permute(parts[0], heads), _permute(parts[1], kv_heads), parts[2]))
@@ -120,7 +122,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             Split(r"shared_mlp\.input_linear\.base_layer\.weight$", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
             *(
                 Rename(rf"{part}\.base_layer\.weight$", f"{name}.weight")
-                for part, name in ((r"self_attn\.o_proj", "self_attn.o_proj"), (r"shared_mlp\.output_linear", "mlp.down_proj"))
+                for part, name in (
+                    (r"self_attn\.o_proj", "self_attn.o_proj"),
+                    (r"shared_mlp\.output_linear", "mlp.down_proj"),
+                )
             ),
         ),
         keys=_KEYS,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.encoder_rules import NameInFile, squeeze_last
-from quantkit.checkpoint.expressions import TYPE_F16, Shaped, cast, concatenate, size_of
+from quantkit.checkpoint.expressions import TYPE_F16, Expression, Shaped, cast, concatenate, size_of
 from quantkit.checkpoint.linear import Linear
 from quantkit.checkpoint.mmproj import EncoderKey, Key, Mmproj, constant, projector
 from quantkit.checkpoint.row import Architecture, Layout
@@ -121,7 +121,7 @@ class _AppendVectors(OneWayRule):
         width = table.shape[-1]
         if matrix.shape != (width, size_of(latent)) or any(size_of(parts[name].x) != width for name in voice):
             raise context.fail(tensor, "the shapes of its embeddings, vectors and input_linear do not match")
-        rows = [Shaped(parts[name].x, (1, width)) for name in voice]
+        rows: list[Expression] = [Shaped(parts[name].x, (1, width)) for name in voice]
         rows = [*rows, Linear(Shaped(latent, (1, size_of(latent))), matrix)]
         rows = [cast(row, TYPE_F16) if table.type is TYPE_F16 else row for row in rows]
         return (replace(tensor, name="model.embed_tokens.weight", x=concatenate((table, *rows))),)
@@ -146,7 +146,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=(
             _AppendVectors(),
             Rename(r"^flow_lm\.out_norm\.", "model.norm."),
-            Split(rf"{_LAYER}self_attn\.in_proj\.", tuple(rf"flow_lm.transformer.layers.\1.self_attn.{x}." for x in "qkv")),
+            Split(
+                rf"{_LAYER}self_attn\.in_proj\.", tuple(rf"flow_lm.transformer.layers.\1.self_attn.{x}." for x in "qkv")
+            ),
             *(Rename(rf"{_LAYER}{stored}\.", rf"model.layers.\1.{name}.") for stored, name in _TEXT_NAMES.items()),
             Drop(r"^(flow_lm|mimi)\."),
         ),

@@ -22,9 +22,9 @@ from quantkit.checkpoint.expressions import (
     Shaped,
     Stored,
     as_f32,
+    concatenate,
     from_f32,
     read_f32,
-    concatenate,
     row_of,
     stack,
 )

@@ -78,6 +78,8 @@ class Vocabulary:
         self.pre = pre
         #: Returns the test text and its ids from the files that were read, or the reason why quantkit cannot run them;
         #: set by the writer.
+        #: Of Mistral's own format: llama.cpp's chat template is used if the checkpoint has none.
+        self.community_template = True
         self.source: Callable[[], tuple[str, list[int]]] | str = "quantkit cannot run its tokenizer"
 
     def has(self, name: str) -> bool:

@@ -81,5 +81,3 @@ def add_products(out: F32, a: F32, x: F32, begin: int, end: int) -> None:
             store(out, place, load(f32x16, out, place) + s2)
             place += 4 * width
             store(out, place, load(f32x16, out, place) + s3)
-
-

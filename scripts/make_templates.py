@@ -1,10 +1,11 @@
-"""Write quantkit/checkpoint/decision_templates.json: the prompts of decision models, from llama.cpp b11434.
+"""Write quantkit/checkpoint/templates.json: the templates that llama.cpp b11434 adds to files of some models.
 
-    PYTHON scripts/make_decision_templates.py LLAMA_CPP [OUT]
+    PYTHON scripts/make_templates.py LLAMA_CPP [OUT]
 
-LLAMA_CPP is a source tree of llama.cpp, PYTHON has torch and transformers. A prompt is a Jinja template, which files
-have as tokenizer.chat_template.systemone; the file has that of each class. Those of Laya and Julia contain the special
-tokens of the checkpoint's tokenizer: [CLS], [SEP] and [MASK] stand for them.
+LLAMA_CPP is a source tree of llama.cpp, PYTHON has torch and transformers. The prompts of decision models are Jinja
+templates, which files have as tokenizer.chat_template.systemone; templates.json has that of each class. Those of Laya
+and Julia contain the special tokens of the checkpoint's tokenizer: [CLS], [SEP] and [MASK] stand for them. The chat
+templates of Mistral's tokenizers, by version, are those of models/templates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).parent.parent / "quantkit/checkpoint/decision_templates.json"
+TARGET = Path(__file__).parent.parent / "quantkit/checkpoint/templates.json"
 #: Name -> module and class of the reference.
 CLASSES = {
     "openjev": ("qwen", "OpenJevModel"),
@@ -27,6 +28,11 @@ CLASSES = {
     "nimble": ("lev", "NimbleModel"),
     "laya": ("bert", "ModernBertDecisionModel"),
     "julia": ("bert", "ModernBertDecisionModel"),
+}
+#: Name -> file in models/templates.
+FILES = {
+    "mistral-v11": "Mistral-Small-3.2-24B-Instruct-2506.jinja",
+    "mistral-v13": "unsloth-mistral-Devstral-Small-2507.jinja",
 }
 
 
@@ -52,6 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path[:0] = [str(arguments.tree), str(arguments.tree / "gguf-py")]
     templates = {name: template_of(name) for name in CLASSES}
+    for name, file in FILES.items():
+        templates[name] = (arguments.tree / "models/templates" / file).read_text(encoding="utf-8")
     arguments.out.write_text(json.dumps(templates, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
