@@ -564,6 +564,7 @@ class Follower:
         key = self.source.key_name(key) if key.startswith("LLM_KV_") else key
         target_text = text(arguments[1])
         target, kind = self.key_target(target_text, scope)
+        kind, _, form = kind.partition(" ")
         values = [self.value(a, scope) for a in arguments[2:]]
         if method == "get_key_or_arr":
             if len(values) == 0 or (len(values) == 1 and values[0] in ("True", "False")):
@@ -572,7 +573,7 @@ class Follower:
             return self.add_key(target, key, f"{kind}[{count}]", boolean(values[1]) if len(values) > 1 else "True")
         required = boolean(values[0]) if values else "True"
         if method == "get_arr":
-            return self.add_key(target, key, f"{kind} array", required)
+            return self.add_key(target, key, f"{kind} {form or 'array'}", required)
         if method == "get_arr_n":
             return self.add_key(target, key, "length", required)
         return self.add_key(target, key, kind, required)
@@ -1034,10 +1035,14 @@ class Source:
                 for enumerator, digits in re.findall(r"([A-Z]\w+) *(?:= *(-?\w+))? *(?:,|$)", body.strip()):
                     number = int(digits, 0) if re.match(r"-?\d", digits) else values.get(digits, number + 1)
                     values[enumerator] = number
+        sources = {path: path.read_text() for path in sorted((self.root / "src" / "models").glob("*.cpp"))}
+        for text_of_source in sources.values():
+            pairs = re.findall(r"^static const(?:expr)? \w+ ([A-Z][A-Z_0-9]+) *= *(\d+);", text_of_source, re.M)
+            values |= {name: int(number) for name, number in pairs}
         lines = [f"{self.constant(k)} = {v}" for k, v in sorted(values.items()) if self.constant(k) in names]
         array = r"std::array<uint32_t, LLAMA_MAX_LAYERS> (\w+) = \{(.*?)\}"
-        for source in sorted((self.root / "src" / "models").glob("*.cpp")):
-            for name, body in re.findall(array, source.read_text(), re.S):
+        for text_of_source in sources.values():
+            for name, body in re.findall(array, text_of_source, re.S):
                 lines += [f"{name} = [{', '.join(re.findall(r'[0-9]+', body))}]"] if name in names else []
         return lines
 
@@ -1074,14 +1079,14 @@ class Source:
 
     def kind_of(self, type_text: str) -> str:
         t = type_text.replace("const ", "").replace("enum ", "").strip()
-        array = re.match(r"std::(?:array|vector)<([\w:]+)", t)
+        array = re.match(r"std::(array|vector)<([\w:]+)", t)
         if array:
-            t = array[1]
+            t = array[2]
         kinds = {
             "uint32_t": "u32", "float": "f32", "bool": "bool", "std::string": "str", "int32_t": "i32", "int": "i32",
             "uint64_t": "u64", "llama_token": "i32", "llama_pooling_type": "u32",
         }  # fmt: skip
-        return kinds.get(t, t)
+        return kinds.get(t, t) + (" vector" if array and array[1] == "vector" else "")
 
     def field_kind(self, name: str) -> str:
         if name not in self.fields:

@@ -58,6 +58,12 @@ def find_architecture(config: Config) -> Architecture:
     row = (NATIVE if config.is_native else ARCHITECTURES).get(config.architecture)
     if row is not None:
         return row.dispatch(config) or row
+    if config.architecture in MMPROJ:
+        raise TypeNotSupported(
+            f"{config.path}: of the class {short(config.architecture)} only the encoders are converted, as by "
+            "llama.cpp: use --mmproj-only; its text model is a checkpoint of its own, or text_config names its class",
+            "QK-E304",
+        )
     similar = get_close_matches(config.architecture, ARCHITECTURES, 3)
     like = f"; similar classes: {', '.join(similar)}" if similar else ""
     raise TypeNotSupported(
