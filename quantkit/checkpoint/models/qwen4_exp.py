@@ -163,14 +163,13 @@ def _index_rows(config: Config) -> tuple[int, int]:
     return config.number("indexer_n_heads") * width, config.get("indexer_kv_heads", 1) * width
 
 
-_QWEN35 = qwen3_next.ARCHITECTURES["Qwen3_5MoeForCausalLM"]
 _QWEN4: Architecture = replace(
-    _QWEN35,
+    qwen3_next.QWEN35_MOE,
     arch="qwen4exp",
     stored=(
         Rename(r"^mtp\.(fc_embedding|fc_hidden)\.", r"mtp.nextn_\1."),
         Rename(r"^mtp\.hyper_connection_mixer\.", "mtp.nextn_hc_head."),
-        *_QWEN35.stored,
+        *qwen3_next.QWEN35_MOE.stored,
     ),
     rules=(
         Drop("|".join(rf"{re.escape(end)}$" for end in _HASH)),
@@ -182,7 +181,7 @@ _QWEN4: Architecture = replace(
             sizes=_index_rows,
         ),
         Transform(r"\.ple\.norm_(key|query|conv)\.weight$", plus_one, None),
-        *_QWEN35.rules,
+        *qwen3_next.QWEN35_MOE.rules,
     ),
     keys=_KEYS,
     inspect_tensors=_inspect,
