@@ -23,7 +23,8 @@ def _laya(name: str, decision: Json, file: str) -> Row:
     encoder = SIZES | {
         "architectures": ["ModernBertModel"], "model_type": "modernbert", "local_attention": 64, "layer_norm_eps": 1e-5,
         "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
-        "pad_token_id": 579, "norm_eps": 1e-5, "hidden_activation": "gelu", "norm_bias": False, "cls_token_id": 577, "sep_token_id": 576,
+        "pad_token_id": 579, "norm_eps": 1e-5, "hidden_activation": "gelu", "norm_bias": False,
+        "cls_token_id": 577, "sep_token_id": 576,
     }  # fmt: skip
     layer = " {0}:64 {0}.bias!:64"
     head = "".join(
