@@ -102,12 +102,14 @@ _NATIVE_MOE = (
 )  # fmt: skip
 
 
-def _native(name: str, version: str, params: Json, tensors: dict[str, list[int]] = _NATIVE_DENSE, **more: Any) -> Row:
+def _native(
+    name: str, version: str, params: Json, tensors: dict[str, list[int]] = _NATIVE_DENSE, **settings: Any
+) -> Row:
     """Return a row in Mistral's own format, beside a config.json of the other one."""
-    files = {"params.json": _PARAMS | params} | more.pop("files", {})
-    settings: Json = {"vocab": {"kind": "tekken", "pre": "tekken", "version": version, "special": _MISTRAL_TOKENS}}
-    settings |= {"parts": {"consolidated.safetensors": tensors}, "options": ("--mistral-format",)} | more
-    return written(name, "MistralForCausalLM", {"model_type": "mistral"}, {}, files=files, **settings)
+    files = {"params.json": _PARAMS | params} | settings.pop("files", {})
+    defaults: Json = {"vocab": {"kind": "tekken", "pre": "tekken", "version": version, "special": _MISTRAL_TOKENS}}
+    defaults |= {"parts": {"consolidated.safetensors": tensors}, "options": ("--mistral-format",)}
+    return written(name, "MistralForCausalLM", {"model_type": "mistral"}, {}, files=files, **(defaults | settings))
 
 
 def _dense(features: tuple[int, int]) -> Json:

@@ -115,6 +115,24 @@ def test_wrong_settings_of_other_classes_are_named(
         plan_convert(folder, tmp_path / "x.gguf", None, options)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "refusal"),
+    [
+        ("mm-glm5-next", {"mla_use_nope": False}, "QK-E305 mla_use_nope"),
+        ("mm-glm5-next", {"layer_types": ["linear_attention"]}, "QK-E112 layer_types"),
+        ("mm-qwen4-exp", {"split_ngram_parts": 9}, "QK-E105 split_ngram_parts"),
+        ("mm-qwen4-exp", {"eos_token_id": None}, "QK-E112 eos_token_id"),
+    ],
+)
+def test_wrong_settings_of_text_models_are_named(name: str, changes: Any, refusal: str, tmp_path: Path) -> None:
+    folder = checkpoints.write_checkpoint(name, tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_json(folder / "config.json", text_config=text | changes)
+    options = ConvertOptions(**checkpoints.describe(name).convert_keywords())
+    with refuses(FormatError, refusal):
+        plan_convert(folder, tmp_path / "x.gguf", None, options)
+
+
 def test_a_missing_head_is_named(tmp_path: Path) -> None:
     folder = checkpoints.write_checkpoint("mm-clef", tmp_path)
     (folder / "joint_head.safetensors").unlink()

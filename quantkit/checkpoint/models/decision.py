@@ -227,14 +227,14 @@ def _write_laya_keys(keys: Keys, config: Config) -> None:
         Copied(".decision.block_count", "head_layers", required=True),
         Copied(".decision.max_head_tokens", "head_max_len", default=256),
     ]
-    listed, by_options = decision.get("temperature", []), decision.get("temperature_by_options", {})
-    if not isinstance(listed, list) or not isinstance(by_options, dict):
+    kinds, by_options = decision.get("temperature", []), decision.get("temperature_by_options", {})
+    if not isinstance(kinds, list) or not isinstance(by_options, dict):
         raise FormatError(
             f"{config.path}: temperature and temperature_by_options must be a list and an object", "QK-E112"
         )
-    named = dict(zip(("choice", "score", "noul"), listed, strict=False))
-    named |= {name.replace(":", ".").replace("-", "_").rstrip("+"): x for name, x in by_options.items()}
-    write_rows((*rows, *temperatures(named, config.path)), keys, decision)
+    values = dict(zip(("choice", "score", "noul"), kinds, strict=False))
+    values |= {name.replace(":", ".").replace("-", "_").rstrip("+"): x for name, x in by_options.items()}
+    write_rows((*rows, *temperatures(values, config.path)), keys, decision)
 
 
 def _write_laya(v: Vocabulary) -> None:

@@ -134,7 +134,7 @@ class _JoinShards(OneWayRule):
         return (replace(tensor, x=concatenate(shards), name_in_file="per_layer_token_embd.weight"),)
 
     def missing(self, waiting: Collection[str], place: int | str, context: Context) -> str:
-        """Return how many parts there are."""
+        """Return the number of parts in config.json."""
         return f"{context.config.path} has split_ngram_parts {context.config['split_ngram_parts']}"
 
 
