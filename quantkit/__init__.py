@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quantkit.formats.covariance import Covariances
     from quantkit.formats.gguf import Field, ValueType
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
+    from quantkit.generate import generate
     from quantkit.hash import check_sums, hash, write_sums
     from quantkit.imatrix import convert_imatrix, diff_imatrix, imatrix, merge_imatrix, show_imatrix
     from quantkit.imatrix.covariance import covariance
@@ -86,6 +87,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export",
+    "generate",
     "hash",
     "imatrix",
     "inspect",
@@ -166,6 +168,7 @@ _HOME = {
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",
     "export": "export",
+    "generate": "generate",
     "hash": "hash",
     "imatrix": "imatrix",
     "inspect": "inspect",

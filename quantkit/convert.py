@@ -21,7 +21,7 @@ from quantkit.checkpoint.lora.peft import parse_adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.open_mmproj import open_mmproj
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
-from quantkit.checkpoint.registry import ARCHITECTURES
+from quantkit.checkpoint.registry import ARCHITECTURES, MMPROJ
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import located
@@ -204,6 +204,11 @@ def architectures() -> dict[str, str]:
     return {name: row.arch for name, row in sorted(ARCHITECTURES.items())}
 
 
+def encoder_classes() -> dict[str, tuple[str, ...]]:
+    """Return the model classes whose encoders are converted, with the projector types of their mmproj files."""
+    return {name: row.projectors for name, row in sorted(MMPROJ.items())}
+
+
 def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions | None) -> None:  # noqa: A002
     """Refuse options that do not apply to this form of the command."""
     default = ConvertOptions()
@@ -213,8 +218,9 @@ def _check(options: ConvertOptions, type: str | None, quantize: QuantizeOptions 
         raise RecipeError(f"--intermediate {options.intermediate}: choose one of {', '.join(INTERMEDIATES)}", "QK-E203")
     if options.vocab_only and options.merge_lora:
         raise RecipeError("--merge-lora changes weights, and --vocab-only has none: omit one of them", "QK-E201")
-    if options.mtp and options.no_nextn:
-        raise RecipeError("--mtp and --no-nextn are mutually exclusive: run twice for two files", "QK-E201")
+    parts = [f"--{name}" for name in ("mtp", "no-nextn", "dspark") if getattr(options, name.replace("-", "_"))]
+    if len(parts) > 1:
+        raise RecipeError(f"{' and '.join(parts)} are mutually exclusive: run twice for two files", "QK-E201")
     if type is None:
         if options.intermediate != default.intermediate:
             raise RecipeError(
@@ -255,6 +261,8 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         model_name=options.model_name,
         metadata=options.metadata,
         nextn=nextn,
+        target_model_dir=options.target_model_dir,
+        dspark=options.dspark,
         fuse=[f.option for f in FUSIONS if getattr(options, f.option[2:].replace("-", "_"))],
         fp8_as_q8=options.fp8_as_q8,
         vocab_only=options.vocab_only,

@@ -94,6 +94,8 @@ CODES = {
     "QK-E212": ErrorCode("A type needs an importance matrix.", "Give --imatrix FILE."),
     "QK-E213": ErrorCode("A target (size, bits per weight, divergence, speed) cannot be reached.", "Relax the target or allow more types."),
     "QK-E214": ErrorCode("There is nothing to do.", "See the message."),
+    "QK-E215": ErrorCode(
+        "A draft model is converted without its target, or a target is given for another model.", "Give --target-model-dir DIR, or omit it."),
     # This version cannot do it.
     "QK-E300": ErrorCode("Not supported by this version.", "See the message."),
     "QK-E301": ErrorCode("A tensor type or preset does not exist.", "See `quantkit types`."),

@@ -20,9 +20,10 @@ from typing import Unpack
 from quantkit.arguments import checked
 from quantkit.checkpoint.export.classes import of_architecture
 from quantkit.checkpoint.export.source import ExportSource, open_export
+from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS
 from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError, os_error_code
-from quantkit.formats.gguf import Layout, TensorInfo, open_model
+from quantkit.formats.gguf import Layout, TensorInfo, open_gguf, open_model
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, part_path, resolve_links
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import layout_safetensors
@@ -99,9 +100,15 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
     if max_bytes < 1:
         raise RecipeError("--max-shard-size 0: a shard contains at least one tensor; omit it for 5GB", "QK-E203")
     path = located(folder)
-    with open_model(source) as model:
+    with ExitStack() as stack:
+        model = stack.enter_context(open_model(source))
+        mmproj = None if options.mmproj is None else stack.enter_context(open_gguf(options.mmproj))
         opened = open_export(
-            model, outtype=options.outtype, architecture=options.architecture, tokenizer=options.tokenizer
+            model,
+            outtype=options.outtype,
+            architecture=options.architecture,
+            tokenizer=options.tokenizer,
+            mmproj=mmproj,
         )
         groups = _shards(opened, max_bytes)
         names = [_shard_name(no, len(groups)) for no in range(len(groups))]
@@ -125,6 +132,14 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
 def exported_classes() -> dict[str, list[str]]:
     """Return the supported architectures, and the transformers classes of each."""
     return {arch: of_architecture(arch) for arch in sorted(KINDS) if of_architecture(arch)}
+
+
+def exported_encoders() -> dict[str, list[str]]:
+    """Return the architectures that are exported with an mmproj file, and the transformers classes of each."""
+    classes: dict[str, list[str]] = {}
+    for name, row in sorted(HF_ENCODERS.items()):
+        classes.setdefault(ARCHITECTURES[row.text_class or name].arch, []).append(name)
+    return classes
 
 
 def _shards(opened: ExportSource, max_bytes: int) -> list[list[TensorInfo]]:

@@ -17,6 +17,8 @@ from typing import Any
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
+from quantkit.formats.gguf.mmproj import CLIP
+from quantkit.formats.gguf.projectors import image_tokens, text_width
 from quantkit.formats.gguf.rules import PADDING_KEY
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
@@ -27,11 +29,13 @@ from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.types import TYPES
 from quantkit.units import format_size, round_up
 
+#: Labels of the facts by which an mmproj file fits a text model.
+EMBEDDING_LENGTH, TEXT_EMBEDDING_LENGTH = "embedding length", "text embedding length"
 #: Facts about a model, in order: label, and key without the architecture.
 MODEL_FACTS: tuple[tuple[str, str], ...] = (
     ("layers", "block_count"),
     ("context length", "context_length"),
-    ("embedding length", "embedding_length"),
+    (EMBEDDING_LENGTH, "embedding_length"),
     ("feed-forward length", "feed_forward_length"),
     ("heads", "attention.head_count"),
     ("KV heads", "attention.head_count_kv"),
@@ -61,10 +65,6 @@ PROVENANCE = ("quantkit.", "quantize.", "general.quantized_by", "general.source.
 _MAX_PER_LAYER = 4096
 #: The bit that llama.cpp sets in a guessed file type; alone it is FTYPE_UNKNOWN.
 _GUESSED = 1024
-#: The architecture of mmproj files.
-CLIP = "clip"
-
-
 #: The same of an mmproj file.
 MMPROJ_FACTS = (
     ("projector", "clip.projector_type"),
@@ -78,16 +78,21 @@ MMPROJ_FACTS = (
     ("audio width", "clip.audio.embedding_length"),
     ("mel bins", "clip.audio.num_mel_bins"),
 )
-#: Patches along a side that become one token, where no key states it (clip.cpp of llama.cpp b11434).
-_MERGED_PATCHES = {
-    "gemma3": 4,
-    "gemma4v": 3,
-    **dict.fromkeys(
-        ("qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o", "qwen3vl_merger", "exaone4_5", "glm4v", "glm5v"), 2
-    ),
+
+
+#: The same of a draft model: label, and key without the architecture.
+DRAFT_FACTS = (
+    ("target layers", "target_layers"),
+    ("target embedding length", "target_hidden_size"),
+    ("block size", "block_size"),
+)
+#: Architecture and a tensor of draft models -> their kind; the first whose tensor is present.
+_DRAFT_KINDS = {
+    ("eagle3", "fc.weight"): "EAGLE-3",
+    ("dflash", "markov_w1.weight"): "DSpark",
+    ("dflash", "selector_hidden.weight"): "DFlash 2",
+    ("dflash", "fc.weight"): "DFlash",
 }
-#: Projectors whose number of tokens does not follow from patches alone.
-_OTHER_TOKENS = ("gemma3nv", "deepseekocr", "deepseekocr2", "deepseek4v", "granite4_vision", "pixtral", "lightonocr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +308,27 @@ def _facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
     vocabulary = file.fields.get("tokenizer.ggml.tokens")
     if vocabulary is not None:
         yield Fact("vocabulary", vocabulary.key, vocabulary.count)
+    yield from _draft_facts(file, architecture)
+
+
+def _draft_facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
+    """Yield the facts about a draft model, and about the target that it fits."""
+    kinds = (kind for (arch, tensor), kind in _DRAFT_KINDS.items() if arch == architecture and tensor in file.tensors)
+    if (kind := next(kinds, None)) is None:
+        return
+    yield Fact("draft model", "general.architecture", kind)
+    for label, name in DRAFT_FACTS:
+        value = file.get(key := f"{architecture}.{name}")
+        if isinstance(value, list):
+            yield Fact(label, key, None, tuple((layer, 1) for layer in value[:_MAX_PER_LAYER]))
+        elif value is not None:
+            yield Fact(label, key, value)
+        elif name == "target_hidden_size" and (width := file.get(f"{architecture}.embedding_length")) is not None:
+            yield Fact(label, f"{architecture}.embedding_length", width)
+    if (mask := file.get("tokenizer.ggml.mask_token_id")) is not None:
+        yield Fact("mask token", "tokenizer.ggml.mask_token_id", mask)
+    if (ids := file.tensors.get("d2t")) is not None:
+        yield Fact("draft vocabulary", "d2t", ids.shape[0])
 
 
 def _mmproj_facts(file: GGUFFile) -> Iterator[Fact]:
@@ -310,26 +336,11 @@ def _mmproj_facts(file: GGUFFile) -> Iterator[Fact]:
     for label, key in MMPROJ_FACTS:
         if (value := file.get(key)) is not None:
             yield Fact(label, key, value)
-    if (tokens := _image_tokens(file)) is not None:
+    metadata = {key: field.value for key, field in file.fields.items() if key.startswith((f"{CLIP}.", "general."))}
+    if (tokens := image_tokens(metadata, file.tensors)) is not None:
         yield Fact("tokens per image", "clip.vision.image_size", tokens)
-    for key in ("clip.vision.projection_dim", "clip.audio.projection_dim"):
-        if (width := file.get(key)) is not None:
-            yield Fact("text embedding length", key, width)
-            return
-
-
-def _image_tokens(file: GGUFFile) -> int | None:
-    """Return the tokens of a square image of the stated size; None if they do not follow from patches."""
-    projector = file.get("clip.vision.projector_type") or file.get("clip.projector_type")
-    size, patch = file.get("clip.vision.image_size"), file.get("clip.vision.patch_size")
-    if not size or not patch or projector in _OTHER_TOKENS:
-        return None
-    merged = (
-        file.get("clip.vision.spatial_merge_size")
-        or file.get("clip.vision.projector.scale_factor")
-        or _MERGED_PATCHES.get(projector, 1)
-    )
-    return int(size // patch // merged) ** 2
+    if (width := text_width(metadata, file.tensors)) is not None:
+        yield Fact(TEXT_EMBEDDING_LENGTH, "clip.vision.projection_dim", width)
 
 
 def _up_gate_layers(tensors: Sequence[TensorInfo]) -> tuple[int, int]:

@@ -52,6 +52,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "doctor": {"bench"},
         "edit": {"options"},
         "hash": set(),
+        "generate": {"evaluate", "imatrix"},
         "split": {"quantize"},
         "calibration": set(),
         "compare": set(),

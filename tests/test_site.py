@@ -16,7 +16,7 @@ import quantkit
 from quantkit.calibration.heldout import HELD_OUT_KEYS
 from quantkit.calibration.overlap import SKETCH_KEYS
 from quantkit.cli import COMMANDS, cli
-from quantkit.convert import architectures
+from quantkit.convert import architectures, encoder_classes
 from quantkit.errors import WARNINGS
 from quantkit.model.arch import ARCHS
 from quantkit.pipeline.presets import PRESETS
@@ -208,3 +208,5 @@ def test_every_model_has_a_row() -> None:
     page = generated_pages()["docs/reference/models.md"]
     assert [name for name in architectures() if f"`{name.rpartition('.')[2]}`" not in page] == []
     assert [name for name in ARCHS if f"| `{name}` | yes |" not in page] == []
+    rows = [f"| `{name}` | {', '.join(f'`{p}`' for p in types)} |" for name, types in encoder_classes().items()]
+    assert [row for row in rows if row not in page] == []

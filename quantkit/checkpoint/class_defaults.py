@@ -41,6 +41,24 @@ def _disable_window(values: Json) -> None:
     values.setdefault("sliding_window", None)
 
 
+def _window_late_layers(values: Json) -> None:
+    """Qwen 2 and 3: of a window, the layers from max_window_layers on have it, unless layer_types lists them."""
+    if not values.get("use_sliding_window"):
+        return
+    values.setdefault("sliding_window", 4096)
+    layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", 28)
+    if (
+        values.get("layer_types") is None
+        and isinstance(layers, int)
+        and isinstance(first, int)
+        and 0 <= layers < 1 << 16
+    ):
+        slides = values["sliding_window"] is not None
+        values["layer_types"] = [
+            "sliding_attention" if slides and i >= first else "full_attention" for i in range(layers)
+        ]
+
+
 def _derive_missing_head_dim(values: Json) -> None:
     """Derive head_dim if it is absent; a value from config.json, null included, is kept."""
     if "head_dim" not in values:
@@ -169,9 +187,9 @@ DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "llama": (_default_kv_heads, _derive_head_dim),
     "mistral": (_default_kv_heads,),
     "mixtral": (_default_kv_heads,),
-    "qwen2": (_default_kv_heads, _disable_window),
+    "qwen2": (_default_kv_heads, _window_late_layers, _disable_window),
     "qwen2_moe": (_disable_window,),
-    "qwen3": (_default_kv_heads, _disable_window),
+    "qwen3": (_default_kv_heads, _window_late_layers, _disable_window),
     "qwen3_moe": (_default_kv_heads, _disable_window),
     "qwen3_next": (_LayerTypes(4, "linear_attention", "full_attention_interval"),),
     "qwen3_vl_text": (_default_kv_heads,),

@@ -90,6 +90,11 @@ class Config:
             raise FormatError(f"{self.path}: has no {key}", "QK-E112")
         return self.values[key]
 
+    def replace_values(self, values: Json) -> None:
+        """Set all values, and the parameters of rope that follow from them."""
+        self.values = values
+        self.rope = self._rope()
+
     def with_values(self, values: Json) -> Config:
         """Return a copy with other values."""
         changed = copy(self)

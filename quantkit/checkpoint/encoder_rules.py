@@ -16,6 +16,7 @@ from quantkit.checkpoint.expressions import (
     Expression,
     Shaped,
     Transposed,
+    concatenate,
     from_f32,
     read_f32,
     stack,
@@ -23,7 +24,7 @@ from quantkit.checkpoint.expressions import (
     value_bytes,
 )
 from quantkit.checkpoint.rules import Change
-from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_header
@@ -54,7 +55,7 @@ class ForceType(OneWayRule):
 
 
 @dataclass(frozen=True)
-class SplitFrames(OneWayRule):
+class SplitFrames(Rule):
     """Splits the convolution of two frames, [out, channels, 2, height, width], into v.patch_embd.weight and .weight.1.
 
     llama.cpp computes a 3-D convolution over two equal frames as the sum of two 2-D ones. ``frames``: another number,
@@ -77,6 +78,22 @@ class SplitFrames(OneWayRule):
             replace(tensor, x=x, name_in_file=f"v.patch_embd.weight{f'.{i}' if i else ''}")
             for i, x in enumerate(frames)
         ]
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Join the frames, whose names end in their numbers from the second on."""
+        match = re.fullmatch(r"(.*\.weight)(?:\.([1-9]))?", tensor.name)
+        if match is None or not re.search(self.pattern, match[1]):
+            return None
+        if self.frames is None:
+            return super().invert(tensor, context)
+        parts = context.gather(self, match[1], match[2] or "0", tensor, self.frames)
+        if parts is None:
+            return ()
+        frames = [parts[number].x for number in sorted(parts)]
+        if len({x.shape for x in frames}) > 1 or len(frames[0].shape) != 4:
+            raise context.fail(tensor, "the convolutions of its frames differ in shape")
+        x = concatenate([Shaped(x, (*x.shape[:2], 1, *x.shape[2:])) for x in frames], 2)
+        return (replace(tensor, name=match[1], x=x),)
 
 
 @dataclass(frozen=True)
@@ -163,6 +180,12 @@ def linear_to_convolution(x: Expression, patch: int, channels: int) -> Expressio
     """Return weights of flat patches, [out, patch * patch * channels], as [out, channels, patch, patch]."""
     out = x.shape[0]
     return Shaped(Transposed(Shaped(x, (out, patch * patch, channels))), (out, channels, patch, patch))
+
+
+def convolution_to_linear(x: Expression) -> Expression:
+    """Return the weights of a convolution, [out, channels, patch, patch], as those of flat patches."""
+    out, channels, height, width = x.shape
+    return Shaped(Transposed(Shaped(x, (out, channels, height * width))), (out, height * width * channels))
 
 
 #: Ends of the names of the ranges of clipped activations.

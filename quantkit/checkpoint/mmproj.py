@@ -6,7 +6,7 @@ Facts of llama.cpp b11434, conversion/base.py (MmprojModel). A model class has a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,9 +143,25 @@ class EncoderKey:
         getattr(keys, self.kind)(self.key, value)
 
 
-def projector(name: str, key: str = "clip.projector_type") -> Key:
+@dataclass(frozen=True)
+class Projector:
+    """The key of a projector's type."""
+
+    name: str
+    key: str = "clip.projector_type"
+
+    @property
+    def projectors(self) -> Mapping[str, tuple[str, ...]]:
+        """The types that each key may have."""
+        return {self.key: (self.name,)}
+
+    def __call__(self, keys: Keys, config: MmprojConfig) -> None:
+        keys.text(self.key, self.name)
+
+
+def projector(name: str, key: str = "clip.projector_type") -> Projector:
     """Return the row of a projector's type."""
-    return Key(key, lambda config: name, "text")
+    return Projector(name, key)
 
 
 def constant(key: str, value: Any, kind: str = "u32") -> Key:
@@ -298,6 +314,8 @@ class Mmproj:
     forced: tuple[tuple[str, TensorType | None], ...] = ()
     #: Another row for some configurations of the class.
     dispatch: Callable[[Json], Mmproj | None] = field(default=lambda outer: None)
+    #: The rows that ``dispatch`` returns.
+    variants: tuple[Mmproj, ...] = ()
 
     @property
     def base_keys(self) -> tuple[SetMmprojKeys, ...]:
@@ -305,6 +323,15 @@ class Mmproj:
         if self.base is not None:
             return self.base
         return (*(VISION_KEYS if self.vision else ()), *(AUDIO_KEYS if self.audio else ()))
+
+    @property
+    def projectors(self) -> tuple[str, ...]:
+        """The projector types of its files; several for several encoders, or configurations."""
+        types: dict[str, tuple[str, ...]] = {}
+        for write in (*self.first, *self.base_keys, *self.keys):
+            types |= getattr(write, "projectors", {})  # a key that occurs twice has its last value
+        names = [name for names in types.values() for name in names]
+        return tuple(dict.fromkeys([*names, *(name for row in self.variants for name in row.projectors)]))
 
     def layers(self, config: MmprojConfig) -> int:
         """Return the number of layers that names of tensors may have."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from quantkit.checkpoint import dense_modules
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
-from quantkit.checkpoint.config import NATIVE_FILE, Config
+from quantkit.checkpoint.config import NATIVE_FILE, Config, read_json
+from quantkit.checkpoint.draft import DraftConfig, Target, check_target
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
@@ -31,7 +32,7 @@ from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, named_tensors, text_name, text_tensors
 from quantkit.checkpoint.vocab.check import check_ids
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
@@ -64,6 +65,7 @@ OTHER_FILES = (
     "rwkv_vocab_v20230424.txt",
     "tekken.json",
     NATIVE_FILE,
+    "mask_embedding.pt",
 )
 
 #: Errors of row functions on values of config.json that have an unexpected type.
@@ -88,6 +90,10 @@ class OpenOptions:
     metadata: Path | None = None
     #: Prediction layers (MTP): ``with`` them, ``without``, or ``only`` them.
     nextn: str = WITH
+    #: The checkpoint of the model that a draft guesses for.
+    target_model_dir: Path | None = None
+    #: Only the draft model (DSpark) among the tensors of DeepSeek V4.
+    dspark: bool = False
     #: Options of ``fusions.FUSIONS``.
     fuse: Collection[str] = ()
     #: Matrices that are stored as float8 become Q8_0, regardless of ``outtype``.
@@ -139,10 +145,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        config = read_model(path, options.mistral_format)
-        row = find_architecture(config)
-        check_nextn(options.nextn, row, config)
-        config.values[dense_modules.OPTION] = options.dense_modules and row.dense_modules
+        config, row = _read_config(path, options)
     indexed = _read_headers(path, options)
     adapters = read_adapters(options.adapters)
     with blame_config(path):
@@ -150,11 +153,15 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         weights = _weights(model, adapters, options)
         tensors, outtype = _convert_tensors(model, weights, options)
         keys, general = _metadata(model, tensors, outtype, options)
-        vocabulary = Vocabulary(path, config, keys, options.pre)
+        outtype = _as_named(outtype, keys)
+        if isinstance(config, DraftConfig) and not (options.vocab_only or options.allow_incomplete):
+            check_target(config, keys, {item.info.name: item.expr.shape for item in tensors})
+        vocabulary = _vocabulary(config, keys, options)
         vocabulary.community_template = not options.disable_mistral_community_chat_template
         with no_collection():
             row.vocab(vocabulary)
-    files = [path / name for name in OTHER_FILES if (path / name).is_file()]
+    folders = dict.fromkeys((path, vocabulary.folder))
+    files = [folder / name for folder in folders for name in OTHER_FILES if (folder / name).is_file()]
     files += [options.metadata] if options.metadata else []
     files += [file for adapter in adapters for file in adapter.files]
     parts = dict.fromkeys(part.path for item in tensors for part in item.expr.parts())
@@ -169,6 +176,43 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         checkpoint.omissions = (*checkpoint.omissions, omission)
     checkpoint.notes = (*_lossless_note(weights, options), *notes_of(adapters, config), *ids)
     return checkpoint
+
+
+def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture]:
+    """Return the configuration of a checkpoint, of a draft with its target, and its row."""
+    config = read_model(path, options.mistral_format)
+    row = find_architecture(config)
+    if options.dspark:
+        if row.dspark is None:
+            raise RecipeError(f"{path}: {config.architecture} has no draft model (DSpark): omit --dspark", "QK-E206")
+        row = row.dspark
+    check_nextn(options.nextn, row, config)
+    config.values[dense_modules.OPTION] = options.dense_modules and row.dense_modules
+    if not row.draft:
+        if options.target_model_dir is not None:
+            raise RecipeError(f"{path}: {config.architecture} is no draft model: omit --target-model-dir", "QK-E215")
+        return config, row
+    if options.target_model_dir is None:
+        raise RecipeError(
+            f"{path}: {config.architecture} is a draft model, which has the vocabulary of its target: give "
+            "--target-model-dir DIR, the checkpoint of the model that it guesses for",
+            "QK-E215",
+        )
+    folder = located(options.target_model_dir)
+    with blame_config(folder):
+        target = read_model(folder)
+        target_row = find_architecture(target)
+        if target_row.draft:
+            raise FormatError(f"{folder}: {target.architecture} is a draft model itself, not a target", "QK-E207")
+        raw = read_json(folder / "config.json")
+        return DraftConfig(config, Target(folder, target, raw, target_row.vocab)), row
+
+
+def _vocabulary(config: Config, keys: Keys, options: OpenOptions) -> Vocabulary:
+    """Return the tokenizer of a model, of a draft that of its target."""
+    if not isinstance(config, DraftConfig):
+        return Vocabulary(config.path.parent, config, keys, options.pre)
+    return Vocabulary(config.target.folder, config, keys, options.pre, config.target.config)
 
 
 @contextmanager
@@ -213,12 +257,13 @@ def _select_tensors(
 def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -> DecodedTensors:
     """Return the weights: decoded if quantized, with the adapters merged, in the order of the row."""
     weights = DecodedTensors({})
-    if not options.vocab_only:
-        weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
+    if options.vocab_only:
+        return weights
+    weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
     if adapters:
         weights = merge_adapters(weights, adapters, model.row, model.context)
     weights = model.row.reorder(weights, model.config)
-    return weights if options.vocab_only else replace(weights, tensors=weights.tensors | model.row.extra(model.config))
+    return replace(weights, tensors=weights.tensors | model.row.extra(model.config))
 
 
 def _convert_tensors(
@@ -241,6 +286,7 @@ def _metadata(
     """Return the keys of the file except those of the vocabulary, and those of general.* as a record."""
     row, config = model.row, model.config
     keys = Keys(row.arch, config.path, model.layers, outtype.file_type)
+    write_rows(row.first_keys, keys, config)
     if not options.vocab_only:
         write_rows(row.head_keys, keys, config)
     count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in tensors)
@@ -248,6 +294,8 @@ def _metadata(
     keys.text("general.type", "model")
     general.write(keys)
     write_rows((*row.base, *row.keys), keys, config)
+    if options.vocab_only and "general.file_type" in keys.fields:
+        keys.u32("general.file_type", outtype.file_type)  # also where experts stored as blocks name the type
     if options.nextn == WITHOUT:
         keys.remove(".nextn_predict_layers")
     keys.u32("general.quantization_version", 2)
@@ -277,6 +325,13 @@ def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
         if block_type is None or outtype.type not in FLOATS
         else replace(outtype, file_type=block_type[0], name=block_type[1])
     )
+
+
+def _as_named(outtype: OutType, keys: Keys) -> OutType:
+    """Return the type of a file whose architecture has experts as stored blocks in files of all types (DeepSeek V4)."""
+    names = dict(_BLOCK_FILE_TYPES.values())
+    file_type = keys.fields["general.file_type"].value if "general.file_type" in keys.fields else outtype.file_type
+    return outtype if file_type == outtype.file_type else replace(outtype, name=names.get(file_type, outtype.name))
 
 
 def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor]) -> None:

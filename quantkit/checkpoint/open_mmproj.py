@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
@@ -21,7 +21,7 @@ from quantkit.checkpoint.tensors import Context, Tensor, apply_rules, named_tens
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.remote import located
-from quantkit.formats.safetensors import StoredTensor, read_checkpoint
+from quantkit.formats.safetensors import read_checkpoint
 
 #: Files beside the weights that metadata is read from.
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -48,7 +48,8 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     indexed = read_checkpoint(path, prefix_of(options), allow_incomplete=options.allow_incomplete)
     with blame_config(path):
         context = Context(config, TensorNames(CLIP, row.layers(config)))
-        stored = _encoder_tensors(indexed, row, context)
+        pairs = ((name, Stored(tensor)) for shard in indexed for name, tensor in shard.items())
+        stored = encoder_tensors(pairs, row, context)
         weights = decode_tensors(stored, config)
         outtype = find_outtype(options.outtype, stored.values())
         parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
@@ -73,20 +74,17 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     return checkpoint
 
 
-def _encoder_tensors(indexed: list[dict[str, StoredTensor]], row: Mmproj, context: Context) -> dict[str, Expression]:
-    """Return the stored tensors of the encoders."""
+def encoder_tensors(pairs: Iterable[tuple[str, Expression]], row: Mmproj, context: Context) -> dict[str, Expression]:
+    """Return those of a checkpoint's tensors that belong to the encoders."""
     stored: dict[str, Expression] = {}
     pattern = re.compile(row.tensors)
-    for shard in indexed:
-        for name, tensor in shard.items():
-            for renamed in apply_rules(row.stored, Tensor(name, Stored(tensor), None), context):
-                if "language_model." in renamed.name or not pattern.search(renamed.name):
-                    continue
-                if renamed.name in stored:
-                    raise FormatError(
-                        f"{tensor.path}: tensor {short(name)}: two tensors are named {short(renamed.name)}", "QK-E107"
-                    )
-                stored[renamed.name] = renamed.x
+    for name, x in pairs:
+        for tensor in apply_rules(row.stored, Tensor(name, x, None), context):
+            if "language_model." in tensor.name or not pattern.search(tensor.name):
+                continue
+            if tensor.name in stored:
+                raise context.fail(Tensor(name, x, None), f"two tensors are named {short(tensor.name)}", "QK-E107")
+            stored[tensor.name] = tensor.x
     if not stored:
         raise FormatError(
             f"{context.config.path.parent}: its files have no tensors of the encoders that config.json describes",

@@ -86,13 +86,13 @@ def type_of(
 
     Args:
         name: its name in the file.
-        x: its expression; one whose type has blocks is already encoded and remains so.
+        x: its expression; one whose type has blocks is already encoded and remains so, as do integers.
         layer: the layer of its source tensor.
         names: of the architecture.
         target: the type of the file.
         file_type: the type that its architecture gives it (``Tensor.file_type``).
     """
-    if x.type.block > 1:
+    if x.type.block > 1 or x.type.family == "integer":
         return x.type
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32

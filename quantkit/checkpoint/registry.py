@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 from quantkit.checkpoint import models
 from quantkit.checkpoint.config import Config, read_config, read_native
+from quantkit.checkpoint.hf_encoders import HfEncoders
 from quantkit.checkpoint.mmproj import Mmproj
 from quantkit.checkpoint.row import Architecture, HfClass, Layout
 from quantkit.errors import TypeNotSupported
@@ -28,6 +29,10 @@ CLASSES: dict[str, HfClass] = dict(
 )
 #: Model class -> how its encoders are converted to an mmproj file.
 MMPROJ: dict[str, Mmproj] = {name: row for module in _MODULES for name, row in getattr(module, "MMPROJ", {}).items()}
+#: Model class -> how transformers has it with its encoders, for export.
+HF_ENCODERS: dict[str, HfEncoders] = {
+    name: row for module in _MODULES for name, row in getattr(module, "HF_ENCODERS", {}).items()
+}
 
 #: Classes that are known by files of the checkpoint.
 LAYOUTS: tuple[Layout, ...] = tuple(layout for module in _MODULES for layout in getattr(module, "LAYOUTS", ()))

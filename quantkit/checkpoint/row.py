@@ -51,10 +51,16 @@ class Architecture:
     dense_modules: bool = False
     #: Keys that are set before general.type.
     head_keys: tuple[SetKeys, ...] = ()
+    #: Keys that are set before those, also in files of a vocabulary alone.
+    first_keys: tuple[SetKeys, ...] = ()
     #: Tensors in other files of the checkpoint, which follow all others, by name.
     extra: Callable[[Config], dict[str, Expression]] = field(default=lambda config: {})
     #: The number of layers that names of tensors may have, if it is not that of the file.
     name_layers: Callable[[Config], int] | None = None
+    #: It is a draft model, which reads its target's checkpoint (draft.py).
+    draft: bool = False
+    #: The row of the draft model among its tensors, which --dspark selects.
+    dspark: Architecture | None = None
 
 
 @dataclass(frozen=True)

@@ -283,11 +283,13 @@ class Split(Rule):
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         """Join the parts again, if the class stores them in one tensor."""
-        ends = [(name, re.search(re.escape(name).replace(r"\1", ".*") + r"$", tensor.name)) for name in self.names]
-        name = next((name for name, match in ends if match), None)
-        if name is None or not (context.fused or self.always):
+        if not (context.fused or self.always):
             return None
-        joined_name = tensor.name[: -len(name)] + literal(self.pattern)
+        ends = [(name, re.search(re.escape(name).replace(r"\1", ".*") + _SUFFIX, tensor.name)) for name in self.names]
+        name, match = next(((name, match) for name, match in ends if match), ("", None))
+        if match is None:
+            return None
+        joined_name = tensor.name[: match.end(0) - len(match[1]) - len(name)] + literal(self.pattern) + match[1]
         tensors = context.gather(self, joined_name, name, tensor, len(self.names))
         if tensors is None:
             return ()
@@ -406,6 +408,10 @@ class StackExperts(Rule):
                 )
             name = self.merged.format(layer=last.layer, weight=weight)
             yield replace(last, name=name, x=stack([expert.x for expert in experts]))
+
+
+#: The end of a name after a part that ends in a point.
+_SUFFIX = r"((?<=\.)(?:weight|bias)|)$"
 
 
 def _interleaved(parts: Sequence[Expression], axis: int) -> Expression:

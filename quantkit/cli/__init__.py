@@ -40,6 +40,7 @@ COMMANDS = {
     "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
     "sensitivity": "Measure what quantizing each group of tensors alone costs, for search.",
     "search": "Find the types with the least divergence at a size, from measured sensitivities.",
+    "try": "Show a few answers of a model, beside another file's.",
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",
     "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",

@@ -230,17 +230,9 @@ def refuse_options(table: tuple[tuple[str, str], ...]) -> Callable[[F], F]:
 
 
 _BIG_ENDIAN = "files are little-endian; gguf_convert_endian.py of llama.cpp converts finished ones"
-_DRAFT = "convert_hf_to_gguf.py writes it"
 
 #: Options of convert_hf_to_gguf.py that are refused.
-CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
-    (_BIG_ENDIAN, "--bigendian"),
-    (f"the draft model (DSpark) is not converted; {_DRAFT}", "--dspark"),
-    (
-        "drafts that need files of another model (EAGLE3, DFlash) are not converted; convert_hf_to_gguf.py writes them",
-        "--target-model-dir=",
-    ),
-)
+CONVERT_REFUSED: tuple[tuple[str, str], ...] = ((_BIG_ENDIAN, "--bigendian"),)
 
 #: Options of llama-quantize and its kin, and of convert_lora_to_gguf.py, that are refused.
 QUANTIZE_REFUSED: tuple[tuple[str, str], ...] = (

@@ -16,6 +16,7 @@ ALIASES = {
     "quant": "quantize",
     "diff": "compare",
     "set-metadata": "edit",
+    "generate": "try",
     "convert-hf-to-gguf": "convert",
     "convert-lora-to-gguf": "convert-lora",
     "check": "doctor",
@@ -55,7 +56,7 @@ def _constant(text: str) -> Callable[[Sequence[str]], str]:
 
 
 _LORA = "merge the adapter into the checkpoint: quantkit convert CHECKPOINT OUT.gguf --merge-lora ADAPTER"
-_NO_RUN = "quantkit does not generate text; use llama.cpp: llama-cli -m MODEL.gguf"
+_NO_RUN = "for a few answers, quantkit try -m MODEL.gguf; to chat, use llama.cpp: llama-cli -m MODEL.gguf"
 
 _EDIT = "quantkit edit FILE.gguf --set KEY=VALUE [-o OUT.gguf]"
 
@@ -76,7 +77,6 @@ ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
     "run": _constant(_NO_RUN),
     "chat": _constant(_NO_RUN),
     "cli": _constant(_NO_RUN),
-    "generate": _constant(_NO_RUN),
     "server": _constant(_NO_RUN.replace("llama-cli", "llama-server")),
     "serve": _constant(_NO_RUN.replace("llama-cli", "llama-server")),
     "eval": _constant("quantkit perplexity -m MODEL.gguf -f TEXT, or quantkit kld for the divergence from a base"),

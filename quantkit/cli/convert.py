@@ -42,10 +42,13 @@ _EXCLUDED_OPTIONS |= {"calibrate", "calibrate_ctx", "calibrate_chunks", "balance
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Print the supported classes and exit."""
-    from quantkit.convert import architectures
+    from quantkit.convert import architectures, encoder_classes
 
     if value:
-        click.echo(table(["class of transformers", "architecture"], list(architectures().items()), left=2))
+        text, encoders = architectures(), encoder_classes()
+        names = sorted({*text, *encoders})
+        rows = [(name, text.get(name, ""), ", ".join(encoders.get(name, ()))) for name in names]
+        click.echo(table(["class of transformers", "architecture", "projectors of its mmproj"], rows, left=3))
         ctx.exit()
 
 

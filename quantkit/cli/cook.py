@@ -62,6 +62,15 @@ _cook_options = options(
     option("--pre", group=_MODEL, metavar="NAME", help="Pre-tokenizer of a checkpoint, if it is not recognized."),
     option("--imatrix", group=_MODEL, type=_FILE, help="Use this importance matrix."),
     option("--no-imatrix", group=_MODEL, is_flag=True, help="Quantize without an importance matrix."),
+    option(
+        "--mmproj",
+        group=_MODEL,
+        multiple=True,
+        metavar="TYPE|FILE",
+        help="Type of the mmproj file (vision and audio encoders), or an existing FILE.gguf. Repeatable.  "
+        "[default: f16 of a checkpoint with encoders]",
+    ),
+    option("--no-mmproj", group=_MODEL, is_flag=True, help="Make no mmproj file."),
     option("--merge-up-gate", group=_MODEL, is_flag=True, help="Merge up and gate experts."),
     setting(
         "--runtime",
@@ -211,6 +220,10 @@ def _config(arguments: Sequence[str], values: dict[str, Any]) -> Config:
     if values["pre"] is not None:
         tables["convert"] = {"pre": values["pre"]}
     top: dict[str, Any] = {"model": first, "targets": list(targets), "runtime": values["runtime"], **tables}
+    if values["mmproj"] and values["no_mmproj"]:
+        raise click.UsageError("--mmproj and --no-mmproj are mutually exclusive: omit one of them")
+    if values["mmproj"] or values["no_mmproj"]:
+        top["mmproj"] = list(values["mmproj"]) or False
     for name in ("output", "threads", "max_ram"):
         if values[name] is not None:
             top[name] = str(values[name]) if name == "output" else values[name]
@@ -317,6 +330,11 @@ def _plan_text(plan: CookPlan) -> str:
         )
     left = sum(not d.up_to_date for d in plan.decisions)
     lines = [table(["step", "state", "size", "time", "what"], rows, left=(0, 1, 4))]
+    lines += [
+        fold(printable(f"{file.path}: {file.description}, for the report and the card"), 2)
+        for file in plan.paths.mmproj
+        if file.type is None
+    ]
     lines.append("")
     if left:
         about = f", about {format_seconds(total)}" if total else ""
@@ -332,6 +350,7 @@ def _plan_dict(plan: CookPlan) -> dict[str, Any]:
         "model": str(plan.config.model),
         "output": str(plan.config.output),
         "notes": list(plan.notes),
+        "mmproj": [{**asdict(file), "path": str(file.path)} for file in plan.paths.mmproj],
         "steps": [
             {
                 "name": d.step.name,
@@ -353,6 +372,7 @@ def _result_text(result: CookResult) -> str:
         kld = "" if target.kld is None else f"{target.kld:.5f} ± {target.kld_error:.5f}"
         ratio = "" if target.ppl_ratio is None else f"{target.ppl_ratio:.4f} ± {target.ppl_ratio_error:.4f}"
         rows.append((printable(target.path), format_size(target.nbytes), kld, ratio))
+    rows += [(printable(file.path), format_size(file.nbytes), "", "") for file in result.mmproj]
     lines = [table(["file", "size", "KL divergence", "perplexity / model's"], rows)]
     lines += [PLUS_MINUS] if any(target.kld is not None for target in result.targets) else []
     lines += [fold(f"{printable(target.path)}: {target.fallback}", 2) for target in result.targets if target.fallback]
@@ -371,4 +391,5 @@ def _result_dict(result: CookResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "reports": [str(path) for path in result.reports],
         "files": [{**asdict(target), "path": str(target.path)} for target in result.targets],
+        "mmproj": [{**asdict(file), "path": str(file.path)} for file in result.mmproj],
     }

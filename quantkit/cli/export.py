@@ -19,11 +19,12 @@ from quantkit.options.export import CHECKPOINT, ExportOptions
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Print the supported architectures and exit."""
-    from quantkit.export import exported_classes
+    from quantkit.export import exported_classes, exported_encoders
 
     if value:
-        rows = [(arch, ", ".join(classes)) for arch, classes in exported_classes().items()]
-        click.echo(table(["architecture", "classes of transformers"], rows, left=2))
+        text, encoders = exported_classes(), exported_encoders()
+        rows = [(arch, ", ".join(text[arch]), ", ".join(encoders.get(arch, ()))) for arch in text]
+        click.echo(table(["architecture", "classes of transformers", "with --mmproj"], rows, left=3))
         ctx.exit()
 
 
@@ -61,8 +62,11 @@ def command(
     experts of the transformers class; quantized ones are decoded. A model that
     `quantkit convert` would not restore exactly is refused.
 
+    With --mmproj, the checkpoint has the vision encoder, too.
+
     \b
     quantkit export model-bf16.gguf checkpoint/
+    quantkit export model-bf16.gguf checkpoint/ --mmproj mmproj-F16.gguf
     """
     from quantkit.cli._export_report import ExportProgress, ExportReport
     from quantkit.export import plan_export, refusal, run_export

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.cook.tables import (
     TableLocation,
     choice,
@@ -35,13 +36,14 @@ from quantkit.cook.tables import (
     words,
 )
 from quantkit.cook.targets import Target, parse_target
-from quantkit.errors import FormatError, RecipeError
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.foreign.child import GRAMMAR, Child
 from quantkit.formats.outputs import read_whole
 from quantkit.formats.remote import located
 from quantkit.options.convert import ConvertOptions
 from quantkit.options.quantize import QuantizeOptions, independent_of_search
 from quantkit.options.sensitivity import GROUPS
+from quantkit.pipeline.presets import preset_by_name
 
 #: Largest file of settings in bytes, and the most targets.
 _MAX_BYTES, _MAX_TARGETS = 1 << 20, 200
@@ -179,6 +181,29 @@ def _target_settings(table: object, location: TableLocation, tables: Mapping[str
     return TargetSettings(**target_values, quantize=values)
 
 
+def mmproj_files(value: Any, folder: Path) -> tuple[str | Path, ...]:
+    """Read types of mmproj files, and existing ones, which end in .gguf; false is none."""
+    if value is False:
+        return ()
+    items = value if isinstance(value, list) and value else [value]
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError('write a type or a file, several in brackets, or false: "f16", ["f16", "q8_0"], "mmproj.gguf"')
+    files = tuple(path(item, folder) if item.endswith(".gguf") else _mmproj_type(item) for item in items)
+    if len(set(files)) < len(files):
+        raise ValueError("one of them occurs twice")
+    return files
+
+
+def _mmproj_type(name: str) -> str:
+    """Return a type as mmproj files are named: F16. Raises ValueError."""
+    if name.lower() in OUTTYPE_NAMES:
+        return name.upper()
+    try:
+        return preset_by_name(name).name
+    except TypeNotSupported:
+        raise ValueError(f"no type {name!r}: f16, bf16, f32, q8_0, auto, or one of `quantkit types`") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopSettings:
     """The keys before the first table."""
@@ -194,6 +219,12 @@ class TopSettings:
         "llama.cpp",
     )
     merge_up_gate: bool = key(flag, "merge up and gate experts: faster, in runtimes that support it", False)
+    mmproj: tuple[str | Path, ...] | None = key(
+        mmproj_files,
+        "type of the mmproj file, a checkpoint's vision and audio encoders; or an existing FILE.gguf; or false",
+        None,
+        '"f16"',
+    )
     threads: int = key(integer(0, 1 << 16), "0: all CPUs", 0)
     max_ram: int | None = key(size, "maximum memory for weights; the rest is streamed", None, '"16G"')
     cache: Path | None = key(path, "cache folder for encoded tensors, shared by recipes", None, '"~/.cache/tensors"')
@@ -224,6 +255,8 @@ class Config:
     work: Path
     runtime: str = "llama.cpp"
     merge_up_gate: bool = False
+    #: Types and existing files; None: F16 if the checkpoint has encoders.
+    mmproj: tuple[str | Path, ...] | None = None
     threads: int = 0
     max_ram: int | None = None
     cache: Path | None = None

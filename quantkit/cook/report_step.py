@@ -36,6 +36,7 @@ def report_step(paths: Paths) -> Step:
         inputs |= {f"the check of {s.label}": check_path(paths, s.label) for s in config.targets}
     if paths.imatrix is not None:
         inputs["the importance matrix"] = paths.imatrix
+    inputs |= {f"the encoders {file.path.name}": file.path for file in paths.mmproj}
     if config.goals:
         inputs["the sensitivities"] = sensitivity_path(paths)
     ctx = config.check.ctx or model.ctx
@@ -52,6 +53,7 @@ def report_step(paths: Paths) -> Step:
             title=config.name,
             base_model=config.report.base_model,
             license=config.report.license,
+            mmproj=tuple(file.path for file in paths.mmproj),
             load=paths.evaluation_options(),
         )
         files = [first_shard(paths, settings) for settings in config.targets]

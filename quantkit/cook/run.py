@@ -12,12 +12,13 @@ from typing import Any
 
 from quantkit.arguments import checked
 from quantkit.cook.config import Config, TargetSettings, read_config, text_consumers
+from quantkit.cook.encoders import MmprojFile, mmproj_files
 from quantkit.cook.engine import Decision, NullObserver, Observer, RunRecord, Step, StepCounter, decide, run_steps
 from quantkit.cook.report_step import card_path, page_path, report_step
 from quantkit.cook.search_steps import LARGEST_TYPE, candidates_step, search_step, sensitivity_step
 from quantkit.cook.source import Model, read_source
 from quantkit.cook.state import STATE, State
-from quantkit.cook.steps import Paths, base_step, convert_step, covariance_step, imatrix_step, texts_step
+from quantkit.cook.steps import Paths, base_step, convert_step, covariance_step, imatrix_step, mmproj_step, texts_step
 from quantkit.cook.target_steps import (
     check_path,
     check_step,
@@ -58,12 +59,16 @@ class TargetResult:
 
 @dataclass(frozen=True)
 class CookResult(HtmlTable):
-    """Result of a cook: names of the steps that ran, a record per target, and the files of the report, if any."""
+    """Result of a cook: names of the steps that ran, a record per target, and the files of the report, if any.
+
+    ``mmproj``: the files of the model's encoders.
+    """
 
     executed: tuple[str, ...]
     targets: tuple[TargetResult, ...]
     reports: tuple[Path, ...] = ()
     seconds: float = 0.0
+    mmproj: tuple[MmprojFile, ...] = ()
 
     def as_table(self) -> Table:
         """Return the files with their divergence, in nats per token."""
@@ -132,7 +137,7 @@ def plan_cook(config: Config) -> CookPlan:
     Raises as ``cook``.
     """
     model, config, large = _read_source(config)
-    paths = Paths(config, model)
+    paths = Paths(config, model, tuple(mmproj_files(config, model)))
     _check_inputs(config, paths)
     notes = [*model.notes, *large, *_check_targets(paths)]
     steps = tuple(_steps(paths))
@@ -147,6 +152,9 @@ def _steps(paths: Paths) -> Iterator[Step]:
     config = paths.config
     if paths.model.is_checkpoint:
         yield convert_step(paths)
+    for file in paths.mmproj:
+        if file.type is not None:
+            yield mmproj_step(paths, file)
     if _needs_texts(config):
         yield texts_step(paths)
     if config.imatrix.run and config.imatrix.file is None:
@@ -342,7 +350,7 @@ def _result(plan: CookPlan, record: RunRecord) -> CookResult:
         if settings.max_kld is not None and target.kld is not None and not target.kld <= settings.max_kld:
             raise QualityGate(f"{target.path}: the mean KL divergence is {target.kld:.6f}, above {settings.max_kld:g}")
     seconds = sum(record.records[name].seconds for name in record.executed)
-    return CookResult(tuple(record.executed), tuple(targets), _report_paths(paths), seconds)
+    return CookResult(tuple(record.executed), tuple(targets), _report_paths(paths), seconds, paths.mmproj)
 
 
 def _report_paths(paths: Paths) -> tuple[Path, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantkit.convert import plan_convert
+from quantkit.convert import ENCODERS_NOTE, plan_convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.extras import MissingPackages
 from quantkit.formats.gguf import open_model
+from quantkit.formats.gguf.mmproj import check_language_model
 from quantkit.options.convert import ConvertOptions
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.source import Source
@@ -23,7 +24,7 @@ class Model:
     """A model to cook: ``path`` as given, and facts from its headers.
 
     ``nbytes``: size of the unquantized GGUF file; ``weights``: number of all weights; ``active``: number of weights
-    used per token.
+    used per token; ``has_encoders``: whether the checkpoint has vision or audio encoders.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Model:
     active: int
     can_merge_experts: bool
     convert: ConvertOptions
+    has_encoders: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,12 +70,15 @@ def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
             if e.code != "QK-E115":
                 raise
             raise e.extended('; in cook.toml: [convert] pre = "NAME"') from None
-        return _model(path, plan.source, plan.nbytes, convert, plan.notes)
+        notes = tuple(note for note in plan.notes if note != ENCODERS_NOTE)
+        model = _model(path, plan.source, plan.nbytes, convert, notes)
+        return replace(model, has_encoders=ENCODERS_NOTE in plan.notes)
     if not path.exists():
         raise ResourceError(
             f"{path}: no such file or directory: give a Hugging Face directory or a GGUF file", "QK-E401"
         )
     with open_model(path) as source:
+        check_language_model(source)
         quantized = next((t for t in source.tensors.values() if t.type.is_quantized), None)
         if quantized is not None:
             raise RecipeError(

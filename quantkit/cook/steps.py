@@ -11,6 +11,7 @@ from quantkit.arguments import changed_options
 from quantkit.convert import convert
 from quantkit.cook import estimate
 from quantkit.cook.config import Config
+from quantkit.cook.encoders import MMPROJ_OPTIONS, MmprojFile
 from quantkit.cook.engine import Facts, Step, StepEstimate, StepProgress
 from quantkit.cook.source import Model
 from quantkit.cook.texts import make_texts, text_inputs
@@ -23,6 +24,7 @@ from quantkit.imatrix.snapshot import snapshot_path
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.progress import RunProgress
 from quantkit.pipeline.run import RunOptions
+from quantkit.quantize import run_quantize
 
 #: Bytes up to which base logits have the whole vocabulary; beyond, only the most probable tokens.
 _MAX_FULL_LOGITS = 1 << 30
@@ -51,10 +53,14 @@ class PlanCache:
 
 @dataclass(frozen=True)
 class Paths:
-    """All paths of a cook, with the settings and the model that determine them; ``plans``: shared by its steps."""
+    """All paths of a cook, with the settings and the model that determine them.
+
+    ``mmproj``: files of encoders, made or existing; ``plans``: shared by its steps.
+    """
 
     config: Config
     model: Model
+    mmproj: tuple[MmprojFile, ...] = ()
     plans: PlanCache = field(default_factory=PlanCache, compare=False)
 
     def work(self, name: str) -> Path:
@@ -172,6 +178,27 @@ def convert_step(paths: Paths) -> Step:
         run,
         lambda: StepEstimate(model.nbytes, estimate.copying_seconds(model.nbytes)),
         is_complete=lambda: not part_path(out).exists(),
+    )
+
+
+def mmproj_step(paths: Paths, file: MmprojFile) -> Step:
+    """Return the conversion of the encoders of a checkpoint."""
+    model, options = paths.model, changed_options(paths.config.convert)
+
+    def run(progress: StepProgress) -> Facts:
+        plan = file.plan(model.path, model.convert)
+        run_quantize(plan, **paths.run_options(progress, plan.nbytes))
+        return {"nbytes": plan.nbytes, "tensors": len(plan.tensors)}
+
+    return Step(
+        f"mmproj {file.type}",
+        f"{file.description}: {file.path.name}",
+        {"the checkpoint": model.path},
+        {name: value for name, value in options.items() if name in MMPROJ_OPTIONS},
+        (file.path,),
+        run,
+        lambda: StepEstimate(file.nbytes, estimate.copying_seconds(file.nbytes)),
+        is_complete=lambda: not part_path(file.path).exists(),
     )
 
 

@@ -22,9 +22,10 @@ class Template:
         environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
         self._compiled, self._tokens = environment.from_string(text), tokens
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text of a conversation."""
-        return str(self._compiled.render(messages=messages, add_generation_prompt=False, **self._tokens))
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation; ``add_generation_prompt``: with the beginning of an answer."""
+        settings = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return str(self._compiled.render(**settings, **self._tokens))
 
 
 def _refuse(message: str) -> None:

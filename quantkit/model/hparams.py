@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import GGUFFile
+from quantkit.formats.gguf.mmproj import check_language_model
 
 _REQUIRED = object()
 #: LLAMA_MAX_LAYERS of llama.cpp.
@@ -19,6 +20,10 @@ MAX_LAYERS = 512
 #: Aliases, because methods below have the names of these types.
 Integer: TypeAlias = int
 Real: TypeAlias = float
+
+
+#: Architectures of draft models that run beside a target.
+DRAFTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})
 
 
 class HParams:
@@ -31,10 +36,11 @@ class HParams:
             kind = source.get("general.type")
             problem = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
             raise FormatError(f"{source.paths[0]}: {problem}: it has no general.architecture")
-        if self.arch == "clip" or source.get("general.type") == "mmproj":
+        check_language_model(source)
+        if self.arch in DRAFTS:
             raise FormatError(
-                f"{source.paths[0]}: this is a multimodal projector (mmproj) without a language model; give the "
-                "file of the model itself",
+                f"{source.paths[0]}: this is a draft model ({self.arch}), which reads the hidden states of its target "
+                "and cannot run by itself; give the file of the target",
                 "QK-E306",
             )
         #: Layers stored in the file; a model may run them several times (Nanbeige).

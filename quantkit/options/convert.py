@@ -54,6 +54,14 @@ class ConvertOptions(Options):
     no_nextn: bool = option(
         False, "Drop the MTP (NextN) layers.", CHECKPOINT, flags=("--no-nextn", "--no-mtp"), example="true"
     )
+    target_model_dir: Path | None = option(
+        None,
+        "Of a draft model (EAGLE-3, DFlash, DSpark): checkpoint of the model it guesses for.",
+        CHECKPOINT,
+        kind="folder",
+        metavar="DIR",
+    )
+    dspark: bool = option(False, "Convert only the draft model (DSpark) of DeepSeek V4.", CHECKPOINT)
     fuse_gate_up_exps: bool = option(False, "Merge up and gate experts into one tensor.", CHECKPOINT, example="true")
     fuse_qkv: bool = option(False, "Merge q, k and v into one tensor.", CHECKPOINT, example="true")
     fp8_as_q8: bool = option(False, "Without TYPE: write FP8 weights as Q8_0.", CHECKPOINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantkit.arguments import Options, option
 
@@ -22,6 +23,9 @@ class ExportOptions(Options):
     )
     architecture: str | None = option(
         None, "Model class, if the architecture has more than one.", CHECKPOINT, metavar="NAME", flags=("--class",)
+    )
+    mmproj: Path | None = option(
+        None, "File of the vision encoder: export the whole model.", CHECKPOINT, kind="model", metavar="FILE"
     )
     tokenizer: bool = option(
         True, "Write the tokenizer's files (default).", CHECKPOINT, flags=("--tokenizer/--no-tokenizer",)

@@ -41,6 +41,9 @@ _PARTS = {
     "imatrix": "an importance matrix is not a model",
 }
 
+#: Architectures of draft models, which need the context of their target to run.
+_DRAFTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})
+
 #: A tensor of a header: name, type, shape in ggml's order.
 Entry = tuple[str, TensorType, Sequence[int]]
 
@@ -61,6 +64,8 @@ class Runtime:
     long_names: tuple[str, ...] = ()
     #: Types without CUDA kernels.
     cpu_types: tuple[str, ...] = ()
+    #: It is a draft model, loaded together with its target.
+    draft: bool = False
 
     @property
     def loads(self) -> bool:
@@ -83,10 +88,11 @@ class Runtime:
             return f"does not load: {'; '.join(self.problems)}"
         if self.not_checked:
             return f"not checked: {self.not_checked}"
+        loads = "loads beside its target" if self.draft else "loads"
         if self.cpu_types:
             verb = "stays" if len(self.cpu_types) == 1 else "stay"
-            return f"loads; on CUDA, {', '.join(self.cpu_types)} {verb} on the CPU"
-        return "loads, on CPU and CUDA"
+            return f"{loads}; on CUDA, {', '.join(self.cpu_types)} {verb} on the CPU"
+        return f"{loads}, on CPU and CUDA"
 
 
 def runtimes(fields: Mapping[str, Field], tensors: Iterable[Entry], *, displaced: str = "") -> tuple[Runtime, Runtime]:
@@ -152,7 +158,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
     if long_names:
         first = shorten(printable(long_names[0]), 40)
         problems.append(f"{len(long_names)} tensor names are longer than {_MAX_TENSOR_NAME} bytes ({first})")
-    return Runtime(name, tuple(problems), not_checked, gaps, unknown, long_names, on_cpu)
+    return Runtime(name, tuple(problems), not_checked, gaps, unknown, long_names, on_cpu, arch in _DRAFTS)
 
 
 def _words(gaps: Sequence[Problem]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from quantkit.formats.gguf import parse_split_path
 from quantkit.names import printable
 from quantkit.report.conclusion import better_file, perplexity_warning
-from quantkit.report.data import File, Report
+from quantkit.report.data import File, Mmproj, Report
 from quantkit.report.tables import Cell, files_table, support_table
 from quantkit.units import PLUS_MINUS
 
@@ -60,7 +60,7 @@ def _front_matter(report: Report, base_model: str, license: str) -> str:  # noqa
     lines = ["---"]
     lines.append(f"base_model: {_yaml(base)}" if base else "base_model: # organization/name; --base-model sets it")
     lines += ["base_model_relation: quantized", "quantized_by: # your name", "library_name: gguf"]
-    lines.append("pipeline_tag: text-generation")
+    lines.append(f"pipeline_tag: {_pipeline_tag(report)}")
     lines.append(f"license: {_yaml(license_id)}" if license_id else "license: # of the base model; --license sets it")
     for key, name in (("general.license.name", "license_name"), ("general.license.link", "license_link")):
         if metadata.get(key) and not license:
@@ -71,6 +71,14 @@ def _front_matter(report: Report, base_model: str, license: str) -> str:  # noqa
     tags += ["imatrix"] if any("quantize.imatrix.file" in dict(f.provenance) for f in report.files) else []
     tags += [tag for tag in metadata.get("general.tags", "").split(",") if tag and tag not in tags]
     return "\n".join([*lines, "tags:", *(f"- {_yaml(tag)}" for tag in tags), "---"])
+
+
+def _pipeline_tag(report: Report) -> str:
+    """Return the hub's task of a model: of text alone, or with the inputs that its encoders take."""
+    encoders = {name for f in report.mmproj for name in f.encoders}
+    if len(encoders) > 1:
+        return "any-to-any"
+    return {"vision": "image-text-to-text", "audio": "audio-text-to-text"}.get("".join(encoders), "text-generation")
 
 
 def _base_model(metadata: dict[str, str]) -> str:
@@ -102,6 +110,17 @@ def _files_table(report: Report) -> str:
         )
         for f, (name, *numbers) in zip(report.files, table.rows, strict=True)
     ]
+    rows += [
+        (
+            Cell(f.name),
+            Cell(f"{f.title}: beside any file above; not measured"),
+            Cell(decimal_size(f.nbytes)),
+            *(Cell("") for _ in table.columns[1:]),
+            Cell("mmproj"),
+            Cell(_types(f)),
+        )
+        for f in report.mmproj
+    ]
     first, *labels = (c.label for c in table.columns)
     return _markdown_table([first, "which one?", "download", *labels, "preset", "types"], rows)
 
@@ -129,7 +148,7 @@ def preset_name(file: File) -> str:
     return "recipe" if has_rules else file.preset or "-"
 
 
-def _types(file: File) -> str:
+def _types(file: File | Mmproj) -> str:
     """Return the most frequent types of a file's tensors."""
     names = [name for name, _, _ in file.by_type]
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
@@ -155,10 +174,28 @@ def _measurement(report: Report) -> list[str]:
 
 
 def _download(report: Report) -> str:
-    """Return the command that downloads a file: the smallest that the advice calls good, else the largest."""
+    """Return the commands that download a file and its encoders, if any, and run both."""
+    file = recommended_file(report)
+    command = f"hf download YOUR-NAME/{_repository(report)} {_file_arguments(file)} --local-dir ."
+    if not report.mmproj:
+        return _fence([command])
+    mmproj = f"hf download YOUR-NAME/{_repository(report)} {shlex.quote(report.mmproj[0].name)} --local-dir ."
+    return _fence([command, mmproj, run_command(report)])
+
+
+def recommended_file(report: Report) -> File:
+    """Return the smallest file that the advice calls good, else the largest."""
     good = [f for f in report.files if better_file(f, report.files) is None and _is_good(f)]
-    file = good[0] if good else report.files[-1]
-    return _fence([f"hf download YOUR-NAME/{_repository(report)} {_file_arguments(file)} --local-dir ."])
+    return good[0] if good else report.files[-1]
+
+
+def run_command(report: Report) -> str:
+    """Return the command that runs a file with its encoders; "" without encoders."""
+    if not report.mmproj:
+        return ""
+    names = (recommended_file(report).name, report.mmproj[0].name)
+    model, mmproj = (shlex.quote(printable(name)) for name in names)
+    return f"llama-server -m {model} --mmproj {mmproj}"
 
 
 def _is_good(file: File) -> bool:

@@ -117,6 +117,25 @@ class File:
 
 
 @dataclass(frozen=True)
+class Mmproj:
+    """The file of the model's vision and audio encoders, which no measurement covers.
+
+    ``encoders``: "vision", "audio" or both; ``facts``: as ``inspect`` shows them.
+    """
+
+    name: str
+    nbytes: int
+    encoders: tuple[str, ...]
+    by_type: tuple[tuple[str, int, int], ...]
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def title(self) -> str:
+        """The encoders: "vision encoder", "vision and audio encoders"."""
+        return f"{' and '.join(self.encoders)} encoder{'s' * (len(self.encoders) > 1)}"
+
+
+@dataclass(frozen=True)
 class ModelSummary:
     """The model of all files."""
 
@@ -211,6 +230,8 @@ class Report(HtmlTable):
     imatrix: Coverage | None = None
     sensitivity: Costs | None = None
     notes: tuple[str, ...] = ()
+    #: The first is the one that page and card name in commands.
+    mmproj: tuple[Mmproj, ...] = ()
 
     def by_size(self) -> Report:
         """Return the report with its files from the smallest to the largest, as page and card show them."""

@@ -25,11 +25,12 @@ from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, PerplexityProgress, SaveLogits, kld, perplexity
 from quantkit.evaluate.passes import LoadOptions
 from quantkit.formats.gguf import open_gguf, open_model
+from quantkit.formats.gguf.mmproj import encoder_names, is_mmproj, no_language_model
 from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.outputs import read_text
 from quantkit.imatrix import coverage
-from quantkit.inspect import Inspection, inspect
+from quantkit.inspect import EMBEDDING_LENGTH, TEXT_EMBEDDING_LENGTH, Inspection, inspect
 from quantkit.names import file_name, printable, shorten, tensor_class
 from quantkit.pipeline.content import FileRecord, content_digest
 from quantkit.pipeline.facts import layer_of
@@ -41,6 +42,7 @@ from quantkit.report.data import (
     File,
     GroupCost,
     Matrix,
+    Mmproj,
     ModelSummary,
     Quality,
     Quantile,
@@ -110,6 +112,12 @@ class ReportOptions(Options):
         None, "Show its coverage, and weight errors by it.", CONTENT, kind="local imatrix", metavar="FILE"
     )
     sensitivity: Path | None = option(None, "Show the cost of each group in its type.", CONTENT, metavar="S.json")
+    mmproj: tuple[Path, ...] = option(
+        (),
+        "List the model's mmproj file, its vision and audio encoders; not measured. Repeatable.",
+        CONTENT,
+        kind="model",
+    )
     title: str = option("", "Title.  [default: the model's name]", CONTENT, metavar="TEXT")
     base_model: str = option(
         "", "Model card: the base model on the hub.  [default: from the metadata]", CONTENT, metavar="ORG/NAME"
@@ -133,14 +141,19 @@ def measure_report(
         QuantkitError: a file cannot be read, belongs to another model, or options contradict each other.
     """
     _check_options(options)
-    inspections = _inspect_models(paths)
+    inspections = _inspect_models([*paths, *options.mmproj])
+    encoders = [inspection for inspection in inspections if _is_encoders(inspection)]
+    inspections = [inspection for inspection in inspections if inspection not in encoders]
+    _check_encoders(encoders, inspections, options)
     paths = [inspection.path for inspection in inspections]
-    names = [inspection.path.name for inspection in inspections]
+    names = [inspection.path.name for inspection in (*inspections, *encoders)]
     if duplicate := next((n for n in names if names.count(n) > 1), None):
         raise RecipeError(
             f"two files are named {duplicate}, and a report shows names without folders: rename one", "QK-E203"
         )
     base = inspect(options.base) if options.base is not None else None
+    if base is not None and _is_encoders(base):
+        raise no_language_model(base.path)
     for inspection in inspections:
         _check_architecture(inspections[0] if base is None else base, inspection)
     files = [_file(inspection, _file_record(inspection, options, previous), previous) for inspection in inspections]
@@ -163,6 +176,7 @@ def measure_report(
         text=_text(options.text) if reused is None else reused.text,
         imatrix=imatrix,
         sensitivity=sensitivity,
+        mmproj=tuple(map(_mmproj, encoders)),
     )
     save(report)
     for step in (_measure_qualities, _measure_errors, _measure_speeds):
@@ -180,6 +194,34 @@ def _inspect_models(paths: Iterable[Path]) -> list[Inspection]:
         first = inspection.shards[0].path
         inspections.setdefault(first, replace(inspection, path=first))
     return list(inspections.values())
+
+
+def _is_encoders(inspection: Inspection) -> bool:
+    return is_mmproj({"general.architecture": inspection.architecture, "general.type": inspection.kind})
+
+
+def _check_encoders(encoders: Sequence[Inspection], models: Sequence[Inspection], options: ReportOptions) -> None:
+    """Raise an error for files of --mmproj that are none, without a model, or of a model of another width."""
+    mmproj = {path.resolve() for path in options.mmproj}
+    for model in models:
+        if model.path.resolve() in mmproj:
+            raise RecipeError(f"--mmproj {model.path}: not an mmproj file: give it as a file of the report", "QK-E207")
+    if not models:
+        raise no_language_model(encoders[0].path)
+    width = _fact(models[0], EMBEDDING_LENGTH)
+    for inspection in encoders:
+        fits = _fact(inspection, TEXT_EMBEDDING_LENGTH)
+        if width is not None and fits is not None and fits != width:
+            raise QuantkitError(
+                f"{inspection.path}: its encoders fit text models of embedding length {fits}, and that of "
+                f"{models[0].path} is {width}",
+                "QK-E207",
+            )
+
+
+def _fact(inspection: Inspection, label: str) -> object:
+    """Return a fact; None if the file does not state it."""
+    return next((fact.value for fact in inspection.facts if fact.label == label), None)
 
 
 def _check_options(options: ReportOptions) -> None:
@@ -272,6 +314,13 @@ def _file(inspection: Inspection, content: FileRecord | None, previous: Report |
         speeds=old.speeds,
         notes=old.notes,
     )
+
+
+def _mmproj(inspection: Inspection) -> Mmproj:
+    facts = tuple((fact.label, printable(fact.value)) for fact in inspection.facts)
+    by_type = tuple((g.name, g.tensors, g.nbytes) for g in inspection.by_type)
+    encoders = encoder_names({field.key: field.value for field in inspection.fields})
+    return Mmproj(printable(inspection.path.name), inspection.file_bytes, encoders, by_type, facts)
 
 
 def _has_same_content(a: FileRecord | None, b: FileRecord | None) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.names import printable
+from quantkit.report.card import run_command
 from quantkit.report.chart import Chart
 from quantkit.report.charts import FEW_LINES, FEW_POINTS, charts, series_of, short_names, tokens_name
 from quantkit.report.colours import text_colour
@@ -22,6 +23,7 @@ from quantkit.report.tables import (
     coverage_table,
     files_table,
     matrices_tables,
+    mmproj_table,
     speeds_table,
     support_table,
     tokens_table,
@@ -147,6 +149,8 @@ def _template_values(report: Report) -> dict[str, Any]:
         "coverage_table": coverage_table(report),
         "speeds_table": speeds_table(report),
         "support_table": support_table(report),
+        "mmproj_table": mmproj_table(report),
+        "mmproj_command": run_command(report),
         "weighted": any(m.weighted for f in report.files for m in f.matrices),
         "machines": sorted({s.machine for f in report.files for s in f.speeds}),
     }

@@ -85,6 +85,23 @@ def files_table(report: Report) -> Table:
     return Table("table-files", "All files", tuple(columns), tuple(rows))
 
 
+def mmproj_table(report: Report) -> Table:
+    """Return the table of the files of encoders."""
+    unit, factor = size_unit(max((f.nbytes for f in report.mmproj), default=1))
+    labels = list(dict.fromkeys(label for f in report.mmproj for label, _ in f.facts))
+    columns = (Column("file", False), Column(unit), Column("types", False), *(Column(label, False) for label in labels))
+    rows = (
+        (
+            Cell(f.name),
+            number_cell(f.nbytes / factor, ".3f" if f.nbytes < 100 * factor else ".1f"),
+            Cell(", ".join(name for name, _, _ in f.by_type)),
+            *(Cell(dict(f.facts).get(label, "")) for label in labels),
+        )
+        for f in report.mmproj
+    )
+    return Table("table-mmproj", "Vision and audio encoders", columns, tuple(rows))
+
+
 def _speed_cell(f: File, test: str) -> Cell:
     """Return a cell of a speed; ``speeds_table`` has its standard deviation."""
     return number_cell(next((s.rate.value for s in f.speeds if s.test == test), None), ",.0f")

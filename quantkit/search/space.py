@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import RecipeError
+from quantkit.formats.gguf.mmproj import check_language_model
 from quantkit.kernels.formats import has_encoder
 from quantkit.options.search import SearchOptions
 from quantkit.pipeline.facts import half_names, layer_of
@@ -374,6 +375,7 @@ class Space:
 
 def _check_model(sensitivity: Sensitivity, source: Source) -> None:
     """Raise RecipeError if the sensitivities are of another model."""
+    check_language_model(source)
     path = source.paths[0]
     model_name = str(sensitivity.model.get("name") or sensitivity.model.get("path") or "another model")
     if not sensitivity.groups:

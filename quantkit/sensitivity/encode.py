@@ -17,6 +17,7 @@ import numpy as np
 
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_model
+from quantkit.formats.gguf.mmproj import check_language_model
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import U8, write_range
 from quantkit.kernels.first_run import compile_in_order
@@ -103,6 +104,7 @@ def groups_of(model: Path, encoding: Encoding, grouping: str) -> tuple[Group, ..
     if grouping not in GROUPS:
         raise RecipeError(f"unknown grouping {grouping}: choose one of {', '.join(GROUPS)}", "QK-E203")
     with open_model(model) as source:
+        check_language_model(source)
         plan = replace(encoding, imatrix=None, allow_requantize=True).plan(model, source.tensors, _PROBE)
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
     for t in plan.tensors:

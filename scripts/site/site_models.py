@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.convert import architectures
+from quantkit.convert import architectures, encoder_classes
 from quantkit.export import exported_classes
 from quantkit.model.arch import ARCHS
 
@@ -17,10 +17,23 @@ of unknown ones. Two steps depend on the model:
 * **engine**: quantkit itself runs {n_run} architectures, for `imatrix`, `perplexity`, `kld`, `logits`, `sensitivity`,
   `--calibrate`, `report` and `bench`. For others take an importance matrix of llama-imatrix.
 
+**convert --mmproj** writes the vision and audio encoders of {n_encoders} classes, with the projectors at the
+[end of the page](#vision-and-audio-encoders).
+
 **export** writes files of {n_exported} architectures as {n_export_classes} classes (`quantkit export --list`).
 
 | architecture in GGUF | engine | export | classes that convert reads |
 |---|---|---|---|
+"""
+
+
+_ENCODERS = """
+## Vision and audio encoders
+
+`quantkit convert --mmproj` writes an mmproj file of these classes.
+
+| class | projectors |
+|---|---|
 """
 
 
@@ -31,9 +44,10 @@ def models_page() -> str:
     classes: dict[str, list[str]] = {}
     for name, architecture in converted.items():
         classes.setdefault(architecture, []).append(f"`{name}`")
-    exported = exported_classes()
+    exported, encoders = exported_classes(), encoder_classes()
     head = _HEAD.format(
         n_classes=len(converted),
+        n_encoders=len(encoders),
         n_run=len(ARCHS),
         n_exported=len(exported),
         n_export_classes=sum(map(len, exported.values())),
@@ -43,4 +57,5 @@ def models_page() -> str:
         f"| {', '.join(classes.get(name, ['-']))} |"
         for name in sorted({*classes, *ARCHS, *exported})
     ]
-    return head + "\n".join(rows) + "\n"
+    projectors = [f"| `{name}` | {', '.join(f'`{p}`' for p in types)} |" for name, types in encoders.items()]
+    return head + "\n".join(rows) + "\n" + _ENCODERS + "\n".join(projectors) + "\n"

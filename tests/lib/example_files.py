@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -27,6 +28,8 @@ COMMANDS = {
     "model-Q4_K_M.gguf": "quantize --imatrix imatrix.gguf model-bf16.gguf model-Q4_K_M.gguf Q4_K_M",
     "model-Q8_0.gguf": "quantize model-bf16.gguf model-Q8_0.gguf Q8_0",
     "model-00001-of-00003.gguf": "quantize --split-max-size 7M model-bf16.gguf model.gguf COPY",
+    "qwen2-vl-bf16.gguf": "convert Qwen2-VL/ qwen2-vl-bf16.gguf --pre qwen2",
+    "mmproj-F16.gguf": "convert Qwen2-VL/ mmproj-F16.gguf f16 --mmproj-only",
     "base.bin": "perplexity -m model-bf16.gguf -f evaluation.txt --save-all-logits base.bin",
     "cov.gguf": "imatrix -m model-bf16.gguf -f calibration.txt --chunks 8 -o i.gguf --covariance cov.gguf --no-ppl",
     "S.json": "sensitivity -m model-bf16.gguf -f evaluation.txt --chunks 2 --imatrix imatrix.gguf"
@@ -41,6 +44,23 @@ def write_checkpoint(path: Path) -> None:
 def write_vision_checkpoint(path: Path) -> None:
     checkpoint = checkpoints.write_checkpoint("mm-qwen2-vl", path.parent)
     checkpoint.rename(path)
+
+
+def write_draft(path: Path) -> None:
+    """Write a DFlash draft of one layer for the checkpoint of the examples."""
+    description = checkpoints.describe("dflash")
+    config = description.config | {"hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 4096}
+    config["dflash_config"] = {"mask_token_id": 4095, "target_layer_ids": [0, 2]}
+    tensors = {"fc.weight": [256, 512], "hidden_norm.weight": [256], "norm.weight": [256]}
+    for name, (rows, columns) in {"q": (64, 256), "k": (32, 256), "v": (32, 256), "o": (256, 64)}.items():
+        tensors[f"layers.0.self_attn.{name}_proj.weight"] = [rows, columns]
+    for name, shape in {"gate_proj": [128, 256], "up_proj": [128, 256], "down_proj": [256, 128]}.items():
+        tensors[f"layers.0.mlp.{name}.weight"] = shape
+    for name, n in {"input": 256, "post_attention": 256}.items():
+        tensors[f"layers.0.{name}_layernorm.weight"] = [n]
+    tensors |= {f"layers.0.self_attn.{name}_norm.weight": [16] for name in "qk"}
+    draft = replace(description, name=path.name, config=config, tensors=tensors)
+    checkpoints.write_description(draft, path.parent)
 
 
 def write_calibration(path: Path) -> None:
@@ -70,6 +90,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "my-adapter/": write_lora,
     "Qwen3-30B-A3B/": write_checkpoint,
     "Qwen2-VL/": write_vision_checkpoint,
+    "Qwen3-30B-A3B-DFlash/": write_draft,
 }
 #: Folders of the clone, as links.
 LINKS = {"docs/", "scripts/", "tests/"}

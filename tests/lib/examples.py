@@ -35,6 +35,7 @@ COMMENT = re.compile(r"<!-- (\w+): (.+?) -->\s*$")
 #: Replacements for a reader's files: the small checkpoint has its own vocabulary, so its pre-tokenizer has no name.
 STAND_INS = {
     "convert Qwen3-30B-A3B/": "convert --pre gpt-2 Qwen3-30B-A3B/",
+    "convert Qwen3-30B-A3B-DFlash/": "convert --pre gpt-2 Qwen3-30B-A3B-DFlash/",
     "-m Qwen3-30B-A3B/": "--pre gpt-2 -m Qwen3-30B-A3B/",
 }
 

@@ -2,12 +2,13 @@
 
     python tests/lib/libllama.py MODEL TOKENS.npy OUT.npy --lib DIR --batch 64
     python tests/lib/libllama.py MODEL TEXT.txt OUT.npy --lib DIR --ik --tokenize
-    python tests/lib/libllama.py MODEL --lib DIR --load
+    python tests/lib/libllama.py MODEL --lib DIR --load [--target TARGET]
     python tests/lib/libllama.py KEYS.gguf - OUT.npy --lib DIR --tensors
 
 TOKENS has raw token ids, [n] or [sequences, n]; OUT gets float32 logits, [n, n_vocab] or [sequences, n, n_vocab], one
 row after each token. Every sequence begins at position 0 with an empty cache. With --tokenize OUT gets int32 ids.
---load loads the model and creates a context, without computing anything. With --tensors KEYS is a GGUF file without
+--load loads the model and creates a context, without computing anything; of a draft, beside a context of its target
+(llama.cpp only), as llama-server does. With --tensors KEYS is a GGUF file without
 tensors, and OUT gets name and ne of every tensor that llama.cpp's loader reads for these keys, including all optional
 ones. Everything runs on the CPU, by default without flash attention and with an f32 cache; ik_llama.cpp, which has none
 (it refuses f32 values without flash attention, and f32 keys and values with it), uses an f16 cache.
@@ -107,21 +108,22 @@ class Libllama:
         """Return the int32 ids of a text file by the model's own tokenizer, with BOS if the model adds it."""
         return self._run(model, text, ["--tokenize"])
 
-    def load(self, model: Path, header: bytes | None = None) -> Loading:
-        """Return whether the model loads, and the library's output if not.
+    def load(self, model: Path, header: bytes | None = None, target: Path | None = None) -> Loading:
+        """Return whether the model loads, of a draft beside its ``target``, and the library's output if not.
 
         ``header`` is the file up to its weights, which may be holes: the result depends only on it and on the file's
         size. Without it the result depends on the whole file. Raises LibllamaError if the process takes too long or is
         killed from outside.
         """
         about = (model,) if header is None else (header, model.stat().st_size)
+        about = (*about, *([target] if target else []))
         question = (peer(self.lib), Path(__file__), self.ik, "load", *about)
-        return Loading(**json.loads(answer(lambda: self._load(model), *question)))
+        return Loading(**json.loads(answer(lambda: self._load(model, target), *question)))
 
-    def _load(self, model: Path) -> bytes:
+    def _load(self, model: Path, target: Path | None) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
-            arguments = [str(model), "--load", "--batch", "64"]
+            arguments = [str(model), "--load", "--batch", "64", *(["--target", str(target)] if target else [])]
             status = _server(self.lib.resolve(), self.ik).run(arguments, log, self.timeout)
             text = log.read_text(errors="replace")
         if -status in (signal.SIGALRM, signal.SIGKILL):
@@ -573,6 +575,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv", choices=KV_TYPES, help="type of the cache (default: f32; ik_llama.cpp: f16)")
     parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
     parser.add_argument("--load", action="store_true", help="load the model and create a context, without output")
+    parser.add_argument("--target", type=Path, metavar="FILE", help="the model that a draft with --load guesses for")
     parser.add_argument("--tensors", action="store_true", help="write the tensors of a model with these keys instead")
     return parser
 
@@ -583,10 +586,11 @@ def execute(api: Mainline | Ik, options: argparse.Namespace) -> None:
         assert isinstance(api, Mainline)
         write(options.out, tensors_of(api, api.lib, options.model))
         return
+    target_context = open_context(api, open_model(api, options.target), 64, options) if options.target else None
     model = open_model(api, options.model, options.tokenize)
     if options.load:
         print(LOADED, file=sys.stderr, end="", flush=True)
-        open_context(api, model, 64, options)
+        open_context(api, model, 64, options, **({"ctx_other": target_context} if target_context else {}))
         return
     for name, kind in (("llama_model_get_vocab", c_void_p), ("llama_vocab_n_tokens", c_int32)):
         getattr(api.c, name).restype, getattr(api.c, name).argtypes = kind, [c_void_p]

@@ -274,7 +274,9 @@ def test_command_line(moe: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    assert "Qwen3MoeForCausalLM" in run("--list")
+    rows = [line.split() for line in run("--list").splitlines()]
+    assert {name: tuple(row) for name, *row in rows}["Qwen3MoeForCausalLM"] == ("qwen3moe",)
+    assert ["InternVisionModel", "internvl"] in rows
     out = tmp_path / "x.gguf"
     plan = json.loads(run(moe, out, "q4_k_m", "--pre", "gpt-2", "--dry-run", "--json"))
     assert not out.exists()

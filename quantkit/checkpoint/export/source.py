@@ -22,6 +22,7 @@ from quantkit.checkpoint.export.card import card_files
 from quantkit.checkpoint.export.classes import find_class, tensor_names_of
 from quantkit.checkpoint.export.comparison import compare_keys
 from quantkit.checkpoint.export.config import check_keys, make_config, nest_text_config, token_ids
+from quantkit.checkpoint.export.encoders import find_encoders
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor, read_tensors
 from quantkit.checkpoint.export.tokenizer import tokenizer_files
@@ -56,6 +57,7 @@ from quantkit.checkpoint.tensors import (
 )
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported, os_error_code
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
+from quantkit.formats.gguf.mmproj import check_language_model
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
@@ -83,9 +85,10 @@ class ExportSource:
     origins: dict[str, tuple[StoredTensor, ...]]
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)
+    mmproj: GGUFFile | None = None
 
     def __post_init__(self) -> None:
-        self.paths: tuple[Path, ...] = self.model.paths
+        self.paths: tuple[Path, ...] = (*self.model.paths, *(() if self.mmproj is None else self.mmproj.paths))
         #: A checkpoint has no metadata of this kind.
         self.fields: dict[str, Field] = {}
         self.tensors = {
@@ -96,7 +99,7 @@ class ExportSource:
     @property
     def inputs(self) -> tuple[Path, ...]:
         """See ``pipeline.source``."""
-        return self.model.inputs
+        return (*self.model.inputs, *(() if self.mmproj is None else self.mmproj.inputs))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return ``default``: a checkpoint has no metadata of this kind."""
@@ -130,6 +133,8 @@ class ExportSource:
         """Return a SHA-256 over the GGUF file and the exported files."""
         digest = hashlib.sha256(self.model.fingerprint().encode())
         digest.update(f"{self.architecture} {self.dtype}".encode())
+        if self.mmproj is not None:
+            digest.update(self.mmproj.fingerprint().encode())
         for name, data in self.files.items():
             digest.update(name.encode() + data)
         return digest.hexdigest()
@@ -140,7 +145,12 @@ _METADATA_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 def open_export(
-    model: GGUFFile, *, outtype: str = "auto", architecture: str | None = None, tokenizer: bool = True
+    model: GGUFFile,
+    *,
+    outtype: str = "auto",
+    architecture: str | None = None,
+    tokenizer: bool = True,
+    mmproj: GGUFFile | None = None,
 ) -> ExportSource:
     """Read a GGUF file as the checkpoint it may come from.
 
@@ -149,6 +159,7 @@ def open_export(
         outtype: f32, f16, bf16, or auto: the type of the first matrix that is one of them, else bf16.
         architecture: the transformers class, if an architecture has several.
         tokenizer: also write the files of the tokenizer.
+        mmproj: the open file of its encoders, to export the whole model.
 
     Raises:
         FormatError: the file is damaged, or contradicts its metadata.
@@ -157,7 +168,7 @@ def open_export(
     if outtype not in (*DTYPES, "auto"):
         raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(DTYPES)}, auto", "QK-E203")
     try:
-        return _open(model, outtype, architecture, tokenizer=tokenizer)
+        return _open(model, outtype, architecture, mmproj, tokenizer=tokenizer)
     except _METADATA_ERRORS as e:
         reason = short(f"{type(e).__name__}: {e}")
         raise FormatError(
@@ -165,26 +176,35 @@ def open_export(
         ) from e
 
 
-def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> ExportSource:
+def _open(
+    model: GGUFFile, outtype: str, architecture: str | None, mmproj: GGUFFile | None, *, tokenizer: bool
+) -> ExportSource:
     """Read a GGUF file; arguments and errors as for ``open_export``, except those of wrong metadata."""
     arch = model.get("general.architecture")
     if not isinstance(arch, str):
         raise FormatError(f"{model.paths[0]}: not a model: it has no general.architecture", "QK-E123")
     meta = ModelMetadata(model, arch)
-    name, row, hf_class = find_class(meta, architecture)
+    check_language_model(model)
+    encoders = None if mmproj is None else find_encoders(mmproj, meta, architecture)
+    if encoders is None:
+        name, row, hf_class = find_class(meta, architecture)
+    else:
+        name, row, hf_class = encoders.name, replace(encoders.row, arch=meta.arch), encoders.hf.text
     dtype, target_type = DTYPES[_first_matrix_type(model) if outtype == "auto" else outtype]
     values = nest_text_config(make_config(meta, name, row, hf_class, dtype), hf_class)
+    preprocessor = {} if encoders is None else {"preprocessor_config.json": _json(encoders.files(values))}
     files = {
+        **preprocessor,
         "config.json": _json(values),
         "generation_config.json": _json(_generation_config(model)),
         **pooling_files(meta),
     }
     files |= card_files(model)
     notes = [hf_class.note] * bool(hf_class.note)
-    if hf_class.outer_type or "vision_config" in values:
+    if encoders is None and (hf_class.outer_type or "vision_config" in values):
         notes.append(
             f"{name} also has a vision tower, which GGUF files of text models do not contain: only the text model is "
-            "written, and transformers initializes a small tower randomly"
+            "written, and transformers initializes a small tower randomly; --mmproj FILE adds the tower"
         )
     vocabulary_notes: list[str] = []
     if tokenizer:
@@ -203,6 +223,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
         files["config.json"] = _json(values)
         notes += check_keys(model, row, config)  # last, because rules also replace values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
+        tower = {} if encoders is None else encoders.tensors(folder, tensors)
     if options:
         notes.append(f"fused tensors are split; to fuse them again, convert with {' '.join(options)}")
     expressions: dict[str, Expression] = {}
@@ -210,7 +231,10 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
     for tensor_name, x in sorted(tensors.items()):
         origins[tensor_name] = tuple(dict.fromkeys(x.parts()))
         expressions[tensor_name] = x if _keeps_type(x, as_stored) else _cast_tensor(x, target_type, f32_names)
-    return ExportSource(model, name, dtype, expressions, origins, files, notes + vocabulary_notes)
+    for tensor_name, x in sorted(tower.items()):
+        origins[tensor_name] = tuple(dict.fromkeys(x.parts()))
+        expressions[tensor_name] = _cast_tower(x, target_type)
+    return ExportSource(model, name, dtype, expressions, origins, files, notes + vocabulary_notes, mmproj)
 
 
 @contextmanager
@@ -339,6 +363,12 @@ def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) ->
     if target_type is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in f32_names:
         return cast(x, target_type)
     return cast(x, target_type) if _is_exact(x, target_type) else x
+
+
+def _cast_tower(x: Expression, target_type: TensorType) -> Expression:
+    """Cast a tensor of an encoder to ``target_type``, if that loses no values, or if it was quantized."""
+    quantized = any(part.dtype not in ("F32", "F16", "BF16") for part in x.parts())
+    return cast(x, target_type) if quantized or target_type is TYPE_F32 or _is_exact(x, target_type) else x
 
 
 def _keeps_type(x: Expression, as_stored: set[str]) -> bool:

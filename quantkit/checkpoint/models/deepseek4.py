@@ -1,4 +1,4 @@
-"""DeepSeek V4: own tensor names, experts in 4 bits, layers whose experts a table selects.
+"""DeepSeek V4 and its draft model: own tensor names, experts in 4 bits, layers whose experts a table selects.
 
 Facts of llama.cpp b11434, conversion/deepseek.py.
 """
@@ -6,7 +6,7 @@ Facts of llama.cpp b11434, conversion/deepseek.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +19,12 @@ from quantkit.checkpoint.models import deepseek
 from quantkit.checkpoint.policy import TYPE_Q8_0
 from quantkit.checkpoint.quantized.scheme import DecodedTensors
 from quantkit.checkpoint.row import Architecture, HfClass
-from quantkit.checkpoint.rules import Drop, StackExperts
+from quantkit.checkpoint.rules import Drop, Rename, StackExperts
 from quantkit.checkpoint.tensor_names import file_name
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor, layer_of
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType, type_by_name
@@ -111,12 +112,14 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class RenameTensors(OneWayRule):
-    """Names tensors by this file's tables, and types them by their storage."""
+    """Names tensors by this file's tables, and types them by their storage. ``names``: of those outside of layers."""
+
+    names: Mapping[str, str]
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = re.match(r"layers\.(\d{1,5})\.(.+)$", tensor.name)
         if match is None:
-            name = MODEL_NAMES.get(tensor.name)
+            name = self.names.get(tensor.name)
         elif match[2] == "ffn.gate.bias" and int(match[1]) < context.config.number("num_hash_layers"):
             return ()  # these layers select experts by a table, without scores
         else:
@@ -137,18 +140,16 @@ def _type_of(x: Expression) -> TensorType | None:
     return {"F32": TYPE_F32, "BF16": TYPE_BF16}.get(part.dtype) if x.type.block == 1 else None
 
 
-RULES = (
-    StackExperts(
-        weights=("w1", "w2", "w3"),
-        name="layers.{layer}.ffn.experts.{expert}.{weight}.weight",
-        merged="layers.{layer}.ffn.experts.{weight}",
-    ),
-    RenameTensors(),
+_STACK_EXPERTS = StackExperts(
+    weights=("w1", "w2", "w3"),
+    name="layers.{layer}.ffn.experts.{expert}.{weight}.weight",
+    merged="layers.{layer}.ffn.experts.{weight}",
 )
+RULES = (_STACK_EXPERTS, RenameTensors(MODEL_NAMES))
 
 
 def _limits(config: Config) -> list[float]:
-    return [config["swiglu_limit"]] * config.layers
+    return [config["swiglu_limit"]] * config.get(_STAGES, config.layers)
 
 
 def _set_swiglu_limit(meta: ModelMetadata, config: Json) -> None:
@@ -157,10 +158,15 @@ def _set_swiglu_limit(meta: ModelMetadata, config: Json) -> None:
     config["swiglu_limit"] = limits[0] if isinstance(limits, list) else limits
 
 
+#: The key under which the number of a draft's layers is held, which config.json lacks.
+_STAGES = "dspark_stages"
+
+
 def _width(config: Config) -> int:
     return config.number("hidden_size") * config.number("hc_mult")
 
 
+_WIDTH = Computed(".embedding_length_out", _width)
 #: The file type of experts stored in 4 bits (MXFP4).
 _FILE_TYPE = Always("general.file_type", 38)
 
@@ -183,7 +189,7 @@ KEYS: tuple[SetKeys, ...] = (
     Copied(".hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters", required=True),
     Copied(".hyper_connection.epsilon", "hc_eps", "f32", required=True),
     Copied(".hash_layer_count", "num_hash_layers", required=True),
-    Computed(".embedding_length_out", _width),
+    _WIDTH,
     _FILE_TYPE,
 )
 
@@ -195,8 +201,60 @@ def write_deepseek4(v: Vocabulary) -> None:
     """Write a BPE vocabulary. Without a chat template, the reference writes one of llama.cpp, quantkit none
     (DeepseekV4Model)."""
     write_bpe(v)
-    if v.keys.fields["tokenizer.chat_template"].value == "-":
+    template = v.keys.fields.get("tokenizer.chat_template")
+    if template is not None and template.value == "-":
         v.keys.remove("tokenizer.chat_template")
+
+
+# --- DSpark: the draft model among the tensors -----------------------------------------------------------------------
+
+#: Tensors of the draft outside of its layers, by their names there.
+_DSPARK_NAMES = {
+    "main_proj.weight": "fc.weight",
+    "main_norm.weight": "enc.output_norm.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    **{name: MODEL_NAMES[name] for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")},
+}
+_ROOT = "|".join(re.escape(name) for name in (*_DSPARK_NAMES, "main_proj.scale"))
+
+
+def _count_stages(config: Config, names: Collection[str]) -> None:
+    """Count the layers of the draft, in which attention is not compressed and scores select experts."""
+    numbers = [int(match[1]) for name in names if (match := re.match(rf"mtp\.(\d{{1,5}})\.(?!({_ROOT})$)", name))]
+    if not numbers:
+        raise FormatError(f"{config.path.parent}: has no draft model (DSpark), no tensors mtp.*", "QK-E206")
+    stages = 1 + max(numbers)
+    config.values |= {_STAGES: stages, "compress_ratios": [0] * stages, "num_hash_layers": 0}
+
+
+def write_dspark(v: Vocabulary) -> None:
+    """Write the target's vocabulary, and the token of masks (DeepseekV4DSparkModel)."""
+    write_deepseek4(v)
+    v.keys.u32("tokenizer.ggml.mask_token_id", v.config["dspark_noise_token_id"])
+
+
+_DSPARK = Architecture(
+    "dflash",
+    stored=(
+        Drop(r"^(?!mtp\.)|\.ffn\.gate\.(bias_vl|tid2eid)$"),
+        Rename(rf"^mtp\.\d+\.({_ROOT})$", r"\1"),
+        Rename(r"^mtp\.", "layers."),
+    ),
+    rules=(_STACK_EXPERTS, RenameTensors(_DSPARK_NAMES)),
+    keys=(
+        *(key for key in KEYS if key is not _WIDTH),
+        Copied(".block_size", "dspark_block_size", required=True),
+        Computed(".target_layers", lambda config: [layer + 1 for layer in config["dspark_target_layer_ids"]], "array"),
+    ),
+    vocab=write_dspark,
+    first_keys=(TEMPLATE,),
+    reorder=reorder_tensors,
+    inspect_tensors=_count_stages,
+    layers=lambda config: config.number(_STAGES),
+    draft=True,
+)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -206,9 +264,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=RULES,
         keys=KEYS,
         vocab=write_deepseek4,
-        head_keys=(TEMPLATE,),
+        first_keys=(TEMPLATE,),
         reorder=reorder_tensors,
+        dspark=_DSPARK,
     ),
+    "DeepseekV4DSparkModel": _DSPARK,
 }
 
 CLASSES: dict[str, HfClass] = {

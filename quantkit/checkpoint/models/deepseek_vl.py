@@ -17,6 +17,7 @@ from quantkit.checkpoint.mmproj import (
     Key,
     Mmproj,
     MmprojConfig,
+    SetMmprojKeys,
     constant,
     layer_norm_epsilon,
     projector,
@@ -70,7 +71,7 @@ def _downsampling(config: MmprojConfig) -> int | None:
     return None if factor in (0, 4) else factor
 
 
-def _ocr_keys(name: str, tiles: int) -> tuple[Key | EncoderKey, ...]:
+def _ocr_keys(name: str, tiles: int) -> tuple[SetMmprojKeys, ...]:
     """Return the keys of a projector and the most tiles of an image."""
     return (
         projector(name),

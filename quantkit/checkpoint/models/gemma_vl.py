@@ -6,8 +6,10 @@ Facts of llama.cpp b11434, conversion/gemma.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import (
     ForceType,
     NameInFile,
@@ -16,7 +18,9 @@ from quantkit.checkpoint.encoder_rules import (
     linear_to_convolution,
     remove_axis,
 )
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import F32, TYPE_F16, TYPE_F32, ByValue, Expression, Gathered, Shaped, Transposed
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
     AUDIO_KEYS,
@@ -26,12 +30,14 @@ from quantkit.checkpoint.mmproj import (
     Key,
     Mmproj,
     MmprojConfig,
+    Projector,
     SetMmprojKeys,
     constant,
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, plus_one
+from quantkit.checkpoint.models import gemma
+from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.torch_math import softplus
 from quantkit.errors import FormatError
@@ -68,11 +74,15 @@ _GEMMA_3 = Mmproj(
         Key(".vision.projector.scale_factor", _scale_factor),
     ),
     tensors=r"^(multi_?modal_projector|vision_tower|vision_model)\.",
-    stored=(Drop(r"vision_model\.head\."), Rename("_weight", ".weight")),
+    stored=(
+        Drop(r"vision_model\.head\."),
+        Rename("mm_input_projection_weight", "mm_input_projection.weight"),
+        Rename("_weight", ".weight", foreign=True),
+    ),
     rules=(
         ForceType(r"\.embeddings\.", TYPE_F32),
         ForceType(r"input_projection", TYPE_F16),
-        Transform(r"soft_emb_norm\.weight", plus_one, None),
+        Transform(r"soft_emb_norm\.weight", plus_one, minus_one),
     ),
 )
 
@@ -149,14 +159,20 @@ def _patch_4(config: MmprojConfig) -> None:
             audio["intermediate_size"] = audio["hidden_size"] * 4
 
 
-def _with_audio(key: SetMmprojKeys) -> SetMmprojKeys:
-    """Return a key that is set only if there is an audio encoder."""
+@dataclass(frozen=True)
+class _WithAudio:
+    """A key that is set only if there is an audio encoder."""
 
-    def set_key(keys: Keys, config: MmprojConfig) -> None:
+    key: SetMmprojKeys
+
+    @property
+    def projectors(self) -> Mapping[str, tuple[str, ...]]:
+        """The types that each key may have."""
+        return self.key.projectors if isinstance(self.key, Projector) else {}
+
+    def __call__(self, keys: Keys, config: MmprojConfig) -> None:
         if config.audio.values:
-            key(keys, config)
-
-    return set_key
+            self.key(keys, config)
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,7 @@ _GEMMA_4 = Mmproj(
         projector("gemma4v", _VISION),
         layer_norm_epsilon("layer_norm_eps", 1e-6),
         *(
-            _with_audio(key)
+            _WithAudio(key)
             for key in (
                 projector("gemma4a", _AUDIO),
                 EncoderKey(".audio.num_mel_bins", "feat_in", section="audio"),
@@ -191,7 +207,7 @@ _GEMMA_4 = Mmproj(
             )
         ),
     ),
-    base=(*VISION_KEYS, *(_with_audio(key) for key in AUDIO_KEYS)),
+    base=(*VISION_KEYS, *(_WithAudio(key) for key in AUDIO_KEYS)),
     rules=(
         ForceType(r"position_embedding_table", TYPE_F32),
         ForceType(r"^(?=.*(audio_tower|embed_audio)).*(\.conv|_conv.*\.weight|\.weight.*_conv)", TYPE_F32),
@@ -265,4 +281,43 @@ MMPROJ: dict[str, Mmproj] = {
     "Gemma3nForConditionalGeneration": _GEMMA_3N,
     "Gemma4ForConditionalGeneration": _GEMMA_4,
     "Gemma4UnifiedForConditionalGeneration": _GEMMA_4_UNIFIED,
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def _set_gemma3(meta: ClipMetadata, config: Json) -> None:
+    vision = meta.counts(USUAL_COUNTS) | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    config["vision_config"] = vision | {"layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon")}
+    config["mm_tokens_per_image"] = _tokens_of(meta)
+    add_token_ids(
+        meta,
+        config,
+        image_token_index="<image_soft_token>",
+        boi_token_index="<start_of_image>",
+        eoi_token_index="<end_of_image>",
+    )
+
+
+def _tokens_of(meta: ClipMetadata) -> int:
+    scale = meta.get(".vision.projector.scale_factor") or 4
+    side = meta.number(".vision.image_size") // max(1, meta.number(".vision.patch_size")) // scale
+    return int(side**2)
+
+
+def _gemma3_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    sizes = {"size": {"height": size, "width": size}, "image_seq_length": _tokens_of(meta)}
+    return image_values(meta, "Gemma3ImageProcessor") | sizes
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Gemma3ForConditionalGeneration": HfEncoders(
+        "gemma3",
+        replace(gemma.CLASSES["Gemma3ForCausalLM"], renames=((r"^", "language_model."),), outer_type="gemma3"),
+        "vision_tower.vision_model. multi_modal_projector.",
+        _set_gemma3,
+        _gemma3_preprocessor,
+    )
 }

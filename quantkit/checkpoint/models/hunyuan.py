@@ -242,13 +242,13 @@ def write_hunyuan_moe(v: Vocabulary) -> None:
 def write_hunyuan(v: Vocabulary) -> None:
     """Write tokenizer.json's vocabulary, else Hunyuan's ranks; EOS and EOT of the configurations (HunYuanModel)."""
     if v.has("tokenizer.json"):
-        pad = v.config.outer.get("pad_token_id") or 0
+        pad = v.owner.outer.get("pad_token_id") or 0
         write_bpe(v, kinds=[kind for kind in KINDS if kind != "pad" or not isinstance(pad, int) or pad >= 0])
     else:
         write_ranks(v, HUNYUAN)
         if v.config.get("hidden_size") == 4096:
             v.keys.u32("tokenizer.ggml.bos_token_id", 127958)
-    if (end := v.config.get("eod_token_id")) is not None:
+    if (end := v.owner.get("eod_token_id")) is not None:
         v.keys.u32("tokenizer.ggml.eos_token_id", end)
     generation = optional_json(v.folder / "generation_config.json") or {}
     ends = generation.get("eos_token_id")

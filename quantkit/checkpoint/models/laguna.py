@@ -73,14 +73,19 @@ KEYS: tuple[SetKeys, ...] = (
 def write_laguna(v: Vocabulary) -> None:
     """Write a BPE vocabulary in which </assistant> is a control token (LagunaModel)."""
     write_bpe(v)
-    tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
-    turned = [CONTROL if text == "</assistant>" else kind for text, kind in zip(tokens, types, strict=True)]
-    v.keys.array("tokenizer.ggml.token_type", turned)
+    if v.owner is v.config:  # the reference does not, for a draft with this vocabulary
+        _end_turns(v)
     if v.has("chat_template.jinja"):
         v.keys.text("tokenizer.chat_template", template_file(v.folder))
     ends, bos = v.config.get("eos_token_id"), v.config.get("bos_token_id")
     if isinstance(ends, list) and (end_tokens := [end for end in ends if end != bos]):
         v.keys.u32("tokenizer.ggml.eot_token_id", end_tokens[0])
+
+
+def _end_turns(v: Vocabulary) -> None:
+    tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
+    turned = [CONTROL if text == "</assistant>" else kind for text, kind in zip(tokens, types, strict=True)]
+    v.keys.array("tokenizer.ggml.token_type", turned)
 
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -9,9 +9,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.encoder_rules import FoldBatchNorm, add_axes, linear_to_convolution, remove_axis
+from quantkit.checkpoint.encoder_rules import (
+    FoldBatchNorm,
+    add_axes,
+    convolution_to_linear,
+    linear_to_convolution,
+    remove_axis,
+)
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Stored
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING
 from quantkit.checkpoint.mmproj import (
@@ -228,7 +236,11 @@ _LFM_2_VL = Mmproj(
     ),
     stored=(Rename(r"model\.(vision_tower|multi_modal_projector)\.", r"\1."),),
     rules=(
-        Transform(r"patch_embedding\.weight", lambda tensor, context: linear_to_convolution(tensor.x, 16, 3), None),
+        Transform(
+            r"patch_embedding\.weight",
+            lambda tensor, context: linear_to_convolution(tensor.x, 16, 3),
+            lambda tensor, context: convolution_to_linear(tensor.x),
+        ),
     ),
     patch_config=_patch_vision,
 )
@@ -270,4 +282,42 @@ _LFM_2_AUDIO = Mmproj(
 MMPROJ: dict[str, Mmproj] = {
     "Lfm2VlForConditionalGeneration": _LFM_2_VL,
     "Lfm2AudioForConditionalGeneration": _LFM_2_AUDIO,
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def _set_lfm2(meta: ClipMetadata, config: Json) -> None:
+    """Describe SigLIP 2, whose last layer's output the text model gets."""
+    counts = {key: name for key, name in USUAL_COUNTS.items() if key != "image_size"}
+    config["vision_config"] = meta.counts(counts) | {
+        "model_type": "siglip2_vision_model",
+        "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "num_patches": meta.shape("v.position_embd.weight")[0],
+        "vision_use_head": False,
+    }
+    config |= {
+        "downsample_factor": meta.number(".vision.projector.scale_factor"),
+        "projector_hidden_size": meta.shape("mm.1.weight")[0],
+        "projector_bias": meta.has("mm.1.bias"),
+        "projector_use_layernorm": meta.has("mm.input_norm.weight"),
+    }
+    add_token_ids(meta, config, image_token_id="<image>")
+
+
+def _lfm2_preprocessor(meta: ClipMetadata) -> Json:
+    factor = meta.number(".vision.projector.scale_factor")
+    return image_values(meta, "Lfm2VlImageProcessorFast") | {"downsample_factor": factor}
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Lfm2VlForConditionalGeneration": HfEncoders(
+        "lfm2",
+        replace(_LFM_2_CLASS, renames=((r"^model\.", "model.language_model."),), outer_type="lfm2_vl"),
+        "vision_tower.vision_model. multi_modal_projector.layer_norm multi_modal_projector.",
+        _set_lfm2,
+        _lfm2_preprocessor,
+        text_class="Lfm2ForCausalLM",
+    )
 }

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.draft import WriteTargetIds, merge_layer_config, put_ids_last, target_of
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import TYPE_F32, Constant
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys
 from quantkit.checkpoint.mmproj import (
     OPTIONAL_ACTIVATION,
@@ -33,6 +36,7 @@ from quantkit.checkpoint.mmproj import (
 )
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import (
+    AssignKind,
     Drop,
     Rename,
     Split,
@@ -188,6 +192,66 @@ def write_llama(v: Vocabulary) -> None:
         v.keys.flag("tokenizer.ggml.add_bos_token", False)
 
 
+# --- EAGLE-3: a layer whose attention reads an embedding and three hidden states of the target -----------------------
+
+
+def _is_eagle3(config: Config) -> bool:
+    """Return whether a configuration is of EAGLE-3, whatever its class (LlamaModel.__init__)."""
+    layer = config.get("transformer_layer_config")
+    values = {**config.values, **(layer if isinstance(layer, dict) else {})}
+    return "draft_vocab_size" in values and values.get("num_hidden_layers") == 1
+
+
+def _check_eagle3(config: Config) -> None:
+    if not _is_eagle3(config):
+        raise FormatError(
+            f"{config.path}: EAGLE-3 has one layer and a draft_vocab_size, but num_hidden_layers is "
+            f"{short(config.get('num_hidden_layers'))} and draft_vocab_size {short(config.get('draft_vocab_size'))}",
+            "QK-E112",
+        )
+    merge_layer_config(config)
+
+
+def _target_layers(config: Config) -> list[int]:
+    """Return the target's layers whose inputs are read."""
+    layers: list[int] | None = config.outer.get("eagle_aux_hidden_state_layer_ids")
+    count = target_of(config).config.layers
+    return layers or [2, count // 2, count - 3]
+
+
+def _target_width(config: Config) -> int:
+    width: int | None = config.outer.get("target_hidden_size")
+    return target_of(config).config.number("hidden_size") if width is None else width
+
+
+EAGLE3 = Architecture(
+    "eagle3",
+    stored=(
+        Rename(r"text_model\.", ""),
+        Rename(r"^midlayer\.", "model.layers.0."),
+        Rename(r"^layers\.0\.", "model.layers.0."),
+    ),
+    rules=(
+        Drop(r"^t2d$"),
+        WriteTargetIds(lambda config: target_of(config).config.number("vocab_size")),
+        AssignKind(r"^input_norm\.weight$", "enc.output_norm", ".weight", "input_norm.weight"),
+        AssignKind(r"\.hidden_norm\.weight$", "*attn_norm_2", ".weight", "model.layers.*.hidden_norm.weight"),
+        *ROPE_PERMUTED,
+    ),
+    first_keys=(
+        Computed(".target_layers", _target_layers, "array"),
+        Computed(".target_hidden_size", _target_width),
+        Computed(".norm_before_residual", lambda config: config.outer.get("norm_before_residual", False), "flag"),
+        Computed(".norm_before_fc", lambda config: config.outer.get("norm_before_fc", False), "flag"),
+    ),
+    keys=LLAMA_KEYS,
+    vocab=write_llama,
+    patch_config=_check_eagle3,
+    synthetic=rope_factors,
+    reorder=put_ids_last,
+    draft=True,
+)
+
 LLAMA = Architecture(
     "llama",
     stored=(Rename(r"text_model\.", ""),),
@@ -195,6 +259,7 @@ LLAMA = Architecture(
     keys=LLAMA_KEYS,
     vocab=write_llama,
     synthetic=rope_factors,
+    dispatch=lambda config: EAGLE3 if _is_eagle3(config) else None,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -223,6 +288,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Sarashina2VisionForCausalLM": replace(LLAMA, stored=(Drop(r"^norm\."), Rename(r"^llm\.", ""), *LLAMA.stored)),
     "NanbeigeForCausalLM": replace(LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, *LOOPS)),
     "CogVLMForCausalLM": replace(LLAMA, arch="cogvlm"),
+    **dict.fromkeys(
+        ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"), EAGLE3
+    ),
 }
 
 
@@ -310,7 +378,8 @@ MMPROJ: dict[str, Mmproj] = {
         ),
         tensors=r"multi_modal_projector|vision_model",
         rules=(
-            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight"),
+            Rename(r"(positional_embedding_vlm)$", r"\1.weight"),
+            Rename(r"^(?!.*\.weight)(.*positional_embedding_vlm.*)$", r"\1.weight", foreign=True),
             NameInFile(r"^.*multi_modal_projector\.linear_1.*$", "mm.model.fc.weight"),
         ),
     ),
@@ -326,4 +395,80 @@ MMPROJ: dict[str, Mmproj] = {
         (layer_norm_epsilon("layer_norm_eps", 1e-6), projector("cogvlm")),
         tensors=r"^model\.vision\.",
     ),
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _SetIdefics3:
+    """Describes the tower of Idefics 3 and SmolVLM; ``kind``: its model type."""
+
+    kind: str
+
+    def __call__(self, meta: ClipMetadata, config: Json) -> None:
+        epsilon = {"layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon")}
+        config["vision_config"] = meta.counts(USUAL_COUNTS) | epsilon | {"model_type": self.kind}
+        config["scale_factor"] = meta.number(SCALE_FACTOR)
+        config["pad_token_id"] = config["text_config"].pop("pad_token_id", None)  # where this class has it
+        add_token_ids(meta, config, image_token_id="<image>")
+
+
+@dataclass(frozen=True)
+class _Idefics3Preprocessor:
+    processor: str
+
+    def __call__(self, meta: ClipMetadata) -> Json:
+        sizes = {"size": ".vision.preproc_image_size", "max_image_size": ".vision.image_size"}
+        edges = {name: {"longest_edge": meta.number(key)} for name, key in sizes.items()}
+        return image_values(meta, self.processor) | edges | {"do_image_splitting": True}
+
+
+def _idefics3_encoders(model_type: str, processor: str) -> HfEncoders:
+    return HfEncoders(
+        "idefics3",
+        replace(CLASSES["LlamaForCausalLM"], renames=((r"^model\.", "model.text_model."),), outer_type=model_type),
+        "model.vision_model.encoder. model.vision_model. model.connector.",
+        _SetIdefics3(f"{model_type}_vision"),
+        _Idefics3Preprocessor(processor),
+        text_class="LlamaForCausalLM",
+    )
+
+
+def _set_llama4(meta: ClipMetadata, config: Json) -> None:
+    """Describe Llama 4's tower, and the adapter, which merges patches."""
+    scale = max(1, meta.number(SCALE_FACTOR))
+    adapter = meta.shape("mm.model.mlp.1.weight"), meta.shape("mm.model.mlp.2.weight")
+    config["vision_config"] = meta.counts(USUAL_COUNTS) | {
+        "model_type": "llama4_vision_model",
+        "norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "hidden_act": "gelu",
+        "pixel_shuffle_ratio": 1 / scale,
+        "intermediate_size": adapter[0][1],
+        "projector_input_dim": adapter[0][0],
+        "projector_output_dim": adapter[1][0],
+        "vision_output_dim": adapter[1][0],
+    }
+    add_token_ids(
+        meta, config, boi_token_index="<|image_start|>", eoi_token_index="<|image_end|>", image_token_index="<|patch|>"
+    )
+
+
+def _llama4_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    return image_values(meta, "Llama4ImageProcessorFast") | {"size": {"height": size, "width": size}}
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Llama4ForConditionalGeneration": HfEncoders(
+        "llama4",
+        replace(CLASSES["Llama4ForCausalLM"], renames=((r"^", "language_model."),), outer_type="llama4"),
+        "vision_model. multi_modal_projector.",
+        _set_llama4,
+        _llama4_preprocessor,
+        {"mm.model.fc": "multi_modal_projector.linear_1"},
+    ),
+    "Idefics3ForConditionalGeneration": _idefics3_encoders("idefics3", "Idefics3ImageProcessor"),
+    "SmolVLMForConditionalGeneration": _idefics3_encoders("smolvlm", "SmolVLMImageProcessor"),
 }

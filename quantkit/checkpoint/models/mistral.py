@@ -13,13 +13,15 @@ from pathlib import Path
 
 from quantkit.checkpoint.config import Config, Json, large_json, optional_json
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, take
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import Activation, EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import deepseek, llama
 from quantkit.checkpoint.row import Architecture, HfClass, has_key
-from quantkit.checkpoint.rules import TIED_OUTPUT, Rename, Transform, permute_queries
+from quantkit.checkpoint.rules import TIED_OUTPUT, Rename, Transform, permute_queries, restore_queries
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -169,7 +171,7 @@ _PIXTRAL_KEYS = (
 _PIXTRAL = Mmproj(
     (projector("pixtral"), *_PIXTRAL_KEYS),
     tensors=rf"^({_PIXTRAL_PARTS})|embed_tokens\.weight",
-    rules=(_BreakEmbedding(), Transform(r"[qk]_proj\.(weight|bias)$", permute_queries, None)),
+    rules=(_BreakEmbedding(), Transform(r"[qk]_proj\.(weight|bias)$", permute_queries, restore_queries)),
     patch_config=_patch_pixtral,
 )
 
@@ -184,5 +186,48 @@ MMPROJ: dict[str, Mmproj] = {
             Rename(r"model\.vision_projection\.", "multi_modal_projector."),
         ),
         patch_config=_patch_lighton,
+    ),
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def _set_pixtral(meta: ClipMetadata, config: Json) -> None:
+    """Describe Pixtral's tower; llama.cpp uses the output of its last layer."""
+    vision = meta.counts(USUAL_COUNTS) | {"model_type": "pixtral"}
+    activation = next((name for name in ("gelu", "silu") if meta.get(f".use_{name}")), "gelu_pytorch_tanh")
+    heads = max(1, vision["num_attention_heads"])
+    config["vision_config"] = vision | {"hidden_act": activation, "head_dim": vision["hidden_size"] // heads}
+    config |= {"multimodal_projector_bias": meta.has("mm.1.bias"), "vision_feature_layer": -1}
+    if (merged := meta.get(".vision.spatial_merge_size")) is not None:
+        config["spatial_merge_size"] = merged
+    else:
+        config["vision_feature_select_strategy"] = "full"
+    add_token_ids(meta, config, image_token_index="[IMG]")
+
+
+def _pixtral_preprocessor(meta: ClipMetadata) -> Json:
+    patch = meta.number(".vision.patch_size")
+    sizes = {
+        "patch_size": {"height": patch, "width": patch},
+        "size": {"longest_edge": meta.number(".vision.image_size")},
+    }
+    return image_values(meta, "PixtralImageProcessor") | sizes
+
+
+_MISTRAL3_ENCODERS = HfEncoders(
+    "pixtral",
+    CLASSES["Mistral3ForConditionalGeneration"],
+    "vision_tower.transformer. vision_tower.patch_conv vision_tower.ln_pre multi_modal_projector.",
+    _set_pixtral,
+    _pixtral_preprocessor,
+)
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Mistral3ForConditionalGeneration": _MISTRAL3_ENCODERS,
+    "LlavaForConditionalGeneration": replace(
+        _MISTRAL3_ENCODERS,
+        text=HfClass("mistral", defaults=_NO_WINDOW, renames=((r"^", "language_model."),), outer_type="llava"),
+        matches=lambda meta: meta.get(".vision.spatial_merge_size") is None,
     ),
 }

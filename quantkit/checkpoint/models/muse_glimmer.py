@@ -1,4 +1,4 @@
-"""Muse Glimmer, text model and vision encoder.
+"""Muse Glimmer: text model, draft model and vision encoder.
 
 Facts of llama.cpp b11434, conversion/muse_glimmer.py.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.draft import target_of
 from quantkit.checkpoint.encoder_rules import NameInFile
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Shaped, Sum, take
-from quantkit.checkpoint.key_rows import WINDOW, WINDOW_PATTERN, Copied, SetKeys
+from quantkit.checkpoint.key_rows import WINDOW, WINDOW_PATTERN, Computed, Copied, SetKeys, Where
 from quantkit.checkpoint.mmproj import EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
@@ -72,10 +73,32 @@ def write_muse(v: Vocabulary) -> None:
         v.keys.u32("tokenizer.ggml.eot_token_id", end)
 
 
+# --- its draft model, DFlash -----------------------------------------------------------------------------------------
+
+
+def _has_window(config: Config) -> bool:
+    return bool(config.get("sliding_window") and config.get("layer_types"))
+
+
+DRAFT_KEYS: tuple[SetKeys, ...] = (
+    Copied(".block_size", "block_size", required=True),
+    Computed(".target_layers", lambda config: [layer + 1 for layer in config["target_layer_ids"]], "array"),
+    Where(_has_window, (WINDOW, WINDOW_PATTERN)),
+)
+
+
+def write_draft_vocab(v: Vocabulary) -> None:
+    """Write the target's vocabulary, and the token of masks (MuseGlimmerAssistantModel)."""
+    target_of(v.config).write_vocab(v)
+    if (mask := v.config.get("mask_token_id")) is not None:
+        v.keys.u32("tokenizer.ggml.mask_token_id", mask)
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "MuseGlimmerForConditionalGeneration": Architecture(
         "muse-glimmer", rules=(*llama.ROPE_PERMUTED, *MUSE_RULES), keys=MUSE_KEYS, vocab=write_muse
     ),
+    "MuseGlimmerAssistantModel": Architecture("dflash", keys=DRAFT_KEYS, vocab=write_draft_vocab, draft=True),
 }
 
 
@@ -111,7 +134,7 @@ CLASSES: dict[str, HfClass] = {
 }
 
 
-# --- The vision encoder ---------------------------------------------------------------------------------------------
+# --- The vision encoder ----------------------------------------------------------------------------------------------
 
 
 def _patch_vision(config: MmprojConfig) -> None:

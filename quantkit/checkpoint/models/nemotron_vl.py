@@ -188,6 +188,10 @@ _WITH_SOUND = replace(
     audio=True,
     audio_config=lambda outer: outer.get("sound_config"),
 )
-_ROW = replace(_NEMOTRON, dispatch=lambda outer: None if outer.get("sound_config") is None else _WITH_SOUND)
+_ROW = replace(
+    _NEMOTRON,
+    dispatch=lambda outer: None if outer.get("sound_config") is None else _WITH_SOUND,
+    variants=(_WITH_SOUND,),
+)
 
 MMPROJ: dict[str, Mmproj] = dict.fromkeys(("NemotronH_Nano_VL_V2", "RADIOModel"), _ROW)

@@ -103,7 +103,7 @@ def write_qwen(v: Vocabulary) -> None:
 
 
 _QWEN2 = Architecture("qwen2", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
-_QWEN3 = Architecture("qwen3", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
+QWEN3 = Architecture("qwen3", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
 
 _QWEN2_VL = Architecture("qwen2vl", stored=UNWRAP_TEXT, vocab=write_sentencepiece_or_bpe)
 
@@ -114,9 +114,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2AudioForConditionalGeneration": _QWEN2,
     "AudioFlamingo3ForConditionalGeneration": _QWEN2,
     "Qwen2Model": replace(_QWEN2, rules=llama.BARE_NAMES),
-    "Qwen3ForCausalLM": _QWEN3,
-    "StepVLForConditionalGeneration": _QWEN3,
-    "Qwen3Model": replace(_QWEN3, rules=llama.BARE_NAMES),
+    "Qwen3ForCausalLM": QWEN3,
+    "StepVLForConditionalGeneration": QWEN3,
+    "Qwen3Model": replace(QWEN3, rules=llama.BARE_NAMES),
     "Qwen2MoeForCausalLM": Architecture("qwen2moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
     "Qwen3MoeForCausalLM": Architecture("qwen3moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
     "Qwen3VLForConditionalGeneration": Architecture(

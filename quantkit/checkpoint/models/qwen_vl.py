@@ -6,8 +6,9 @@ conversion/sarashina2.py, conversion/clef.py.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,9 @@ import numpy as np
 from quantkit.checkpoint import vector_math
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, add_axes
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array
+from quantkit.checkpoint.hf_encoders import HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
     MERGE_SIZE,
@@ -28,8 +31,9 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
+from quantkit.checkpoint.models import qwen, qwen3_next
 from quantkit.checkpoint.rules import Rename, Split, Transform
-from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -59,20 +63,28 @@ _QWEN2_PROJECTORS = {
 }
 
 
-def _write_qwen2(keys: Keys, config: MmprojConfig) -> None:
-    """Write the projector and the period of layers with full attention (Qwen2VLVisionModel)."""
-    kind = config.model["model_type"]
-    if kind not in _QWEN2_PROJECTORS:
-        raise FormatError(
-            f"{config.path}: model_type is {short(kind)}; those of Qwen2-VL's encoders are "
-            f"{', '.join(_QWEN2_PROJECTORS)}",
-            "QK-E305",
-        )
-    keys.text("clip.projector_type", _QWEN2_PROJECTORS[kind])
-    if kind == "qwen2_vl":
-        return
-    keys.flag("clip.use_silu", True)
-    write_period(keys, config)
+@dataclass(frozen=True)
+class _Qwen2Keys:
+    """The projector and the period of layers with full attention (Qwen2VLVisionModel)."""
+
+    @property
+    def projectors(self) -> Mapping[str, tuple[str, ...]]:
+        """The types that each key may have."""
+        return {"clip.projector_type": ("qwen2vl_merger", "qwen2.5vl_merger")}
+
+    def __call__(self, keys: Keys, config: MmprojConfig) -> None:
+        kind = config.model["model_type"]
+        if kind not in _QWEN2_PROJECTORS:
+            raise FormatError(
+                f"{config.path}: model_type is {short(kind)}; those of Qwen2-VL's encoders are "
+                f"{', '.join(_QWEN2_PROJECTORS)}",
+                "QK-E305",
+            )
+        keys.text("clip.projector_type", _QWEN2_PROJECTORS[kind])
+        if kind == "qwen2_vl":
+            return
+        keys.flag("clip.use_silu", True)
+        write_period(keys, config)
 
 
 def write_period(keys: Keys, config: MmprojConfig) -> None:
@@ -92,7 +104,7 @@ QWEN2_RULES = (
 )
 _QWEN2_EPSILON = layer_norm_epsilon("rms_norm_eps", 1e-6, section="model")
 QWEN2_VL = Mmproj(
-    (_write_qwen2, _QWEN2_EPSILON),
+    (_Qwen2Keys(), _QWEN2_EPSILON),
     tensors=r"^visual\.",
     rules=QWEN2_RULES,
     forced=((".position_embd.", TYPE_F32),),
@@ -128,8 +140,12 @@ def _deepstack_flags(config: MmprojConfig) -> list[bool]:
     return [layer in layers for layer in range(config.vision.number("num_hidden_layers"))]
 
 
+#: The ends of names of mergers of intermediate outputs: in files, and in checkpoints.
+_DEEPSTACK = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+
+
 @dataclass(frozen=True)
-class _NameDeepstack(OneWayRule):
+class _NameDeepstack(Rule):
     """Names the mergers of intermediate outputs by the layers of these."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -142,6 +158,17 @@ class _NameDeepstack(OneWayRule):
             raise context.fail(tensor, f"deepstack_visual_indexes has {len(layers)} layers", "QK-E107")
         kind = "norm" if match[2] == "norm" else f"fc{match[3]}"
         return (replace(tensor, name_in_file=f"v.deepstack.{layers[int(match[1])]}.{kind}.{match[4]}"),)
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Number the mergers again in the order of their layers."""
+        match = re.match(r"(visual\.deepstack_merger_list\.)(\d+)(\..*)", tensor.name)
+        if match is None:
+            return None
+        assert isinstance(context.config, MmprojConfig)
+        layers = _deepstack_layers(context.config)
+        if int(match[2]) not in layers:
+            raise context.fail(tensor, f"the outputs of layer {match[2]} do not go to the text model", "QK-E107")
+        return (replace(tensor, name=f"{match[1]}{layers.index(int(match[2]))}{match[3]}"),)
 
 
 QWEN3_STORED = (Rename(r"^model\.visual\.", "visual."),)
@@ -299,4 +326,121 @@ MMPROJ: dict[str, Mmproj] = {
     "Qwen2_5OmniModel": _QWEN25_OMNI,
     "Qwen3OmniMoeForConditionalGeneration": _QWEN3_OMNI,
     "Qwen3ASRForConditionalGeneration": _QWEN3_ASR,
+}
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def _blocks(meta: ClipMetadata, width: str) -> Json:
+    """Return the settings of a tower that all of these classes have; ``width``: the name of its width."""
+    names = {"embedding_length": width, "block_count": "depth", "attention.head_count": "num_heads"}
+    settings = meta.counts({**names, "patch_size": "patch_size"})
+    merged = meta.shape("mm.0.weight")[1] // max(1, settings[width])
+    frames = sum(name.startswith("v.patch_embd.weight") for name in meta.model.tensors)
+    channels = meta.shape("v.patch_embd.weight")[1]
+    return settings | {
+        "spatial_merge_size": math.isqrt(merged),
+        "temporal_patch_size": frames,
+        "in_channels": channels,
+        "in_chans": channels,
+    }
+
+
+def _add_tokens(meta: ClipMetadata, config: Json) -> None:
+    add_token_ids(
+        meta,
+        config,
+        image_token_id="<|image_pad|>",
+        video_token_id="<|video_pad|>",
+        vision_start_token_id="<|vision_start|>",
+        vision_end_token_id="<|vision_end|>",
+    )
+
+
+def _set_qwen2(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Qwen2-VL, whose hidden_size is the width of the text model."""
+    vision = _blocks(meta, "embed_dim")
+    rows, width = meta.shape("v.blk.0.ffn_up.weight")[:2]
+    vision |= {"mlp_ratio": rows // width if rows % width == 0 else rows / width}
+    config["vision_config"] = vision | {
+        "hidden_size": meta.shape("mm.2.weight")[0],
+        "image_size": meta.number(".vision.image_size"),
+    }
+    _add_tokens(meta, config)
+
+
+def _set_qwen25(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Qwen2.5-VL; layers with full attention have a period."""
+    vision = _blocks(meta, "hidden_size")
+    period = meta.number(".vision.n_wa_pattern")
+    config["vision_config"] = vision | {
+        "intermediate_size": meta.number(".vision.feed_forward_length"),
+        "out_hidden_size": meta.shape("mm.2.weight")[0],
+        "fullatt_block_indexes": list(range(period - 1, vision["depth"], max(1, period))),
+        "image_size": meta.number(".vision.image_size"),
+    }
+    _add_tokens(meta, config)
+
+
+def _set_qwen3(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Qwen3-VL and Qwen3.5."""
+    flags = meta.get(".vision.is_deepstack_layers") or []
+    config["vision_config"] = _blocks(meta, "hidden_size") | {
+        "intermediate_size": meta.number(".vision.feed_forward_length"),
+        "out_hidden_size": meta.shape("mm.2.weight")[0],
+        "num_position_embeddings": meta.shape("v.position_embd.weight")[0],
+        "deepstack_visual_indexes": [layer for layer, flag in enumerate(flags) if flag],
+    }
+    _add_tokens(meta, config)
+
+
+def _preprocessor(meta: ClipMetadata) -> Json:
+    vision = _blocks(meta, "hidden_size")
+    sizes = {"merge_size": vision["spatial_merge_size"], "temporal_patch_size": vision["temporal_patch_size"]}
+    return image_values(meta, "Qwen2VLImageProcessor") | {"patch_size": vision["patch_size"]} | sizes
+
+
+_QWEN2_KINDS = {"v.post_ln": "visual.merger.ln_q"}
+_QWEN3_KINDS = {
+    "v.post_ln": "visual.merger.norm",
+    "mm.0": "visual.merger.linear_fc1",
+    "mm.2": "visual.merger.linear_fc2",
+    **{f"v.deepstack.#.{end}": f"visual.deepstack_merger_list.*.{name}" for end, name in _DEEPSTACK.items()},
+}
+_QWEN3_ENCODERS = HfEncoders(
+    "qwen3vl_merger",
+    qwen.CLASSES["Qwen3VLForConditionalGeneration"],
+    "visual.blocks.*.mlp.linear visual.",
+    _set_qwen3,
+    _preprocessor,
+    _QWEN3_KINDS,
+)
+_QWEN35 = qwen3_next.CLASSES["Qwen3_5MoeForConditionalGeneration"]
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Qwen2VLForConditionalGeneration": HfEncoders(
+        "qwen2vl_merger",
+        qwen.CLASSES["Qwen2VLForConditionalGeneration"],
+        "visual.blocks.*.mlp.fc visual.",
+        _set_qwen2,
+        _preprocessor,
+        _QWEN2_KINDS,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": HfEncoders(
+        "qwen2.5vl_merger",
+        qwen.CLASSES["Qwen2_5_VLForConditionalGeneration"],
+        "visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj visual.",
+        _set_qwen25,
+        _preprocessor,
+        _QWEN2_KINDS,
+    ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_ENCODERS,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_ENCODERS, text=qwen.CLASSES["Qwen3VLMoeForConditionalGeneration"]
+    ),
+    "Qwen3_5ForConditionalGeneration": replace(
+        _QWEN3_ENCODERS,
+        text=replace(qwen3_next.CLASSES["Qwen3_5ForCausalLM"], renames=_QWEN35.renames, outer_type="qwen3_5"),
+    ),
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_ENCODERS, text=_QWEN35),
 }

@@ -69,11 +69,17 @@ _CLASS_OF_TYPE = {
 
 
 class Vocabulary:
-    """The tokenizer of the checkpoint in ``folder``, to be written to ``keys``. ``pre`` is --pre."""
+    """The tokenizer of the checkpoint in ``folder``, to be written to ``keys``. ``pre`` is --pre.
 
-    def __init__(self, folder: Path, config: Config, keys: Keys, pre: str | None = None) -> None:
+    ``config``: of the model. ``owner``: of the checkpoint in ``folder``, if that is another one, a draft's target.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, keys: Keys, pre: str | None = None, owner: Config | None = None
+    ) -> None:
         self.folder = folder
         self.config = config
+        self.owner = owner or config
         self.keys = keys
         self.pre = pre
         #: Returns the test text and its ids from the files that were read, or the reason why quantkit cannot run them;
@@ -227,7 +233,7 @@ class Vocabulary:
     def class_name(self) -> str:
         """The tokenizer's class in transformers without suffixes: Llama, GPT2; "" if unknown."""
         name = str(self.tokenizer_config.get("tokenizer_class") or "")
-        name = name or _CLASS_OF_TYPE.get(str(self.config.outer.get("model_type")), "")
+        name = name or _CLASS_OF_TYPE.get(str(self.owner.outer.get("model_type")), "")
         return name.removesuffix("Fast").removesuffix("Tokenizer")
 
     @cached_property

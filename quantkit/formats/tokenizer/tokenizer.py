@@ -14,7 +14,7 @@ from quantkit.formats.tokenizer.rwkv import Rwkv
 from quantkit.formats.tokenizer.special import SpecialTokens
 from quantkit.formats.tokenizer.spm import Spm
 from quantkit.formats.tokenizer.unigram import Unigram
-from quantkit.formats.tokenizer.vocab import KEY, Attr, Metadata, Vocab, read_vocab
+from quantkit.formats.tokenizer.vocab import KEY, Attr, Metadata, Vocab, end_ids, read_vocab
 from quantkit.formats.tokenizer.wordpiece import WordPiece
 
 
@@ -41,6 +41,7 @@ class Tokenizer:
     Attributes:
         n_vocab: number of tokens.
         bos, eos, eot: the ids that begin and end a sequence and a turn, or None.
+        end_ids: the ids that end an answer.
         add_bos, add_eos: whether ``encode`` adds them.
         notes: facts about the vocabulary for the user, one sentence each.
     """
@@ -64,6 +65,7 @@ class Tokenizer:
                     "from training",
                 )
         self.bos, self.eos, self.eot = (vocab.special.get(name) for name in ("bos", "eos", "eot"))
+        self.end_ids = end_ids(vocab)
         self.add_bos = vocab.flag("add_bos_token", default_bos)
         self.add_eos = vocab.flag("add_eos_token", t5)
         if isinstance(model, Bpe):

@@ -252,6 +252,17 @@ def _find_special(vocab: Vocab) -> None:
         vocab.special["eot"] = turn_end
 
 
+def end_ids(vocab: Vocab) -> frozenset[int]:
+    """Return the ids that end an answer: of the keys, and of texts unless ``_correct`` took their attribute.
+
+    llama.cpp b11434, special_eog_ids.
+    """
+    by_text = _ids_of(vocab, *_CONTROL)
+    fim = (vocab.special_id(key) or _first(vocab, _FIM[(key,)]) for key in ("fim_pad", "fim_rep", "fim_sep"))
+    ids = {*by_text, *fim, *(vocab.special.get(name) for name in ("eos", "eot", "eom"))}
+    return frozenset(i for i in ids if i is not None and (i not in by_text or vocab.attrs[i] & Attr.CONTROL))
+
+
 def _first(vocab: Vocab, texts: Iterable[str]) -> int | None:
     return next(iter(_ids_of(vocab, *texts)), None)
 

@@ -1,0 +1,58 @@
+"""Rows of classes with encoders (``models``), for the export of a text model with its mmproj file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
+from quantkit.checkpoint.row import HfClass
+
+#: Ends of keys of a vision encoder, and the names that most classes have for them.
+USUAL_COUNTS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+}
+
+
+@dataclass(frozen=True)
+class HfEncoders:
+    """How transformers has a class with encoders: its text model, its names of tensors, its settings.
+
+    Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py, image_processing_*.py). ``text`` has the
+    names and settings of the text model within the whole. Tensors have the first name of the name map that begins with
+    one of ``names``, in their order, or that of ``kinds``; then the inverses of the rules of ``MMPROJ`` are applied.
+    ``set_config`` sets vision_config and the settings of the whole, ``preprocessor`` returns preprocessor_config.json;
+    both are converted again, and must give the keys of the file.
+    """
+
+    projector: str
+    text: HfClass
+    names: str
+    set_config: Callable[[ClipMetadata, Json], None]
+    preprocessor: Callable[[ClipMetadata], Json]
+    kinds: dict[str, str] = field(default_factory=dict)
+    #: The class of text_config, where the class of the whole is not one of a text model.
+    text_class: str = ""
+    #: Whether a file is of this class, if others have its projector, too.
+    matches: Callable[[ClipMetadata], bool] = field(default=lambda meta: True)
+
+
+def image_values(meta: ClipMetadata, processor: str) -> Json:
+    """Return the settings of an image processor that files state."""
+    return {
+        "image_processor_type": processor,
+        "do_normalize": True,
+        "image_mean": meta.get(".vision.image_mean"),
+        "image_std": meta.get(".vision.image_std"),
+    }
+
+
+def add_token_ids(meta: ClipMetadata, config: Json, **texts: str) -> None:
+    """Set ids of tokens by their names in config.json, if the vocabulary has them."""
+    config |= without_null({name: meta.token_id(text) for name, text in texts.items()})

@@ -1,0 +1,205 @@
+"""A text model and its mmproj file as one checkpoint: that from which both were converted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from refusals import check_refused, refuses
+
+import checkpoints
+from quantkit.checkpoint.registry import HF_ENCODERS
+from quantkit.cli import cli
+from quantkit.convert import ConvertOptions, convert, convert_mmproj
+from quantkit.errors import QuantkitError, TypeNotSupported
+from quantkit.export import ExportOptions, export, exported_encoders, plan_export
+from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.safetensors import read_checkpoint
+
+pytestmark = pytest.mark.usefixtures("services_in_process")
+
+#: Checkpoint -> the classes it may be exported as, the default first.
+CLASSES = {
+    "mm-qwen2-vl": ["Qwen2VLForConditionalGeneration"],
+    "mm-qwen2.5-vl": ["Qwen2_5_VLForConditionalGeneration"],
+    "mm-qwen3-vl": ["Qwen3VLForConditionalGeneration"],
+    "mm-qwen3-vl-wide": ["Qwen3VLForConditionalGeneration"],
+    "mm-qwen3-vl-moe": ["Qwen3VLMoeForConditionalGeneration"],
+    "mm-qwen3.5": ["Qwen3_5ForConditionalGeneration"],
+    "mm-qwen3.5-moe": ["Qwen3_5MoeForConditionalGeneration"],
+    "mm-gemma3": ["Gemma3ForConditionalGeneration"],
+    "mm-mistral3": ["Mistral3ForConditionalGeneration"],
+    "mm-pixtral": ["LlavaForConditionalGeneration"],
+    "mm-llama4": ["Llama4ForConditionalGeneration"],
+    "mm-lfm2-vl": ["Lfm2VlForConditionalGeneration"],
+    "mm-idefics3": ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"],
+    "mm-smolvlm": ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"],
+}
+#: Tensors of a checkpoint that transformers' class lacks, and that no file has.
+UNUSED = "vision_tower.vision_model.head."
+
+
+def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of each tensor of a checkpoint."""
+    stored = {name: t for shard in read_checkpoint(folder) for name, t in shard.items() if not name.startswith(UNUSED)}
+    return {
+        name: (t.dtype, tuple(t.shape), t.path.read_bytes()[t.offset : t.offset + t.nbytes])
+        for name, t in stored.items()
+    }
+
+
+def both_files(name: str, folder: Path, outtype: str = "bf16") -> tuple[Path, Path, Path]:
+    """Return a checkpoint, its text model and its mmproj file."""
+    checkpoint = checkpoints.write_checkpoint(name, folder)
+    options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
+    (text,) = convert(checkpoint, folder / "text.gguf", None, options).paths
+    (mmproj,) = convert_mmproj(checkpoint, folder / "mmproj.gguf", outtype).paths
+    return checkpoint, text, mmproj
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    return both_files("mm-qwen2-vl", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path) -> None:
+    checkpoint, text, mmproj = both_files(name, tmp_path)
+    out = tmp_path / "out"
+    export(text, out, ExportOptions(mmproj=mmproj))
+    assert contents(out) == contents(checkpoint)
+    assert json.loads((out / "config.json").read_text())["architectures"] == CLASSES[name][:1]
+    for key in ("image_mean", "image_std"):
+        before, after = (json.loads((folder / "preprocessor_config.json").read_text()) for folder in (checkpoint, out))
+        assert np.float32(after[key]).tolist() == np.float32(before[key]).tolist()
+    options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
+    (text_again,) = convert(out, tmp_path / "text-2.gguf", None, options).paths
+    (mmproj_again,) = convert_mmproj(out, tmp_path / "mmproj-2.gguf", "bf16").paths
+    for file, copy in ((text, text_again), (mmproj, mmproj_again)):
+        assert tensors_of(copy) == tensors_of(file)
+    assert clip_keys(mmproj_again) == clip_keys(mmproj)
+
+
+def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return type, shape and bytes of each tensor of a GGUF file."""
+    with open_gguf(path) as file:
+        return {name: (t.type.name, t.shape, file.data(name).tobytes()) for name, t in file.tensors.items()}
+
+
+def clip_keys(path: Path) -> dict[str, bytes]:
+    with open_gguf(path) as file:
+        return {key: field.encode() for key, field in file.fields.items() if key.startswith("clip.")}
+
+
+def test_every_class_has_a_checkpoint() -> None:
+    assert {name for names in CLASSES.values() for name in names} == HF_ENCODERS.keys()
+    classes = exported_encoders()
+    assert {name for names in classes.values() for name in names} == HF_ENCODERS.keys()
+    rows = [line.split() for line in CliRunner().invoke(cli, ["export", "--list"]).stdout.splitlines()]
+    (row,) = [row for row in rows if row[:1] == ["mistral3"]]
+    assert row[-1] == "Mistral3ForConditionalGeneration"
+
+
+def test_another_class_of_the_same_files(tmp_path: Path) -> None:
+    checkpoint, text, mmproj = both_files("mm-smolvlm", tmp_path)
+    options = ExportOptions(mmproj=mmproj, architecture="SmolVLMForConditionalGeneration")
+    export(text, tmp_path / "out", options)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["vision_config"]["model_type"]) == ("smolvlm", "smolvlm_vision")
+    assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+@pytest.mark.parametrize(("outtype", "dtypes"), [("f16", {"BF16"}), ("f32", {"BF16"}), ("q8_0", {"BF16"})])
+def test_other_types_of_mmproj_files(outtype: str, dtypes: set[str], tmp_path: Path) -> None:
+    """Values that BF16 holds are BF16 again; quantized ones are rounded to it, like those of the text model."""
+    checkpoint, text, mmproj = both_files("mm-gemma3", tmp_path, outtype)
+    export(text, tmp_path / "out", ExportOptions(mmproj=mmproj))
+    before, after = contents(checkpoint), contents(tmp_path / "out")
+    assert before.keys() == after.keys()
+    tower = [name for name in after if name.startswith("vision_tower.")]
+    assert {after[name][0] for name in tower} == dtypes
+    if outtype == "f32":
+        assert [name for name in tower if after[name] != before[name]] == []
+
+
+def test_a_value_that_bf16_does_not_hold_keeps_its_type(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, text, mmproj = qwen
+    changed = copy_with(mmproj, tmp_path / "changed.gguf", values={"v.blk.0.ln1.weight": 1 + 2**-20})
+    export(text, tmp_path / "out", ExportOptions(mmproj=changed))
+    after = contents(tmp_path / "out")
+    assert after["visual.blocks.0.norm1.weight"][0] == "F32"
+    assert set(np.frombuffer(after["visual.blocks.0.norm1.weight"][2], np.float32)) == {np.float32(1 + 2**-20)}
+    assert after["visual.blocks.0.norm2.weight"][0] == "BF16"
+
+
+def copy_with(
+    source: Path, out: Path, *, values: dict[str, float] | None = None, keys: dict[str, Any] | None = None,
+    without: str = "", renamed: tuple[str, str] = ("", ""),
+) -> Path:  # fmt: skip
+    """Return a copy of a GGUF file with other values of F32, other keys, or without a tensor."""
+    with open_gguf(source) as file:
+        fields = {**file.fields, **{key: Field.of(key, value) for key, value in (keys or {}).items()}}
+        tensors = []
+        for name, info in file.tensors.items():
+            data = file.data(name).tobytes()
+            if values and name in values:
+                data = np.full(info.nbytes // 4, values[name], np.float32).tobytes()
+            if name != without:
+                tensors.append((renamed[1] if name == renamed[0] else name, info.shape, info.type, data))
+        write_gguf(out, list(fields.values()), tensors)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"without": "v.blk.1.attn_q.weight"}, "QK-E105"),
+        ({"without": "v.blk.1.ln1.weight"}, "QK-E105 v.blk.1.ln1.weight"),
+        ({"without": "v.patch_embd.weight.1"}, "QK-E105"),
+        ({"without": "mm.0.weight"}, "QK-E105 mm.0.weight"),
+        ({"renamed": ("v.blk.1.ln1.weight", "v.blk.1.strange.weight")}, "QK-E305 v.blk.1.strange.weight"),
+        ({"renamed": ("v.blk.1.ln1.weight", "v.blk.9.ln1.weight")}, "QK-E107"),
+        ({"keys": {"clip.vision.block_count": 4}}, "QK-E105 v.blk.3"),
+        ({"keys": {"clip.vision.strange": True}}, "QK-E305 clip.vision.strange"),
+        ({"keys": {"clip.vision.projection_dim": 65}}, "QK-E305 clip.vision.projection_dim"),
+        ({"keys": {"clip.vision.patch_size": "x"}}, "QK-E123 clip.vision.patch_size"),
+        ({"keys": {"clip.projector_type": "gemma3"}}, "QK-E304 gemma3"),
+        ({"keys": {"general.architecture": "llama", "general.type": "model"}}, "QK-E207"),
+    ],
+)
+def test_a_file_that_would_not_come_back_is_refused(
+    change: dict[str, Any], refusal: str, qwen: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    _, text, mmproj = qwen
+    changed = copy_with(mmproj, tmp_path / "changed.gguf", **change)
+    with refuses(QuantkitError, refusal):
+        export(text, tmp_path / "out", ExportOptions(mmproj=changed))
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals_of_the_command(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, text, mmproj = qwen
+
+    def refused(refusal: str, *arguments: object) -> None:
+        result = CliRunner().invoke(cli, ["export", *map(str, arguments)])
+        check_refused(result.output, refusal)
+        assert not (tmp_path / "out").exists()
+
+    refused("QK-E306 mmproj.gguf", mmproj, tmp_path / "out")
+    refused("QK-E207 text.gguf", text, tmp_path / "out", "--mmproj", text)
+    refused(
+        "QK-E304 Qwen2VLForConditionalGeneration",
+        *(text, tmp_path / "out", "--mmproj", mmproj, "--class", "Gemma3ForConditionalGeneration"),
+    )
+    wide = Path(__file__).parents[1] / "data/tiny-moe-bf16.gguf"
+    refused("QK-E207 64", wide, tmp_path / "out", "--mmproj", mmproj)
+
+
+def test_a_class_without_a_row_is_named(tmp_path: Path) -> None:
+    _, text, mmproj = both_files("mm-janus", tmp_path)
+    with refuses(TypeNotSupported, "QK-E304 janus_pro"):
+        plan_export(text, tmp_path / "out", ExportOptions(mmproj=mmproj))
