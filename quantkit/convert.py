@@ -162,6 +162,7 @@ def plan_mmproj(
             metadata=options.metadata,
             allow_incomplete=options.allow_incomplete,
             adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
+            mistral_format=options.mistral_format,
         ),
     )
     if outtype == name.lower():
@@ -270,6 +271,9 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         fp8_as_q8=options.fp8_as_q8,
         vocab_only=options.vocab_only,
         lossless=options.lossless,
+        dense_modules=options.sentence_transformers_dense_modules,
+        mistral_format=options.mistral_format,
+        disable_mistral_community_chat_template=options.disable_mistral_community_chat_template,
         adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
     )
     opened = open_checkpoint(folder, open_options)

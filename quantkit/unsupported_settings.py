@@ -134,7 +134,7 @@ class Setting:
 
 def unsupported_settings(opened: Checkpoint) -> list[str]:
     """Return the settings of a checkpoint's model that a runtime does not reproduce, in words."""
-    if opened.kind == "vocab":
+    if opened.kind == "vocab" or not (opened.paths[0] / "config.json").exists():
         return []
     model = Model(raw_config(opened.paths[0]), opened)
     losses = [*(setting.describe_loss(model) for setting in SETTINGS), *_rope_losses(model)]

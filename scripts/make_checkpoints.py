@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checkpoint_table_classes import CLASSES
 from checkpoint_table_decoders import NAMED
 from checkpoint_table_drafts import DRAFTS
 from checkpoint_table_encoders import ENCODERS
@@ -176,7 +177,11 @@ def main() -> None:
 
     version = int(transformers.__version__.split(".")[0])
     n_failed = 0
-    jobs = {row.name: partial(describe, row) for row in ROWS + NAMED + ENCODERS + OTHERS if row.version in (0, version)}
+    jobs = {
+        row.name: partial(describe, row)
+        for row in ROWS + NAMED + ENCODERS + OTHERS + CLASSES
+        if row.version in (0, version)
+    }
     for folder, rows in {"towers": TOWERS, "drafts": DRAFTS}.items():
         jobs |= {
             f"{folder}/{row.name}": partial(describe, row, fold_names=True)

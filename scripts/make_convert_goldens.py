@@ -247,7 +247,7 @@ def reference_of(program: Any, description: checkpoints.Description, args: argpa
     shutil.rmtree(source / name, ignore_errors=True)
     row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, source))}
     if description.vocab["kind"] in ("bpe", "wordpiece"):
-        row["check"] = check_hash(source / name)
+        row["check"] = check_hash(source / name / description.vocab.get("folder", ""))
     if description.formula:
         source /= "meant"
         checkpoints.write_description(checkpoints.decode_weights(description), source)

@@ -1035,10 +1035,14 @@ class Source:
                 for enumerator, digits in re.findall(r"([A-Z]\w+) *(?:= *(-?\w+))? *(?:,|$)", body.strip()):
                     number = int(digits, 0) if re.match(r"-?\d", digits) else values.get(digits, number + 1)
                     values[enumerator] = number
+        sources = {path: path.read_text() for path in sorted((self.root / "src" / "models").glob("*.cpp"))}
+        for text_of_source in sources.values():
+            pairs = re.findall(r"^static const(?:expr)? \w+ ([A-Z][A-Z_0-9]+) *= *(\d+);", text_of_source, re.M)
+            values |= {name: int(number) for name, number in pairs}
         lines = [f"{self.constant(k)} = {v}" for k, v in sorted(values.items()) if self.constant(k) in names]
         array = r"std::array<uint32_t, LLAMA_MAX_LAYERS> (\w+) = \{(.*?)\}"
-        for source in sorted((self.root / "src" / "models").glob("*.cpp")):
-            for name, body in re.findall(array, source.read_text(), re.S):
+        for text_of_source in sources.values():
+            for name, body in re.findall(array, text_of_source, re.S):
                 lines += [f"{name} = [{', '.join(re.findall(r'[0-9]+', body))}]"] if name in names else []
         return lines
 

@@ -24,6 +24,8 @@ Json = dict[str, Any]
 
 #: Maximum size in bytes of a tokenizer's file, and of other JSON files: objects take thirty times as much memory.
 MAX_JSON, _MAX_SMALL = 1 << 28, 1 << 26
+#: The configuration of a checkpoint in Mistral's own format.
+NATIVE_FILE = "params.json"
 #: Architectures that are kept although their text_config names another (get_model_architecture).
 _OUTER = {
     "StepVLForConditionalGeneration",
@@ -75,6 +77,11 @@ class Config:
         self.values: Json = {**values, **(text or {})}
         self.rope = self._rope()
 
+    @property
+    def is_native(self) -> bool:
+        """Whether it is that of Mistral's own format."""
+        return self.path.name == NATIVE_FILE
+
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
@@ -103,6 +110,11 @@ class Config:
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, which may be null, or ``default`` if the key is missing."""
         return self.values.get(key, default)
+
+    def use_text(self, text: Json) -> None:
+        """Let ``text`` take precedence over the values of config.json, as text_config does."""
+        self.values = {**self.outer, **text}
+        self.rope = self._rope()
 
     def find(self, *keys: str) -> Any:
         """Return the value of the first key present, None if all are absent."""
@@ -208,8 +220,26 @@ def read_config(folder: Path) -> Config:
     if not path.exists():
         if not folder.is_dir():
             raise FormatError(f"{folder}: {_no_folder(folder)}", "QK-E401")
+        if (folder / NATIVE_FILE).exists():
+            raise FormatError(
+                f"{folder}: has {NATIVE_FILE}, but no config.json: this is Mistral's own format; use --mistral-format",
+                "QK-E101",
+            )
         raise FormatError(f"{folder}: has no config.json, so this is not a checkpoint", "QK-E101")
     return Config(path, unify_text_config(with_defaults(read_json(path))))
+
+
+def read_native(folder: Path) -> Config:
+    """Return the configuration of a checkpoint in Mistral's own format, dense or with experts. Raises FormatError."""
+    path = folder / NATIVE_FILE
+    if not path.exists():
+        if not folder.is_dir():
+            raise FormatError(f"{folder}: {_no_folder(folder)}", "QK-E401")
+        raise FormatError(
+            f"{folder}: has no {NATIVE_FILE}, so it is not in Mistral's own format: omit --mistral-format", "QK-E101"
+        )
+    values = read_json(path)
+    return Config(path, {**values, "architectures": ["moe" if values.get("moe") is not None else "dense"]})
 
 
 def _no_folder(folder: Path) -> str:

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import Expression
 from quantkit.checkpoint.mmproj import CLIP, Mmproj, MmprojConfig
-from quantkit.checkpoint.registry import find_mmproj
+from quantkit.checkpoint.registry import find_mmproj, read_model
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, apply_rules
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.safetensors import read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,15 @@ def encoder_tensors(pairs: Iterable[tuple[str, Expression]], row: Mmproj, contex
     return stored
 
 
-def open_encoders(path: Path) -> Encoders:
-    """Return the encoders of the checkpoint in a directory, from its configuration.
+def open_encoders(path: Path, mistral_format: bool = False) -> Encoders:
+    """Return the encoders of the checkpoint in a directory, from its configuration, or that of Mistral's format.
 
     Raises:
         FormatError: the configuration is damaged.
         TypeNotSupported: a class without encoders, or whose encoders are not converted.
     """
-    model = _read_model(path)
+    model = read_model(path, mistral_format)
     row = find_mmproj(model)
     config = MmprojConfig(model, row)
     row.patch_config(config)
     return Encoders(row, config, Context(config, TensorNames(CLIP, row.layers(config))))
-
-
-def _read_model(path: Path) -> Config:
-    """Return the configuration of a checkpoint; Pocket TTS has none, and is known by a tensor."""
-    if (path / "config.json").exists() or not path.is_dir() or not list(path.glob("model*.safetensors")):
-        return read_config(path)
-    if not any("flow_lm.bos_emb" in shard for shard in read_checkpoint(path, allow_incomplete=True)):
-        return read_config(path)
-    return Config(path / "config.json", {"architectures": ["PocketTTSModel"]})

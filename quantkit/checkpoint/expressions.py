@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.checkpoint import vector_math
 from quantkit.errors import FormatError
 from quantkit.formats.ranges import U8, read_range
 from quantkit.formats.safetensors import StoredTensor
@@ -493,13 +494,21 @@ def _minus_one(x: F32) -> F32:
     return x - np.float32(1)
 
 
-def _negative_exp(x: F32) -> F32:
-    return -np.exp(x.astype(np.float64)).astype(np.float32)
+#: The largest argument of vector_math.exp; no A_log is beyond it.
+_MAX_EXPONENT = 87
 
 
 def _exp(x: F32) -> F32:
+    """Return exp(x) with torch's bits."""
+    usual = np.abs(x) < _MAX_EXPONENT
     with np.errstate(over="ignore"):
-        return np.exp(x)
+        exact = np.exp(x.astype(np.float64)).astype(np.float32)
+    result: F32 = np.where(usual, vector_math.exp(np.where(usual, x, np.float32(0))), exact)
+    return result
+
+
+def _negative_exp(x: F32) -> F32:
+    return -_exp(x)
 
 
 def _invert(x: F32, estimate: npt.NDArray[np.float64], function: Callable[[F32], F32]) -> F32:

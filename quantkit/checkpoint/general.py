@@ -90,9 +90,21 @@ class ParameterCount:
 
     @classmethod
     def from_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> ParameterCount:
-        """Count over the tensors of a GGUF file, their shapes outermost first."""
+        """Count over the tensors of a GGUF file, their shapes outermost first.
+
+        Adapters in the file count as the weights that they change, and the total as from ``from_adapter``; it is 0 if
+        a factor B does not follow its A.
+        """
         total = shared = expert = experts = n = 0
+        factor: tuple[str, tuple[int, ...]] | None = None
         for name, shape in shapes:
+            if name.endswith(".lora_a"):
+                factor = name, shape
+                continue
+            if name.endswith(".lora_b"):
+                if factor is None or factor[0] != f"{name[:-1]}a":
+                    return cls(0, 0, 0, 0)
+                shape = (*shape[:-1], factor[1][-1])
             size = math.prod(shape)
             total += size
             if "_exps." in name and len(shape) >= 3:
@@ -102,7 +114,7 @@ class ParameterCount:
                 n = n + 1
             else:
                 shared += size
-        return cls(total, shared, expert, experts // n if n else 0)
+        return cls(total if factor is None else -total, shared, expert, experts // n if n else 0)
 
     @classmethod
     def from_adapter(cls, total: int) -> ParameterCount:

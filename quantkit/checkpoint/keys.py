@@ -91,6 +91,11 @@ class Keys:
         """Set a list of counts, all >= 0."""
         self._set(key, list(values), ValueType.ARRAY, ValueType.UINT32)
 
+    def wide_counts(self, key: str, values: Sequence[int]) -> None:
+        """Set a list of counts of up to 64 bits, unless it is empty."""
+        if values:
+            self._set(key, list(values), ValueType.ARRAY, ValueType.UINT64)
+
     def octets(self, key: str, values: bytes) -> None:
         """Set a list of bytes, unless it is empty."""
         if values:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quantkit.checkpoint import dense_modules
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
-from quantkit.checkpoint.config import Config, read_config, read_json
+from quantkit.checkpoint.config import NATIVE_FILE, Config, read_json
 from quantkit.checkpoint.draft import DraftConfig, Target, check_target
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
@@ -26,7 +27,7 @@ from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors, weights_only
 from quantkit.checkpoint.quantized.scale_tensors import add_scale_tensors
-from quantkit.checkpoint.registry import find_architecture, has_encoders
+from quantkit.checkpoint.registry import find_architecture, has_encoders, read_model
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, named_tensors, text_name, text_tensors
@@ -64,6 +65,7 @@ OTHER_FILES = (
     "tokenizer.jsonl",
     "rwkv_vocab_v20230424.txt",
     "tekken.json",
+    NATIVE_FILE,
     "mask_embedding.pt",
 )
 
@@ -105,6 +107,12 @@ class OpenOptions:
     adapters: Sequence[AdapterSpec] = ()
     #: Shards may be missing.
     allow_incomplete: bool = False
+    #: The checkpoint is in Mistral's own format: params.json, consolidated*.safetensors, tekken.json.
+    mistral_format: bool = False
+    #: Dense layers after the pooling of an embedding model are in the file.
+    dense_modules: bool = False
+    #: Of Mistral's format: no chat template but the checkpoint's own.
+    disable_mistral_community_chat_template: bool = False
 
     @property
     def kind(self) -> str:
@@ -150,32 +158,38 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         if isinstance(config, DraftConfig) and not (options.vocab_only or options.allow_incomplete):
             check_target(config, keys, {item.info.name: item.expr.shape for item in tensors})
         vocabulary = _vocabulary(config, keys, options)
+        vocabulary.community_template = not options.disable_mistral_community_chat_template
         with no_collection():
             row.vocab(vocabulary)
     folders = dict.fromkeys((path, vocabulary.folder))
     files = [folder / name for folder in folders for name in OTHER_FILES if (folder / name).is_file()]
     files += [options.metadata] if options.metadata else []
     files += [file for adapter in adapters for file in adapter.files]
-    files += {part.path for item in tensors for part in item.expr.parts()} - {*model.files}
+    parts = dict.fromkeys(part.path for item in tensors for part in item.expr.parts())
+    files += [part for part in parts if part not in {*model.files, *files}]
     checkpoint = Checkpoint(path, (*model.files, *files), keys.fields, tensors, outtype, identity(adapters))
     checkpoint.general, checkpoint.kind, checkpoint.omissions = general, options.kind, tuple(keys.omissions)
     checkpoint.has_encoders = has_encoders(config)
     with no_collection():
         ids = check_ids(vocabulary, checkpoint, options.allow_other_ids)
     adapter_notes = notes_of(adapters, TextPart(model.row, model.context))
+    omission = None if options.kind else dense_modules.omission_of(config, checkpoint.files, row.dense_modules)
+    if omission is not None:
+        checkpoint.omissions = (*checkpoint.omissions, omission)
     checkpoint.notes = (*_lossless_note(weights, options), *adapter_notes, *ids)
     return checkpoint
 
 
 def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture]:
     """Return the configuration of a checkpoint, of a draft with its target, and its row."""
-    config = read_config(path)
+    config = read_model(path, options.mistral_format)
     row = find_architecture(config)
     if options.dspark:
         if row.dspark is None:
             raise RecipeError(f"{path}: {config.architecture} has no draft model (DSpark): omit --dspark", "QK-E206")
         row = row.dspark
     check_nextn(options.nextn, row, config)
+    config.values[dense_modules.OPTION] = options.dense_modules and row.dense_modules
     if not row.draft:
         if options.target_model_dir is not None:
             raise RecipeError(f"{path}: {config.architecture} is no draft model: omit --target-model-dir", "QK-E215")
@@ -188,7 +202,7 @@ def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture
         )
     folder = located(options.target_model_dir)
     with blame_config(folder):
-        target = read_config(folder)
+        target = read_model(folder)
         target_row = find_architecture(target)
         if target_row.draft:
             raise FormatError(f"{folder}: {target.architecture} is a draft model itself, not a target", "QK-E207")
@@ -213,10 +227,16 @@ def blame_config(folder: Path) -> Iterator[None]:
         raise FormatError(f"{path}: a value is invalid for its architecture: {short(str(e))}", "QK-E112") from e
 
 
+def prefix_of(options: OpenOptions) -> str:
+    """Return the beginning of the names of the files with tensors."""
+    return "consolidated" if options.mistral_format else "model"
+
+
 def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTensor]]:
-    if options.vocab_only and not any(path.glob("model*.safetensors*")):
+    prefix = prefix_of(options)
+    if options.vocab_only and not any(path.glob(f"{prefix}*.safetensors*")):
         return []
-    return read_checkpoint(path, allow_incomplete=options.allow_incomplete or options.vocab_only)
+    return read_checkpoint(path, prefix, allow_incomplete=options.allow_incomplete or options.vocab_only)
 
 
 def _select_tensors(
@@ -227,7 +247,8 @@ def _select_tensors(
     row.patch_config(config)
     row.inspect_tensors(config, {name for name in names if is_selected(text_name(name) or "", options.nextn, config)})
     layers = config.layers if options.nextn == WITHOUT else row.layers(config)
-    context = Context(config, TensorNames(row.arch, layers))
+    name_layers = layers if row.name_layers is None else row.name_layers(config)
+    context = Context(config, TensorNames(row.arch, name_layers))
     stored = stored_tensors(indexed, row, context, options.nextn)
     if options.kind == "mtp" and not any(is_nextn_tensor(name, config) for name in stored):
         raise FormatError(f"{path}: has no prediction layers (MTP): omit --mtp", "QK-E206")
@@ -243,7 +264,8 @@ def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -
     weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
     if adapters:
         weights = merge_adapters(weights, adapters, TextPart(model.row, model.context))
-    return model.row.reorder(weights, model.config)
+    weights = model.row.reorder(weights, model.config)
+    return replace(weights, tensors=weights.tensors | model.row.extra(model.config))
 
 
 def _convert_tensors(

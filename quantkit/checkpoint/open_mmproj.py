@@ -14,7 +14,7 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.merge import identity, merge_adapters, notes_of, read_adapters
 from quantkit.checkpoint.lora.parts import EncoderPart
 from quantkit.checkpoint.mmproj import CLIP, Mmproj, forced_type
-from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config
+from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config, prefix_of
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
 from quantkit.checkpoint.tensors import Tensor, named_tensors
@@ -39,9 +39,9 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        encoders = open_encoders(path)
+        encoders = open_encoders(path, options.mistral_format)
     row, config, context = encoders.row, encoders.config, encoders.context
-    indexed = read_checkpoint(path, allow_incomplete=options.allow_incomplete)
+    indexed = read_checkpoint(path, prefix_of(options), allow_incomplete=options.allow_incomplete)
     adapters = read_adapters(options.adapters)
     with blame_config(path):
         pairs = ((name, Stored(tensor)) for shard in indexed for name, tensor in shard.items())

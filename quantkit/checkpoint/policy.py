@@ -43,6 +43,8 @@ _F32_KINDS = (
     "*time_mix_decay_w1",
     "*time_mix_decay_w2",
     "*time_mix_lerp_fused",
+    "posnet.#.norm1",
+    "posnet.#.norm2",
     "*altup_correct_coef",
     "*altup_predict_coef",
     "*ssm_conv1d_q",

@@ -21,15 +21,19 @@ def _read_list(path: Path) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def read_modules(folder: Path) -> list[Json]:
+    """Return the entries of modules.json, those of a checkpoint of sentence-transformers; [] without the file."""
+    path = folder / "modules.json"
+    return [module for module in (_read_list(path) if path.exists() else []) if isinstance(module, dict)]
+
+
 _POOLING = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 def set_pooling(keys: Keys, config: Config) -> None:
     """Set the pooling if the model is for embeddings (TextModel._try_set_pooling_type)."""
     folder = config.path.parent
-    modules = folder / "modules.json"
-    entries = _read_list(modules) if modules.exists() else []
-    pools = (m for m in entries if isinstance(m, dict) and str(m.get("type", "")).endswith("Pooling"))
+    pools = (module for module in read_modules(folder) if str(module.get("type", "")).endswith("Pooling"))
     module = next(pools, None)
     if module is not None:
         path = folder / str(module.get("path", "")) / "config.json"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Expression
 from quantkit.checkpoint.key_rows import BASE, SetConfig, SetKeys
 from quantkit.checkpoint.quantized.scheme import DecodedTensors
 from quantkit.checkpoint.tensors import Rule, Tensor
@@ -45,14 +47,30 @@ class Architecture:
     reorder: Callable[[DecodedTensors, Config], DecodedTensors] = field(default=lambda weights, config: weights)
     #: It may have prediction layers (MTP) after the others, which --no-nextn and --mtp select (nextn.py).
     nextn: bool = False
+    #: Dense layers after the pooling may be in the file (dense_modules.py).
+    dense_modules: bool = False
     #: Keys that are set before general.type.
     head_keys: tuple[SetKeys, ...] = ()
     #: Keys that are set before those, also in files of a vocabulary alone.
     first_keys: tuple[SetKeys, ...] = ()
+    #: Tensors in other files of the checkpoint, which follow all others, by name.
+    extra: Callable[[Config], dict[str, Expression]] = field(default=lambda config: {})
+    #: The number of layers that names of tensors may have, if it is not that of the file.
+    name_layers: Callable[[Config], int] | None = None
     #: It is a draft model, which reads its target's checkpoint (draft.py).
     draft: bool = False
     #: The row of the draft model among its tensors, which --dspark selects.
     dspark: Architecture | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A class whose checkpoints are known by their files, not by config.json (ModelBase.register_hparams_loader)."""
+
+    #: Whether a directory is such a checkpoint.
+    matches: Callable[[Path], bool]
+    #: Its configuration, which names the class.
+    read: Callable[[Path], Config]
 
 
 @dataclass(frozen=True)

@@ -76,3 +76,9 @@ def _log1p(x: F32) -> F32:
     tail = (square * ratio) * _polynomial(square, _LOG1P)
     result = total + tail
     return result + (((total - result) + tail) + total_rest)
+
+
+def silu(x: F32) -> F32:
+    """Return x / (1 + exp(-x))."""
+    result: F32 = x / (_ONE + _exp(np.clip(-x, np.float32(-104), np.float32(104))))
+    return result

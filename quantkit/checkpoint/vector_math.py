@@ -13,7 +13,7 @@ from decimal import Decimal
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.checkpoint.expressions import F32
+F32 = npt.NDArray[np.float32]
 
 #: exp: 2 ** (i / 128) as the sum of two float32, and log(2) / 128, of which 12 bits times a multiple are exact.
 _POWERS = [Decimal(2) ** (Decimal(i) / 128) for i in range(128)]

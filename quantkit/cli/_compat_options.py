@@ -229,20 +229,6 @@ def refuse_options(table: tuple[tuple[str, str], ...]) -> Callable[[F], F]:
     return declare
 
 
-#: Options of convert_hf_to_gguf.py that are refused.
-CONVERT_REFUSED: tuple[tuple[str, str], ...] = (
-    (
-        "consolidated*.safetensors with params.json are not read; use model*.safetensors with config.json, which "
-        "hold the same weights",
-        "--mistral-format",
-    ),
-    (
-        "it applies only to --mistral-format; the chat template is always that of the checkpoint",
-        "--disable-mistral-community-chat-template",
-    ),
-    ("the dense modules of modules.json are not converted; omit it", "--sentence-transformers-dense-modules"),
-)
-
 #: Options of llama-quantize and its kin, and of convert_lora_to_gguf.py, that are refused.
 QUANTIZE_REFUSED: tuple[tuple[str, str], ...] = (
     (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import CONVERT_REFUSED, Ignored, refuse_options
+from quantkit.cli._compat_options import Ignored
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
 from quantkit.cli._json import JsonOutput
@@ -75,7 +75,6 @@ _convert_options = options(
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
     *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
     mmproj_options,
-    refuse_options(CONVERT_REFUSED),
 )
 
 

@@ -66,6 +66,15 @@ class ConvertOptions(Options):
     fuse_qkv: bool = option(False, "Merge q, k and v into one tensor.", CHECKPOINT, example="true")
     fp8_as_q8: bool = option(False, "Without TYPE: write FP8 weights as Q8_0.", CHECKPOINT)
     vocab_only: bool = option(False, "Without TYPE: write metadata and vocabulary only.", CHECKPOINT)
+    mistral_format: bool = option(
+        False, "Read Mistral's own format: params.json, consolidated*.safetensors.", CHECKPOINT, example="true"
+    )
+    disable_mistral_community_chat_template: bool = option(
+        False, "With --mistral-format: only the checkpoint's own chat template.", CHECKPOINT
+    )
+    sentence_transformers_dense_modules: bool = option(
+        False, "Include the dense layers after the pooling (modules.json).", CHECKPOINT, example="true"
+    )
     lossless: bool = option(
         False, "Keep quantized weights where no value changes: int4 as Q4_0, int8 as Q8_0.", CHECKPOINT
     )

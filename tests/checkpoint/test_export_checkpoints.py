@@ -21,7 +21,7 @@ from test_convert_goldens import options_of
 
 import checkpoints
 import vocabs
-from quantkit.checkpoint.export.classes import find_class, of_architecture
+from quantkit.checkpoint.export.classes import find_class
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Stored, read_f32, size_of
 from quantkit.checkpoint.registry import ARCHITECTURES
@@ -37,8 +37,20 @@ from quantkit.options.export import ExportOptions
 pytestmark = pytest.mark.usefixtures("services_in_process")
 
 #: Checkpoints of which no file holds all, and how what they become is refused.
-REFUSED = {"bert-classifier": "QK-E305 pooler.dense"}
-NAMES = [name for name in checkpoints.NAMES if name not in REFUSED]
+REFUSED = {
+    "bert-classifier": "QK-E305 pooler.dense",
+    "gemma-embedding-dense": "QK-E305 gemma-embedding.dense_2_feat_in",
+    "granite-switch": "QK-E304 graniteswitch",
+    **dict.fromkeys(("hrm-text", "hrm-text-stacks"), "QK-E304 hrm_text"),
+    **dict.fromkeys(("laya", "julia"), "QK-E305 classifier.out_proj.bias"),
+    "lfm2.5-audio-tokenizer": "QK-E305 none",
+    "mistral-native-moe": "QK-E305 deepseek2.attention.temperature_scale",
+    "mistral-native-v13": "QK-E305 llama.rope.scaling.yarn_log_multiplier",
+    "wavtokenizer": "QK-E304 wavtokenizer-dec",
+}
+#: In Mistral's own format, which is exported as transformers' class.
+NATIVE = [name for name in checkpoints.NAMES if name.startswith("mistral-native") and name not in REFUSED]
+NAMES = [name for name in checkpoints.NAMES if name not in (*REFUSED, *NATIVE)]
 #: Checkpoints whose pre-tokenizer no tokenizer.json can say: their own files are taken.
 OWN_TOKENIZER = {"modernbert-classifier", "modernbert-classifier-sparse"}
 ADD_BOS, ADD_EOS, ADD_SEP = (f"tokenizer.ggml.add_{kind}_token" for kind in ("bos", "eos", "sep"))
@@ -277,8 +289,18 @@ def test_tensors_missing_from_the_file_are_refused(name: str, folder: Path) -> N
         plan_export(folder / "a.gguf", folder / "back")
 
 
-def test_every_architecture_is_exported() -> None:
-    assert [row.arch for row in ARCHITECTURES.values() if not of_architecture(row.arch)] == []
+@pytest.mark.parametrize("name", NATIVE)
+def test_mistrals_own_format_is_exported_as_a_class(name: str, folder: Path) -> None:
+    options = options_of(checkpoints.describe(name))
+    convert(checkpoints.write_checkpoint(name, folder), folder / "a.gguf", None, options)
+    export(folder / "a.gguf", folder / "back", ExportOptions(outtype="bf16"), threads=1)
+    plain = replace(options, mistral_format=False, disable_mistral_community_chat_template=False)
+    convert(folder / "back", folder / "b.gguf", None, plain)
+    with open_gguf(folder / "a.gguf") as a, open_gguf(folder / "b.gguf") as b:
+        assert differing_tensors(a, b) == []
+
+
+def test_every_exported_class_is_converted() -> None:
     assert HF_CLASSES.keys() <= ARCHITECTURES.keys()
 
 

@@ -25,6 +25,7 @@ from quantkit.convert import (
     plan_convert,
     plan_mmproj,
 )
+from quantkit.convert import convert as convert_checkpoint
 from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.gguf.mmproj import projectors
@@ -41,8 +42,11 @@ ROUNDED = {
     "mm-lfm2-audio": r"a\.blk\.\d+\.conv_norm\.(weight|bias)",
 }
 
-#: Mistral's own format (params.json), which is refused.
-NATIVE = {"mm-pixtral-native", "mm-pixtral-native-merge"}
+
+def options_of(name: str, outtype: str) -> ConvertOptions:
+    """Return the options of the encoders' conversion that the reference needs."""
+    native = "--mistral-format" in checkpoints.describe(name).options
+    return ConvertOptions(outtype=outtype, mistral_format=native)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +70,11 @@ def test_the_bytes_are_the_references(name: str, checkpoint: Path, tmp_path: Pat
     assert checkpoints.digest(checkpoint) == row["checkpoint"], "the reference converted another checkpoint"
     for outtype in OUTTYPES:
         expected = row[outtype]
-        if "error" in expected or name in NATIVE:
+        if "error" in expected:
             with pytest.raises(QuantkitError):
-                plan_mmproj(checkpoint, tmp_path, None, ConvertOptions(outtype=outtype))
+                plan_mmproj(checkpoint, tmp_path, None, options_of(name, outtype))
             continue
-        (path,) = convert_mmproj(checkpoint, tmp_path, None, ConvertOptions(outtype=outtype), overwrite=True).paths
+        (path,) = convert_mmproj(checkpoint, tmp_path, None, options_of(name, outtype), overwrite=True).paths
         assert path.name == expected["file"]
         with open_gguf(path) as file:
             difference = differences(expected, digests(path), list(file.tensors))
@@ -79,6 +83,19 @@ def test_the_bytes_are_the_references(name: str, checkpoint: Path, tmp_path: Pat
         if not all(re.fullmatch(f"{ROUNDED.get(name, '')} differs", part) for part in parts):
             wrong[outtype] = difference
     assert wrong == {}
+
+
+@with_checkpoint(*EXPECTED)
+def test_the_text_model_is_the_references(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    expected, options = EXPECTED[name]["text"], checkpoints.describe(name).convert_keywords()
+    if "error" in expected:
+        with refuses(TypeNotSupported, "QK-E304"):
+            plan_convert(checkpoint, tmp_path, None, ConvertOptions(**options))
+        return
+    (path,) = convert_checkpoint(checkpoint, tmp_path, None, ConvertOptions(**options | {"outtype": "bf16"})).paths
+    assert path.name == expected["file"]
+    with open_gguf(path) as file:
+        assert differences(expected, digests(path), list(file.tensors)) == ""
 
 
 def test_every_class_is_converted() -> None:

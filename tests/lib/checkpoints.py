@@ -129,8 +129,10 @@ def write_description(description: Description, out: Path) -> Path:
     _write_json(path / "config.json", description.config)
     for name, content in description.files.items():
         _write_text(path / name, content)
+    tokenizer = path / description.vocab.get("folder", "")
+    tokenizer.mkdir(exist_ok=True)
     for name, data in vocab_files(description.vocab).items():
-        (path / name).write_bytes(data)
+        (tokenizer / name).write_bytes(data)
     write_shards(path, list(stored_tensors(description)), description.shards)
     for file, tensors in description.parts.items():
         if file.endswith(".pt"):

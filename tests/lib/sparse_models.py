@@ -122,8 +122,10 @@ def converted_model(name: str) -> Model:
         return read_model(f"convert/{name}", head)
 
 
+#: Checkpoints with encoders whose text models have architectures of their own.
+TEXTS = ("mm-clef", "mm-cogvlm", "mm-glm5-next", "mm-pocket-tts", "mm-qwen3-asr", "mm-qwen3-tts", "mm-qwen4-exp")
 #: Every model: SOURCE/NAME.
-NAMES = (*(f"zoo/{name}" for name in zoo.NAMES), *(f"convert/{name}" for name in checkpoints.NAMES))
+NAMES = (*(f"zoo/{name}" for name in zoo.NAMES), *(f"convert/{name}" for name in (*checkpoints.NAMES, *TEXTS)))
 
 
 @cache

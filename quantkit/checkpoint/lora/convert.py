@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
-from quantkit.checkpoint.config import Config, read_config
+from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Transposed
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
@@ -28,7 +28,7 @@ from quantkit.checkpoint.nextn import WITH
 from quantkit.checkpoint.open import blame_config, stored_tensors
 from quantkit.checkpoint.policy import find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
-from quantkit.checkpoint.registry import find_architecture
+from quantkit.checkpoint.registry import find_architecture, read_model
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.rules import is_tied
 from quantkit.checkpoint.tensor_names import TensorNames
@@ -75,7 +75,7 @@ def _check_kind(adapter: Adapter) -> None:
 
 
 def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
-    config = read_config(base)
+    config = read_model(base)
     row = find_architecture(config)
     row.patch_config(config)
     row.inspect_tensors(config, set(adapter.weights))

@@ -53,7 +53,7 @@ class TextPart:
 
     @cached_property
     def _encoders(self) -> Encoders | None:
-        return open_encoders(self.config.path.parent) if has_encoders(self.config) else None
+        return open_encoders(self.config.path.parent, self.config.is_native) if has_encoders(self.config) else None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from quantkit.checkpoint.config import Config, Json, optional_json
+from quantkit.checkpoint.dense_modules import dense_tensors, set_dense_widths
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Shaped, Zeros, concatenate, stack, take
@@ -388,7 +389,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
-    "Gemma3TextModel": replace(_GEMMA3, arch="gemma-embedding", keys=(*_GEMMA3.keys, set_pooling)),
+    "Gemma3TextModel": replace(
+        _GEMMA3,
+        arch="gemma-embedding",
+        keys=(*_GEMMA3.keys, set_dense_widths, set_pooling),
+        synthetic=dense_tensors,
+        dense_modules=True,
+    ),
     "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA4, keys=UNIFIED_KEYS),
     "Gemma4AssistantForCausalLM": _GEMMA4_ASSISTANT,
     "Gemma4UnifiedAssistantForCausalLM": _GEMMA4_ASSISTANT,

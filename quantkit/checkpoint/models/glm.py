@@ -38,7 +38,7 @@ from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import Rename, StackExperts, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
-from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.bpe import GLM_4_SPECIAL, GLM_SPECIAL, write_bpe
 from quantkit.errors import FormatError
 
 
@@ -132,20 +132,18 @@ def _latent_rope_width(config: Config) -> int:
     return int(config.number("qk_rope_head_dim") * config.rotary_part(1.0))
 
 
-_GLM_4_SPECIAL = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"}
-_GLM_SPECIAL = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
 _CHAT_GLM_SPECIAL = {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>"}
 _SOLAR_SPECIAL = {"eos": "<|endoftext|>", "eot": "<|endoftext|>", "unk": "<unk>", "bos": "<|startoftext|>"}
 
 _GLM_4 = Architecture(
-    "glm4", rules=ROPE_TO_HALVES, keys=(rotary_width(0.5),), vocab=partial(write_bpe, special=_GLM_4_SPECIAL)
+    "glm4", rules=ROPE_TO_HALVES, keys=(rotary_width(0.5),), vocab=partial(write_bpe, special=GLM_4_SPECIAL)
 )
 
 _GLM_4_MOE = Architecture(
     "glm4moe",
     rules=(StackExperts(),),
     keys=MOE_KEYS,
-    vocab=partial(write_bpe, special=_GLM_SPECIAL),
+    vocab=partial(write_bpe, special=GLM_SPECIAL),
     layers=layers_with_nextn,
     nextn=True,
 )
@@ -168,7 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             *deepseek.INDEXER,
             Computed(".attention.indexer.types", _indexer_types, "array", inverse=deepseek.set_indexer_types),
         ),
-        vocab=partial(write_bpe, special=_GLM_SPECIAL),
+        vocab=partial(write_bpe, special=GLM_SPECIAL),
         layers=layers_with_nextn,
         nextn=True,
     ),
@@ -176,7 +174,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         deepseek.LATENT,
         rules=(deepseek.DropNextnLayers(unless_named=True), *deepseek.LATENT.rules),
         keys=(*deepseek.LATENT.keys, NEXTN_IF_ANY),
-        vocab=partial(write_bpe, special=_GLM_SPECIAL),
+        vocab=partial(write_bpe, special=GLM_SPECIAL),
         layers=layers_with_nextn,
         nextn=True,
     ),

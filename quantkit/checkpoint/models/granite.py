@@ -5,7 +5,7 @@ Facts of llama.cpp b11434, conversion/granite.py and conversion/mamba.py (Mamba2
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
@@ -39,12 +39,60 @@ def drop_head_dim(config: Config) -> None:
     config.values.pop("head_dim", None)
 
 
+@dataclass(frozen=True)
+class Projector:
+    """A projector of Granite 4 Vision: the encoder's layer that it reads, its kind and its number in the checkpoint."""
+
+    layer: int
+    kind: str
+    number: int
+
+
+def projectors(model: Config) -> list[tuple[int, Projector]]:
+    """Return the projectors, each with the layer of the text model that gets its output, in the order of these.
+
+    Args:
+        model: the whole of config.json.
+
+    Source: llama.cpp b11434, conversion/granite.py (Granite4VisionMmprojModel.get_normalized_projector_map).
+    """
+    parts = (model.with_values(model.table(part)) for part in ("text_config", "vision_config"))
+    text_layers, layers = (part.number("num_hidden_layers") for part in parts)
+
+    def positive(layer: int, count: int) -> int:
+        return layer + count if layer < 0 else layer
+
+    pairs = enumerate(sorted(model.get("deepstack_layer_map", []) or []))
+    targets = [
+        (positive(target, text_layers), Projector(positive(layer, layers), "layerwise", i))
+        for i, (layer, target) in pairs
+    ]
+    spatial_layer = positive(model.get("spatial_vision_layer", -1), layers)
+    targets += [
+        (target, Projector(spatial_layer, "spatial", i))
+        for i, target in enumerate(model.get("spatial_target_layers", []) or [])
+    ]
+    return sorted(targets, key=lambda pair: pair[0])
+
+
+def _deepstack(config: Config) -> list[int] | None:
+    """Return the projector whose output each layer adds, -1 for none; the first one's is the embedding of an image."""
+    if not config.get("spatial_target_layers") and not config.get("deepstack_layer_map"):
+        return None
+    layers = [-1] * config.layers
+    for i, (layer, _) in enumerate(projectors(config)):
+        if i > 0:
+            layers[layer] = i
+    return layers
+
+
 GRANITE_KEYS: tuple[SetKeys, ...] = (
     *llama.LLAMA_KEYS,
     Copied(".attention.scale", "attention_multiplier", "f32", unless_zero=True),
     Copied(".embedding_scale", "embedding_multiplier", "f32", unless_zero=True),
     Copied(".residual_scale", "residual_multiplier", "f32", unless_zero=True),
     Copied(".logit_scale", "logits_scaling", "f32", unless_zero=True),
+    Computed(".deepstack_mapping", _deepstack, "array"),
 )
 
 MOE_KEYS: tuple[SetKeys, ...] = (
@@ -236,7 +284,7 @@ WINDOW_EXPERTS = (
     ),
 )
 
-_GRANITE = replace(
+GRANITE = replace(
     llama.LLAMA,
     arch="granite",
     stored=(DROP_OTHER_PARTS,),
@@ -245,7 +293,7 @@ _GRANITE = replace(
     patch_config=drop_head_dim,
 )
 
-_GRANITE_MOE = replace(_GRANITE, arch="granitemoe", rules=MOE_RULES, keys=MOE_KEYS)
+_GRANITE_MOE = replace(GRANITE, arch="granitemoe", rules=MOE_RULES, keys=MOE_KEYS)
 
 _GRANITE_HYBRID: Architecture = replace(
     _GRANITE_MOE,
@@ -269,7 +317,7 @@ _GRANITE_SWA = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "GraniteForCausalLM": _GRANITE,
+    "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": _GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,

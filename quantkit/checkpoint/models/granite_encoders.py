@@ -23,6 +23,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
+from quantkit.checkpoint.models.granite import Projector, projectors
 from quantkit.checkpoint.rules import Drop, Split, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
@@ -102,34 +103,9 @@ _SPEECH = Mmproj(
 # --- Granite 4 Vision -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Projector:
-    """A projector: the layer of the encoder that it reads, its kind and its number in the checkpoint."""
-
-    layer: int
-    kind: str
-    number: int
-
-
-def _projectors(config: MmprojConfig) -> list[_Projector]:
+def _projectors(config: MmprojConfig) -> list[Projector]:
     """Return the projectors in the order of the layers of the text model that get their outputs."""
-    model = config.model
-    text_layers, layers = model.table("text_config")["num_hidden_layers"], config.vision.number("num_hidden_layers")
-
-    def positive(layer: int, count: int) -> int:
-        return layer + count if layer < 0 else layer
-
-    pairs = enumerate(sorted(model.get("deepstack_layer_map", []) or []))
-    targets = [
-        (positive(target, text_layers), _Projector(positive(layer, layers), "layerwise", i))
-        for i, (layer, target) in pairs
-    ]
-    spatial_layer = positive(model.get("spatial_vision_layer", -1), layers)
-    targets += [
-        (target, _Projector(spatial_layer, "spatial", i))
-        for i, target in enumerate(model.get("spatial_target_layers", []) or [])
-    ]
-    return [item for _, item in sorted(targets, key=lambda pair: pair[0])]
+    return [item for _, item in projectors(config.model)]
 
 
 def _set_windows(keys: Keys, config: MmprojConfig) -> None:

@@ -38,6 +38,7 @@ from quantkit.checkpoint.pooling import set_pooling
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Tensor
+from quantkit.checkpoint.vocab.tokenizer import write_none
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import read_header
@@ -149,6 +150,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         stored=(ROUTER_BIAS,),
         rules=(SQUEEZE_CONVOLUTIONS, STACK_EXPERTS),
         keys=MOE_KEYS,
+    ),
+    "Lfm25AudioTokenizer": replace(
+        _LFM_2,
+        stored=(Drop(r"^istft\.window$|^emb\.emb"), Rename(r"^lin", "dense_2_out"), *LFM_STORED),
+        keys=(
+            *LFM_KEYS,
+            Copied(".attention.sliding_window", "sliding_window", required=True),
+            Copied(".embedding_length_out", "output_size", required=True),
+        ),
+        vocab=write_none,
     ),
 }
 

@@ -50,7 +50,7 @@ from quantkit.checkpoint.rules import (
     transpose_stored,
 )
 from quantkit.checkpoint.tensors import Tensor
-from quantkit.checkpoint.vocab.bpe import write_bpe, write_tokenizer_json
+from quantkit.checkpoint.vocab.bpe import GLM_4_SPECIAL, write_bpe, write_tokenizer_json
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.special import special_tokens
 from quantkit.checkpoint.vocab.tekken import write_tekken
@@ -170,6 +170,9 @@ DROP_JANUS_PARTS = Drop(
 
 def write_llama(v: Vocabulary) -> None:
     """Write SentencePiece, Llama's pieces of a tokenizer.json, or BPE: the first available (LlamaModel)."""
+    if (v.config.outer.get("architectures") or [None])[0] == "GlmasrModel":
+        write_bpe(v, special=GLM_4_SPECIAL)
+        return
     if v.has("tekken.json") and not v.has("tokenizer.json"):
         write_tekken(v)
         return
@@ -284,6 +287,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaModel": replace(LLAMA, rules=(*BARE_NAMES, *LLAMA.rules)),
     "Sarashina2VisionForCausalLM": replace(LLAMA, stored=(Drop(r"^norm\."), Rename(r"^llm\.", ""), *LLAMA.stored)),
     "NanbeigeForCausalLM": replace(LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, *LOOPS)),
+    "CogVLMForCausalLM": replace(LLAMA, arch="cogvlm"),
     **dict.fromkeys(
         ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"), EAGLE3
     ),

@@ -58,7 +58,7 @@ def write_euro_bert(v: Vocabulary) -> None:
     write_bpe(v)
 
 
-_MODERN_BERT = replace(
+MODERN_BERT = replace(
     bert.BERT,
     arch="modern-bert",
     stored=(Rename(r"^model\.", ""), *bert.STORED),
@@ -69,9 +69,9 @@ _MODERN_BERT = replace(
 _EURO_BERT = Architecture("eurobert", stored=(Rename(r"^model\.", ""),), keys=EURO_KEYS, vocab=write_euro_bert)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "ModernBertModel": _MODERN_BERT,
-    "ModernBertForMaskedLM": _MODERN_BERT,
-    "ModernBertForSequenceClassification": _MODERN_BERT,
+    "ModernBertModel": MODERN_BERT,
+    "ModernBertForMaskedLM": MODERN_BERT,
+    "ModernBertForSequenceClassification": MODERN_BERT,
     "EuroBertModel": _EURO_BERT,
     "JinaEmbeddingsV5Model": _EURO_BERT,
 }

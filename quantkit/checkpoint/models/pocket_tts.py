@@ -1,4 +1,4 @@
-"""Pocket TTS: its speaker encoder, its decoder of latents and Mimi's decoder.
+"""Pocket TTS: its language model, its speaker encoder, its decoder of latents and Mimi's decoder.
 
 Facts of llama.cpp b11434, conversion/pockettts.py. The model has no config.json: its sizes are those of its tensors.
 """
@@ -6,43 +6,158 @@ Facts of llama.cpp b11434, conversion/pockettts.py. The model has no config.json
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.encoder_rules import NameInFile, squeeze_last
-from quantkit.checkpoint.expressions import TYPE_F16
+from quantkit.checkpoint.expressions import TYPE_F16, Expression, Shaped, cast, concatenate, size_of
+from quantkit.checkpoint.linear import Linear
 from quantkit.checkpoint.mmproj import EncoderKey, Key, Mmproj, constant, projector
-from quantkit.checkpoint.rules import Split, Transform
+from quantkit.checkpoint.row import Architecture, Layout
+from quantkit.checkpoint.rules import Drop, Rename, Split, Transform
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.vocab.sentencepiece import Piece, read_model, sentencepiece_tokens, set_pieces
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, Vocabulary
 from quantkit.errors import FormatError
-from quantkit.formats.safetensors import read_checkpoint
+from quantkit.formats.safetensors import read_header
 
 _MIMI = "mimi.encoder_transformer.transformer.layers."
+#: A vector that all its checkpoints have.
+_START = "flow_lm.bos_emb"
+#: A vector that some have, before a voice.
+_VOICE = "flow_lm.bos_before_voice"
 
 
-def _read_sizes(config: Config) -> Json:
+def _only_file(folder: Path) -> Path | None:
+    files = list(folder.glob("model*.safetensors"))
+    return files[0] if len(files) == 1 else None
+
+
+def _is_pocket(folder: Path) -> bool:
+    """Return whether the only file of a checkpoint has the vector; a damaged file is reported elsewhere."""
+    file = _only_file(folder)
+    try:
+        return file is not None and _START in read_header(file)
+    except (FormatError, OSError):
+        return False
+
+
+def _read_sizes(folder: Path) -> Config:
     """Return a configuration from the shapes of tensors."""
-    folder = config.path.parent
-    shapes = {name: t.shape for shard in read_checkpoint(folder) for name, t in shard.items()}
+    path = _only_file(folder)
+    assert path is not None
+    shapes = {name: t.shape for name, t in read_header(path).items()}
 
     def size(name: str, axis: int) -> int:
         if len(shapes.get(name, ())) <= axis:
-            raise FormatError(f"{folder}: has no tensor {name}, whose shape Pocket TTS's sizes follow from", "QK-E105")
+            raise FormatError(f"{path}: has no tensor {name}, whose shape Pocket TTS's sizes follow from", "QK-E105")
         return shapes[name][axis]
 
-    width = size(f"{_MIMI}0.norm1.weight", 0)
-    return {
+    def layers(prefix: str) -> int:
+        return sum(bool(re.fullmatch(rf"{re.escape(prefix)}\d+\.norm1\.weight", name)) for name in shapes)
+
+    embeddings, width = "flow_lm.conditioner.embed.weight", size(f"{_MIMI}0.norm1.weight", 0)
+    values = {
         "architectures": ["PocketTTSModel"],
         "model_type": "pockettts",
-        "hidden_size": size("flow_lm.conditioner.embed.weight", 1),
+        "num_hidden_layers": layers("flow_lm.transformer.layers."),
+        "hidden_size": size(embeddings, 1),
+        "intermediate_size": size("flow_lm.transformer.layers.0.linear1.weight", 0),
+        "max_position_embeddings": 4096,
+        "num_attention_heads": size(embeddings, 1) // 64,
+        "vocab_size": size(embeddings, 0) + 1 + (_VOICE in shapes),
+        "rope_theta": 10000.0,
+        "layer_norm_eps": 1e-5,
+        "insert_bos_before_voice": _VOICE in shapes,
         "audio_config": {
-            "num_hidden_layers": sum(bool(re.fullmatch(rf"{_MIMI}\d+\.norm1\.weight", name)) for name in shapes),
+            "num_hidden_layers": layers(_MIMI),
             "hidden_size": width,
             "intermediate_size": size(f"{_MIMI}0.linear1.weight", 0),
             "num_attention_heads": width // 64,
         },
     }
+    return Config(path, values)
 
+
+LAYOUTS = (Layout(_is_pocket, _read_sizes),)
+
+
+# --- The language model ----------------------------------------------------------------------------------------------
+
+
+def _write_vocab(v: Vocabulary) -> None:
+    """Write a Unigram model; the last rows of the embeddings are no pieces of it (PocketTTSModel)."""
+    model = read_model(v.folder / "tokenizer.model")
+    if not model.is_unigram:
+        raise FormatError(f"{v.folder / 'tokenizer.model'}: not a Unigram model", "QK-E114")
+    tokens = sentencepiece_tokens(v)
+    names = ("<|pad|>", *(("<|bos_before_voice|>",) if v.config["insert_bos_before_voice"] else ()), "<|audio_bos|>")
+    tokens[-len(names) :] = [Piece(name, -1000.0, CONTROL) for name in names]
+    set_pieces(v, tokens, "t5")
+    v.keys.flag("tokenizer.ggml.add_space_prefix", model.adds_prefix)
+    v.keys.flag("tokenizer.ggml.remove_extra_whitespaces", model.removes_spaces)
+    v.keys.octets("tokenizer.ggml.precompiled_charsmap", model.charsmap)
+    v.keys.flag("tokenizer.ggml.add_bos_token", False)
+    v.keys.flag("tokenizer.ggml.add_eos_token", False)
+
+
+@dataclass(frozen=True)
+class _AppendVectors(OneWayRule):
+    """Appends the learned vectors before a voice and before speech to the embeddings; the last one is a latent."""
+
+    names = ("flow_lm.conditioner.embed.weight", _START, "flow_lm.input_linear.weight")
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        voice = (_VOICE,) if context.config["insert_bos_before_voice"] else ()
+        if tensor.name not in (*self.names, *voice):
+            return None
+        parts = context.gather(self, "embeddings", tensor.name, tensor, len(self.names) + len(voice))
+        if parts is None:
+            return ()
+        table, latent, matrix = (parts[name].x for name in self.names)
+        width = table.shape[-1]
+        if matrix.shape != (width, size_of(latent)) or any(size_of(parts[name].x) != width for name in voice):
+            raise context.fail(tensor, "the shapes of its embeddings, vectors and input_linear do not match")
+        rows: list[Expression] = [Shaped(parts[name].x, (1, width)) for name in voice]
+        rows = [*rows, Linear(Shaped(latent, (1, size_of(latent))), matrix)]
+        rows = [cast(row, TYPE_F16) if table.type is TYPE_F16 else row for row in rows]
+        return (replace(tensor, name="model.embed_tokens.weight", x=concatenate((table, *rows))),)
+
+
+_LAYER = r"^flow_lm\.transformer\.layers\.(\d+)\."
+#: Names in a layer -> those that the name map has.
+_TEXT_NAMES = {
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    r"self_attn\.out_proj": "self_attn.o_proj",
+    "linear1": "mlp.up_proj",
+    "linear2": "mlp.down_proj",
+    r"self_attn\.q": "self_attn.q_proj",
+    r"self_attn\.k": "self_attn.k_proj",
+    r"self_attn\.v": "self_attn.v_proj",
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "PocketTTSModel": Architecture(
+        "pockettts",
+        rules=(
+            _AppendVectors(),
+            Rename(r"^flow_lm\.out_norm\.", "model.norm."),
+            Split(
+                rf"{_LAYER}self_attn\.in_proj\.", tuple(rf"flow_lm.transformer.layers.\1.self_attn.{x}." for x in "qkv")
+            ),
+            *(Rename(rf"{_LAYER}{stored}\.", rf"model.layers.\1.{name}.") for stored, name in _TEXT_NAMES.items()),
+            Drop(r"^(flow_lm|mimi)\."),
+        ),
+        vocab=_write_vocab,
+    ),
+}
+
+
+# --- Encoders --------------------------------------------------------------------------------------------------------
 
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -145,7 +260,6 @@ MMPROJ = {
         vision=False,
         audio=True,
         base=(),
-        read_config=_read_sizes,
         forced=(
             (".seanet.", TYPE_F16),
             ("a.downsample.conv.weight", TYPE_F16),

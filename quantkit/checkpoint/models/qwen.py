@@ -66,6 +66,25 @@ VL_EXPERTS = (
 def write_omni(v: Vocabulary) -> None:
     """Write a BPE vocabulary with the end of a turn as BOS and EOS (Qwen3OmniMoeTextModel)."""
     write_bpe(v)
+    _end_turns(v)
+
+
+#: ChatML without tools, which ASR's own chat template is not.
+_CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
+    "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def write_asr(v: Vocabulary) -> None:
+    """Write a vocabulary with ChatML as its template and the end of a turn as BOS and EOS (Qwen3ASRTextModel)."""
+    write_sentencepiece_or_bpe(v)
+    v.keys.text("tokenizer.chat_template", _CHATML)
+    _end_turns(v)
+
+
+def _end_turns(v: Vocabulary) -> None:
+    """Set <|im_end|> as BOS and EOS."""
     number = next((number for number, entry in v.decoder_entries if entry["content"] == "<|im_end|>"), None)
     if number is not None:
         v.keys.u32("tokenizer.ggml.bos_token_id", number)
@@ -116,6 +135,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=VL_EXPERTS,
         keys=(*EXPERT_WIDTHS, Always(".n_deepstack_layers", 0)),
         vocab=write_omni,
+    ),
+    "Qwen3ASRForConditionalGeneration": Architecture(
+        "qwen3vl", stored=UNWRAP_TEXT, keys=(set_pooling, Always(".n_deepstack_layers", 0)), vocab=write_asr
     ),
     "QWenLMHeadModel": Architecture("qwen", vocab=write_qwen),
 }

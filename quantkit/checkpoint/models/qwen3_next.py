@@ -256,18 +256,18 @@ _QWEN3_NEXT = Architecture(
     nextn=True,
 )
 
-_QWEN35 = replace(_QWEN3_NEXT, arch="qwen35", rules=TILED_RULES, keys=(*NEXT_KEYS, set_sections))
-_QWEN35_MOE = replace(_QWEN35, arch="qwen35moe")
+QWEN35 = replace(_QWEN3_NEXT, arch="qwen35", rules=TILED_RULES, keys=(*NEXT_KEYS, set_sections))
+QWEN35_MOE = replace(QWEN35, arch="qwen35moe")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
-    "Qwen3_5ForCausalLM": _QWEN35,
-    "Qwen3_5ForConditionalGeneration": _QWEN35,
-    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
+    "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5ForConditionalGeneration": QWEN35,
+    "Qwen3_5MoeForCausalLM": QWEN35_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN35_MOE,
     "MiniCPMV4_6ForConditionalGeneration": replace(
-        _QWEN35,
-        stored=(Drop(r"^(mtp|model\.merger\.)"), *_QWEN35.stored),
+        QWEN35,
+        stored=(Drop(r"^(mtp|model\.merger\.)"), *QWEN35.stored),
         inspect_tensors=lambda config, names: count_mtp_layers(config, ()),
     ),
 }

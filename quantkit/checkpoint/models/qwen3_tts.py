@@ -1,12 +1,12 @@
-"""Qwen3-TTS: its speaker encoder, its predictor of codes and its decoder of waveforms.
+"""Qwen3-TTS: its language model, its speaker encoder, its predictor of codes and its decoder of waveforms.
 
 Facts of llama.cpp b11434, conversion/qwen3tts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,13 +22,22 @@ from quantkit.checkpoint.expressions import (
     Shaped,
     Stored,
     as_f32,
+    concatenate,
     from_f32,
     read_f32,
     row_of,
     stack,
 )
+from quantkit.checkpoint.key_rows import Always, Computed
+from quantkit.checkpoint.linear import ACTIVATIONS, Linear
 from quantkit.checkpoint.mmproj import Key, Mmproj, MmprojConfig, constant, projector
-from quantkit.checkpoint.tensors import Tensor
+from quantkit.checkpoint.row import Architecture
+from quantkit.checkpoint.rules import Drop, Rename
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.vocab.bpe import bpe_tokens
+from quantkit.checkpoint.vocab.sentencepiece import Piece, sentencepiece_tokens, set_pieces
+from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
@@ -39,6 +48,118 @@ from quantkit.types import TensorType
 _TOKENIZER = "speech_tokenizer"
 #: The codebooks after the first.
 _CODEBOOKS = 15
+
+
+# --- The language model ----------------------------------------------------------------------------------------------
+
+
+def _use_talker(config: Config) -> None:
+    """Take the hyperparameters of talker_config, with the vocabulary of texts."""
+    talker = {key: value for key, value in config.table("talker_config").items() if key != "architectures"}
+    config.use_text({**talker, "vocab_size": talker.get("text_vocab_size")})
+
+
+def _code_count(config: Config) -> int:
+    """Return the number of codes, which follow the texts' tokens."""
+    return config.with_values(config.table("talker_config")).number("vocab_size")
+
+
+def _end_of_speech(config: Config) -> int:
+    return config.number("vocab_size") + config.number("codec_eos_token_id")
+
+
+def _suppressed(config: Config) -> list[int]:
+    """Return the tokens that are never generated: the last 1024, except the end."""
+    size, end = config.number("vocab_size") + _code_count(config), _end_of_speech(config)
+    return [token for token in range(size - 1024, size) if token != end]
+
+
+def _code_names(config: Config) -> list[str]:
+    """Return the texts of codes: their numbers, or the names of their settings in talker_config."""
+    count, numbers = _code_count(config), dict[str, object]()
+    for key, value in config.table("talker_config").items():
+        if not key.endswith("_id"):
+            continue
+        name = key.removesuffix("_id")
+        if isinstance(value, dict):
+            numbers |= {f"{name}_{inner}": number for inner, number in value.items()}
+        elif isinstance(value, int):
+            numbers[name] = value
+    names = [f"<|codec_{i}|>" for i in range(count)]
+    for name, number in numbers.items():
+        if not isinstance(number, int) or not -count <= number < count:
+            raise FormatError(f"{config.path}: {name} is {short(number)}, not one of {count} codes", "QK-E112")
+        names[number] = f"<|{name}|>"
+    return names
+
+
+def _write_vocab(v: Vocabulary) -> None:
+    """Write the tokens of texts and of codes; there is no chat template (Qwen3TTSTalkerModel)."""
+    codes = _code_names(v.config)
+    if v.has("tokenizer.model"):
+        tokens = sentencepiece_tokens(v) + [Piece(text, 0.0, CONTROL) for text in codes]
+        set_pieces(v, tokens)
+        special_tokens(v.folder, n_tokens=len(tokens)).write(v.keys)
+        return
+    v.run()
+    v.check_model("BPE")
+    texts, types = bpe_tokens(v)
+    v.keys.text("tokenizer.ggml.model", "gpt2")
+    v.keys.text("tokenizer.ggml.pre", v.pre_name)
+    v.keys.array("tokenizer.ggml.tokens", texts + codes)
+    v.keys.array("tokenizer.ggml.token_type", types + [CONTROL] * len(codes))
+    special = special_tokens(v.folder, merges=True)
+    special.template = None
+    special.write(v.keys)
+
+
+@dataclass(frozen=True)
+class _FoldEmbeddings(OneWayRule):
+    """Folds the two layers after the embeddings of texts into these; the embeddings of codes follow."""
+
+    names = (
+        "model.text_embedding.weight",
+        *(f"text_projection.linear_fc{n}.{end}" for n in (1, 2) for end in ("weight", "bias")),
+        "model.codec_embedding.weight",
+    )
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if tensor.name not in self.names:
+            return None
+        parts = context.gather(self, "embeddings", tensor.name, tensor, len(self.names))
+        if parts is None:
+            return ()
+        texts, w1, b1, w2, b2, codes = (parts[name].x for name in self.names)
+        activation = context.config.get("hidden_act")
+        if activation not in ACTIVATIONS:
+            raise FormatError(
+                f"{context.config.path}: hidden_act is {short(activation)}; supported are {', '.join(ACTIVATIONS)}",
+                "QK-E305",
+            )
+        chain = texts.shape[1:] == w1.shape[1:] and w2.shape[1:] == b1.shape == w1.shape[:1]
+        if not chain or not w2.shape[:1] == b2.shape == codes.shape[1:]:
+            raise context.fail(tensor, "text_embedding, text_projection and codec_embedding do not match in shape")
+        folded = Linear(Linear(texts, w1, b1, activation), w2, b2)
+        return (replace(tensor, x=concatenate((folded, codes)), name_in_file="token_embd.weight"),)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen3TTSForConditionalGeneration": Architecture(
+        "qwen3tts",
+        stored=(Drop(r"^(?!talker\.)|^talker\.code_predictor\."), Rename(r"^talker\.", "")),
+        rules=(_FoldEmbeddings(), Rename(r"^codec_head\.", "lm_head.")),
+        keys=(
+            Computed("tokenizer.ggml.suppress_tokens", _suppressed, "array"),
+            Computed("tokenizer.ggml.eos_token_id", _end_of_speech),
+            Always("tokenizer.ggml.add_eos_token", False, "flag"),
+        ),
+        vocab=_write_vocab,
+        patch_config=_use_talker,
+    ),
+}
+
+
+# --- Encoders --------------------------------------------------------------------------------------------------------
 
 
 def _read_config(config: Config) -> Json:

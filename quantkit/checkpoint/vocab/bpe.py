@@ -27,6 +27,11 @@ from quantkit.checkpoint.vocab.tokenizer import (
 from quantkit.errors import FormatError
 
 NONE: Mapping[str, str] = MappingProxyType({})
+#: The special tokens of GLM 4.5 and later (TextModel._set_vocab_glm), and of GLM 4 (TextModel._set_vocab_glmedge).
+GLM_SPECIAL = MappingProxyType({"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"})
+GLM_4_SPECIAL = MappingProxyType(
+    {"eos": "<|endoftext|>", "eot": "<|user|>", "unk": "<|endoftext|>", "bos": "<|endoftext|>"}
+)
 
 
 def bpe_tokens(v: Vocabulary, as_listed: bool = False) -> tuple[list[str], list[int]]:

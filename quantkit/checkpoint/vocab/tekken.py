@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from typing import Any
 
 import regex
 
 from quantkit.checkpoint.config import Json, read_json
+from quantkit.checkpoint.templates import TEMPLATES
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT
-from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens, write_template
+from quantkit.checkpoint.vocab.sentencepiece import read_model
+from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens, template_file, write_template
 from quantkit.checkpoint.vocab.tiktoken import merge_token, to_letters
-from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, Vocabulary
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, UNKNOWN, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -82,8 +85,67 @@ def write_tekken(v: Vocabulary) -> None:
     keys.u32(".vocab_size", size)
     keys.flag("tokenizer.ggml.add_bos_token", True)
     keys.flag("tokenizer.ggml.add_eos_token", False)
+    if v.config.is_native:
+        _write_native_template(v, str(config.get("version")), "tekken")
+        return
     template = _TEMPLATES.get(str(config.get("version")))
     write_template(keys, template if template is not None else _own_template(v))
+
+
+#: The templates of SentencePiece's models, by the version of the tokenizer.
+_PIECE_TEMPLATES = {"v1": "mistral-v1", "v3": "mistral-v3", "v7": "mistral-v7"}
+#: Names of such a model: a version may end by that of its images.
+_PIECE_FILE = re.compile(r".*\.model(?:\.(v1|v2|v3|v7|v11|v13|v15)(?:m\d+)?)?")
+
+
+def write_native(v: Vocabulary) -> None:
+    """Write the vocabulary of a checkpoint in Mistral's own format: tekken.json, else a model of SentencePiece.
+
+    The chat template is chat_template.jinja, else one that convert_hf_to_gguf.py has for the tokenizer's version.
+    """
+    if v.has(FILE):
+        write_tekken(v)
+        return
+    names = sorted(path.name for path in v.folder.glob("*.model*") if _PIECE_FILE.fullmatch(path.name))
+    if not names:
+        raise FormatError(f"{v.folder}: has neither {FILE} nor tokenizer.model.VERSION: no vocabulary", "QK-E114")
+    match = _PIECE_FILE.fullmatch(names[-1])
+    pieces, path, keys = read_model(v.folder / names[-1]).pieces, v.folder / names[-1], v.keys
+    v.source = f"quantkit does not run SentencePiece, which {names[-1]} needs"
+    ids = {piece.text: i for i, piece in reversed(list(enumerate(pieces)))}
+    unknown = next((i for i, piece in enumerate(pieces) if piece.type == UNKNOWN), None)
+    if unknown is None or "<s>" not in ids or "</s>" not in ids:
+        raise FormatError(f"{path}: has no pieces <unk>, <s> and </s>", "QK-E114")
+    keys.text("tokenizer.ggml.model", "llama")
+    keys.u32("tokenizer.ggml.bos_token_id", ids["<s>"])
+    keys.u32("tokenizer.ggml.eos_token_id", ids["</s>"])
+    keys.u32("tokenizer.ggml.unknown_token_id", unknown)
+    keys.u32("tokenizer.ggml.padding_token_id", ids.get("<pad>", ids["</s>"]))
+    keys.array("tokenizer.ggml.tokens", [piece.text for piece in pieces])
+    keys.array("tokenizer.ggml.scores", [piece.score for piece in pieces])
+    keys.array("tokenizer.ggml.token_type", [piece.type for piece in pieces])
+    keys.u32(".vocab_size", len(pieces))
+    keys.flag("tokenizer.ggml.add_bos_token", True)
+    keys.flag("tokenizer.ggml.add_eos_token", False)
+    _write_native_template(v, (match[1] if match else None) or "v1", "pieces")
+
+
+def _write_native_template(v: Vocabulary, version: str, kind: str) -> None:
+    """Set the chat template of a checkpoint in Mistral's own format, if it has one, or llama.cpp's for its version."""
+    if v.has("chat_template.jinja"):
+        write_template(v.keys, template_file(v.folder), "chat_template.jinja")
+        return
+    if not v.community_template:
+        return
+    names = {**(_TEMPLATES if kind == "tekken" else _PIECE_TEMPLATES)}
+    names |= {key: TEMPLATES[f"mistral-{key}"] for key in ("v11", "v13")}
+    if version not in names:
+        raise FormatError(
+            f"{v.folder}: has no chat_template.jinja, and there is no other template for a tokenizer of version "
+            f"{short(version)}: download the file, or use --disable-mistral-community-chat-template",
+            "QK-E114",
+        )
+    write_template(v.keys, names[version])
 
 
 def _ids(v: Vocabulary, pattern: Any, ranks: dict[bytes, int], n: int) -> list[int]:

@@ -84,6 +84,8 @@ class Vocabulary:
         self.pre = pre
         #: Returns the test text and its ids from the files that were read, or the reason why quantkit cannot run them;
         #: set by the writer.
+        #: Of Mistral's own format: llama.cpp's chat template is used if the checkpoint has none.
+        self.community_template = True
         self.source: Callable[[], tuple[str, list[int]]] | str = "quantkit cannot run its tokenizer"
 
     def has(self, name: str) -> bool:
@@ -461,6 +463,12 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
 def dump(value: Json) -> str:
     """Return an object as canonical JSON."""
     return json.dumps(value, sort_keys=True)
+
+
+def write_none(v: Vocabulary) -> None:
+    """Set that a model has no vocabulary (TextModel._set_vocab_none)."""
+    v.source = "the model has no vocabulary"
+    v.keys.text("tokenizer.ggml.model", "none")
 
 
 @dataclass(frozen=True)
