@@ -5,7 +5,7 @@ Facts of llama.cpp b11434, conversion/granite.py and conversion/mamba.py (Mamba2
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
@@ -39,12 +39,59 @@ def drop_head_dim(config: Config) -> None:
     config.values.pop("head_dim", None)
 
 
+@dataclass(frozen=True)
+class Projector:
+    """A projector of Granite 4 Vision: the layer of the text model that gets its output, the layer of the encoder that
+    it reads, its kind and its number in the checkpoint."""
+
+    target: int
+    layer: int
+    kind: str
+    number: int
+
+
+def projectors(config: Config) -> list[Projector]:
+    """Return the projectors in the order of the layers of the text model that get their outputs."""
+    text_layers, layers = (config.table(part)["num_hidden_layers"] for part in ("text_config", "vision_config"))
+
+    def positive(layer: int, count: int) -> int:
+        return layer + count if layer < 0 else layer
+
+    rows = [
+        Projector(positive(target, text_layers), positive(layer, layers), "layerwise", number)
+        for number, (layer, target) in enumerate(sorted(config.get("deepstack_layer_map", []) or []))
+    ]
+    spatial_layer = positive(config.get("spatial_vision_layer", -1), layers)
+    rows += [
+        Projector(target, spatial_layer, "spatial", number)
+        for number, target in enumerate(config.get("spatial_target_layers", []) or [])
+    ]
+    return sorted(rows, key=lambda projector: projector.target)
+
+
+def _deepstack_mapping(config: Config) -> list[int] | None:
+    """Return the number of the projector whose output each layer adds, -1 for none; that of the first is the input."""
+    if not (config.get("spatial_target_layers") or config.get("deepstack_layer_map")):
+        return None
+    mapping = [-1] * config.layers
+    for number, projector in enumerate(projectors(config)):
+        if not 0 <= projector.target < len(mapping):
+            raise FormatError(
+                f"{config.path}: a projector's output is for layer {projector.target}; there are {len(mapping)} layers",
+                "QK-E112",
+            )
+        if number:
+            mapping[projector.target] = number
+    return mapping
+
+
 GRANITE_KEYS: tuple[SetKeys, ...] = (
     *llama.LLAMA_KEYS,
     Copied(".attention.scale", "attention_multiplier", "f32", unless_zero=True),
     Copied(".embedding_scale", "embedding_multiplier", "f32", unless_zero=True),
     Copied(".residual_scale", "residual_multiplier", "f32", unless_zero=True),
     Copied(".logit_scale", "logits_scaling", "f32", unless_zero=True),
+    Computed(".deepstack_mapping", _deepstack_mapping, "array"),
 )
 
 MOE_KEYS: tuple[SetKeys, ...] = (

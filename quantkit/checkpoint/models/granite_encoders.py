@@ -23,6 +23,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
+from quantkit.checkpoint.models.granite import projectors
 from quantkit.checkpoint.rules import Drop, Split, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
@@ -102,36 +103,6 @@ _SPEECH = Mmproj(
 # --- Granite 4 Vision -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Projector:
-    """A projector: the layer of the encoder that it reads, its kind and its number in the checkpoint."""
-
-    layer: int
-    kind: str
-    number: int
-
-
-def _projectors(config: MmprojConfig) -> list[_Projector]:
-    """Return the projectors in the order of the layers of the text model that get their outputs."""
-    model = config.model
-    text_layers, layers = model.table("text_config")["num_hidden_layers"], config.vision.number("num_hidden_layers")
-
-    def positive(layer: int, count: int) -> int:
-        return layer + count if layer < 0 else layer
-
-    pairs = enumerate(sorted(model.get("deepstack_layer_map", []) or []))
-    targets = [
-        (positive(target, text_layers), _Projector(positive(layer, layers), "layerwise", i))
-        for i, (layer, target) in pairs
-    ]
-    spatial_layer = positive(model.get("spatial_vision_layer", -1), layers)
-    targets += [
-        (target, _Projector(spatial_layer, "spatial", i))
-        for i, target in enumerate(model.get("spatial_target_layers", []) or [])
-    ]
-    return [item for _, item in sorted(targets, key=lambda pair: pair[0])]
-
-
 def _set_windows(keys: Keys, config: MmprojConfig) -> None:
     """Set the sides of windows and of the queries in them: downsample_rate is "queries/window"."""
     rate = config.model["downsample_rate"]
@@ -156,7 +127,7 @@ class _NumberProjectors(OneWayRule):
         if match is None:
             return None
         assert isinstance(context.config, MmprojConfig)
-        names = [(item.kind, str(item.number)) for item in _projectors(context.config)]
+        names = [(item.kind, str(item.number)) for item in projectors(context.config.model)]
         if (match[2], match[3]) not in names:
             return None
         number = names.index((match[2], match[3]))
@@ -173,10 +144,10 @@ _VISION = Mmproj(
         USE_GELU,
         EncoderKey(".vision.preproc_image_size", "image_size", default=384),
         _set_windows,
-        Key(".vision.feature_layer", lambda config: [item.layer for item in _projectors(config)], "array"),
+        Key(".vision.feature_layer", lambda config: [item.layer for item in projectors(config.model)], "array"),
         Key(
             ".vision.projector.spatial_offsets",
-            lambda config: [item.number if item.kind == "spatial" else -1 for item in _projectors(config)],
+            lambda config: [item.number if item.kind == "spatial" else -1 for item in projectors(config.model)],
             "array",
         ),
         Key(".vision.image_grid_pinpoints", _grid, "array"),
