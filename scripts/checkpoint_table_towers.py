@@ -144,6 +144,9 @@ _LINEAR: Json = {
     "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 _QWEN35_MIXTURE = MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 
+#: Projections of the text model.
+_TEXT_MATRICES = r"language_model.*_proj\.weight$"
+
 _QWEN_ROWS = (
     stand_in("mm-qwen2-vl", "Qwen2VLForConditionalGeneration", TEXT | MROPE | {
         "model_type": "qwen2_vl", "vision_config": _QWEN2_VISION, "vision_start_token_id": 579},
@@ -187,6 +190,43 @@ _QWEN_ROWS = (
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
             "modules_to_not_convert": ["model.visual", "lm_head"]}},
         quantized={"method": "fp8", "block": [32, 32], "dtype": "BF16", "targets": r"language_model.*_proj\.weight$"}),
+    # The towers in FP8, too.
+    model("mm-qwen3-vl-fp8-towers", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+            "modules_to_not_convert": ["lm_head"]}},
+        quantized={"method": "fp8", "block": [32, 32], "dtype": "BF16",
+                   "targets": r"(_proj|attn\.(qkv|proj)|linear_fc[12])\.weight$"}),
+    # The text model in NVFP4, and in int4 of three programs, beside plain towers.
+    model("mm-qwen3-vl-nvfp4", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES | {
+        "hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["model.visual*"]}}},
+        vocab=QWEN, config={"quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.visual*", "lm_head"]}},
+        quantized={"method": "nvfp4", "packed": False, "targets": _TEXT_MATRICES}),
+    model("mm-qwen3-vl-int4", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "ignore": ["lm_head", "re:.*visual.*"], "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": {
+                    "num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group",
+                    "dynamic": False, "actorder": None, "block_structure": None},
+                "input_activations": None, "output_activations": None}}}},
+        quantized={"method": "packed", "bits": 4, "group": 32, "targets": _TEXT_MATRICES}),
+    model("mm-qwen3-vl-gptq", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True,
+            "checkpoint_format": "gptq"}},
+        quantized={"method": "gptq", "bits": 4, "group": 32, "targets": _TEXT_MATRICES}),
+    model("mm-qwen3-vl-awq", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+            "modules_to_not_convert": ["visual"]}},
+        quantized={"method": "awq", "group": 32, "targets": _TEXT_MATRICES}),
     model("mm-qwen3.5", "Qwen3_5ForConditionalGeneration", 5, {
         "text_config": NARROW | HEAD | _LINEAR | MROPE_5, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES,
         vocab=QWEN | {"pre": "qwen35"}, options=("--no-nextn",), f32=(".A_log",)),

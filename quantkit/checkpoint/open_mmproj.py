@@ -14,9 +14,9 @@ from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import CLIP, Mmproj, MmprojConfig, forced_type
-from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config
+from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config, of_blocks
 from quantkit.checkpoint.policy import OutType, find_outtype
-from quantkit.checkpoint.quantized import decode_tensors
+from quantkit.checkpoint.quantized import block_type_of, decode_tensors
 from quantkit.checkpoint.registry import find_mmproj
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, apply_rules, named_tensors
@@ -55,6 +55,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
         outtype = find_outtype(options.outtype, stored.values())
         parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
         tensors = converted_tensors(_forced(parts, row, outtype), context.names, outtype, options.exact, False)
+        outtype = of_blocks(outtype, block_type_of(config))
         keys = Keys(CLIP, config.path, file_type=outtype.file_type)
         count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in tensors)
         general = read_general(path, count, model_name=options.model_name, metadata=options.metadata)
