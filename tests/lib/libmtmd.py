@@ -1,11 +1,13 @@
 """Embeddings of images and sounds from libmtmd.so of llama.cpp b11434, each in a process of its own.
 
     python tests/lib/libmtmd.py MMPROJ TEXT OUT.npz --lib DIR
+    python tests/lib/libmtmd.py MMPROJ - - --lib DIR
 
 MMPROJ is an mmproj file, TEXT the text model that it belongs to. OUT gets float32 arrays [tokens, n] by the name of the
 input, of what the file has towers for: ``image``, an image of random pixels, and ``audio``, a random sound; n is
-llama_model_n_embd_inp of the text model. ``Libmtmd`` starts this file once; it loads the library and forks for every
-call, as libllama.py does. Files that the library refuses, or crashes on, are a ``LibllamaError`` with its output.
+llama_model_n_embd_inp of the text model. The second command only opens MMPROJ. ``Libmtmd`` starts this file once; it
+loads the library and forks for every call, as libllama.py does. Files that the library refuses, or crashes on, are a
+``LibllamaError`` with its output.
 
 The structs are those of tools/mtmd/mtmd.h at b11434, checked against the library's defaults.
 """
@@ -53,6 +55,12 @@ class Libmtmd:
         question = (peer(self.lib), Path(__file__), Path(libllama.__file__), self.threads, mmproj, text)
         with np.load(io.BytesIO(answer(lambda: self._encode(mmproj, text), *question))) as arrays:
             return dict(arrays)
+
+    def opens(self, mmproj: Path) -> bool:
+        """Return whether the library opens a file, without a text model. Uncached."""
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = [str(mmproj), "-", "-"]
+            return _server(self.lib.resolve()).run(arguments, Path(folder, "log"), self.timeout) == 0
 
     def _encode(self, mmproj: Path, text: Path) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
@@ -138,11 +146,12 @@ class Mtmd:
             function = getattr(self.c, name)
             function.restype, function.argtypes = result, arguments
 
-    def open(self, mmproj: Path, text: Path, threads: int) -> None:
-        """Open both files; exits if the library refuses one."""
-        model = open_model(self.llama, text)
-        self.llama.c.llama_model_n_embd_inp.argtypes = [c_void_p]
-        self.width = int(self.llama.c.llama_model_n_embd_inp(model))
+    def open(self, mmproj: Path, text: Path | None, threads: int) -> None:
+        """Open both files, or only the first; exits if the library refuses one."""
+        model = None if text is None else open_model(self.llama, text)
+        if model is not None:
+            self.llama.c.llama_model_n_embd_inp.argtypes = [c_void_p]
+            self.width = int(self.llama.c.llama_model_n_embd_inp(model))
         params = defaults(self.c.mtmd_context_params_default, ContextParams, DEFAULTS)
         for name, value in {"use_gpu": False, "n_threads": threads, "warmup": False, "flash_attn_type": 0}.items():
             setattr(params, name, value)
@@ -192,8 +201,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(mtmd: Mtmd, options: argparse.Namespace) -> None:
-    """Encode the inputs, and write their embeddings."""
-    mtmd.open(options.mmproj, options.text, options.threads)
+    """Encode the inputs, and write their embeddings; without a text model, only open the file."""
+    text = None if str(options.text) == "-" else options.text
+    mtmd.open(options.mmproj, text, options.threads)
+    if text is None:
+        return
     embeddings = {kind: mtmd.encode(kind, bitmap) for kind, bitmap in mtmd.bitmaps()}
     with options.out.open("wb") as file:
         np.savez(file, **embeddings)
