@@ -200,6 +200,9 @@ def replace_file(checkpoint: Path, folder: Path, file: str, text: str | None) ->
         ("preprocessor_config.json", '{"image_mean": "x", "image_std": [1]}', "QK-E112 image_mean"),
         ("processor_config.json", "{", "QK-E111 processor_config.json"),
         ("processor_config.json", '{"image_processor": {"image_std": null}}', "QK-E112 image_std"),
+        ("preprocessor_config.json", '{"image_mean": [1e999, 0, 0], "image_std": [1, 1, 1]}', "QK-E112 image_mean"),
+        ("preprocessor_config.json", "\0", "QK-E111 preprocessor_config.json"),
+        ("config.json", '{"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": 3}', "QK-E112"),
     ],
 )
 def test_a_broken_preprocessor_is_one_error(
@@ -207,6 +210,26 @@ def test_a_broken_preprocessor_is_one_error(
 ) -> None:
     with refuses(FormatError, refusal):
         plan_mmproj(replace_file(checkpoint, tmp_path, file, text), tmp_path)
+
+
+@with_checkpoint("mm-qwen2-vl")
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
+def test_encoders_cut_by_a_shard_are_one_error(damage: str, name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """The encoders are in both shards."""
+    shutil.copytree(checkpoint, copy := tmp_path / "copy")
+    shard = copy / "model-00002-of-00002.safetensors"
+    data = shard.read_bytes()
+    assert b'"visual.' in data
+    assert b'"visual.' in (copy / "model-00001-of-00002.safetensors").read_bytes()
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(b"" if damage == "empty" else data[:-1])
+    with refuses(FormatError, "QK-E103|QK-E104", shard.name):
+        plan_mmproj(copy, tmp_path / "out.gguf")
+    result = convert(copy, tmp_path / "text.gguf", "Q4_0", "--pre", "qwen2", "--mmproj")
+    assert result.exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 @with_checkpoint("mm-qwen2-vl")
