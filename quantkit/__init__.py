@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from quantkit.convert import ConvertOptions, convert, convert_mmproj, plan_convert, plan_mmproj
     from quantkit.cook import cook, plan_cook
     from quantkit.doctor import doctor
+    from quantkit.edit import EditOptions, edit, plan_edit
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
     from quantkit.formats.covariance import Covariances
     from quantkit.formats.gguf import Field, ValueType
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
+    from quantkit.hash import check_sums, hash, write_sums
     from quantkit.imatrix import convert_imatrix, diff_imatrix, imatrix, merge_imatrix, show_imatrix
     from quantkit.imatrix.covariance import covariance
     from quantkit.inspect import inspect
@@ -47,11 +49,13 @@ if TYPE_CHECKING:
     from quantkit.report import ReportOptions, report
     from quantkit.search import search, search_front
     from quantkit.sensitivity import read_sensitivity, sensitivity
+    from quantkit.split import join, plan_join, plan_split, split
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
 
 __all__ = [
     "ConvertOptions",
     "Covariances",
+    "EditOptions",
     "ExportOptions",
     "Field",
     "GGUFFile",
@@ -66,6 +70,7 @@ __all__ = [
     "__version__",
     "bench",
     "calibration",
+    "check_sums",
     "compare",
     "convert",
     "convert_mmproj",
@@ -77,11 +82,14 @@ __all__ = [
     "diff_imatrix",
     "diff_recipe",
     "doctor",
+    "edit",
     "errors",
     "evaluate",
     "export",
+    "hash",
     "imatrix",
     "inspect",
+    "join",
     "kernels",
     "kld",
     "lint_recipe",
@@ -96,8 +104,11 @@ __all__ = [
     "plan_convert_lora",
     "plan_mmproj",
     "plan_cook",
+    "plan_edit",
     "plan_export",
+    "plan_join",
     "plan_quantize",
+    "plan_split",
     "presets",
     "prune_cache",
     "quantize",
@@ -111,6 +122,7 @@ __all__ = [
     "show_cache",
     "show_imatrix",
     "show_recipe",
+    "split",
     "split_up_gate",
     "sweep_bench",
     "types",
@@ -118,6 +130,7 @@ __all__ = [
     "write_gguf",
     "write_imatrix",
     "write_recipe",
+    "write_sums",
 ]
 
 #: The module of every name above; "" for a module of this package.
@@ -125,6 +138,7 @@ _HOME = {
     **dict.fromkeys(("errors", "evaluate", "kernels", "recipes"), ""),
     "ConvertOptions": "options.convert",
     "Covariances": "formats.covariance",
+    "EditOptions": "options.edit",
     "ExportOptions": "options.export",
     "Field": "formats.gguf",
     "GGUFFile": "tensors",
@@ -138,6 +152,7 @@ _HOME = {
     "ValueType": "formats.gguf",
     "bench": "bench",
     "calibration": "calibration",
+    "check_sums": "hash",
     "compare": "compare",
     "convert": "convert",
     "convert_mmproj": "convert",
@@ -146,12 +161,15 @@ _HOME = {
     "convert_recipe": "recipes",
     "cook": "cook",
     "doctor": "doctor",
+    "edit": "edit",
     "covariance": "imatrix.covariance",
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",
     "export": "export",
+    "hash": "hash",
     "imatrix": "imatrix",
     "inspect": "inspect",
+    "join": "split",
     "kld": "evaluate",
     "lint_recipe": "recipes",
     "load": "model.engine",
@@ -165,8 +183,11 @@ _HOME = {
     "plan_convert_lora": "lora",
     "plan_mmproj": "convert",
     "plan_cook": "cook",
+    "plan_edit": "edit",
     "plan_export": "export",
+    "plan_join": "split",
     "plan_quantize": "quantize",
+    "plan_split": "split",
     "presets": "catalog",
     "prune_cache": "cache",
     "quantize": "quantize",
@@ -179,6 +200,7 @@ _HOME = {
     "show_cache": "cache",
     "show_imatrix": "imatrix",
     "show_recipe": "recipes",
+    "split": "split",
     "split_up_gate": "merge",
     "sweep_bench": "bench",
     "types": "catalog",
@@ -186,6 +208,7 @@ _HOME = {
     "write_gguf": "tensors",
     "write_imatrix": "formats.imatrix",
     "write_recipe": "recipes",
+    "write_sums": "hash",
 }
 
 

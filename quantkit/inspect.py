@@ -17,6 +17,7 @@ from typing import Any
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
+from quantkit.formats.gguf.rules import PADDING_KEY
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.names import tensor_class
@@ -297,6 +298,8 @@ def _facts(file: GGUFFile, architecture: str) -> Iterator[Fact]:
             yield Fact(label, key, item.value)
         elif item.count <= _MAX_PER_LAYER:
             yield Fact(label, key, None, tuple(Counter(item.value).items()))
+    if file.room:
+        yield Fact("room for edits", PADDING_KEY, file.room)
     vocabulary = file.fields.get("tokenizer.ggml.tokens")
     if vocabulary is not None:
         yield Fact("vocabulary", vocabulary.key, vocabulary.count)

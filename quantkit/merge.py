@@ -13,7 +13,7 @@ from typing import Unpack
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP
-from quantkit.formats.gguf import open_model
+from quantkit.formats.gguf import SPLIT_KEYS, open_model
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix
 from quantkit.formats.outputs import resolve_links
 from quantkit.html_table import HtmlTable, Table, table_of
@@ -25,8 +25,6 @@ from quantkit.pipeline.regroup import Decide, regroup
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.types import type_by_name
 from quantkit.version import __version__
-
-_SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def _plan(
         regrouped = regroup(opened, decide, verb, keep_split=keep_split)
         shards = regrouped.shards if split_max_size is None else None
         if shards is None:
-            regrouped.metadata.remove(*_SPLIT_KEYS)
+            regrouped.metadata.remove(*SPLIT_KEYS)
         for tensor in regrouped.tensors:
             if any(part.source.type is not tensor.type for part in tensor.parts):
                 check_importance(None, tensor.name, tensor.type)

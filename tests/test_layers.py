@@ -50,6 +50,9 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit": {
         **dict.fromkeys(("bench", "cache", "catalog", "tensors"), set[str]()),
         "doctor": {"bench"},
+        "edit": {"options"},
+        "hash": set(),
+        "split": {"quantize"},
         "calibration": set(),
         "compare": set(),
         "inspect": set(),

@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from quantkit.cli._json import JsonOutput, json_option
+from quantkit.cli._metadata_diff import describe_change, field_dict, key_name
 from quantkit.cli._options import (
     DiffError,
     GroupedCommand,
     echo_notes,
     json_value,
-    one_line,
     option,
     threads_option,
 )
@@ -28,20 +28,15 @@ from quantkit.compare import (
     ClassComparison,
     Comparison,
     ErrorOfB,
-    MetadataDifference,
     TensorComparison,
     compare,
 )
 from quantkit.errors import QuantkitError
-from quantkit.formats.gguf import Field, TensorInfo
-from quantkit.names import printable, shorten
+from quantkit.formats.gguf import TensorInfo
+from quantkit.names import printable
 from quantkit.units import format_shape, format_size
 
 _SCOPE, _OUT = "Comparison", "Output"
-#: Widest value, and widest name.
-_WIDTH, _NAME = 40, 64
-#: Longest array that is shown; of longer ones only the number of items.
-_MAX_ITEMS = 8
 
 
 @click.command("compare", cls=GroupedCommand)
@@ -137,55 +132,9 @@ def _metadata_lines(comparison: Comparison) -> Iterator[str]:
     ignored = f", {comparison.metadata_ignored} ignored" if comparison.metadata_ignored else ""
     yield f"metadata: {', '.join(counts)}{ignored}"
     for difference in sorted(differences, key=lambda d: ("changed", "added", "removed").index(d.kind)):
-        yield fold(f"  {difference.kind:<7}  {_name(difference.key)}: {_change(difference)}", 11)
-
-
-def _change(difference: MetadataDifference) -> str:
-    a, b = difference.a, difference.b
-    if a is None or b is None:
-        return _value(a or b)
-    if a.item_type is not None and a.item_type == b.item_type:
-        return _array_change(a, b)
-    if a.type == b.type and isinstance(a.value, str):
-        return _string_change(a.value, b.value)
-    if a.type == b.type:
-        # %.9g is unique for every float32; values that still look equal (NaN, -0) differ in bits.
-        return " -> ".join(f"{v:.9g}" if isinstance(v, float) else one_line(v) for v in (a.value, b.value))
-    return f"{a.describe()} {_value(a)} -> {b.describe()} {_value(b)}"
-
-
-def _value(item: Field | None) -> str:
-    if item is None:
-        return ""
-    if item.item_type is not None:
-        return item.describe() if item.count > _MAX_ITEMS else shorten(", ".join(map(_line, item.value)), 2 * _WIDTH)
-    return shorten(_line(item.value), 2 * _WIDTH)
-
-
-def _line(value: object) -> str:
-    return one_line(value[: 2 * _WIDTH] if isinstance(value, str) else value)
-
-
-def _string_change(a: str, b: str) -> str:
-    """Show two strings around their first difference."""
-    if max(len(a), len(b)) <= _WIDTH:
-        return f'"{printable(a)}" -> "{printable(b)}"'
-    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    start = max(0, position - _WIDTH // 4)
-    excerpts = [
-        shorten(printable(("…" if start else "") + text[start : start + 2 * _WIDTH]), _WIDTH) for text in (a, b)
-    ]
-    return f'"{excerpts[0]}" -> "{excerpts[1]}" (from character {position}; {len(a)} and {len(b)} characters)'
-
-
-def _array_change(a: Field, b: Field) -> str:
-    differ = [i for i, (x, y) in enumerate(zip(a.value, b.value, strict=False)) if x != y]
-    parts = [f"{a.count} items -> {b.count} items"] if a.count != b.count else []
-    if differ:
-        first = differ[0]
-        values = " -> ".join(shorten(one_line(f.value[first]), _WIDTH) for f in (a, b))
-        parts.append(f"{len(differ)} of {min(a.count, b.count)} items differ, the first is [{first}]: {values}")
-    return "; ".join(parts) or "items differ in bits only"
+        yield fold(
+            f"  {difference.kind:<7}  {key_name(difference.key)}: {describe_change(difference.a, difference.b)}", 11
+        )
 
 
 def _tensor_lines(comparison: Comparison, tensors: Sequence[TensorComparison], *, full: bool) -> Iterator[str]:
@@ -199,7 +148,7 @@ def _tensor_lines(comparison: Comparison, tensors: Sequence[TensorComparison], *
     shapes = [t for t in tensors if t.difference == "shape"]
     if shapes:
         yield "  of different shape:"
-        lines = [f"{_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
+        lines = [f"{key_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
         yield from format_list(lines, 4, full=full)
     weighted = [t.error.weighted for t in tensors if t.error is not None]
     if any(weighted) and not all(weighted):
@@ -209,16 +158,12 @@ def _tensor_lines(comparison: Comparison, tensors: Sequence[TensorComparison], *
         yield f"  no error for {n}: {note}"
 
 
-def _name(name: str) -> str:
-    return shorten(printable(name), _NAME)
-
-
 def _dims(tensor: TensorInfo) -> str:
     return format_shape(tensor.shape)
 
 
 def _tensor(tensor: TensorInfo) -> str:
-    return f"{_name(tensor.name)}: {_dims(tensor)} {tensor.type}, {format_size(tensor.nbytes)}"
+    return f"{key_name(tensor.name)}: {_dims(tensor)} {tensor.type}, {format_size(tensor.nbytes)}"
 
 
 def _percent(value: float) -> str:
@@ -237,14 +182,14 @@ def _errors(error: ErrorOfB | None) -> tuple[str, str, str]:
 
 
 def _tensor_table(tensors: Sequence[TensorComparison]) -> str:
-    rows = [(_name(t.name), t.types, t.difference or "identical", *_errors(t.error)) for t in tensors]
+    rows = [(key_name(t.name), t.types, t.difference or "identical", *_errors(t.error)) for t in tensors]
     return table(["tensor", "types", "differs in", *_ERRORS], rows, left=3)
 
 
 def _class_table(classes: Sequence[ClassComparison], total: ClassComparison) -> str:
     rows = [
         (
-            _name(c.name),
+            key_name(c.name),
             c.types,
             c.tensors,
             c.identical,
@@ -273,8 +218,7 @@ def _as_dict(comparison: Comparison) -> dict[str, Any]:
             "same": comparison.metadata_equal,
             "ignored": comparison.metadata_ignored,
             "differences": [
-                {"key": d.key, "kind": d.kind, "a": _field_dict(d.a), "b": _field_dict(d.b)}
-                for d in comparison.metadata
+                {"key": d.key, "kind": d.kind, "a": field_dict(d.a), "b": field_dict(d.b)} for d in comparison.metadata
             ],
         }
     if comparison.tensors is not None:
@@ -295,10 +239,6 @@ def _as_dict(comparison: Comparison) -> dict[str, Any]:
             for t in comparison.tensors
         ]
     return result
-
-
-def _field_dict(item: Field | None) -> dict[str, Any] | None:
-    return None if item is None else {"type": item.describe(), "value": json_value(item.value)}
 
 
 def _info_dict(t: TensorInfo) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from quantkit.cook.target_steps import (
 from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceError, os_error_code
 from quantkit.extras import CHAT, REPORT, SEARCH, Extra, MissingPackages, check_extras, missing_packages
 from quantkit.formats.gguf import open_model
-from quantkit.formats.outputs import check_apart, drop_lock, take_lock
+from quantkit.formats.locks import drop_lock, take_lock
+from quantkit.formats.outputs import check_apart
 from quantkit.formats.own_json import read_own_json
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.fallback import fallback_line

@@ -7,7 +7,6 @@ file of ``atomic_write`` appears completely or not at all: it is written as OUT.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import sys
@@ -20,6 +19,7 @@ from typing import BinaryIO, TextIO
 
 from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.gguf import parse_split_path, split_path
+from quantkit.formats.locks import drop_lock, take_lock
 from quantkit.formats.ranges import sync
 from quantkit.formats.remote import URL, located
 from quantkit.units import format_size
@@ -234,33 +234,6 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         drop_lock(lock_path(self.path), self._lock)
-
-
-def take_lock(path: Path) -> int:
-    """Create and lock a file until ``drop_lock``, or until the process ends;
-
-    return its descriptor. Raises BlockingIOError while another process holds it, OSError if it cannot be created.
-    """
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise
-        except OSError:  # a file system without locks
-            return lock
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(path)):
-                return lock
-        os.close(lock)  # its run has ended meanwhile and removed it
-
-
-def drop_lock(path: Path, lock: int) -> None:
-    """Remove a file that is locked, and end the lock."""
-    if os.fstat(lock).st_size == 0:  # otherwise it is a user's file of this name
-        path.unlink(missing_ok=True)
-    os.close(lock)
 
 
 @contextmanager

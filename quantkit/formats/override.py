@@ -10,15 +10,16 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.formats.outputs import read_whole
 
-_OVERRIDE_TYPES = {
+#: Value types by their names in KEY=TYPE:VALUE; an int is as wide as it needs to be.
+VALUE_TYPES = {
     "int": ValueType.UINT32,
     "float": ValueType.FLOAT32,
     "bool": ValueType.BOOL,
     "str": ValueType.STRING,
 }
 #: GGUF's value types by name, for keys that need a particular type.
-_OVERRIDE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
-_OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
+VALUE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
+VALUE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
 _OVERRIDE = re.compile(r"([^=]+)=([a-z0-9]+):(.*)", re.DOTALL)
 #: The largest text file of a value; chat templates have some kilobytes.
 _MAX_BYTES = 16 << 20
@@ -46,7 +47,7 @@ def parse_override(text: str) -> Field:
     key = match[1]
     kind = match[2]
     value = match[3]
-    value_type = _OVERRIDE_TYPES.get(kind)
+    value_type = VALUE_TYPES.get(kind)
     if value_type is None:
         raise RecipeError(
             f"--override-kv {key}: unknown type {kind!r}; use int, float, bool, str or u8 .. f64", "QK-E203"
@@ -75,7 +76,7 @@ def _override(key: str, kind: str, value_type: ValueType, value: str) -> Field:
 def override_file(text: str) -> Path | None:
     """Return the file whose text ``--override-kv KEY=str:@FILE`` stores; None if the option holds the value itself."""
     match = _OVERRIDE.fullmatch(text)
-    return _file_of(match[3]) if match and _OVERRIDE_TYPES.get(match[2]) is ValueType.STRING else None
+    return _file_of(match[3]) if match and VALUE_TYPES.get(match[2]) is ValueType.STRING else None
 
 
 def _file_of(value: str) -> Path | None:

@@ -185,12 +185,12 @@ class Importance:
                 notes.append(f"has no entry and uses that of {entry} ({quality}: {alias.reason})")
                 return self._row_importance(name, n_mat, n_in, entry, alias, notes)
             notes.append(f"cannot use {entry} ({alias.reason}): it has {size} values, not {_product(n_in, n_mat)}")
-        return RowImportance(name, n_mat, n_in, None, None, (*notes, "the importance matrix has no entry for it"))
+        return RowImportance(name, n_mat, n_in, None, None, (*notes, "no entry in the importance matrix"))
 
     def _own_importance(self, name: str, entry: str, n_mat: int, n_in: int) -> RowImportance:
         if not self._keeps(entry):
             option = "--include-weights" if self.include else "--exclude-weights"
-            return RowImportance(name, n_mat, n_in, None, None, (f"its entry is excluded by {option}",))
+            return RowImportance(name, n_mat, n_in, None, None, (f"excluded from the importance matrix by {option}",))
         size = self.imatrix.entries[entry].sums.size
         if size == n_mat * n_in:
             return self._row_importance(name, n_mat, n_in, entry, None, [])

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf import Field, ValueType
+from quantkit.formats.gguf import SPLIT_KEYS, Field, ValueType
 from quantkit.formats.imatrix import Imatrix
 from quantkit.names import file_name
 
@@ -114,7 +114,7 @@ def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field],
     """
     ftype_field = Field.of("general.file_type", ftype, ValueType.UINT32)
     metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
-    metadata.remove("split.no", "split.count", "split.tensors.count")
+    metadata.remove(*SPLIT_KEYS)
     fields = [*overrides, *extra]
     for field in [*fields, ftype_field] if metadata.ik else [ftype_field, *fields]:
         if field is not ftype_field or all(f.key != field.key for f in fields):

@@ -151,6 +151,7 @@ def plan_output(
     all_dims: bool = False,
     empty_first: bool = False,
     pad_header: bool = True,
+    split_keys: Callable[[int, int, int], list[Field]] = split_fields,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
 
@@ -169,6 +170,7 @@ def plan_output(
         empty_first: begin with a shard of metadata alone.
         all_dims: also write trailing dimensions of 1: see ``layout_gguf``.
         pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
+        split_keys: returns the keys of a shard, by its number, the number of shards and that of all tensors.
     """
     groups: list[list[OutputTensor]] = [[] for _ in range(empty_first)]
     groups += _groups(outputs, shard_of, split_max_size)
@@ -177,7 +179,7 @@ def plan_output(
     for no, group in enumerate(groups):
         # Existing split keys keep their place.
         entries = {field.key: field for field in (fields if no == 0 else ())}
-        entries |= {field.key: field for field in (split_fields(no, len(groups), n) if len(groups) > 1 else ())}
+        entries |= {field.key: field for field in (split_keys(no, len(groups), n) if len(groups) > 1 else ())}
         layout = layout_gguf(
             entries.values(), [(c.name, c.shape, c.type) for c in group], all_dims=all_dims, pad_header=pad_header
         )

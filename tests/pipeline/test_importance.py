@@ -200,7 +200,7 @@ def test_an_alias_of_wrong_size_is_skipped_and_reported() -> None:
 def test_tensors_without_an_alias(name: str) -> None:
     imatrix = matrix(ffn_up=entry(1, 4), ffn_up_exps=entry(1, 4), attn_qkv=entry(1, 4))
     result = Importance(imatrix).lookup(name, (4, 9))
-    assert (result.entry, result.notes) == (None, ("the importance matrix has no entry for it",))
+    assert (result.entry, result.notes) == (None, ("no entry in the importance matrix",))
 
 
 @pytest.mark.parametrize("halves", ["ffn_up_exps", "ffn_gate_exps"])
@@ -226,7 +226,7 @@ def test_filters_are_substrings_and_repeatable() -> None:
     assert Importance(imatrix, exclude=["ffn_up", "attn"]).names == (blk("ffn_down"),)
     assert Importance(imatrix).n_entries == 3
     result = Importance(imatrix, exclude=["attn"]).lookup(blk("attn_q"), (4, 9))
-    assert result.notes == ("its entry is excluded by --exclude-weights",)
+    assert result.notes == ("excluded from the importance matrix by --exclude-weights",)
 
 
 def test_filters_are_mutually_exclusive() -> None:
@@ -330,7 +330,7 @@ def test_coverage_lists_unknown_missing_and_aliased_entries() -> None:
         "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors that this model does not have, "
         "1 tensors quantized without importance",
         "blk.0.ssm_in.weight: the importance matrix has this entry, but the model has no such tensor",
-        "blk.0.ffn_down.weight: the importance matrix has no entry for it",
+        "blk.0.ffn_down.weight: no entry in the importance matrix",
         "blk.0.ffn_gate.weight: has no entry and uses that of blk.0.ffn_up.weight (exact: the same input)",
     ]
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.model import (
+    SPLIT_KEYS,
     GGUFFile,
     open_gguf,
     open_model,
@@ -41,6 +42,7 @@ from quantkit.formats.gguf.reader import TensorInfo
 from quantkit.formats.gguf.writer import Layout, layout_gguf, write_gguf
 
 __all__ = [
+    "SPLIT_KEYS",
     "Field",
     "GGUFFile",
     "Layout",

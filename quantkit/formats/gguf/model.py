@@ -21,7 +21,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
-from quantkit.formats.gguf.rules import short
+from quantkit.formats.gguf.rules import PADDING_KEY, short
 from quantkit.formats.ranges import U8, both_ends, read_range
 from quantkit.formats.remote import located
 
@@ -39,6 +39,7 @@ class GGUFFile:
         version: 2 or 3, of the first shard.
         alignment: the first shard's.
         fields: the first shard's metadata in file order, split.* included.
+        room: bytes that the first shard's header has for edits.
         tensors: by name, in the order of shards and, within one, of their infos.
 
     Closing is safe while views and fields are alive: each keeps its mapping.
@@ -48,7 +49,9 @@ class GGUFFile:
         self.paths: tuple[Path, ...] = tuple(s.path for s in shards)
         self.version: int = shards[0].version
         self.alignment: int = shards[0].alignment
-        self.fields: dict[str, Field] = shards[0].fields
+        fields = shards[0].fields
+        self.fields: dict[str, Field] = {key: field for key, field in fields.items() if key != PADDING_KEY}
+        self.room: int = len(fields[PADDING_KEY].raw) - 8 if PADDING_KEY in fields else 0
         self.tensors: dict[str, TensorInfo] = {t.name: t for s in shards for t in s.tensors}
         self._header_only = header_only
         self._grows = False
@@ -283,6 +286,10 @@ def parse_split_path(path: str | os.PathLike[str]) -> tuple[str, int, int] | Non
     """Return prefix, number (from 0) and count of a shard's path, None for another path."""
     match = re.fullmatch(r"(.+)-(\d{5,10})-of-(\d{5,10})\.gguf", os.fspath(path), re.DOTALL)
     return (match[1], int(match[2]) - 1, int(match[3])) if match else None
+
+
+#: The keys of shards.
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 def split_fields(no: int, count: int, n_tensors: int) -> list[Field]:

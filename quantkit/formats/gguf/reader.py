@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import FormatError, TypeNotSupported, os_error_code
-from quantkit.formats.files import hold, open_input
+from quantkit.formats.files import check_unchanged, hold, open_input
 from quantkit.formats.gguf.fields import SIZES, Field, ValueType, checked_alignment
+from quantkit.formats.gguf.header_journal import is_edited, settle
 from quantkit.formats.gguf.rules import (
     ALIGNMENT_KEY,
     MAGIC,
@@ -42,6 +43,9 @@ _OTHER_MAGICS = {
     b"tjgg": "a GGJT file of 2023: convert the model again",
     b"PK\x03\x04": "a zip archive",
 }
+
+#: Maximum number of reads of a file whose header other processes replace.
+_ATTEMPTS = 5
 
 _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
@@ -281,12 +285,7 @@ def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
     Of an object of a store only the beginning is read, in growing pieces until the header is complete.
     """
     if not isinstance(path, URL):
-        try:
-            path = hold(path)
-        except OSError as e:
-            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
-        view = map_file(path)
-        return _read_shard(_Cursor(path, view, len(view)), shard, header_only)
+        return _read_settled(path, shard, header_only)
     try:
         beginning, end = Prefix(path), 24
         while True:
@@ -298,6 +297,35 @@ def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
                 end = more.end
     except OSError as e:
         raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
+
+
+def _read_settled(path: Path, shard: int, header_only: bool) -> Shard:
+    """Read a local file; again if its header was replaced meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        settle(path)
+        try:
+            file = hold(path)
+        except OSError as e:
+            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
+        view = map_file(file)
+        try:
+            result = _read_shard(_Cursor(file, view, len(view)), shard, header_only)
+            check_unchanged([file])
+        except FormatError:
+            if attempt + 1 < _ATTEMPTS and _has_changed(file):
+                continue
+            raise
+        if not is_edited(path):
+            return result
+    raise FormatError(f"{path}: its header changes all the time; wait for the other process", "QK-E109")
+
+
+def _has_changed(path: Path) -> bool:
+    try:
+        check_unchanged([path])
+    except FormatError:
+        return True
+    return is_edited(path)
 
 
 def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:

@@ -10,6 +10,8 @@ from quantkit.types import TensorType
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
+#: A key whose text, spaces, keeps room for later edits: a header has no other place for them. Not metadata of a model.
+PADDING_KEY = "quantkit.pad"
 
 #: Longest key or tensor name in bytes: the specification's bound for keys.
 MAX_NAME = 65535

@@ -1,0 +1,145 @@
+"""The plan of an edit: which keys change, which files are written, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from quantkit.arguments import checked
+from quantkit.edit.changes import Change, Editor
+from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
+from quantkit.errors import RecipeError, ResourceError
+from quantkit.formats.gguf import Field, open_gguf, parse_split_path, split_path
+from quantkit.formats.gguf.header import Header
+from quantkit.formats.gguf.reader import read_shard
+from quantkit.formats.outputs import check_apart, resolve_links
+from quantkit.html_table import HtmlTable, Table, table_of
+from quantkit.options.edit import EditOptions
+
+#: Room for later edits in a file that is written again because a header grew, and the largest.
+DEFAULT_ROOM, MAX_ROOM = 64 << 10, 64 << 20
+#: File systems share blocks of this size: data that moves by a multiple of it need not be copied.
+_BLOCK = 4096
+
+
+class Method(Enum):
+    """How an edit is carried out."""
+
+    NOTHING = "nothing to do"
+    IN_PLACE = "in place"
+    REWRITE = "written again"
+    COPY = "copied"
+
+
+@dataclass(frozen=True)
+class EditPlan(HtmlTable):
+    """The plan of an edit.
+
+    Attributes:
+        sources: the shards of the model.
+        outputs: the file that each becomes; only the first changes, unless there is another output.
+        changes: the keys that change.
+        header: the new header of the first shard.
+        present: its present header.
+        nbytes: the bytes that are written.
+        notes: what could not be checked.
+    """
+
+    sources: tuple[Path, ...]
+    outputs: tuple[Path, ...]
+    changes: tuple[Change, ...]
+    method: Method
+    header: bytes
+    present: bytes
+    nbytes: int
+    notes: tuple[str, ...]
+
+    def as_table(self) -> Table:
+        """Return the changed keys with their values before and after."""
+        rows = [(c.key, *(None if f is None else str(f.value)[:80] for f in (c.before, c.after))) for c in self.changes]
+        return table_of("key, before, after", rows, f"{self.outputs[0]}: {self.method.value}")
+
+
+@checked
+def plan_edit(
+    source: str | Path,
+    output: str | Path | None = None,
+    options: EditOptions | None = None,
+    *,
+    reserve: int | None = None,
+    force: bool = False,
+) -> EditPlan:
+    """Plan an edit without writing anything; arguments and errors as for ``edit``."""
+    options = options or EditOptions()
+    if reserve is not None and not 0 <= reserve <= MAX_ROOM:
+        raise RecipeError(f"--reserve {reserve}: at most {MAX_ROOM >> 20} MiB can be reserved", "QK-E203")
+    with open_gguf(source) as model:
+        editor = Editor(Path(source), model.fields)
+        editor.apply(options)
+        changes = tuple(editor.changes())
+        notes: list[str] = []
+        if not force:
+            check_kinds(changes)
+            check_loading(model, editor.fields)
+            notes = check_templates(Path(source), changes, dict(token_texts(editor.fields)))
+        header = Header.from_shard(read_shard(model.paths[0], 0, header_only=True))
+        sources, room = tuple(map(Path, model.paths)), model.room
+    fields = list(editor.fields.values())
+    present = header.encode_present()
+    if output is not None:
+        outputs = _outputs(Path(output), len(sources))
+        check_apart(outputs, sources)
+        method, new = Method.COPY, header.encode(fields, room=room if reserve is None else reserve)
+    else:
+        _check_editable(Path(source))
+        outputs = (resolve_links(sources[0]),)
+        method, new = _choose_method(header, fields, bool(changes), reserve)
+    nbytes = 0 if method is Method.NOTHING else len(new)
+    if method in (Method.REWRITE, Method.COPY):
+        nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
+    return EditPlan(sources, outputs, changes, method, new, present, nbytes, tuple(notes))
+
+
+def _choose_method(header: Header, fields: list[Field], has_changes: bool, reserve: int | None) -> tuple[Method, bytes]:
+    """Return the method of a change under the same name, and the new header."""
+    if not has_changes and reserve is None:
+        return Method.NOTHING, header.encode_present()
+    data = header.encode_to_size(fields) if reserve is None else None
+    if data is not None:
+        return Method.IN_PLACE, data
+    return Method.REWRITE, _encode_aligned(header, fields, DEFAULT_ROOM if reserve is None else reserve)
+
+
+def _encode_aligned(header: Header, fields: list[Field], room: int) -> bytes:
+    """Return a header by which tensor data moves by whole blocks of the file system, with room unless it is 0."""
+    if not room:
+        return header.encode(fields)
+    data = header.encode(fields, room=room)
+    return header.encode(fields, room=room + (header.size - len(data)) % _BLOCK)
+
+
+def _outputs(output: Path, count: int) -> tuple[Path, ...]:
+    """Return the output of each shard."""
+    if count == 1:
+        return (resolve_links(output),)
+    split = parse_split_path(output)
+    if split is not None and split[1:] != (0, count):
+        raise RecipeError(f"{output}: the model has {count} shards: give a name without -00001-of-00002", "QK-E203")
+    prefix = str(output).removesuffix(".gguf") if split is None else split[0]
+    return tuple(resolve_links(split_path(prefix, i, count)) for i in range(count))
+
+
+def _check_editable(path: Path) -> None:
+    """Refuse to edit a file whose name is the digest of its content: one of a cache of the hub."""
+    real = resolve_links(path)
+    if path.is_symlink() and real.parent.name == "blobs":
+        raise ResourceError(
+            f"{path}: a link into a cache of the hub, whose files must not change: write another file with -o",
+            "QK-E403",
+        )
+    if real.is_file() and real.stat().st_nlink > 1:
+        raise ResourceError(
+            f"{path}: the file has several names (hard links), all of which would change: write another file with -o",
+            "QK-E403",
+        )
