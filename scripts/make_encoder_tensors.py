@@ -82,7 +82,7 @@ def main() -> None:
         row.append(kinds)
         print(name, projectors, len(kinds), "of", len({kind_of(tensor) for tensor in names}), flush=True)
     least = {
-        projector: sorted({tuple(sorted(row)) for row in rows if not any(other < row for other in rows)})
+        projector: sorted({tuple(sorted(row)) for row in rows if not any(subset < row for subset in rows)})
         for projector, rows in sorted(table.items())
     }
     lines = (f" {json.dumps(key)}: {json.dumps([' '.join(row) for row in rows])}" for key, rows in least.items())

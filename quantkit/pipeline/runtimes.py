@@ -138,9 +138,9 @@ def _check_encoders(fields: Mapping[str, Field], names: set[str], subject: str) 
     """Raise FormatError if the encoders of an mmproj file lack tensors."""
     missing, _ = missing_tensors({key: field.value for key, field in fields.items()}, names)
     if missing:
-        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        count = f" and {len(missing) - 1} others" if missing[1:] else ""
         raise FormatError(
-            f"{subject}: incomplete; its encoders lack {missing[0]}{others}; use --allow-incomplete to write the file "
+            f"{subject}: incomplete; its encoders lack {missing[0]}{count}; use --allow-incomplete to write the file "
             "anyway",
             "QK-E105",
         )

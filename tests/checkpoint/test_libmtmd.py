@@ -111,5 +111,5 @@ def test_the_library_encodes(name: str, other_text: Path, llama_bin: Path, tmp_p
 
 
 def test_every_class_is_encoded_or_refused_for_a_reason() -> None:
-    encoded = {EXPECTED[name]["class"] for name in CONVERTED if name not in REFUSED}
-    assert {row["class"] for row in EXPECTED.values()} - encoded == REFUSED_CLASSES
+    classes = {EXPECTED[name]["class"] for name in CONVERTED if name not in REFUSED}
+    assert {row["class"] for row in EXPECTED.values()} - classes == REFUSED_CLASSES

@@ -35,7 +35,7 @@ ROUNDED = {
 }
 
 #: Encoders in FP8, which the reference does not decode: their bytes are those of the decoded weights.
-DECODED = {"mm-qwen3-vl-fp8-towers"}
+FP8 = {"mm-qwen3-vl-fp8-towers"}
 #: Encoders of fewer layers than the converter writes for the only models.
 SHALLOW = {"mm-nemotron-nano-vl", "mm-radio", "mm-step3-vl", "mm-step3p7"}
 #: Mistral's own format (params.json), which is refused.
@@ -57,7 +57,7 @@ def with_checkpoint(*names: str) -> pytest.MarkDecorator:
     )
 
 
-@with_checkpoint(*(name for name in EXPECTED if name not in DECODED))
+@with_checkpoint(*(name for name in EXPECTED if name not in FP8))
 def test_the_bytes_are_the_references(name: str, checkpoint: Path, tmp_path: Path) -> None:
     row, wrong = EXPECTED[name], {}
     assert checkpoints.digest(checkpoint) == row["checkpoint"], "the reference converted another checkpoint"
@@ -77,10 +77,10 @@ def test_the_bytes_are_the_references(name: str, checkpoint: Path, tmp_path: Pat
     assert wrong == {}
 
 
-@with_checkpoint(*DECODED)
+@with_checkpoint(*FP8)
 def test_encoders_in_fp8_are_decoded(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    decoded = checkpoints.decode_weights(checkpoints.describe(name))
-    plain = checkpoints.write_description(decoded, tmp_path)
+    floats = checkpoints.decode_weights(checkpoints.describe(name))
+    plain = checkpoints.write_description(floats, tmp_path)
     actual, expected = (
         digests(convert_mmproj(folder, tmp_path / f"{i}.gguf", None, ConvertOptions(outtype="f16")).paths[0])
         for i, folder in enumerate((checkpoint, plain))

@@ -55,7 +55,7 @@ def mmproj(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def of(*names: str) -> pytest.MarkDecorator:
+def with_mmproj(*names: str) -> pytest.MarkDecorator:
     """Parametrize a test by checkpoints."""
     return pytest.mark.parametrize(("name", "mmproj"), [(n, n) for n in names], indirect=["mmproj"], ids=names)
 
@@ -69,7 +69,7 @@ def quantized(mmproj: Path, type_name: str) -> Path:
 
 
 @pytest.mark.peer
-@of(*NAMES)
+@with_mmproj(*NAMES)
 def test_bytes_are_those_of_llama_quantize(name: str, mmproj: Path, llama_bin: Path, tmp_path: Path) -> None:
     """All types of wide rows; each of the others has one of the three."""
     expected = tmp_path / "expected.gguf"
@@ -80,7 +80,7 @@ def test_bytes_are_those_of_llama_quantize(name: str, mmproj: Path, llama_bin: P
 
 
 @pytest.mark.peer
-@of(*ABORTED)
+@with_mmproj(*ABORTED)
 def test_files_on_which_llama_quantize_aborts_are_quantized(name: str, mmproj: Path, llama_bin: Path) -> None:
     out = mmproj.with_name("expected.gguf")
     answer = program_answer([llama_bin / "llama-quantize", mmproj, out, "Q8_0", "2"], [out])
@@ -106,7 +106,7 @@ def test_libmtmd_encodes_quantized_files(name: str, llama_bin: Path, tmp_path: P
         assert 0 < error < 0.01, kind
 
 
-@of("mm-qwen2-vl")
+@with_mmproj("mm-qwen2-vl")
 def test_encoders_have_no_importance_matrix(name: str, mmproj: Path) -> None:
     entry = ImatrixEntry(np.ones((1, 64), np.float32), np.array([1]))
     imatrix = mmproj.with_name("imatrix.gguf")
