@@ -32,7 +32,7 @@ from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
-from quantkit.pipeline.runtimes import check_complete
+from quantkit.pipeline.runtimes import check_complete, encoder_notes
 from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of, title_of
 from quantkit.types import TensorType
 from quantkit.unsupported_settings import unsupported_settings
@@ -172,7 +172,7 @@ def plan_mmproj(
     path = _output_path(opened, output, title_of(name, quantize_options))
     identity = f" intermediate {options.intermediate}"
     plan = plan_from(opened, path, name, quantize_options, reads=opened.files, identity=identity)
-    return replace(plan, notes=(*opened.notes, *plan.notes))
+    return _check_complete(replace(plan, notes=(*opened.notes, *plan.notes)), opened, options)
 
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:
@@ -198,9 +198,11 @@ def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertO
 
 def _check_complete(plan: Plan, opened: Checkpoint, options: ConvertOptions) -> Plan:
     """Return a plan of a whole model, or of a requested part. Raises FormatError for an incomplete model."""
-    if not options.allow_incomplete and not opened.kind:
-        check_complete({f.key: f for f in plan.fields}, plan.entries, str(opened.paths[0]))
-    return plan
+    fields = {f.key: f for f in plan.fields}
+    if not options.allow_incomplete and opened.kind in ("", "mmproj"):
+        check_complete(fields, plan.entries, str(opened.paths[0]))
+    notes = encoder_notes(fields, plan.entries) if opened.kind == "mmproj" else []
+    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def architectures() -> dict[str, str]:

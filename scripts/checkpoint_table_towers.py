@@ -72,9 +72,11 @@ def shapes_in(prefix: str, names: str) -> Shapes:
     return tensors
 
 
-def text_of(layers: str = NORMS + ATTENTION + DENSE, *, body: str = "model.", head: str | None = "") -> Shapes:
+def text_of(
+    layer: str = NORMS + ATTENTION + DENSE, *, layers: str = "0-1", body: str = "model.", head: str | None = ""
+) -> Shapes:
     """Return a text model of two layers; ``body`` and ``head``: what its names begin with."""
-    tensors = {name.replace("model.", body, 1): x for name, x in decoder({"0-1": layers}, head=False).items()}
+    tensors = {name.replace("model.", body, 1): x for name, x in decoder({layers: layer}, head=False).items()}
     return tensors if head is None else tensors | {f"{head}lm_head.weight": [640, 64]}
 
 
@@ -142,6 +144,9 @@ _LINEAR: Json = {
     "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 _QWEN35_MIXTURE = MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 
+#: Projections of the text model.
+_TEXT_MATRICES = r"language_model.*_proj\.weight$"
+
 _QWEN_ROWS = (
     stand_in("mm-qwen2-vl", "Qwen2VLForConditionalGeneration", TEXT | MROPE | {
         "model_type": "qwen2_vl", "vision_config": _QWEN2_VISION, "vision_start_token_id": 579},
@@ -185,6 +190,43 @@ _QWEN_ROWS = (
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
             "modules_to_not_convert": ["model.visual", "lm_head"]}},
         quantized={"method": "fp8", "block": [32, 32], "dtype": "BF16", "targets": r"language_model.*_proj\.weight$"}),
+    # The towers in FP8, too.
+    model("mm-qwen3-vl-fp8-towers", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+            "modules_to_not_convert": ["lm_head"]}},
+        quantized={"method": "fp8", "block": [32, 32], "dtype": "BF16",
+                   "targets": r"(_proj|attn\.(qkv|proj)|linear_fc[12])\.weight$"}),
+    # The text model in NVFP4, and in int4 of three programs, beside plain towers.
+    model("mm-qwen3-vl-nvfp4", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES | {
+        "hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["model.visual*"]}}},
+        vocab=QWEN, config={"quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.visual*", "lm_head"]}},
+        quantized={"method": "nvfp4", "packed": False, "targets": _TEXT_MATRICES}),
+    model("mm-qwen3-vl-int4", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "ignore": ["lm_head", "re:.*visual.*"], "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": {
+                    "num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group",
+                    "dynamic": False, "actorder": None, "block_structure": None},
+                "input_activations": None, "output_activations": None}}}},
+        quantized={"method": "packed", "bits": 4, "group": 32, "targets": _TEXT_MATRICES}),
+    model("mm-qwen3-vl-gptq", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True,
+            "checkpoint_format": "gptq"}},
+        quantized={"method": "gptq", "bits": 4, "group": 32, "targets": _TEXT_MATRICES}),
+    model("mm-qwen3-vl-awq", "Qwen3VLForConditionalGeneration", 4, {
+        "text_config": _QWEN3_TEXT, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES, vocab=QWEN,
+        config={"quantization_config": {
+            "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+            "modules_to_not_convert": ["visual"]}},
+        quantized={"method": "awq", "group": 32, "targets": _TEXT_MATRICES}),
     model("mm-qwen3.5", "Qwen3_5ForConditionalGeneration", 5, {
         "text_config": NARROW | HEAD | _LINEAR | MROPE_5, "vision_config": _QWEN3_VISION}, _QWEN3_IMAGES,
         vocab=QWEN | {"pre": "qwen35"}, options=("--no-nextn",), f32=(".A_log",)),
@@ -227,15 +269,16 @@ def add_prefix(prefix: str, tensors: Shapes) -> Shapes:
     return {prefix + name: shape for name, shape in tensors.items()}
 
 
-def _qwen3_omni(name: str, body: str) -> Row:
+def _qwen3_omni(name: str, body: str, deepstack: bool = True) -> Row:
     vision = _QWEN3_VISION | {"model_type": "qwen3_omni_moe_vision_encoder"}
+    vision |= {} if deepstack else {"deepstack_visual_indexes": []}
     audio = _QWEN3_AUDIO_CONFIG | {"model_type": "qwen3_omni_moe_audio_encoder", "encoder_layers": 3}
     config = _ROWS["qwen3-omni-moe"].args["thinker_config"] | {"vision_config": vision, "audio_config": audio}
     tensors = (
         shapes_in(f"{body}visual.blocks.{{0-2}}.", _QWEN3_BLOCKS)
         | shapes_in(f"{body}visual.", "patch_embed.proj:64x3x2x8x8+ pos_embed:36x64")
         | shapes_in(f"{body}visual.", "merger.ln_q:64+ merger.mlp.0:256x256+ merger.mlp.2:64x256+")
-        | shapes_in(f"{body}visual.merger_list.{{0-1}}.", "ln_q:256+ mlp.0:256x256+ mlp.2:64x256+")
+        | shapes_in(f"{body}visual.merger_list.{{0-1}}.", "ln_q:256+ mlp.0:256x256+ mlp.2:64x256+" if deepstack else "")
         | shapes_in("thinker.audio_tower.layers.{0-2}.", _WHISPER.replace("k_proj:64x64", "k_proj:64x64+"))
         | shapes_in("thinker.audio_tower.", _QWEN3_AUDIO)
     )
@@ -273,6 +316,8 @@ _OMNI_ROWS = (
     # The converter takes names of Qwen 3-VL's tower alone, real ones begin with thinker.
     _qwen3_omni("mm-qwen3-omni-moe", "model."),
     _qwen3_omni("mm-qwen3-omni-moe-thinker", "thinker."),
+    # libmtmd refuses embeddings of images that are longer than those of sounds, which every deepstack makes.
+    _qwen3_omni("mm-qwen3-omni-moe-flat", "model.", deepstack=False),
     stand_in("mm-qwen3-asr", "Qwen3ASRForConditionalGeneration", {
         "model_type": "qwen3_asr", "thinker_config": {
             "model_type": "qwen3_asr", "text_config": TEXT | HEAD | MROPE_5,
@@ -334,7 +379,7 @@ _MOBILE: Shapes = (
        " msfa.ffn.pw_exp.conv:64x64x1x1 msfa.ffn.pw_exp.bn:64 msfa.ffn.pw_proj.conv:64x64x1x1 msfa.ffn.pw_proj.bn:64"
        " msfa.norm:64")
     | shapes_in("model.vision_tower.timm_model.blocks.0.{0-1}.", "conv_exp:64x32x3x3 bn1:64 conv_pwl:32x64x1x1 bn2:32")
-    | shapes_in("model.vision_tower.timm_model.blocks.1.0.", "dw_start.conv:32x1x5x5 dw_start.bn:32 pw_exp.conv:64x32x1x1"
+    | shapes_in("model.vision_tower.timm_model.blocks.{1-3}.0.", "dw_start.conv:32x1x5x5 dw_start.bn:32 pw_exp.conv:64x32x1x1"
          " pw_exp.bn:64 dw_mid.conv:64x1x5x5 dw_mid.bn:64 pw_proj.conv:32x64x1x1 pw_proj.bn:32 layer_scale.gamma!:32")
     | shapes_in("model.vision_tower.timm_model.blocks.2.1.", "attn.query.proj:64x32x1x1 attn.key.proj:16x32x1x1"
          " attn.value.proj:16x32x1x1 attn.output.proj:32x64x1x1 attn.key.down_conv:32x1x3x3 attn.key.norm:32"
@@ -346,7 +391,8 @@ _GEMMA3N_FILES = {"preprocessor_config.json": {
     "feature_size": 16, "image_seq_length": 256}}  # fmt: skip
 
 
-def _gemma3n(name: str, norms: str) -> Row:
+def _gemma3n(name: str, norms: str = "", scales: bool = True) -> Row:
+    tower = {key: shape for key, shape in _MOBILE.items() if scales or "layer_scale" not in key}
     return stand_in(name, "Gemma3nForConditionalGeneration", {
         "model_type": "gemma3n", "text_config": {
             key: value for key, value in _GEMMA3N_TEXT.args.items() if key != "architectures"},
@@ -354,7 +400,7 @@ def _gemma3n(name: str, norms: str) -> Row:
                           "num_classes": 2, "vocab_size": 32, "vocab_offset": 608, "rms_norm_eps": 1e-6},
         "audio_config": {"model_type": "gemma3n_audio", "hidden_size": 64, "conf_num_hidden_layers": 2,
                          "conf_num_attention_heads": 4, "input_feat_size": 16, "vocab_size": 32, "vocab_offset": 576}},
-        _GEMMA3N_TEXT.more | _MOBILE | shapes_in("model.audio_tower.conformer.{0-1}.", _GEMMA3N_CONFORMER)
+        _GEMMA3N_TEXT.more | tower | shapes_in("model.audio_tower.conformer.{0-1}.", _GEMMA3N_CONFORMER)
         | shapes_in("model.audio_tower.subsample_conv_projection.", "conv_0.conv:16x1x3x3 conv_1.conv:8x16x3x3"
              " input_proj_linear:64x32" + norms)
         | shapes_in("model.embed_audio.", "embedding:32x64 hard_embedding_norm:64 soft_embedding_norm:64"
@@ -365,7 +411,7 @@ def _gemma3n(name: str, norms: str) -> Row:
 
 _GEMMA4_VISION: Json = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2,
+    "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 128, "pooling_kernel_size": 2,
 }  # fmt: skip
 _GEMMA4_TEXT: Json = NARROW | {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "hidden_size_per_layer_input": 0,
@@ -381,15 +427,17 @@ _GEMMA_ROWS = (
         "mm_tokens_per_image": 4}, {"preprocessor_config.json": {"image_mean": [0.1, 0.2, 0.3]},
         "processor_config.json": {"image_seq_length": 4, "image_processor": _HALF}}, vocab=GEMMA),
     # The converter's map lacks norms of the first convolutions, which real ones have.
-    _gemma3n("mm-gemma3n", ""),
+    _gemma3n("mm-gemma3n"),
     _gemma3n("mm-gemma3n-norms", " conv_0.norm:16 conv_1.norm:8"),
+    # The converter writes scales of layers with one axis, on which libmtmd aborts.
+    _gemma3n("mm-gemma3n-unscaled", scales=False),
     model("mm-gemma4", "Gemma4ForConditionalGeneration", 5, {
         "text_config": _GEMMA4_TEXT, "vision_config": _GEMMA4_VISION, "audio_config": None},
         {"processor_config.json": {"image_processor": _HALF | {"patch_size": 4, "max_soft_tokens": 70}}}, vocab=GEMMA4),
     model("mm-gemma4-audio", "Gemma4ForConditionalGeneration", 5, {
         "text_config": _GEMMA4_TEXT, "vision_config": _GEMMA4_VISION | {"standardize": True}, "audio_config": {
             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 64,
-            "subsampling_conv_channels": [32, 16], "input_feat_size": 128, "conv_kernel_size": 5}},
+            "subsampling_conv_channels": [128, 16], "input_feat_size": 128, "conv_kernel_size": 5}},
         {"processor_config.json": {"image_processor": _HALF | {"patch_size": 4}}}, vocab=GEMMA4, shards=2),
 )  # fmt: skip
 
@@ -533,8 +581,9 @@ _WIDELY_USED_ROWS = (
         "media_placeholder_token_id": 579, "vision_config": {
             "model_type": "moonvit", "patch_size": 4, "hidden_size": 64, "intermediate_size": 96,
             "num_attention_heads": 4, "num_hidden_layers": 3, "merge_kernel_size": [2, 2], "init_pos_emb_height": 8,
-            "init_pos_emb_width": 6}},
-        _KIMI_SHAPES | _MOONVIT | shapes_in("multi_modal_projector.", "pre_norm:64+ linear_1:256x256+ linear_2:64x256+"),
+            "init_pos_emb_width": 8}},
+        # libmtmd takes the square root of the number of positions.
+        _KIMI_SHAPES | _MOONVIT | shapes_in("vision_tower.", "patch_embed.pos_emb:8x8x64") | shapes_in("multi_modal_projector.", "pre_norm:64+ linear_1:256x256+ linear_2:64x256+"),
         preprocessor(_HALF, "", in_token_limit=4096, merge_kernel_size=[2, 2], patch_size=4, num_pooled_tokens=1024),
         f32=("e_score_correction_bias",), shards=2),
     stand_in("mm-kimi-k2.5", "KimiK25ForConditionalGeneration", {
@@ -595,10 +644,10 @@ _SMOL_IMAGES = preprocessor(_HALF, "SmolVLMImageProcessor", size={"longest_edge"
                             max_image_size={"longest_edge": 32}, do_image_splitting=True)  # fmt: skip
 _SMOL: Json = {"text_config": NARROW | {"model_type": "llama"}, "vision_config": _SIGLIP_CONFIG}
 _MINICPM: Json = {"vision_config": _SIGLIP_CONFIG | {
-    "model_type": "minicpmv4_6_vision", "image_size": 48, "insert_layer_id": 1, "layer_norm_eps": 1e-6}}  # fmt: skip
+    "model_type": "minicpmv4_6_vision", "image_size": 560, "insert_layer_id": 1, "layer_norm_eps": 1e-6}}  # fmt: skip
 _MINICPM_TOWER = (
     shapes_in("model.vision_tower.encoder.layers.{0-2}.", _SIGLIP)
-    | shapes_in("model.vision_tower.", "embeddings.patch_embedding:64x3x8x8+ embeddings.position_embedding:36x64"
+    | shapes_in("model.vision_tower.", "embeddings.patch_embedding:64x3x8x8+ embeddings.position_embedding:4900x64"
          " post_layernorm:64+")
     | shapes_in("model.vision_tower.vit_merger.", "layer_norm1:64+ self_attn.q_proj:64x64+ self_attn.k_proj:64x64+"
          " self_attn.v_proj:64x64+ self_attn.out_proj:64x64+ pre_norm:256+ linear_1:256x256+ linear_2:64x256+")
@@ -675,16 +724,16 @@ _SIGLIP_ROWS = (
 
 _WHISPER_CONFIG: Json = {
     "model_type": "whisper", "d_model": 64, "encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 96,
-    "num_mel_bins": 16, "max_source_positions": 50}  # fmt: skip
+    "num_mel_bins": 16, "max_source_positions": 1500}  # fmt: skip
 #: As transformers' configurations of sound encoders name it.
 _ENCODER_CONFIG: Json = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_mel_bins": 16,
-    "max_source_positions": 50}  # fmt: skip
+    "max_source_positions": 1500}  # fmt: skip
 _WHISPER_TOWER = shapes_in("layers.{0-2}.", _WHISPER) | shapes_in(
-    "", f"{_WHISPER_ENDS} embed_positions:50x64 layer_norm:64+"
+    "", f"{_WHISPER_ENDS} embed_positions:1500x64 layer_norm:64+"
 )
 _GRANITE_TEXT: Json = NARROW | {
-    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "rope_theta": 10000.0,
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True}  # fmt: skip
 _GRANITE_SPEECH: Json = {
     "text_config": _GRANITE_TEXT, "window_size": 4, "downsample_rate": 2, "has_lora_adapter": False, "encoder_config": {
@@ -708,17 +757,20 @@ _SOUND_ROWS = (
     model("mm-qwen2-audio", "Qwen2AudioForConditionalGeneration", 4, {
         "text_config": NARROW | {"model_type": "qwen2"}, "audio_config": {
             key: x for key, x in _WHISPER_CONFIG.items() if key != "model_type"}}, _WHISPER_FILES, vocab=QWEN),
+    # libmtmd pads stacks of frames as if their width were a power of two. If it is one, it gets one token more than it
+    # expects, and aborts.
     stand_in("mm-ultravox", "UltravoxModel", {
-        "model_type": "ultravox", "hidden_size": 64, "stack_factor": 8, "audio_config": _WHISPER_CONFIG,
+        "model_type": "ultravox", "hidden_size": 64, "stack_factor": 8, "audio_config": _WHISPER_CONFIG | {"d_model": 80},
         "text_config": TEXT | {"model_type": "llama"}, "projector_act": "swiglu", "projector_ln_mid": True},
-        add_prefix("audio_tower.", _WHISPER_TOWER) | shapes_in("multi_modal_projector.",
-            "ln_pre:512 linear_1:64x512 linear_2:64x32 ln_mid:32"), {"preprocessor_config.json": {
+        add_prefix("audio_tower.", {
+            name: [80 if n == 64 else n for n in shape] for name, shape in _WHISPER_TOWER.items()})
+        | shapes_in("multi_modal_projector.", "ln_pre:640 linear_1:64x640 linear_2:64x32 ln_mid:32"), {"preprocessor_config.json": {
             "feature_extractor_type": "WhisperFeatureExtractor"}}),
     stand_in("mm-glm-asr", "GlmasrModel", {
         "model_type": "Glmasr", "merge_factor": 4, "use_rope": True, "lm_config": TEXT | {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "whisper_config": _WHISPER_CONFIG},
         text_of() | add_prefix("audio_encoder.whisper.", _WHISPER_TOWER) | shapes_in("audio_encoder.",
-            "layer_norm:256+ adapting.0:128x256+ adapting.2:64x128+ audio_bos_eos_token:2x64"), _WHISPER_FILES,
+            "layer_norm:64+ adapting.0:128x256+ adapting.2:64x128+ audio_bos_eos_token:2x64"), _WHISPER_FILES,
         vocab=GLM),
     stand_in("mm-meralion2", "MERaLiON2ForConditionalGeneration", {
         "model_type": "meralion2", "hidden_size": 64, "speech_config": _WHISPER_CONFIG, "speech_mlp_scale_factor": 4,
@@ -728,7 +780,7 @@ _SOUND_ROWS = (
              "mlp_adapter.0:64x256+ gate_proj:64x64+ pool_proj:64x64+ out_proj:64x64+"), _WHISPER_FILES),
     model("mm-voxtral", "VoxtralForConditionalGeneration", 4, {
         "text_config": NARROW | HEAD | {"model_type": "llama"}, "audio_config": _ENCODER_CONFIG | {
-            "intermediate_size": 256}}, _WHISPER_FILES, vocab=TEKKEN, shards=2),
+            "hidden_size": 80, "intermediate_size": 320}}, _WHISPER_FILES, vocab=TEKKEN, shards=2),
     stand_in("mm-audio-flamingo3", "AudioFlamingo3ForConditionalGeneration", {
         "model_type": "audioflamingo3", "projector_hidden_act": "gelu", "projector_bias": True,
         "text_config": TEXT | {"model_type": "qwen2"}, "audio_config": _ENCODER_CONFIG | {
@@ -754,7 +806,7 @@ _SOUND_ROWS = (
         | shapes_in("lfm.layers.1.", "self_attn.q_proj:64x64 self_attn.k_proj:32x64 self_attn.v_proj:32x64"
              " self_attn.out_proj:64x64 self_attn.q_layernorm:16 self_attn.k_layernorm:16")
         | shapes_in("conformer.layers.{0-6}.", _CONFORMER + " self_attn.linear_q:64x64+ self_attn.linear_k:64x64+"
-             " self_attn.linear_v:64x64+ self_attn.linear_out:64x64+ self_attn.linear_pos:64x64"
+             " self_attn.linear_v:64x64+ self_attn.linear_out:64x64+ self_attn.linear_pos:64x512"
              " self_attn.pos_bias_u!:4x16 self_attn.pos_bias_v!:4x16 conv.batch_norm:64+"
              " conv.batch_norm.running_mean!:64 conv.batch_norm.running_var!:64"
              " conv.batch_norm.num_batches_tracked!:1")
@@ -790,7 +842,7 @@ _SOUND_ROWS = (
             "codec_language_id": {"english": 80, "german": 81}, "code_predictor_config": TEXT | HEAD | {
                 "vocab_size": 64, "num_code_groups": 16}}},
         shapes_in("speaker_encoder.", "blocks.0.conv:64x128x5+ blocks.{1-3}.tdnn1.conv:64x64x1+"
-           " blocks.{1-3}.res2net_block.blocks.{0-2}.conv:16x16x3+ blocks.{1-3}.tdnn2.conv:64x64x1+"
+           " blocks.{1-3}.res2net_block.blocks.{0-6}.conv:8x8x3+ blocks.{1-3}.tdnn2.conv:64x64x1+"
            " blocks.{1-3}.se_block.conv1:16x64x1+ blocks.{1-3}.se_block.conv2:64x16x1+ mfa.conv:96x192x1+"
            " asp.tdnn.conv:16x288x1+ asp.conv:96x16x1+ fc:64x192x1+")
         | shapes_in("talker.model.layers.{0-1}.", NORMS + ATTENTION + HEAD_NORMS + DENSE)
@@ -801,14 +853,14 @@ _SOUND_ROWS = (
              " small_to_mtp_projection:64x64+"), {
             "preprocessor_config.json": {"feature_extractor_type": "Qwen3TTSFeatureExtractor"}, "speech_tokenizer": {
                 "config.json": {"decoder_config": {
-                    "num_hidden_layers": 2, "upsampling_ratios": [2, 2], "upsample_rates": [8, 5, 4, 3]}}}},
+                    "num_hidden_layers": 8, "upsampling_ratios": [2, 2], "upsample_rates": [8, 5, 4, 3]}}}},
         vocab=QWEN, parts={"speech_tokenizer/model.safetensors": (
             shapes_in("decoder.quantizer.{rvq_first|rvq_rest}.", "input_proj:32x64x1 output_proj:64x32x1")
             | shapes_in("decoder.quantizer.rvq_first.vq.layers.0._codebook.", "embedding_sum!:16x32 cluster_usage!:16")
             | shapes_in("decoder.quantizer.rvq_rest.vq.layers.{0-14}._codebook.", "embedding_sum!:16x32 cluster_usage!:16")
             | shapes_in("decoder.", "pre_conv.conv:64x64x3+ pre_transformer.input_proj:64x64+"
                  " pre_transformer.output_proj:64x64+ pre_transformer.norm:64")
-            | shapes_in("decoder.pre_transformer.layers.{0-1}.", NORMS + ATTENTION + DENSE
+            | shapes_in("decoder.pre_transformer.layers.{0-7}.", NORMS + ATTENTION + DENSE
                  + " self_attn_layer_scale.scale!:64 mlp_layer_scale.scale!:64")
             | shapes_in("decoder.upsample.{0-1}.", "0.conv:64x64x2+ 1.dwconv.conv:64x1x7+ 1.norm:64+ 1.pwconv1:128x64+"
                  " 1.pwconv2:64x128+ 1.gamma!:64")
@@ -823,7 +875,7 @@ _SOUND_ROWS = (
 _SAM: Shapes = (
     shapes_in("model.sam_model.blocks.{0-3}.", "norm1:32+ norm2:32+ attn.qkv:96x32+ attn.proj:32x32+ attn.rel_pos_h!:7x8"
        " attn.rel_pos_w!:7x8 mlp.lin1:64x32+ mlp.lin2:32x64+")
-    | shapes_in("model.sam_model.", "pos_embed!:1x4x4x32 patch_embed.proj:32x3x8x8+ neck.0:32x32x1x1 neck.1:32+"
+    | shapes_in("model.sam_model.", "pos_embed!:1x4x4x32 patch_embed.proj:32x3x16x16+ neck.0:32x32x1x1 neck.1:32+"
          " neck.2:32x32x3x3 neck.3:32+ net_2:48x32x3x3 net_3:64x48x3x3")
 )  # fmt: skip
 _SAM_CONFIG: Json = {"sam_vit_b": {"downsample_channels": [48, 64], "global_attn_indexes": [1, 3], "heads": 4,
@@ -865,8 +917,8 @@ _DOTS3_TOWERS = (
     | shapes_in("audio_encoder.dots_encoder.speech_encoder.layers.{0-2}.", "self_attn.q_proj:64x64+ self_attn.k_proj:64x64"
          " self_attn.v_proj:64x64+ self_attn.out_proj:64x64+ self_attn_layer_norm:64 final_layer_norm:64 fc1:192x64+"
          " fc2:64x96+")
-    | shapes_in("audio_encoder.dots_encoder.speech_encoder.", "conv2d1:16x1x3x3+ conv2d2:16x16x3x3+ conv_out:64x64"
-         " layer_norm:64")
+    | shapes_in("audio_encoder.dots_encoder.speech_encoder.", "conv2d1:16x1x3x3+ conv2d2:16x16x3x3+ conv2d3:16x16x3x3+"
+         " conv_out:64x32 layer_norm:64")
     | shapes_in("audio_encoder.audio_adapter.proj.", "0:64+ 1:64x64+ 3:64x64+")
 )  # fmt: skip
 _SCHEMES: Json = _ROWS["deepseek-v4"].quantized or {}
@@ -940,10 +992,11 @@ _OTHER_ROWS = (
     on("mm-unlimited-ocr", "deepseek-ocr", _DEEPSEEK_OCR | {"architectures": ["UnlimitedOCRForCausalLM"]},
        _DEEPSEEK_OCR_TOWER, _DEEPSEEK_IMAGES, "model.sam_model. model.vision_model. model.projector."),
     on("mm-deepseek-ocr2", "deepseek-ocr", {"architectures": ["DeepseekOCR2ForCausalLM"], "vision_config": {
-        "image_size": 64, "model_name": "deepencoderv2", "model_type": "vision", "width": _SAM_CONFIG | {
+        "image_size": 64, "layers": 4, "num_attention_heads": 4, "intermediate_size": 128,
+        "model_name": "deepencoderv2", "model_type": "vision", "width": _SAM_CONFIG | {
             "qwen2-0-5b": {"dim": 64}}}},
-       _SAM | shapes_in("model.qwen2_model.model.model.layers.{0-2}.", NORMS + ATTENTION + QKV_BIASES + DENSE)
-       | shapes_in("model.qwen2_model.", "model.model.norm:64 query_768:9x64 query_1024:16x64")
+       _SAM | shapes_in("model.qwen2_model.model.model.layers.{0-3}.", NORMS + ATTENTION + QKV_BIASES + DENSE)
+       | shapes_in("model.qwen2_model.", "model.model.norm:64 query_768:144x64 query_1024:256x64")
        | shapes_in("model.", "projector.layers:64x64+ view_seperator!:64"), _DEEPSEEK_IMAGES,
        "model.sam_model. model.vision_model. model.projector."),
     on("mm-deepseek-v4", "deepseek-v4", {
@@ -951,7 +1004,7 @@ _OTHER_ROWS = (
         "vision_downsample_ratio": 2, "vision_min_pixels": 3136, "vision_rope_theta": 10000.0,
         "vision_max_n_token": 384, "vision_max_wh_ratio": 8},
         shapes_in("vision.blocks.{0-2}.", "norm1:64 norm2:64 attn.wqkv:192x64 attn.wo:64x64 mlp.w1:192x64 mlp.w2:64x96")
-        | shapes_in("vision.", "patch_embed.proj:64x48 norm:64") | shapes_in("aligner.", "w1:64x256 w2:64x64")
+        | shapes_in("vision.", "patch_embed.proj:64x48 norm:64") | shapes_in("aligner.", "w1:64x256+ w2:64x64+")
         | shapes_in("", "image_newline!:64 image_start!:64 image_end!:64 image_pad!:64"), quantized=_PLAIN_TOWER),
     on("mm-dots3-note", "dots3-note", {"vision_config": _DOTS3_VISION, "audio_config": _DOTS3_AUDIO}, _DOTS3_TOWERS,
        _DOTS3_FILES),
@@ -978,14 +1031,15 @@ _OTHER_ROWS = (
         | shapes_in("vit.", "embeddings.patch_embedding:64x3x4x4+ embeddings.position_embedding:65x64")
         | shapes_in("vit.perceive.", "before_rms:64 after_rms:64 proj.0:128x64x2x2+ proj.2:256x128x1x1+ mlp:64x256+"
              " image_newline!:256 image_begin!:64 image_end!:64 image_sep!:64"), preprocessor(
-            _CLIP, "HunYuanVLImageProcessor", min_pixels=262144, max_pixels=4194304, patch_size=4), "vit."),
+            _CLIP, "HunYuanVLImageProcessor", min_pixels=1024, max_pixels=4194304, patch_size=4), "vit."),
     on("mm-muse-glimmer", "muse-glimmer", {"vision_config": {
         "model_type": "muse_glimmer_vision", "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4,
         "num_attention_heads": 4, "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96,
         "patch_temporal": 2, "merge_size": 2, "layer_norm_eps": 1e-5}},
         shapes_in("model.vision_tower.layers.{0-2}.", "norm1:64+ norm2:64+ attn.q_proj:64x64+ attn.k_proj:64x64+"
            " attn.v_proj:64x64+ attn.proj:64x64+ mlp.fc1:96x64+ mlp.fc2:64x96+")
-        | shapes_in("model.vision_tower.", "patch_embedder.patch_embedding:64x96 ln_pre:64+ ln_post:64+")
+        | shapes_in("model.vision_tower.", "patch_embedder.patch_embedding:64x96"
+             " patch_embedder.position_embedding_table:16x64 ln_pre:64+ ln_post:64+")
         | shapes_in("model.", "vision_adapter.fc1:96x256 vision_adapter.fc2:96x96 vision_projection:64x96"), preprocessor(
             _HALF, "MuseGlimmerImageProcessor", patch_size=4, merge_size=2), "model.vision_tower."),
     stand_in("mm-bailing-moe-v3-vl", "BailingMoeV3VLForConditionalGeneration", {
@@ -1044,22 +1098,24 @@ _OTHER_ROWS = (
         | shapes_in("patch_merge_mlp.", "linear_1:96x256+ linear_2:64x96+"), preprocessor(
             _CLIP, "MiniMaxM3VLImageProcessor", patch_size=4, merge_size=2), vocab=_MINIMAX.vocab),
     stand_in("mm-granite4-vision", "Granite4VisionForConditionalGeneration", {
-        "model_type": "granite4_vision", "text_config": _GRANITE_TEXT, "vision_config": _SIGLIP_CONFIG | {
+        "model_type": "granite4_vision", "text_config": _GRANITE_TEXT | {
+            "num_hidden_layers": 4, "logits_scaling": 8.0}, "vision_config": _SIGLIP_CONFIG | {
             "model_type": "siglip_vision_model", "num_hidden_layers": 4}, "deepstack_layer_map": [[-1, 0], [0, 1]],
-        "spatial_target_layers": [0, 1], "spatial_vision_layer": -2, "downsample_rate": "4/8",
+        "spatial_target_layers": [2, 3], "spatial_vision_layer": -2, "downsample_rate": "2/4",
         "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
-        text_of(body="model.language_model.") | shapes_in("model.vision_tower.vision_model.encoder.layers.{0-3}.", _SIGLIP)
+        text_of(layers="0-3", body="model.language_model.")
+        | shapes_in("model.vision_tower.vision_model.encoder.layers.{0-3}.", _SIGLIP)
         | shapes_in("model.vision_tower.vision_model.", "embeddings.patch_embedding:64x3x8x8+"
              " embeddings.position_embedding:16x64 post_layernorm:64+ head.probe!:1x1x64")
         | shapes_in("model.{layerwise_projectors|spatial_projectors}.{0-1}.qformer.encoder.layer.0.", _QFORMER_LAYER)
-        | shapes_in("model.{layerwise_projectors|spatial_projectors}.{0-1}.", "image_positions!:1x64x64 query!:1x16x64"
+        | shapes_in("model.{layerwise_projectors|spatial_projectors}.{0-1}.", "image_positions!:1x16x64 query!:1x4x64"
              " out_linear:64x64+ norm:64+ qformer.layernorm:64+")
         | shapes_in("model.", "image_newline!:64"), preprocessor(_HALF, "Granite4VisionImageProcessor")),
     on("mm-mimo-v2", "mimo-v2", {
         "architectures": ["MiMoV2ForCausalLM"], "vision_config": _MIMO_VISION, "audio_config": {
             "audio_channels": 3, "group_size": 4, "input_local_layers": 2, "input_local_dim": 64}},
         shapes_in("visual.blocks.{0-2}.", _QWEN25_BLOCKS.replace("192x64", "128x64") + " attn.sinks!:4")
-        | shapes_in("visual.", f"merger.ln_q:64 {_QWEN_MERGER}") | shapes_in("speech_embeddings.{0-2}.", "weight!:24x64")
+        | shapes_in("visual.", f"merger.ln_q:64 {_QWEN_MERGER}") | shapes_in("speech_embeddings.{0-2}.", "weight!:33x64")
         | shapes_in("audio_encoder.input_local_transformer.layers.{0-1}.",
              NORMS + " self_attn.q_proj:64x64+ self_attn.k_proj:64x64+ self_attn.v_proj:64x64+ self_attn.o_proj:64x64"
              + DENSE)
@@ -1076,8 +1132,8 @@ _OTHER_ROWS = (
     # config.json has the tower's settings; tensors are named as Gemma 4's, without layers.
     model("mm-gemma4-unified", "Gemma4UnifiedForConditionalGeneration", 5, {
         "text_config": _GEMMA4_TEXT | {"num_kv_shared_layers": 0}, "vision_config": {
-            "mm_embed_dim": 64, "patch_size": 4, "pooling_kernel_size": 2, "model_patch_size": 8,
-            "position_embedding_size": 16}, "audio_config": {"audio_embed_dim": 64}},
+            "mm_embed_dim": 64, "output_proj_dims": 64, "patch_size": 4, "pooling_kernel_size": 3,
+            "model_patch_size": 12, "mm_posemb_size": 128}, "audio_config": {"audio_embed_dim": 640}},
         {"processor_config.json": {"image_processor": _HALF | {"patch_size": 4}}}, vocab=GEMMA4,
         text={"moe_intermediate_size": None}),
 )  # fmt: skip

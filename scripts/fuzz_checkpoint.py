@@ -2,6 +2,7 @@
 """Fuzz the reader of checkpoints: no crash, no hang, no allocation beyond the files.
 
     scripts/fuzz_checkpoint.py --mutations 1000000      seeded mutations of the files of small checkpoints
+    scripts/fuzz_checkpoint.py --mutations 10000 --towers       of those that describe encoders
 
 A case is a small checkpoint with one changed file: a safetensors file, its index, config.json, tokenizer.json,
 tokenizer_config.json, tokenizer.model or tekken.json. JSON is changed as a tree three times out of four, so that most
@@ -57,6 +58,8 @@ class Seed:
     folder: Path
     file: str
     data: bytes
+    #: Open the encoders of the checkpoint, not its text model.
+    mmproj: bool = False
 
     def mutate(self, rng: random.Random) -> bytes:
         """Return the file with some changes."""
@@ -122,14 +125,15 @@ def change(tree: Any, rng: random.Random) -> Any:
     return tree
 
 
-def exercise(folder: Path) -> str:
-    """Open a checkpoint and use all of it; return ``opened`` or ``refused``."""
+def exercise(folder: Path, mmproj: bool) -> str:
+    """Open a checkpoint and use all of it, of its encoders with ``mmproj``; return ``opened`` or ``refused``."""
     from quantkit.checkpoint import OpenOptions, open_checkpoint
+    from quantkit.checkpoint.open_mmproj import open_mmproj
     from quantkit.errors import QuantkitError
     from quantkit.formats.gguf import layout_gguf
 
     try:
-        opened = open_checkpoint(folder, OpenOptions(pre="gpt-2"))
+        opened = (open_mmproj if mmproj else open_checkpoint)(folder, OpenOptions(pre="gpt-2"))
         layout_gguf(opened.fields.values(), [(t.name, t.shape, t.type) for t in opened.tensors.values()])
         for tensor in opened.tensors.values():
             read(opened, tensor)
@@ -207,6 +211,18 @@ def more_seeds(folder: Path) -> list[Seed]:
     return seeds
 
 
+def tower_seeds(folder: Path) -> list[Seed]:
+    """Write all checkpoints with towers, and return the files that describe these."""
+    import checkpoints
+
+    seeds = []
+    for name in checkpoints.TOWERS:
+        where = checkpoints.write_checkpoint(name, folder / "towers")
+        files = ["config.json", "preprocessor_config.json", "processor_config.json"]
+        seeds += [Seed(where, file, (where / file).read_bytes(), True) for file in files if (where / file).is_file()]
+    return seeds
+
+
 def _field(data: bytes) -> bytes:
     return b"\x0a" + bytes([len(data)]) + data
 
@@ -250,7 +266,7 @@ def run_one(seed: Seed, data: bytes, limit: float, watch: bool) -> tuple[str, st
         with limited(limit):
             if watch:
                 tracemalloc.start()
-            outcome = exercise(seed.folder)
+            outcome = exercise(seed.folder, seed.mmproj)
         if not watch:
             return outcome, ""
         peak, allowed = tracemalloc.get_traced_memory()[1], SLACK + FACTOR * len(data)
@@ -268,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=1_000_000, metavar="N", help="how many (default: 1000000)")
     parser.add_argument("--all", action="store_true", help="also config.json of every architecture (1 GB of files)")
+    parser.add_argument("--towers", action="store_true", help="only the encoders of checkpoints with towers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="CPU time of one case")
     parser.add_argument("--memory", type=int, default=192, metavar="MIB", help="address space beyond that at the start")
@@ -283,6 +300,10 @@ def main() -> None:
                 sys.exit(f"{seed.folder.name} as it is: {result}")
         if options.all:
             starts += [s for s in more_seeds(Path(folder)) if run_one(s, s.data, 60.0, False)[0] == "opened"]
+        if options.towers:
+            towers = tower_seeds(Path(folder))
+            starts = [s for s in towers if run_one(s, s.data, 60.0, False)[0] == "opened"]
+        if options.all or options.towers:
             print(f"{len(starts)} files to change", flush=True)
         cap_memory(options.memory)
         began = time.perf_counter()

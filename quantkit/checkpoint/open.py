@@ -321,12 +321,15 @@ _BLOCK_FILE_TYPES = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE"), "Q4_0":
 def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
     """Return the type of a file that keeps some tensors as stored blocks."""
     types = {item.info.type.name for item in converted}
-    block_type = next((file_type for name, file_type in _BLOCK_FILE_TYPES.items() if name in types), None)
-    return (
-        outtype
-        if block_type is None or outtype.type not in FLOATS
-        else replace(outtype, file_type=block_type[0], name=block_type[1])
-    )
+    return of_blocks(outtype, next((name for name in _BLOCK_FILE_TYPES if name in types), None))
+
+
+def of_blocks(outtype: OutType, block_type: str | None) -> OutType:
+    """Return the type of a file of floats whose checkpoint has blocks of a type; None: it has none."""
+    if block_type is None or outtype.type not in FLOATS:
+        return outtype
+    file_type, name = _BLOCK_FILE_TYPES[block_type]
+    return replace(outtype, file_type=file_type, name=name)
 
 
 def _as_named(outtype: OutType, keys: Keys) -> OutType:

@@ -14,9 +14,9 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.merge import identity, merge_adapters, notes_of, read_adapters
 from quantkit.checkpoint.lora.parts import EncoderPart
 from quantkit.checkpoint.mmproj import CLIP, Mmproj, forced_type
-from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config, prefix_of
+from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config, of_blocks, prefix_of
 from quantkit.checkpoint.policy import OutType, find_outtype
-from quantkit.checkpoint.quantized import decode_tensors
+from quantkit.checkpoint.quantized import block_type_of, decode_tensors
 from quantkit.checkpoint.tensors import Tensor, named_tensors
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import read_checkpoint
@@ -53,6 +53,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
         outtype = find_outtype(options.outtype, stored.values())
         parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
         tensors = converted_tensors(_forced(parts, row, outtype), context.names, outtype, options.exact, False)
+        outtype = of_blocks(outtype, block_type_of(config))
         keys = Keys(CLIP, config.path, file_type=outtype.file_type)
         count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in tensors)
         general = read_general(path, count, model_name=options.model_name, metadata=options.metadata)

@@ -27,6 +27,8 @@ F32Array = npt.NDArray[np.float32]
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 EXEMPT = (*EMBEDDINGS, "output.weight", "output_extra.weight")
 EXEMPT_IK = ("token_embd.weight", "output.weight", "output_extra.weight")
+#: Why encoders of images and sounds are quantized without importance.
+NO_MATRIX = "encoders have no importance matrix, which is computed with the language model alone"
 #: Below it a float32 is subnormal, and its products with squares of weights are zero.
 TINY = float(np.finfo(np.float32).tiny)
 _TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
@@ -349,11 +351,12 @@ def check_importance(
     ik: bool = False,
     ignore_rules: bool = False,
     predicts: bool = False,
+    mmproj: bool = False,
 ) -> None:
     """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs.
 
     ``importance`` is None without a matrix. ``predicts``: the tensor belongs to an MTP layer, which calibration often
-    misses.
+    misses. ``mmproj``: it is an encoder's, which has no importance matrix.
     """
     if importance is not None and importance.entry is not None:
         return
@@ -362,6 +365,8 @@ def check_importance(
         return
     cause = "no --imatrix was given" if importance is None else "; ".join(importance.notes)
     remedy = "give --imatrix FILE or choose another type"
+    if mmproj:
+        cause, remedy = NO_MATRIX, "choose another type"
     if predicts and importance is not None:
         layer = re.escape(tensor[: tensor.index(".", 4) + 1])
         remedy = (

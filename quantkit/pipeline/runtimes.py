@@ -15,6 +15,7 @@ from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.formats.gguf import Field
 from quantkit.formats.gguf.rules import GGML_DIMS
 from quantkit.loaders import Problem, ProblemKind, architectures, describe, load
+from quantkit.loaders.libmtmd import missing_tensors
 from quantkit.names import printable, shorten
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType
@@ -32,11 +33,13 @@ _INTERLEAVED_ON_CUDA = frozenset(
 )
 _CPU_ONLY_IN_IK = frozenset({"Q1_0"})
 
+#: The architecture of mmproj files.
+CLIP = "clip"
 #: Files that no runtime loads by themselves: general.type or architecture -> how they are loaded.
 _PARTS = {
     "adapter": "an adapter is loaded together with its model",
     "mmproj": "an mmproj file is loaded together with its text model",
-    "clip": "an mmproj file is loaded together with its text model",
+    CLIP: "an mmproj file is loaded together with its text model",
     "vocab": "a vocabulary has no tensors",
     "imatrix": "an importance matrix is not a model",
 }
@@ -113,7 +116,7 @@ def runtimes(fields: Mapping[str, Field], tensors: Iterable[Entry], *, displaced
 
 def is_known(architecture: str) -> bool:
     """Return whether any runtime has an architecture."""
-    return architecture == "clip" or any(architecture in architectures(name) for name in TREES)
+    return architecture == CLIP or any(architecture in architectures(name) for name in TREES)
 
 
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
@@ -122,6 +125,9 @@ def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subjec
     ``subject`` names the file and, if known, the cause. ``extra``: also refuse tensors unknown to all runtimes.
     """
     arch = _text(fields, "general.architecture")
+    if arch == CLIP:
+        _check_encoders(fields, {name for name, _, _ in tensors}, subject)
+        return
     checked = [r for r in runtimes(fields, tensors) if not r.not_checked and arch in architectures(r.name)]
     gaps = {r.name: [gap for gap in r.gaps if extra or gap.kind is not ProblemKind.UNKNOWN] for r in checked}
     if not gaps or not all(gaps.values()):
@@ -132,6 +138,29 @@ def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subjec
         f"{subject}: incomplete; {name} does not load it: {reasons}; use --allow-incomplete to write it anyway",
         "QK-E105",
     )
+
+
+def _check_encoders(fields: Mapping[str, Field], names: set[str], subject: str) -> None:
+    """Raise FormatError if the encoders of an mmproj file lack tensors."""
+    missing, _ = missing_tensors({key: field.value for key, field in fields.items()}, names)
+    if missing:
+        count = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise FormatError(
+            f"{subject}: incomplete; its encoders lack {missing[0]}{count}; use --allow-incomplete to write the file "
+            "anyway",
+            "QK-E105",
+        )
+
+
+def encoder_notes(fields: Mapping[str, Field], tensors: Iterable[Entry]) -> list[str]:
+    """Return notes on an mmproj file that llama.cpp does not open, as the reference's is."""
+    _, unwritten = missing_tensors(
+        {key: field.value for key, field in fields.items()}, {name for name, _, _ in tensors}
+    )
+    if not unwritten:
+        return []
+    names = ", ".join(unwritten)
+    return [f"llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py: it lacks {names}"]
 
 
 def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -> Runtime:

@@ -63,6 +63,11 @@ class Draft:
         return self.overrides[key].value if key in self.overrides else self.source.get(key)
 
     @property
+    def is_mmproj(self) -> bool:
+        """Whether the model is an mmproj file: encoders, without a language model."""
+        return bool(self.key("general.architecture") == "clip")
+
+    @property
     def first_nextn_layer(self) -> int:
         """The first prediction layer (MTP) of the source; beyond all layers if it has none."""
         arch = self.key("general.architecture")

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from quantkit.calibration.heldout import held_out_warning
-from quantkit.errors import RecipeError
+from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.kernels.formats import SYMMETRIC, encoder_for, has_encoder
 from quantkit.options.quantize import QuantizeOptions
@@ -14,7 +14,7 @@ from quantkit.pipeline.choose import Choice, Request
 from quantkit.pipeline.custom_encoder import custom_encoders
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.feedback import CovarianceFile, Feedback
-from quantkit.pipeline.importance import Importance, RowImportance, check_importance
+from quantkit.pipeline.importance import NO_MATRIX, Importance, RowImportance, check_importance
 from quantkit.pipeline.metadata import prune_names
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.row_slices import whole_tensor, with_inputs
@@ -40,6 +40,8 @@ def with_imatrix(draft: Draft) -> Draft:
                 "QK-E202",
             )
         return draft
+    if draft.is_mmproj:
+        raise FormatError(f"{draft.source.paths[0]}: {NO_MATRIX}; omit --imatrix", "QK-E119")
     imatrix = read_imatrix(options.imatrix, check=False)
     warning = held_out_warning(imatrix.path, imatrix.extra)
     importance = Importance(
@@ -80,9 +82,12 @@ def with_importance(
                 ik=request.ik,
                 ignore_rules=draft.options.ignore_imatrix_rules,
                 predicts=first_nextn <= layer_of(source_name),
+                mmproj=draft.is_mmproj,
             )
         used = importance if importance is not None and importance.entry is not None else None
         result.append(_with_choice(tensor, choice, used, draft.options))
+    if draft.is_mmproj and any(tensor.encoder and tensor.type.is_quantized for tensor in result):
+        return result, [NO_MATRIX]
     if draft.importance is None or not lookups:
         return result, []
     coverage = draft.importance.coverage([t.name for t in draft.groups.tensors], lookups)

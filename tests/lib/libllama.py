@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -181,10 +181,10 @@ def _complaint(log: str, status: int) -> str:
 
 
 class Server:
-    """A process that loads a library and forks for every call."""
+    """A process that loads a library and forks for every call; ``program``: the file that does so."""
 
-    def __init__(self, lib: Path, ik: bool) -> None:
-        command = [sys.executable, __file__, "--serve", "--lib", str(lib), *(["--ik"] if ik else [])]
+    def __init__(self, lib: Path, ik: bool = False, program: Path = Path(__file__)) -> None:
+        command = [sys.executable, str(program), "--serve", "--lib", str(lib), *(["--ik"] if ik else [])]
         # An aborting library would start gdb on itself; ik_llama.cpp's does unless gdb is not found.
         environment = os.environ | {"GGML_NO_BACKTRACE": "1", "PATH": "/nonexistent"}
         pipe = subprocess.PIPE
@@ -539,7 +539,7 @@ def tokenize(api: Mainline | Ik, model: int, vocab: int, text: bytes) -> Ids:
     return np.array(ids[:n], np.int32)
 
 
-def serve(api: Mainline | Ik) -> None:
+def serve(execute: Callable[[Sequence[str]], None]) -> None:
     """Execute calls, one line of JSON each, in forks; print their exit status."""
     for line in sys.stdin:
         arguments, log, timeout = json.loads(line)
@@ -547,14 +547,14 @@ def serve(api: Mainline | Ik) -> None:
             os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
             os.dup2(1, 2)
             signal.alarm(timeout)
-            os._exit(_status(api, arguments))
+            os._exit(_status(execute, arguments))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _status(api: Mainline | Ik, arguments: Sequence[str]) -> int:
+def _status(execute: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
     """Return the exit status of the call as a process."""
     try:
-        execute(api, parser().parse_args(arguments))
+        execute(arguments)
     except SystemExit as e:
         print(e.code, file=sys.stderr, flush=True)
         return e.code if isinstance(e.code, int) else 1
@@ -616,7 +616,7 @@ def main() -> None:
     call = None if options.serve else parser().parse_args(arguments)
     api = Ik(options.lib.resolve()) if options.ik else Mainline(options.lib.resolve())
     if call is None:
-        serve(api)
+        serve(lambda words: execute(api, parser().parse_args(words)))
     else:
         execute(api, call)
 

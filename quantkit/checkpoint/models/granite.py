@@ -41,49 +41,48 @@ def drop_head_dim(config: Config) -> None:
 
 @dataclass(frozen=True)
 class Projector:
-    """A projector of Granite 4 Vision: the encoder's layer that it reads, its kind and its number in the checkpoint."""
+    """A projector of Granite 4 Vision: the layer of the text model that gets its output, the layer of the encoder that
+    it reads, its kind and its number in the checkpoint."""
 
+    target: int
     layer: int
     kind: str
     number: int
 
 
-def projectors(model: Config) -> list[tuple[int, Projector]]:
-    """Return the projectors, each with the layer of the text model that gets its output, in the order of these.
-
-    Args:
-        model: the whole of config.json.
-
-    Source: llama.cpp b11434, conversion/granite.py (Granite4VisionMmprojModel.get_normalized_projector_map).
-    """
-    parts = (model.with_values(model.table(part)) for part in ("text_config", "vision_config"))
-    text_layers, layers = (part.number("num_hidden_layers") for part in parts)
+def projectors(config: Config) -> list[Projector]:
+    """Return the projectors in the order of the layers of the text model that get their outputs."""
+    text_layers, layers = (config.table(part)["num_hidden_layers"] for part in ("text_config", "vision_config"))
 
     def positive(layer: int, count: int) -> int:
         return layer + count if layer < 0 else layer
 
-    pairs = enumerate(sorted(model.get("deepstack_layer_map", []) or []))
-    targets = [
-        (positive(target, text_layers), Projector(positive(layer, layers), "layerwise", i))
-        for i, (layer, target) in pairs
+    rows = [
+        Projector(positive(target, text_layers), positive(layer, layers), "layerwise", number)
+        for number, (layer, target) in enumerate(sorted(config.get("deepstack_layer_map", []) or []))
     ]
-    spatial_layer = positive(model.get("spatial_vision_layer", -1), layers)
-    targets += [
-        (target, Projector(spatial_layer, "spatial", i))
-        for i, target in enumerate(model.get("spatial_target_layers", []) or [])
+    spatial_layer = positive(config.get("spatial_vision_layer", -1), layers)
+    rows += [
+        Projector(target, spatial_layer, "spatial", number)
+        for number, target in enumerate(config.get("spatial_target_layers", []) or [])
     ]
-    return sorted(targets, key=lambda pair: pair[0])
+    return sorted(rows, key=lambda projector: projector.target)
 
 
-def _deepstack(config: Config) -> list[int] | None:
-    """Return the projector whose output each layer adds, -1 for none; the first one's is the embedding of an image."""
-    if not config.get("spatial_target_layers") and not config.get("deepstack_layer_map"):
+def _deepstack_mapping(config: Config) -> list[int] | None:
+    """Return the number of the projector whose output each layer adds, -1 for none; that of the first is the input."""
+    if not (config.get("spatial_target_layers") or config.get("deepstack_layer_map")):
         return None
-    layers = [-1] * config.layers
-    for i, (layer, _) in enumerate(projectors(config)):
-        if i > 0:
-            layers[layer] = i
-    return layers
+    mapping = [-1] * config.layers
+    for number, projector in enumerate(projectors(config)):
+        if not 0 <= projector.target < len(mapping):
+            raise FormatError(
+                f"{config.path}: a projector's output is for layer {projector.target}; there are {len(mapping)} layers",
+                "QK-E112",
+            )
+        if number:
+            mapping[projector.target] = number
+    return mapping
 
 
 GRANITE_KEYS: tuple[SetKeys, ...] = (
@@ -92,7 +91,7 @@ GRANITE_KEYS: tuple[SetKeys, ...] = (
     Copied(".embedding_scale", "embedding_multiplier", "f32", unless_zero=True),
     Copied(".residual_scale", "residual_multiplier", "f32", unless_zero=True),
     Copied(".logit_scale", "logits_scaling", "f32", unless_zero=True),
-    Computed(".deepstack_mapping", _deepstack, "array"),
+    Computed(".deepstack_mapping", _deepstack_mapping, "array"),
 )
 
 MOE_KEYS: tuple[SetKeys, ...] = (

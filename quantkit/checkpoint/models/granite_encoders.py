@@ -23,7 +23,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.models.granite import Projector, projectors
+from quantkit.checkpoint.models.granite import projectors
 from quantkit.checkpoint.rules import Drop, Split, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
@@ -103,11 +103,6 @@ _SPEECH = Mmproj(
 # --- Granite 4 Vision -----------------------------------------------------------------------------------------------
 
 
-def _projectors(config: MmprojConfig) -> list[Projector]:
-    """Return the projectors in the order of the layers of the text model that get their outputs."""
-    return [item for _, item in projectors(config.model)]
-
-
 def _set_windows(keys: Keys, config: MmprojConfig) -> None:
     """Set the sides of windows and of the queries in them: downsample_rate is "queries/window"."""
     rate = config.model["downsample_rate"]
@@ -132,7 +127,7 @@ class _NumberProjectors(OneWayRule):
         if match is None:
             return None
         assert isinstance(context.config, MmprojConfig)
-        names = [(item.kind, str(item.number)) for item in _projectors(context.config)]
+        names = [(item.kind, str(item.number)) for item in projectors(context.config.model)]
         if (match[2], match[3]) not in names:
             return None
         number = names.index((match[2], match[3]))
@@ -149,10 +144,10 @@ _VISION = Mmproj(
         USE_GELU,
         EncoderKey(".vision.preproc_image_size", "image_size", default=384),
         _set_windows,
-        Key(".vision.feature_layer", lambda config: [item.layer for item in _projectors(config)], "array"),
+        Key(".vision.feature_layer", lambda config: [item.layer for item in projectors(config.model)], "array"),
         Key(
             ".vision.projector.spatial_offsets",
-            lambda config: [item.number if item.kind == "spatial" else -1 for item in _projectors(config)],
+            lambda config: [item.number if item.kind == "spatial" else -1 for item in projectors(config.model)],
             "array",
         ),
         Key(".vision.image_grid_pinpoints", _grid, "array"),

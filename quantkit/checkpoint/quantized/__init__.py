@@ -18,7 +18,7 @@ from quantkit.checkpoint.quantized.scheme import DecodedTensors, SchemeReader
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf.rules import short
 
-__all__ = ["SCHEMES", "DecodedTensors", "decode_tensors", "quantization_of", "weights_only"]
+__all__ = ["SCHEMES", "DecodedTensors", "block_type_of", "decode_tensors", "quantization_of", "weights_only"]
 
 #: quant_method -> the decoder of the weights.
 SCHEMES: dict[str, Callable[[SchemeReader], None]] = {
@@ -51,10 +51,36 @@ def quantization_of(config: Config) -> dict[str, Any]:
     return {**settings, "quant_method": method, **modelopt_settings}
 
 
+def block_type_of(config: Config) -> str | None:
+    """Return the type of blocks that a checkpoint's configuration states, NVFP4 or MXFP4, whatever its tensors are."""
+    settings = quantization_of(config)
+    layers, groups = (
+        [item for item in (settings.get(key) or {}).values() if isinstance(item, dict)]
+        if isinstance(settings.get(key) or {}, dict)
+        else []
+        for key in ("quantized_layers", "config_groups")
+    )
+    formats = [settings.get("format")]
+    if formats == ["mixed-precision"]:
+        formats = [group.get("format") for group in groups]
+    is_packed = settings.get("quant_method") == "compressed-tensors" and set(formats) == {"nvfp4-pack-quantized"}
+    if (
+        is_packed
+        or settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
+        or any(str(layer.get("quant_algo")).endswith("NVFP4") for layer in layers)
+    ):
+        return "NVFP4"
+    return "MXFP4" if settings.get("quant_method") == "mxfp4" else None
+
+
 def decode_tensors(stored: Mapping[str, Expression], config: Config, *, lossless: bool = False) -> DecodedTensors:
     """Return the decoded tensors; ``lossless``: integers as blocks, if that is exact."""
     quantization = quantization_of(config)
-    method = quantization.get("quant_method") or _guess_method(stored)
+    method = quantization.get("quant_method")
+    if not method and (method := _guess_method(stored)) is not None:
+        # Encoders whose sizes of blocks the whole model's configuration states.
+        outer = config.outer.get("quantization_config")
+        quantization = {**(outer if isinstance(outer, dict) else {}), **quantization}
     if method is None:
         _refuse_mlx(stored)
         return DecodedTensors(dict(stored))

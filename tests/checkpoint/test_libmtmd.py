@@ -1,0 +1,115 @@
+"""libmtmd of llama.cpp b11434 opens the mmproj file of every class with a text model, and encodes an image or sound.
+
+The files have the bytes of the reference's (test_mmproj.py), so it computes the same embeddings from both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from libmtmd import Libmtmd
+from test_mmproj import EXPECTED, ROUNDED, options_of
+
+import checkpoints
+from gguf_digests import digests
+from libllama import LibllamaError
+from quantkit.convert import ConvertOptions, convert, convert_mmproj
+from quantkit.formats.gguf import open_gguf
+
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("services_in_process")]
+
+#: Checkpoints whose encoders the reference converts.
+CONVERTED = [name for name, row in EXPECTED.items() if "error" not in row["f16"]]
+
+#: Checkpoints whose files the library does not encode, also those of the reference: words of its message.
+REFUSED = {
+    # Its code requires names that the converter does not write.
+    **dict.fromkeys(("mm-granite-speech", "mm-granite-speech-plus"), "unable to find tensor a.blk.0.conv_norm.weight"),
+    # Its code requires the row of a token that the converter finds only outside of language_model.
+    **dict.fromkeys(("mm-mistral3", "mm-pixtral"), "unable to find tensor v.token_embd.img_break"),
+    # Scales of layers have one axis in files, three in its computation; real checkpoints have them.
+    "mm-gemma3n": "GGML_ASSERT(ggml_can_repeat(b, a)) failed",
+    # Embeddings of images include those of deepstack, embeddings of sounds do not.
+    "mm-qwen3-omni-moe": "mismatch between vision and audio mmproj (n_embd_v = 192, n_embd_a = 64)",
+    # Its code requires a bias, which config.json can turn off.
+    "mm-lfm2-vl-feature": "unable to find tensor mm.1.bias",
+    # The converter writes the sizes of the only models: 32 layers of 1280 values, and 47 of 1536.
+    **dict.fromkeys(("mm-nemotron-nano-vl", "mm-radio"), "unable to find tensor v.blk.3.attn_out.weight"),
+    **dict.fromkeys(("mm-step3-vl", "mm-step3p7"), "unable to find tensor v.blk.3.attn_out.weight"),
+}
+#: Classes with no checkpoint that it encodes, for the reasons above.
+REFUSED_CLASSES = {
+    "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "NemotronH_Nano_VL_V2",
+    "RADIOModel",
+    "Step3p7ForConditionalGeneration",
+    "StepVLForConditionalGeneration",
+}
+#: Checkpoints whose text model is another's, of the same width: the reason.
+OTHER_TEXTS = {
+    "mm-cogvlm": "CogVLMForCausalLM",
+    "mm-gemma3n": "narrower than llama.cpp's Gemma 3n",
+    "mm-gemma3n-unscaled": "narrower than llama.cpp's Gemma 3n",
+    "mm-glm5-next": "Glm5NextForConditionalGeneration",
+    "mm-meralion2": "no class of text models",
+    "mm-nemotron-nano-vl": "a vocabulary of another size",
+    "mm-pocket-tts": "PocketTTSModel",
+    "mm-qwen3-asr": "Qwen3ASRForConditionalGeneration",
+    "mm-qwen3-tts": "Qwen3TTSForConditionalGeneration",
+    "mm-qwen4-exp": "Qwen4ExpForConditionalGeneration",
+    "mm-radio": "a vocabulary of another size",
+    "mm-ultravox": "no class of text models",
+    "mm-youtu-vl": "without experts",
+}
+#: Its random weights exceed what f16 holds.
+OUTTYPES = {"mm-pocket-tts": "f32"}
+
+#: Inputs and the encoders for them.
+KINDS = {"image": "vision", "audio": "audio"}
+#: Its code has no computation of Gemma 3n's encoder for sound.
+WITHOUT = {"mm-gemma3n-unscaled": {"audio"}}
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text model of 64 values."""
+    return convert_text("mm-qwen2-vl", tmp_path_factory.mktemp("text"))
+
+
+def convert_text(name: str, folder: Path, checkpoint: Path | None = None) -> Path:
+    """Convert the text model of a checkpoint."""
+    source = checkpoint or checkpoints.write_checkpoint(name, folder)
+    options = ConvertOptions(**checkpoints.describe(name).convert_keywords() | {"outtype": "bf16"})
+    (path,) = convert(source, folder / "text.gguf", None, options).paths
+    return path
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_library_encodes(name: str, other_text: Path, llama_bin: Path, tmp_path: Path) -> None:
+    checkpoint, outtype = checkpoints.write_checkpoint(name, tmp_path), OUTTYPES.get(name, "f16")
+    options = options_of(name, outtype)
+    (mmproj,) = convert_mmproj(checkpoint, tmp_path / "mm.gguf", None, options).paths
+    assert name in ROUNDED or digests(mmproj)["sha256"] == EXPECTED[name][outtype]["sha256"]
+    text = other_text if name in OTHER_TEXTS else convert_text(name, tmp_path, checkpoint)
+    if name in REFUSED:
+        with pytest.raises(LibllamaError) as refusal:
+            Libmtmd(llama_bin).encode(mmproj, text)
+        assert REFUSED[name] in refusal.value.log
+        return
+    embeddings = Libmtmd(llama_bin).encode(mmproj, text)
+    with open_gguf(mmproj) as file:
+        kinds = {kind for kind, encoder in KINDS.items() if file.get(f"clip.has_{encoder}_encoder")}
+    assert embeddings.keys() == kinds - WITHOUT.get(name, set())
+    for x in embeddings.values():
+        assert np.isfinite(x).all()
+        assert x.shape[0] > 0
+        assert x.std() > 0
+
+
+def test_every_class_is_encoded_or_refused_for_a_reason() -> None:
+    classes = {EXPECTED[name]["class"] for name in CONVERTED if name not in REFUSED}
+    assert {row["class"] for row in EXPECTED.values()} - classes == REFUSED_CLASSES
