@@ -51,16 +51,14 @@ REFUSED_CLASSES = {
 }
 #: Checkpoints whose text model is another's, of the same width: the reason.
 OTHER_TEXTS = {
-    "mm-cogvlm": "CogVLMForCausalLM",
+    "mm-clef": "the head of the decision is narrower than llama.cpp's",
+    "mm-cogvlm": "llama.cpp requires the projections of the visual expert",
     "mm-gemma3n": "narrower than llama.cpp's Gemma 3n",
     "mm-gemma3n-unscaled": "narrower than llama.cpp's Gemma 3n",
-    "mm-glm5-next": "Glm5NextForConditionalGeneration",
+    "mm-glm5-next": "two hyper-connections, of which llama.cpp has four",
     "mm-meralion2": "no class of text models",
     "mm-nemotron-nano-vl": "a vocabulary of another size",
-    "mm-pocket-tts": "PocketTTSModel",
-    "mm-qwen3-asr": "Qwen3ASRForConditionalGeneration",
-    "mm-qwen3-tts": "Qwen3TTSForConditionalGeneration",
-    "mm-qwen4-exp": "Qwen4ExpForConditionalGeneration",
+    "mm-qwen3-tts": "fewer tokens than llama.cpp's Qwen3-TTS",
     "mm-radio": "a vocabulary of another size",
     "mm-ultravox": "no class of text models",
     "mm-youtu-vl": "without experts",
