@@ -196,7 +196,7 @@ _JULIA, _LAYA = "julia_config.json", "rl_agent_config.json"
 
 
 def _is_laya(folder: Path) -> bool:
-    return (folder / "encoder" / "config.json").is_file() and any((folder / n).is_file() for n in (_JULIA, _LAYA))
+    return any((folder / n).is_file() for n in (_JULIA, _LAYA)) and (folder / "encoder" / "config.json").is_file()
 
 
 def _read_laya(folder: Path) -> Config:

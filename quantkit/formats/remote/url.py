@@ -211,11 +211,9 @@ class URL(PosixPath):
         return self.is_file()
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        is_listed, facts = self._folder_facts()
-        if is_listed or "facts" in self.__dict__:
-            return not is_listed or facts is not None
         try:
-            return bool(self.facts)
+            is_listed, facts = self._folder_facts()
+            return facts is not None if is_listed else bool(self.facts)
         except FileNotFoundError:
             return False
 
