@@ -190,8 +190,8 @@ def pages_of(links: list[str]) -> list[str]:
         ("QK-E115", "reference/errors.html"),
         ("QUANTKIT_CACHE", "reference/environment.html"),
         ("GPTQ", "how-to/error-feedback.html"),
-        ("--split-max-size", "reference/commands/quantize.html"),
-        ("mmproj", "explanation/limits.html"),
+        ("--split-max-size", "how-to/split-join-edit.html"),
+        ("mmproj", "reference/commands/convert.html"),
     ],
 )
 def test_search_finds_pages(browser: Any, address: str, words: str, page: str) -> None:

@@ -87,7 +87,7 @@ def test_chats_use_the_template_of_the_file(chat_model: Path, tiny_moe: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "n"), [("abc", "abc", None), ("abc", "abd", 2), ("ab", "abc", 2), ("", "x", 0), ("x", "y", 0)]
+    ("a", "b", "n"), [("abc", "abc", None), ("abc", "abx", 2), ("ab", "abc", 2), ("", "x", 0), ("x", "y", 0)]
 )
 def test_the_first_difference(a: str, b: str, n: int | None) -> None:
     x, y = (Answer("", (), text, "", 0, 0, 0) for text in (a, b))
