@@ -177,10 +177,10 @@ def _check_digests(path: Path, entries: Sequence[MapEntry]) -> None:
 
 
 def _check_shape(model: GGUFFile, file: GGUFFile, name: str) -> None:
-    present, other = model.tensors[name], file.tensors[name]
-    if present.shape != other.shape:
+    present, reference = model.tensors[name], file.tensors[name]
+    if present.shape != reference.shape:
         raise FormatError(
-            f"{file.where(other)}: tensor {name} is {list(other.shape)}, but that of {model.paths[0]} is "
+            f"{file.where(reference)}: tensor {name} is {list(reference.shape)}, but that of {model.paths[0]} is "
             f"{list(present.shape)}: take it from a file of the same model",
             "QK-E106",
         )

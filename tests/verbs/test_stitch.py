@@ -47,21 +47,21 @@ def write_map(folder: Path, source: Path) -> Path:
 
 
 def test_tensors_are_those_of_their_files(quants: dict[str, Path], tmp_path: Path) -> None:
-    base, other = (tensors_of(quants[name]) for name in ("Q4_0", "Q8_0"))
+    base, q8 = (tensors_of(quants[name]) for name in ("Q4_0", "Q8_0"))
     stitch(quants["Q4_0"], tmp_path / "s.gguf", {r"blk\.0\.attn_k\.weight": quants["Q4_0"], "attn": quants["Q8_0"]})
-    expected = {n: other[n] if "attn" in n and n != "blk.0.attn_k.weight" else t for n, t in base.items()}
+    expected = {n: q8[n] if "attn" in n and n != "blk.0.attn_k.weight" else t for n, t in base.items()}
     assert tensors_of(tmp_path / "s.gguf") == expected
     assert list(tensors_of(tmp_path / "s.gguf")) == list(base)
-    with open_gguf(tmp_path / "s.gguf") as file, open_gguf(quants["Q8_0"]) as q8:
+    with open_gguf(tmp_path / "s.gguf") as file, open_gguf(quants["Q8_0"]) as source:
         assert file.get("quantkit.stitch.rules") == [r"blk\.0\.attn_k\.weight=Q4_0.gguf", "attn=Q8_0.gguf"]
-        assert file.get("quantkit.stitch.1.quantize.recipe") == q8.get("quantkit.quantize.recipe")
+        assert file.get("quantkit.stitch.1.quantize.recipe") == source.get("quantkit.quantize.recipe")
 
 
 def test_the_shards_of_a_map_are_checked(quants: dict[str, Path], tmp_path: Path) -> None:
     path = write_map(tmp_path, quants["Q8_0"])
     stitch(quants["Q4_0"], tmp_path / "s.gguf", {"ffn_down": path})
-    base, other = (tensors_of(quants[name]) for name in ("Q4_0", "Q8_0"))
-    assert tensors_of(tmp_path / "s.gguf") == {n: other[n] if "ffn_down" in n else t for n, t in base.items()}
+    base, q8 = (tensors_of(quants[name]) for name in ("Q4_0", "Q8_0"))
+    assert tensors_of(tmp_path / "s.gguf") == {n: q8[n] if "ffn_down" in n else t for n, t in base.items()}
     shard = next(line.split(":")[0] for line in path.read_text().splitlines() if "blk.2.ffn_down" in line)
     content = bytearray((tmp_path / shard).read_bytes())
     content[-1] ^= 1
@@ -74,11 +74,11 @@ def test_the_shards_of_a_map_are_checked(quants: dict[str, Path], tmp_path: Path
 def test_refusals(quants: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "bad.map").write_text("x\n")
     (tmp_path / "empty.map").write_text("")
-    other = Path(__file__).parents[1] / "data" / "tiny-moe-imatrix.gguf"
+    imatrix = Path(__file__).parents[1] / "data" / "tiny-moe-imatrix.gguf"
     cases: list[tuple[dict[str, str | Path], type[QuantkitError], str]] = [
         ({}, RecipeError, "QK-E214"),
         ({"nope": quants["Q8_0"]}, RecipeError, "QK-E206 nope"),
-        ({"attn": other}, RecipeError, "QK-E206 attn"),
+        ({"attn": imatrix}, RecipeError, "QK-E206 attn"),
         ({"(": quants["Q8_0"]}, RecipeError, "QK-E205"),
         ({"attn": tmp_path / "bad.map"}, FormatError, "QK-E111 1"),
         ({"attn": tmp_path / "empty.map"}, FormatError, "QK-E111"),
