@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from quantkit.search import search, search_front
     from quantkit.sensitivity import read_sensitivity, sensitivity
     from quantkit.split import join, plan_join, plan_split, split
+    from quantkit.stitch import plan_stitch, stitch
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "plan_join",
     "plan_quantize",
     "plan_split",
+    "plan_stitch",
     "presets",
     "prune_cache",
     "quantize",
@@ -126,6 +128,7 @@ __all__ = [
     "show_recipe",
     "split",
     "split_up_gate",
+    "stitch",
     "sweep_bench",
     "types",
     "verify_cache",
@@ -191,6 +194,7 @@ _HOME = {
     "plan_join": "split",
     "plan_quantize": "quantize",
     "plan_split": "split",
+    "plan_stitch": "stitch",
     "presets": "catalog",
     "prune_cache": "cache",
     "quantize": "quantize",
@@ -205,6 +209,7 @@ _HOME = {
     "show_recipe": "recipes",
     "split": "split",
     "split_up_gate": "merge",
+    "stitch": "stitch",
     "sweep_bench": "bench",
     "types": "catalog",
     "verify_cache": "cache",

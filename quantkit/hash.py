@@ -138,7 +138,7 @@ def write_sums(
     check_apart([target], paths)
     names = [_name_beside(path, target) for path in paths]
     with Output(target, overwrite=overwrite):
-        digests = _file_digests(paths, threads, progress)
+        digests = file_digests(paths, threads, progress)
         with atomic_write(target) as part:
             lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
             part.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
@@ -183,7 +183,7 @@ def check_sums(
     for path in paths:
         if path.absolute() not in expected:
             raise FormatError(f"{sums}: has no digest of {path}", "QK-E206")
-    digests = _file_digests(paths, threads, progress)
+    digests = file_digests(paths, threads, progress)
     return tuple(Check(path, expected[path.absolute()], digest) for path, digest in zip(paths, digests, strict=True))
 
 
@@ -278,8 +278,10 @@ def _name_beside(path: Path, target: Path) -> str:
     return name
 
 
-def _file_digests(paths: Sequence[Path], threads: int | None, progress: ProgressCallback | None) -> list[str]:
-    """Return the SHA-256 of files, several at a time."""
+def file_digests(
+    paths: Sequence[Path], threads: int | None = None, progress: ProgressCallback | None = None
+) -> list[str]:
+    """Return the SHA-256 of files, several at a time. Raises ResourceError."""
     try:
         sizes = [path.stat().st_size for path in paths]
         steps = _Steps(progress, sum(sizes))

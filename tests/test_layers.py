@@ -54,6 +54,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "hash": set(),
         "generate": {"evaluate", "imatrix"},
         "split": {"quantize"},
+        "stitch": {"hash"},
         "calibration": set(),
         "compare": set(),
         "inspect": set(),

@@ -30,6 +30,7 @@ COMMANDS = {
     "inspect": "Show the contents of a GGUF file: tensors, types, sizes, metadata, shards.",
     "split": "Split a GGUF file into shards: the bytes of llama-gguf-split.",
     "join": "Join the shards of a GGUF model into one file.",
+    "stitch": "Write one GGUF model with tensors of several files, byte for byte.",
     "edit": "Edit the metadata of a GGUF file, in place where it fits: chat template, special tokens, any key.",
     "hash": "Show digests of GGUF files: of data, metadata and tensors; write and check SHA256SUMS.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",

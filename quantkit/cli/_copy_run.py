@@ -1,7 +1,8 @@
-"""Options, run and report of commands that copy tensors into other files: ``quantkit split`` and ``quantkit join``."""
+"""Options, run and report of commands that copy tensors into other files: ``split``, ``join`` and ``stitch``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quantkit.cli._json import JsonOutput, json_option
@@ -13,18 +14,12 @@ from quantkit.pipeline.run import refusal
 from quantkit.split import run_split
 from quantkit.units import format_seconds, format_size
 
-#: The options of both commands.
-copy_options = options(
-    option(
-        "--delete-source",
-        group="Files",
-        is_flag=True,
-        help="Remove the input when the output is on the disk.",
-    ),
-    spool_option,
-    plan_options,
-    json_option(),
-)
+
+def copy_options(*, delete: bool = True) -> Callable[[Any], Any]:
+    """Declare the options that these commands share; ``delete``: also --delete-source."""
+    text = "Remove the input when the output is on the disk."
+    delete_source = [option("--delete-source", group="Files", is_flag=True, help=text)] * delete
+    return options(*delete_source, spool_option, plan_options, json_option())
 
 
 def run_copy_plan(plan: Plan, *, dry_run: bool, json_to: JsonOutput, delete_source: bool, **run: Any) -> None:

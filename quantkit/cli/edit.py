@@ -12,6 +12,7 @@ import click
 from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._metadata_diff import describe_change, field_dict, key_name
 from quantkit.cli._options import SIZE, GroupedCommand, echo_notes, option
+from quantkit.cli._pairs import Pair
 from quantkit.cli._paths import MODEL_FILE, FileOf, Place
 from quantkit.cli._progress import Bar
 from quantkit.cli._table import fold
@@ -21,25 +22,6 @@ from quantkit.names import printable
 from quantkit.units import format_size
 
 _METADATA, _FILES = "Metadata and shards", "Files"
-
-
-class Pair(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.5
-    """NAME=VALUE, as a pair of texts."""
-
-    name = "pair"
-
-    def __init__(self, form: str, *, name_is_optional: bool = False) -> None:
-        self.form, self.name_is_optional = form, name_is_optional
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value[0], value[1]
-        name, sign, text = str(value).partition("=")
-        if not sign and self.name_is_optional:
-            return "", str(value)
-        if not sign or not name:
-            self.fail(f"{value!r}: write {self.form}", param, ctx)
-        return name, text
 
 
 _SETTING, _RENAME, _TOKEN = Pair("KEY=VALUE"), Pair("KEY=NEW"), Pair("NAME=TOKEN")

@@ -16,7 +16,7 @@ from quantkit.formats.remote import located
 @click.command("join", cls=GroupedCommand)
 @click.argument("source", metavar="IN-00001-of-N.gguf", type=MODEL)
 @click.argument("output", metavar="[OUT.gguf]", type=MODEL, required=False)
-@copy_options
+@copy_options()
 def command(source: Path, output: Path | None, spool: Path | None, **run: Any) -> None:
     """Join the shards of a model into one file.
 

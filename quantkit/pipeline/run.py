@@ -286,7 +286,8 @@ def was_finished(plan: Plan) -> bool:
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
     """Refuse outputs that would destroy a file, before any is touched. Raises ResourceError."""
-    check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], (*plan.source.paths, *plan.reads))
+    inputs = dict.fromkeys((*plan.source.paths, *plan.source.inputs, *plan.reads))
+    check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], inputs)
     has_journal = os.path.exists(journal_path(plan.shards[0].path))
     if resume and not overwrite and not has_journal and any(shard.path.is_file() for shard in plan.shards):
         if is_complete(plan):
