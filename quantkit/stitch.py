@@ -24,7 +24,7 @@ from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_pl
 from quantkit.version import __version__
 
 _PROVENANCE = "quantkit.quantize."
-_PREFIX = "quantkit.stitch."
+_PREFIX, _RULES = "quantkit.stitch.", "quantkit.stitch.rules"
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +190,7 @@ def _fields(source: StitchedSource, take: Mapping[str, str | Path]) -> list[Fiel
     """Return the metadata: that of the base, the expressions, and how the other files were quantized."""
     fields = {key: field for key, field in source.fields.items() if key not in SPLIT_KEYS}
     rules = [f"{text}={Path(place).name}" for text, place in take.items()]
-    records = {f"{_PREFIX}rules": Field.of(f"{_PREFIX}rules", rules, ValueType.ARRAY, ValueType.STRING)}
+    records = {_RULES: Field.of(_RULES, rules, ValueType.ARRAY, ValueType.STRING)}
     for i, part in enumerate(source.parts):
         for key, field in part.fields.items():
             if key.startswith(_PROVENANCE):
