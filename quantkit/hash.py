@@ -26,7 +26,7 @@ from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.outputs import Output, atomic_write, check_apart, read_text, resolve_links
 from quantkit.formats.ranges import read_range
 from quantkit.html_table import HtmlTable, Table, table_of
-from quantkit.progress import Progress, ProgressCallback
+from quantkit.progress import ByteCounter, ProgressCallback
 
 ALGORITHMS = ("sha256", "xxh3")
 #: Bytes that are read at once.
@@ -92,7 +92,7 @@ def hash(  # noqa: A001 - the word of the command line
     create = _digest(algorithm)
     with open_gguf(source) as model:
         tensors = list(model.tensors.values())
-        steps = _Steps(progress, sum(tensor.nbytes for tensor in tensors))
+        steps = ByteCounter(progress, sum(tensor.nbytes for tensor in tensors))
 
         def digest_of(i: int) -> str:
             tensor = tensors[i]
@@ -203,18 +203,6 @@ def read_sums(path: Path) -> dict[Path, str]:
     return digests
 
 
-class _Steps:
-    """Reports bytes as progress."""
-
-    def __init__(self, report: ProgressCallback | None, total: int) -> None:
-        self._report, self._total, self._n = report, total, 0
-
-    def add(self, nbytes: int) -> None:
-        self._n += nbytes
-        if self._report is not None:
-            self._report(Progress(self._n, self._total))
-
-
 def _digest(algorithm: str) -> Callable[[], Digest]:
     if algorithm not in ALGORITHMS:
         raise RecipeError(f"algorithm {algorithm}: choose one of {', '.join(ALGORITHMS)}", "QK-E203")
@@ -284,7 +272,7 @@ def file_digests(
     """Return the SHA-256 of files, several at a time. Raises ResourceError."""
     try:
         sizes = [path.stat().st_size for path in paths]
-        steps = _Steps(progress, sum(sizes))
+        steps = ByteCounter(progress, sum(sizes))
         with ThreadPoolExecutor(threads or available_cpus()) as pool:
             jobs = [
                 pool.submit(_range_digest, hashlib.sha256(), path, 0, n, steps.add)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,3 +35,17 @@ def report_lines(report: ProgressCallback | None) -> Callable[[str], None]:
             report(Progress(0, 0, line))
 
     return call
+
+
+class ByteCounter:
+    """Reports bytes as progress; safe to call from threads."""
+
+    def __init__(self, report: ProgressCallback | None, total: int) -> None:
+        self._report, self._total, self._n, self._lock = report, total, 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes, and report the sum."""
+        with self._lock:
+            self._n += nbytes
+            if self._report is not None:
+                self._report(Progress(self._n, self._total))

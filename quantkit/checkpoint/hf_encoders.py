@@ -22,7 +22,7 @@ USUAL_COUNTS = {
 
 @dataclass(frozen=True)
 class HfEncoders:
-    """How transformers has a class with encoders: its text model, its names of tensors, its settings.
+    """The text model, tensor names and settings of a transformers class with encoders.
 
     Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py, image_processing_*.py). ``text`` has the
     names and settings of the text model within the whole. Tensors have the first name of the name map that begins with

@@ -24,7 +24,7 @@ _BLOCK = 4096
 
 
 class Method(Enum):
-    """How an edit is carried out."""
+    """Whether an edit writes the header in place, the whole file again, or a copy."""
 
     NOTHING = "nothing to do"
     IN_PLACE = "in place"

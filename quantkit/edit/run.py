@@ -17,7 +17,7 @@ from quantkit.formats.gguf.header_journal import replace_header
 from quantkit.formats.outputs import Output, atomic_write
 from quantkit.formats.ranges import copy_range, read_range, write_range
 from quantkit.options.edit import EditOptions
-from quantkit.progress import Progress, ProgressCallback
+from quantkit.progress import ByteCounter, ProgressCallback
 
 #: Bytes that are copied at once.
 _CHUNK = 64 << 20
@@ -72,7 +72,7 @@ def run_edit(plan: EditPlan, *, overwrite: bool = False, progress: ProgressCallb
             if plan.method is Method.IN_PLACE:
                 replace_header(paths[0], plan.present, plan.header)
                 return
-            counter = _Counter(progress, plan.nbytes)
+            counter = ByteCounter(progress, plan.nbytes)
             parts = [stack.enter_context(atomic_write(path)) for path in paths]
             for i, (source, part) in enumerate(zip(plan.sources, parts, strict=False)):
                 header = plan.header if i == 0 else b""
@@ -89,18 +89,6 @@ class _Copy(NamedTuple):
     part: Path
     header: bytes
     begin: int
-
-
-class _Counter:
-    """Reports bytes as progress."""
-
-    def __init__(self, report: ProgressCallback | None, total: int) -> None:
-        self._report, self._total, self._n = report, total, 0
-
-    def add(self, nbytes: int) -> None:
-        self._n += nbytes
-        if self._report is not None:
-            self._report(Progress(self._n, self._total))
 
 
 def _write(copy: _Copy, count: Callable[[int], None]) -> None:

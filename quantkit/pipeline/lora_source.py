@@ -188,8 +188,8 @@ def merge_adapters(source: Source, selections: Sequence[str]) -> LoraSource:
         selections: GGUF files and the factors of their scales, FILE[:SCALE], merged in this order.
 
     Raises:
-        FormatError: an adapter is damaged, belongs to another architecture, or changes a tensor that the model lacks or
-            has in another shape.
+        FormatError: an adapter is damaged or of another architecture, or the model has no tensor of the same name and
+            shape.
         TypeNotSupported: a type of the model without a decoder.
         RecipeError: a scale of 0.
     """
