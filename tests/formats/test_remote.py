@@ -890,8 +890,8 @@ def test_a_checkpoint_from_a_hub(tmp_path: Path) -> None:
         from quantkit.cli import cli
         for name in sys.argv[2:]:
             arguments = ["convert", f"hf://org/{name}", sys.argv[1], "--pre", "llama3", "--overwrite"]
-            found = CliRunner().invoke(cli, arguments)
-            print(found.exit_code, found.output, repr(found.exception))
+            result = CliRunner().invoke(cli, arguments)
+            print(result.exit_code, result.output)
     """
     with hub(folder) as address:
         command = [sys.executable, "-c", program, str(tmp_path / "hub.gguf"), folder.name, "none"]
@@ -899,4 +899,5 @@ def test_a_checkpoint_from_a_hub(tmp_path: Path) -> None:
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.stdout.startswith("0 "), process.stdout + process.stderr
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
-    assert "\n1  FileNotFoundError(2, 'no such object (HTTP 404)')" in process.stdout
+    assert "\n1 Error: hf://org/none: " in process.stdout
+    assert "[QK-E401]" in process.stdout

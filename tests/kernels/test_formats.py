@@ -154,7 +154,12 @@ PLACES = {
     "kernels/cuda/unpack/{}.cuh",
 }  # fmt: skip
 OPTIONAL = {"kernels/cpu/matmul/type_dots.py", "kernels/cuda/unpack/dot_forms.cuh", "kernels/cuda/unpack/folded.cuh"}
-OPTIONAL |= {"kernels/interleave.py", "kernels/levels.py", "kernels/cuda/unpack/ik_dot_forms.cuh"}
+OPTIONAL |= {
+    "formats/gguf/byte_order.py",
+    "kernels/interleave.py",
+    "kernels/levels.py",
+    "kernels/cuda/unpack/ik_dot_forms.cuh",
+}
 
 
 def naming(t: TensorType) -> set[str]:

@@ -1,8 +1,7 @@
 """Big-endian files, for machines such as s390x: numbers are reversed where files are read and written.
 
-Everything else sees little-endian bytes. Blocks hold few numbers of more than a byte, whose places are in a table here:
-those of gguf_convert_endian.py (gguf-py of llama.cpp b11434), and of plain integers. Blocks of other types, which hold
-packed words, have no defined form on a big-endian machine.
+Everything else sees little-endian bytes. The types are those of gguf_convert_endian.py (gguf-py of llama.cpp b11434),
+and plain integers. Blocks of other types, which hold packed words, have no defined form on a big-endian machine.
 """
 
 from __future__ import annotations
@@ -20,24 +19,15 @@ U8 = npt.NDArray[np.uint8]
 
 #: Bytes of the numbers of plain types.
 _PLAIN = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
-#: Places of the float16 in a block.
-_FLOATS: dict[str, tuple[int, ...]] = {
-    "Q1_0": (0,),
-    "Q4_0": (0,),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q6_K": (208,),
-    "TQ2_0": (64,),
-    "MXFP4": (),
-    "NVFP4": (),
-}
+#: Types of blocks that hold bytes and float16 alone (``TensorType.fields``), as gguf_convert_endian.py converts them.
+_BLOCKS = ("Q1_0", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "TQ2_0", "MXFP4", "NVFP4")
 
 
 def check_swap(t: TensorType, subject: str) -> None:
     """Raise TypeNotSupported for a type without a big-endian form; ``subject`` names file and tensor."""
-    if t.name not in _PLAIN and t.name not in _FLOATS:
+    if t.name not in _PLAIN and t.name not in _BLOCKS:
         raise TypeNotSupported(
-            f"{subject} is {t}, which has no big-endian form; types that have one: {', '.join((*_PLAIN, *_FLOATS))}",
+            f"{subject} is {t}, which has no big-endian form; types that have one: {', '.join((*_PLAIN, *_BLOCKS))}",
             "QK-E300",
         )
 
@@ -54,8 +44,9 @@ def swap(data: U8, t: TensorType) -> None:
             data.view(f"u{width}").byteswap(inplace=True)
         return
     blocks = data.reshape(-1, t.block_bytes)
-    for place in _FLOATS[t.name]:
-        blocks[:, [place, place + 1]] = blocks[:, [place + 1, place]]
+    for _, kind, offset in t.fields:
+        if kind == "f16":
+            blocks[:, [offset, offset + 1]] = blocks[:, [offset + 1, offset]]
 
 
 def swapped_value(raw: bytes | memoryview, value_type: ValueType, item_type: ValueType | None, *, big: bool) -> bytes:
