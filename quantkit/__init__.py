@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
+    from quantkit.fit import FitOptions, fit
     from quantkit.formats.covariance import Covariances
     from quantkit.formats.gguf import Field, ValueType
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
@@ -60,6 +61,7 @@ __all__ = [
     "EditOptions",
     "ExportOptions",
     "Field",
+    "FitOptions",
     "GGUFFile",
     "ImatrixOptions",
     "Progress",
@@ -88,6 +90,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export",
+    "fit",
     "generate",
     "hash",
     "imatrix",
@@ -146,6 +149,7 @@ _HOME = {
     "EditOptions": "options.edit",
     "ExportOptions": "options.export",
     "Field": "formats.gguf",
+    "FitOptions": "fit",
     "GGUFFile": "tensors",
     "ImatrixOptions": "options.imatrix",
     "Progress": "progress",
@@ -171,6 +175,7 @@ _HOME = {
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",
     "export": "export",
+    "fit": "fit",
     "generate": "generate",
     "hash": "hash",
     "imatrix": "imatrix",
