@@ -119,7 +119,7 @@ def command(
     """
     options = FitOptions(
         vram=tuple(vram or ()),
-        types=tuple(name.strip() for name in types.split(",")) if types else (),
+        types=tuple(name.strip() for name in types.split(",")) if types else None,
         flash_attn=flash_attn == "on",
         **settings,
     )

@@ -6,7 +6,7 @@ for others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from quantkit.fit.allocator import Tensor, buffer_size
@@ -14,7 +14,7 @@ from quantkit.fit.caches import CacheShapes, Context, has_cache
 from quantkit.fit.nodes import Batch, Mask, Nodes, emit, in_ggml_order
 from quantkit.model import ops
 from quantkit.model.hparams import HParams
-from quantkit.model.ops import Graph, Op
+from quantkit.model.ops import Graph, Op, Value
 from quantkit.types import TensorType
 
 #: Architectures whose batches cannot mix tokens and vectors.
@@ -57,12 +57,13 @@ def compute_bytes(
     """
     batch = _batch(plan.graph, h, context)
     masks = {cache: _mask(shapes, context, cache) for cache in plan.graph.caches}
+    rotated = set(_rotated(plan.graph, batch))
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = Nodes(batch, masks, shapes.widest_v)
+        nodes = Nodes(batch, masks, shapes.widest_v, rotated)
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to cards
@@ -94,6 +95,18 @@ def _batch(graph: Graph, h: HParams, context: Context) -> Batch:
         n_vectors=1 + h.int("n_deepstack_layers", 0),
         no_cache=not has_cache(graph),
     )
+
+
+def _rotated(graph: Graph, batch: Batch) -> Iterator[Value]:
+    """Yield queries, keys and values that are rotated before they are quantized."""
+    for op in graph.ops:
+        if isinstance(op, ops.Attention) and batch.k_rotation:
+            yield op.q
+        elif isinstance(op, ops.CacheWrite):
+            if batch.k_rotation:
+                yield op.k
+            if batch.v_rotation and op.v is not None:
+                yield op.v
 
 
 def _mask(shapes: CacheShapes, context: Context, cache: ops.Cache) -> Mask:

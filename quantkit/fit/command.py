@@ -22,6 +22,8 @@ def command_line(path: Path, layout: Layout, context: Context, options: FitOptio
     for name, number, standard in (("-b", options.batch, 2048), ("-ub", options.ubatch, 512)):
         words += [name, str(number)] if number != standard else []
     words += ["-ngl", str(layout.gpu_layers)]
+    if options.vram and not layout.gpu_layers and options.runtime == "llama.cpp":
+        words += ["-dev", "none"]  # a card would still compute large batches
     if layout.cpu_moe and layout.gpu_layers:
         words += _experts_in_memory(layout, options)
     if len(layout.counts) > 1 and layout.gpu_layers:

@@ -11,6 +11,7 @@ from typing import cast
 from quantkit.arguments import checked
 from quantkit.checkpoint import OpenOptions, open_checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.fit.accuracy import accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
 from quantkit.fit.caches import PAD, Context
 from quantkit.fit.command import command_line
@@ -30,32 +31,6 @@ from quantkit.types import BY_NAME
 PRESETS = (*("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0"),)
 #: The shortest context for which weights remain on the cards, as in llama.cpp (--fit-ctx).
 SHORTEST = 4096
-#: Architectures whose compute buffers are approximated, and the largest difference seen on models of the tests.
-APPROXIMATE = {
-    "arwkv7": 0.12,
-    "bailingmoe3": 0.06,
-    "deepseek2": 0.06,
-    "deepseek4": 0.18,
-    "dots3note": 0.06,
-    "dream": 0.13,
-    "falcon-h1": 0.04,
-    "gemma3n": 0.26,
-    "hy_v4": 0.05,
-    "kimi-k3": 0.1,
-    "kimi-linear": 0.04,
-    "llada": 0.13,
-    "llada-moe": 0.16,
-    "minimax-01": 0.4,
-    "minimax-m3": 0.8,
-    "openelm": 0.12,
-    "phi2": 0.07,
-    "qwen3vl": 0.09,
-    "rnd1": 0.16,
-    "rwkv6": 0.06,
-    "rwkv6qwen2": 0.06,
-    "rwkv7": 0.06,
-    "talkie": 0.06,
-}
 
 
 @dataclass(frozen=True)
@@ -171,7 +146,7 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
         context, layout = _choose(model, options)
         usage = model.usage(layout, context)
         notes += _notes(model, options, chosen)
-        types = options.types[1:] if chosen else options.types or _ladder(opened)
+        types = _ladder(opened) if options.types is None else options.types[1 if chosen else 0 :]
         sizes = tuple(_sizes(model, opened, types, context, options))
         step = PAD * (1 if context.kv_unified else context.n_parallel)
         return Fit(
@@ -195,7 +170,10 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
 def _open(path: Path, stack: ExitStack) -> Source:
     if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".json"):
         return stack.enter_context(open_model(path))
-    return open_checkpoint(path, OpenOptions(outtype="bf16"))
+    # The pre-tokenizer does not matter here: one that is not known is no reason to refuse.
+    return open_checkpoint(
+        path, OpenOptions(outtype="bf16", pre="default", allow_other_ids=True, allow_incomplete=True)
+    )
 
 
 def _estimator(source: Source, options: FitOptions, further: int) -> Estimator:
@@ -269,8 +247,8 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
 def _notes(model: Estimator, options: FitOptions, chosen: str | None) -> Iterator[str]:
     if options.cards:
         yield "compute buffers of cards are estimates: the same graph as on the CPU, not compared with a card's log"
-    if (bound := APPROXIMATE.get(model.h.arch)) is not None:
-        yield f"compute buffers of {model.h.arch} are approximate: up to {bound:.0%} off on the models of the tests"
+    if (note := accuracy_note(model.h.arch)) is not None:
+        yield note
     if options.runtime == "ik":
         yield "ik_llama.cpp: caches and buffers are llama.cpp's, but all windows as long as the context; not compared"
     if options.flash_attn and model.h.arch in WITHOUT_FLASH_ATTENTION:

@@ -8,7 +8,7 @@ output. allocator.py then computes the buffer, as ggml does for the largest batc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.fit.allocator import Tensor
@@ -54,10 +54,14 @@ class Batch:
 class Nodes:
     """Nodes of a part of the graph: ``ops`` on one device."""
 
-    def __init__(self, batch: Batch, masks: Mapping[Cache, Mask], widest_v: int) -> None:
+    def __init__(
+        self, batch: Batch, masks: Mapping[Cache, Mask], widest_v: int, rotated: Collection[Value] = ()
+    ) -> None:
         self.batch = batch
         self.masks = masks
         self.widest_v = widest_v
+        #: Values that are multiplied by a Hadamard matrix.
+        self.rotated = rotated
         self.inputs: list[Tensor] = []
         self.nodes: list[Tensor] = []
         self.tensors: dict[Value, Tensor] = {}
@@ -169,6 +173,9 @@ def emit(nodes: Nodes, ops_of_device: Iterable[Op], copies: Sequence[Tensor] = (
             sources = nodes.sources(op)
             for value in op.outputs():
                 nodes.out(value, *sources)
+        for value in op.outputs():
+            if value in nodes.rotated:
+                nodes.out(value, nodes.of(value))
     if copies:
         nodes.node(0, *copies)
 
@@ -296,10 +303,6 @@ def _cache_write(nodes: Nodes, op: ops.CacheWrite) -> None:
     if not nodes.batch.no_cache:
         nodes.mask(op.cache)
     k, v = nodes.of(op.k), None if op.v is None else nodes.of(op.v)
-    if nodes.batch.k_rotation:
-        k = nodes.node(nodes.nbytes(op.k), k)
-    if v is not None and op.v is not None and nodes.batch.v_rotation:
-        v = nodes.node(nodes.nbytes(op.v), v)
     if nodes.batch.no_cache:
         # Flash attention reads keys and values as f16.
         nodes.keys[op.cache] = [
@@ -317,8 +320,6 @@ def _attention(nodes: Nodes, op: ops.Attention) -> None:
     q = nodes.of(op.q)
     if op.selected is not None:
         mask = _selected_mask(nodes, op.selected, mask)
-    if nodes.batch.k_rotation:
-        q = nodes.node(nodes.nbytes(op.q), q)
     if nodes.batch.flash_attn:
         y = nodes.node(nodes.nbytes(op.out), q, mask, *nodes.keys.get(op.cache, ()), shape=nodes.shape(op.out))
     else:

@@ -23,7 +23,8 @@ class FitOptions:
     ctx: positions, all sequences together; 0 for those of training, or fewer if only fewer fit the cards.
     ctk, ctv: types of keys and values. vram: memory of each card. ram: memory of the host; None if it does not matter.
     margin: memory of each card that must remain free. parallel: sequences at once; kv_unified: they share one cache.
-    server: logits of one token per sequence, as in llama-server, not of a whole batch.
+    server: logits of one token per sequence, as in llama-server, not of a whole batch. types: planned sizes, None for
+    Q2_K to Q8_0 if the model is not quantized; with a ``recipe`` the first is that of the model itself.
     """
 
     ctx: int = 0
@@ -42,7 +43,7 @@ class FitOptions:
     mmproj: Path | None = None
     draft: Path | None = None
     recipe: Path | None = None
-    types: tuple[str, ...] = ()
+    types: tuple[str, ...] | None = None
 
     @property
     def cards(self) -> tuple[int, ...]:
