@@ -28,7 +28,7 @@ COMMANDS = {
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
     "cache": "Show, prune and verify a cache of encoded tensors (--cache).",
     "inspect": "Show the contents of a GGUF file: tensors, types, sizes, metadata, shards.",
-    "fit": "Show how much memory a model takes, and the options with which it fits cards.",
+    "fit": "Show how much memory a model takes, and the options with which it fits GPUs.",
     "split": "Split a GGUF file into shards: the bytes of llama-gguf-split.",
     "join": "Join the shards of a GGUF model into one file.",
     "stitch": "Write one GGUF model with tensors of several files, byte for byte.",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:  # before click 8.5 it is not generic
     _Number = _Numbers = click.ParamType
 
-_CARDS, _RUN, _TYPES, _FILES = "Devices", "Run", "Tensor types", "Files"
+_DEVICES, _RUN, _TYPES, _FILES = "Devices", "Run", "Tensor types", "Files"
 
 
 class _Count(_Number):
@@ -57,15 +57,15 @@ class _Sizes(_Numbers):
 
 @click.command("fit", cls=GroupedCommand)
 @click.argument("source", metavar="MODEL", type=Place(local=False))
-@option("--vram", group=_CARDS, type=_Sizes(), metavar="SIZE[,SIZE]", help="Memory of each card (24G,24G).")
-@option("--ram", group=_CARDS, type=SIZE, metavar="SIZE", help="Memory of the host (64G).")
+@option("--vram", group=_DEVICES, type=_Sizes(), metavar="SIZE[,SIZE]", help="Memory of each GPU (24G,24G).")
+@option("--ram", group=_DEVICES, type=SIZE, metavar="SIZE", help="Memory of the host (64G).")
 @setting(
     "--margin",
-    group=_CARDS,
+    group=_DEVICES,
     type=SIZE,
     default="1GiB",
     metavar="SIZE",
-    help="Memory of each card that must remain free.",
+    help="Memory of each GPU that must remain free.",
 )
 @option("-c", "--ctx", group=_RUN, type=_Count(), default=0, metavar="N", help="Context of all sequences (32k).")
 @setting("-ctk", "--ctk", group=_RUN, type=click.Choice(KV_TYPES), default="f16", help="Type of keys.")
@@ -111,7 +111,7 @@ def command(
     """Show how much memory a model takes, and the options with which it fits.
 
     MODEL is a GGUF file, or the directory of a checkpoint; of URLs only headers are
-    read. Without --ctx: that of training, or the longest that fits the cards.
+    read. Without --ctx: that of training, or the longest that fits the GPUs.
 
     \b
     quantkit fit model-Q4_K_M.gguf --vram 24G --ram 64G --ctx 32k
@@ -178,7 +178,7 @@ def _size_table(result: Fit) -> str:
 def _size_rows(result: Fit) -> Iterator[tuple[str, ...]]:
     limited = _is_limited(result)
     for size in result.sizes:
-        place = "on the cards" if size.all_on_cards else "fits" if size.fits else "does not fit"
+        place = "on the GPUs" if size.all_on_gpus else "fits" if size.fits else "does not fit"
         options = f"-ngl {size.gpu_layers}" + (f" -ncmoe {size.cpu_moe}" if size.cpu_moe and size.gpu_layers else "")
         yield (
             size.type,
@@ -224,7 +224,7 @@ def as_dict(result: Fit) -> dict[str, Any]:
                 "weights": s.weights,
                 "bytes": s.nbytes,
                 "fits": s.fits,
-                "all_on_cards": s.all_on_cards,
+                "all_on_gpus": s.all_on_gpus,
                 "gpu_layers": s.gpu_layers,
                 "cpu_moe": s.cpu_moe,
             }

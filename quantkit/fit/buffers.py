@@ -66,7 +66,7 @@ def compute_bytes(
         nodes = Nodes(batch, masks, shapes.widest_v, rotated)
         if not device and device_of:
             for cache in masks:
-                nodes.mask(cache)  # inputs are filled in memory, then copied to cards
+                nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
         for op in part:
             names = dict.fromkeys(matrix.tensor.name for matrix in op.matrices()) if device and host_weights else ()
             copies = [Tensor(host_weights[name]) for name in names if name in host_weights] if host_weights else []

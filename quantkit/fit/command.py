@@ -12,7 +12,9 @@ from quantkit.fit.options import FitOptions
 
 def command_line(path: Path, layout: Layout, context: Context, options: FitOptions) -> str:
     """Return the options to type, of llama.cpp or ik_llama.cpp."""
-    words = ["llama-server", "-m", str(path), "-c", str(context.n_ctx)]
+    # A checkpoint is planned, not run.
+    model = str(path) if path.suffix == ".gguf" else "model.gguf"
+    words = ["llama-server", "-m", model, "-c", str(context.n_ctx)]
     if options.parallel != 1:
         words += ["-np", str(options.parallel)]
         words += ["-kvu"] if options.kv_unified and options.runtime == "llama.cpp" else []
@@ -23,7 +25,7 @@ def command_line(path: Path, layout: Layout, context: Context, options: FitOptio
         words += [name, str(number)] if number != standard else []
     words += ["-ngl", str(layout.gpu_layers)]
     if options.vram and not layout.gpu_layers and options.runtime == "llama.cpp":
-        words += ["-dev", "none"]  # a card would still compute large batches
+        words += ["-dev", "none"]  # a GPU would still compute large batches
     if layout.cpu_moe and layout.gpu_layers:
         words += _experts_in_memory(layout, options)
     if len(layout.counts) > 1 and layout.gpu_layers:

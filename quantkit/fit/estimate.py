@@ -29,7 +29,7 @@ from quantkit.types import BY_NAME
 
 #: The presets whose sizes are shown of a model that is not quantized, small to large; none needs an imatrix.
 PRESETS = (*("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0"),)
-#: The shortest context for which weights remain on the cards, as in llama.cpp (--fit-ctx).
+#: The shortest context for which weights remain on the GPUs, as in llama.cpp (--fit-ctx).
 SHORTEST = 4096
 
 
@@ -73,7 +73,7 @@ class Size:
     #: Bytes of all devices.
     nbytes: int
     fits: bool
-    all_on_cards: bool
+    all_on_gpus: bool
     gpu_layers: int
     cpu_moe: int
 
@@ -91,7 +91,7 @@ class Fit(HtmlTable):
     longest: int
     devices: tuple[Device, ...]
     caches: tuple[CacheKind, ...]
-    #: -ngl, -ncmoe and -ts: layers on cards (the output is one), experts of layers in memory, layers by card.
+    #: -ngl, -ncmoe and -ts: layers on GPUs (the output is one), experts of layers in memory, layers by GPU.
     gpu_layers: int
     cpu_moe: int
     tensor_split: tuple[int, ...]
@@ -121,7 +121,7 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
     Args:
         source: a GGUF file, any shard of one, or the directory of a checkpoint, which is planned as a BF16 file;
             URLs too.
-        options: context, cards and runtime: see ``FitOptions``.
+        options: context, GPUs and runtime: see ``FitOptions``.
 
     Returns:
         a ``Fit``; its weights and caches are those of llama.cpp b11434, byte for byte, its compute buffers a replay of
@@ -182,7 +182,7 @@ def _estimator(source: Source, options: FitOptions, further: int) -> Estimator:
     weights = weights_of(
         ((t.name, t.nbytes) for t in source.tensors.values()), h.n_stored - h.int("nextn_predict_layers", 0)
     )
-    return Estimator(graph, h, weights, options.cards, options.host, further)
+    return Estimator(graph, h, weights, options.gpus, options.host, further)
 
 
 def _further(options: FitOptions, stack: ExitStack, notes: list[str]) -> int:
@@ -208,21 +208,21 @@ def _further(options: FitOptions, stack: ExitStack, notes: list[str]) -> int:
 
 
 def _choose(model: Estimator, options: FitOptions) -> tuple[Context, Layout]:
-    """Return the context and the layout: like llama.cpp, first a shorter context, then fewer weights on the cards."""
+    """Return the context and the layout: like llama.cpp, first a shorter context, then fewer weights on the GPUs."""
     if options.ctx:
         context = options.context(options.ctx)
         return context, model.best_layout(context)
     context = options.context(1)
     streams = 1 if context.kv_unified else context.n_parallel
     full = context.with_length(model.h.n_ctx_train * streams)
-    if not model.cards:
+    if not model.gpus:
         layout = Layout(model.weights.n_layer)
         if model.host is None or model.fits(layout, full):
             return full, layout
         longest = model.longest(context, PAD * streams, layout)
         return context.with_length(longest or PAD * streams), layout
     layout = model.best_layout(full)
-    if layout.all_on_cards:
+    if layout.all_on_gpus:
         return full, layout
     shortest = min(SHORTEST, model.h.n_ctx_train) * streams
     longest = model.longest(context, PAD * streams)
@@ -232,7 +232,7 @@ def _choose(model: Estimator, options: FitOptions) -> tuple[Context, Layout]:
 
 def _devices(usage: Sequence[Usage]) -> Iterator[Device]:
     for i, part in enumerate(usage):
-        name = f"card {i}" if i else "memory"
+        name = f"GPU {i}" if i else "memory"
         yield Device(name, part.weights, part.cache, part.compute, part.further, part.limit)
 
 
@@ -245,8 +245,8 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
 
 
 def _notes(model: Estimator, options: FitOptions, chosen: str | None) -> Iterator[str]:
-    if options.cards:
-        yield "compute buffers of cards are estimates: the same graph as on the CPU, not compared with a card's log"
+    if options.gpus:
+        yield "compute buffers of GPUs are estimates: the same graph as on the CPU, not compared with a GPU's log"
     if (note := accuracy_note(model.h.arch)) is not None:
         yield note
     if options.runtime == "ik":
@@ -296,7 +296,7 @@ def _sizes(
             weights.nbytes,
             sum(part.nbytes for part in usage),
             all(part.fits for part in usage),
-            layout.all_on_cards,
+            layout.all_on_gpus,
             layout.gpu_layers,
             layout.cpu_moe,
         )

@@ -1,7 +1,7 @@
-"""Where the parts of a model are: layers on cards, experts or whole layers in memory, as llama.cpp places them.
+"""Where the parts of a model are: layers on GPUs, experts or whole layers in memory, as llama.cpp places them.
 
 ``-ngl`` counts layers from the last; the output is one more. ``-ncmoe`` keeps the experts of the first layers in
-memory. ``-ts`` has the number of layers of each card.
+memory. ``-ts`` has the number of layers of each GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantkit.model.ops import Embed, Graph, Lookup, Op
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers by device. ``counts``: layers of each card, the output being the last layer."""
+    """Layers by device. ``counts``: layers of each GPU, the output being the last layer."""
 
     n_layer: int
     counts: tuple[int, ...] = ()
@@ -30,15 +30,15 @@ class Layout:
         return sum(self.counts)
 
     @property
-    def all_on_cards(self) -> bool:
+    def all_on_gpus(self) -> bool:
         return self.gpu_layers > self.n_layer and not self.cpu_moe
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """The device of each layer and of the output; 0 is the CPU."""
         order = [0] * (self.n_layer + 1 - self.gpu_layers)
-        for card, count in enumerate(self.counts, 1):
-            order += [card] * count
+        for gpu, count in enumerate(self.counts, 1):
+            order += [gpu] * count
         return tuple(order)
 
 
@@ -65,10 +65,10 @@ class Estimator:
     """The memory of one model in any layout and context."""
 
     def __init__(
-        self, graph: Graph, h: HParams, weights: Weights, cards: tuple[int, ...], host: int | None, further: int = 0
+        self, graph: Graph, h: HParams, weights: Weights, gpus: tuple[int, ...], host: int | None, further: int = 0
     ) -> None:
-        self.h, self.weights, self.cards, self.host = h, weights, cards, host
-        #: Bytes of an mmproj file and of a draft, on the first card, or in memory without cards.
+        self.h, self.weights, self.gpus, self.host = h, weights, gpus, host
+        #: Bytes of an mmproj file and of a draft, on the first GPU, or in memory without GPUs.
         self.further = further
         self.n_stored = h.n_stored
         self.shapes: CacheShapes = cache_shapes(graph, h)
@@ -86,8 +86,8 @@ class Estimator:
         return layer_memory(self.shapes, context)
 
     def usage(self, layout: Layout, context: Context) -> tuple[Usage, ...]:
-        """Return the bytes on the CPU and on each card."""
-        weights, cache = [0] * (len(self.cards) + 1), [0] * (len(self.cards) + 1)
+        """Return the bytes on the CPU and on each GPU."""
+        weights, cache = [0] * (len(self.gpus) + 1), [0] * (len(self.gpus) + 1)
         for layer, device in enumerate(layout.devices[:-1]):
             weights[device] += self.weights.dense[layer]
             weights[0 if layer < layout.cpu_moe else device] += self.weights.experts[layer]
@@ -97,8 +97,8 @@ class Estimator:
         for part in self.layers(context):
             cache[layout.devices[part.layer % self.n_stored]] += part.nbytes
         compute = self._compute(layout, context)
-        limits = (self.host, *self.cards)
-        home = 1 if self.cards else 0
+        limits = (self.host, *self.gpus)
+        home = 1 if self.gpus else 0
         return tuple(
             Usage(weights[i], cache[i], compute.get(i, 0), self.further if i == home else 0, limit)
             for i, limit in enumerate(limits)
@@ -123,11 +123,11 @@ class Estimator:
                 return 0
             layer = min(max(op.layer, 0), self.h.n_layer)
             layer = layout.n_layer if layer == self.h.n_layer else layer % self.n_stored
-            # A card also computes large batches of layers that are in memory, from copies of their weights.
+            # A GPU also computes large batches of layers that are in memory, from copies of their weights.
             return layout.devices[layer] or (first if op.matrices() else 0)
 
         on_host = {name: nbytes for name, nbytes in self.weights.tensors.items() if self._is_on_host(name, layout)}
-        pipeline = layout.all_on_cards and sum(map(bool, layout.counts)) > 1
+        pipeline = layout.all_on_gpus and sum(map(bool, layout.counts)) > 1
         return compute_bytes(self.plan, self.shapes, self.h, context, device_of, on_host, pipeline=pipeline)
 
     def _is_on_host(self, name: str, layout: Layout) -> bool:
@@ -139,9 +139,9 @@ class Estimator:
     # ------------------------------------------------ search
 
     def best_layout(self, context: Context) -> Layout:
-        """Return the layout with most on the cards; one that does not fit if none does."""
+        """Return the layout with most on the GPUs; one that does not fit if none does."""
         n = self.weights.n_layer
-        if not self.cards:
+        if not self.gpus:
             return Layout(n)
         everything = self.split(n + 1, 0, context)
         if everything is not None:
@@ -171,18 +171,18 @@ class Estimator:
         return best
 
     def split(self, gpu_layers: int, cpu_moe: int, context: Context) -> Layout | None:
-        """Return the layout with this many layers on the cards, each filled in turn; None if it does not fit them."""
+        """Return the layout with this many layers on the GPUs, each filled in turn; None if it does not fit them."""
         n = self.weights.n_layer
-        single = Layout(n, (gpu_layers, *[0] * (len(self.cards) - 1)), cpu_moe)
+        single = Layout(n, (gpu_layers, *[0] * (len(self.gpus) - 1)), cpu_moe)
         compute = max(size for device, size in self._compute(single, context).items() if device)
-        counts = [0] * len(self.cards)
-        card, used = 0, compute + self.further
+        counts = [0] * len(self.gpus)
+        gpu, used = 0, compute + self.further
         for nbytes in self._layer_bytes(gpu_layers, cpu_moe, context):
-            while card < len(self.cards) and used + nbytes > self.cards[card]:
-                card, used = card + 1, compute
-            if card == len(self.cards):
+            while gpu < len(self.gpus) and used + nbytes > self.gpus[gpu]:
+                gpu, used = gpu + 1, compute
+            if gpu == len(self.gpus):
                 return None
-            counts[card] += 1
+            counts[gpu] += 1
             used += nbytes
         layout = Layout(n, tuple(counts), cpu_moe)
         return layout if all(usage.fits for usage in self.usage(layout, context)[1:]) else None
@@ -197,7 +197,7 @@ class Estimator:
         yield self.weights.output + self.weights.tied
 
     def longest(self, context: Context, step: int, layout: Layout | None = None) -> int:
-        """Return the longest context, a multiple of ``step``, that fits in a layout; without one, all on the cards."""
+        """Return the longest context, a multiple of ``step``, that fits in a layout; without one, all on the GPUs."""
         steps = max(1, self.h.n_ctx_train * (1 if context.kv_unified else context.n_parallel) // step)
 
         def fits(count: int) -> bool:

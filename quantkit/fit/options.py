@@ -11,7 +11,7 @@ from quantkit.model.kv_types import split_kv_type
 from quantkit.types import BY_NAME
 from quantkit.units import parse_size
 
-#: Memory of each card that remains free, as llama.cpp's --fit-target has it.
+#: Memory of each GPU that remains free, as llama.cpp's --fit-target has it.
 MARGIN = 1 << 30
 RUNTIMES = ("llama.cpp", "ik")
 
@@ -20,9 +20,9 @@ RUNTIMES = ("llama.cpp", "ik")
 class FitOptions:
     """What the model shares memory with, and how it runs; sizes are bytes, or texts such as "24G" (10^9) and "24GiB".
 
-    ctx: positions, all sequences together; 0 for those of training, or fewer if only fewer fit the cards.
-    ctk, ctv: types of keys and values. vram: memory of each card. ram: memory of the host; None if it does not matter.
-    margin: memory of each card that must remain free. parallel: sequences at once; kv_unified: they share one cache.
+    ctx: positions, all sequences together; 0 for those of training, or fewer if only fewer fit the GPUs.
+    ctk, ctv: types of keys and values. vram: memory of each GPU. ram: memory of the host; None if it does not matter.
+    margin: memory of each GPU that must remain free. parallel: sequences at once; kv_unified: they share one cache.
     server: logits of one token per sequence, as in llama-server, not of a whole batch. types: planned sizes, None for
     Q2_K to Q8_0 if the model is not quantized; with a ``recipe`` the first is that of the model itself.
     """
@@ -46,10 +46,10 @@ class FitOptions:
     types: tuple[str, ...] | None = None
 
     @property
-    def cards(self) -> tuple[int, ...]:
-        """Bytes of each card that may be used."""
+    def gpus(self) -> tuple[int, ...]:
+        """Bytes of each GPU that may be used."""
         margin = bytes_of(self.margin, "margin")
-        return tuple(max(0, bytes_of(card, "vram") - margin) for card in self.vram)
+        return tuple(max(0, bytes_of(gpu, "vram") - margin) for gpu in self.vram)
 
     @property
     def host(self) -> int | None:

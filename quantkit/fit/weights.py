@@ -25,7 +25,7 @@ class Weights:
     #: Embeddings, always in memory.
     inputs: int
     output: int
-    #: Bytes that the output needs besides on a card, because it is the embeddings; 0 if it has a tensor.
+    #: Bytes that the output needs besides on a GPU, because it is the embeddings; 0 if it has a tensor.
     tied: int
     #: Prediction layers, which llama.cpp loads only to draft.
     unloaded: int

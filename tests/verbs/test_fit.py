@@ -109,7 +109,7 @@ def test_smollm2_takes_what_llama_cpp_allocates(smollm2: Path, llama_bin: Path) 
 
 
 def check_beside(result: Fit, llama_bin: Path, arguments: tuple[str, ...], compute: float) -> None:
-    """Compare a result without cards with llama.cpp's log, whose figures have two digits each."""
+    """Compare a result without GPUs with llama.cpp's log, whose figures have two digits each."""
     reference = llama_cpp(llama_bin / "llama-fit-params", result.path, result.ctx, *arguments)
     kinds = {"cache": 0.0, "state": 0.0}
     for cache in result.caches:
@@ -119,8 +119,8 @@ def check_beside(result: Fit, llama_bin: Path, arguments: tuple[str, ...], compu
     assert result.devices[0].compute / MIB == pytest.approx(reference["compute"][0], rel=compute, abs=0.006)
 
 
-def test_cards_are_filled_before_memory(scaled: Callable[[str], Path]) -> None:
-    """The less memory, the fewer parts on the card: everything, then without experts, then without layers."""
+def test_gpus_are_filled_before_memory(scaled: Callable[[str], Path]) -> None:
+    """The less memory, the fewer parts on the GPU: everything, then without experts, then without layers."""
     model = scaled("qwen3moe-moe")
 
     def layout(vram: str) -> tuple[bool, int, int]:
@@ -134,14 +134,14 @@ def test_cards_are_filled_before_memory(scaled: Callable[[str], Path]) -> None:
     assert layout("100M") == (False, 0, 0)
 
 
-def test_layers_are_split_between_cards(scaled: Callable[[str], Path]) -> None:
+def test_layers_are_split_between_gpus(scaled: Callable[[str], Path]) -> None:
     options = FitOptions(ctx=8192, vram=("460M", "1G"), margin=0, types=("Q4_K_M",))
     result = fit(scaled("llama-dense"), options)
     assert sum(result.tensor_split) == result.gpu_layers == 3
     assert all(device.weights for device in result.devices)
     assert f"-ts {','.join(map(str, result.tensor_split))}" in result.command
     (size,) = result.sizes
-    assert (size.type, size.all_on_cards) == ("Q4_K_M", True)
+    assert (size.type, size.all_on_gpus) == ("Q4_K_M", True)
     assert size.weights < result.nbytes / 4
 
 
