@@ -67,7 +67,17 @@ class _Sizes(_Numbers):
     metavar="SIZE",
     help="Memory of each GPU that must remain free.",
 )
-@option("-c", "--ctx", group=_RUN, type=_Count(), default=0, metavar="N", help="Context of all sequences (32k).")
+@option(
+    "-c",
+    "--ctx",
+    "--ctx-size",
+    "ctx",
+    group=_RUN,
+    type=_Count(),
+    default=0,
+    metavar="N",
+    help="Context of all sequences (32k).",
+)
 @setting("-ctk", "--ctk", group=_RUN, type=click.Choice(KV_TYPES), default="f16", help="Type of keys.")
 @setting("-ctv", "--ctv", group=_RUN, type=click.Choice(KV_TYPES), default="f16", help="Type of values.")
 @setting("-np", "--parallel", group=_RUN, type=int, default=1, help="Sequences at once.")

@@ -170,7 +170,7 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
 def _open(path: Path, stack: ExitStack) -> Source:
     if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".json"):
         return stack.enter_context(open_model(path))
-    # The pre-tokenizer does not matter here: one that is not known is no reason to refuse.
+    # The pre-tokenizer does not matter here: an unknown one is accepted.
     return open_checkpoint(
         path, OpenOptions(outtype="bf16", pre="default", allow_other_ids=True, allow_incomplete=True)
     )

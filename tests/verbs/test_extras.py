@@ -96,6 +96,7 @@ LINES = {
     "split s3://b/m.gguf --max-size 1G --ray local": "ray remote s3fs",
     "join m-00001-of-00002.gguf --ray local": "ray",
     "stitch m.gguf out.gguf --take attn=i.gguf --ray local": "ray",
+    "fit s3://b/m.gguf --draft hf://o/r/d.gguf": "remote s3fs huggingface_hub",
     "try -hf org/name --chat --backend cuda": "cuda12 remote run huggingface_hub",
     "split-up-gate https://h/m.gguf out.gguf --ray local": "ray remote",
     "inspect s3://b/m.gguf": "remote s3fs",
