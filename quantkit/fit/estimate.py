@@ -140,13 +140,13 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
         notes: list[str] = []
         further = _further(options, stack, notes)
         model = _estimator(opened, options, further)
-        chosen = _chosen_type(options)
-        if chosen is not None:
-            model = model.with_weights(_quantized(opened, chosen, options, model))
+        planned_type = _chosen_type(options)
+        if planned_type is not None:
+            model = model.with_weights(_quantized(opened, planned_type, options, model))
         context, layout = _choose(model, options)
         usage = model.usage(layout, context)
-        notes += _notes(model, options, chosen)
-        types = _ladder(opened) if options.types is None else options.types[1 if chosen else 0 :]
+        notes += _notes(model, options, planned_type)
+        types = _ladder(opened) if options.types is None else options.types[1 if planned_type else 0 :]
         sizes = tuple(_sizes(model, opened, types, context, options))
         step = PAD * (1 if context.kv_unified else context.n_parallel)
         return Fit(
@@ -244,7 +244,7 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
         yield CacheKind(kind, len(sizes), cells, sum(sizes))
 
 
-def _notes(model: Estimator, options: FitOptions, chosen: str | None) -> Iterator[str]:
+def _notes(model: Estimator, options: FitOptions, planned_type: str | None) -> Iterator[str]:
     if options.gpus:
         yield "compute buffers of GPUs are estimates: the same graph as on the CPU, not compared with a GPU's log"
     if (note := accuracy_note(model.h.arch)) is not None:
@@ -255,8 +255,8 @@ def _notes(model: Estimator, options: FitOptions, chosen: str | None) -> Iterato
         yield f"{model.h.arch} runs without flash attention"
     if model.weights.unloaded:
         yield f"{model.weights.unloaded} bytes of prediction layers are not counted: llama.cpp loads them only to draft"
-    if chosen is not None:
-        yield f"weights are those of a plan as {chosen}; nothing is written"
+    if planned_type is not None:
+        yield f"weights are those of a plan as {planned_type}; nothing is written"
 
 
 # ---------------------------------------------------------------- types
@@ -288,9 +288,9 @@ def _sizes(
 ) -> Iterator[Size]:
     for name in types:
         weights = _quantized(source, name, options, model)
-        other = model.with_weights(weights)
-        layout = other.best_layout(context)
-        usage = other.usage(layout, context)
+        variant = model.with_weights(weights)
+        layout = variant.best_layout(context)
+        usage = variant.usage(layout, context)
         yield Size(
             BY_NAME[name.upper()].name if name.upper() in BY_NAME else name.upper(),
             weights.nbytes,

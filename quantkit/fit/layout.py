@@ -77,9 +77,9 @@ class Estimator:
 
     def with_weights(self, weights: Weights) -> Estimator:
         """Return an estimator of the same model with tensors of other types."""
-        other = object.__new__(Estimator)
-        other.__dict__ |= {**self.__dict__, "weights": weights, "_computed": {}}
-        return other
+        variant = object.__new__(Estimator)
+        variant.__dict__ |= {**self.__dict__, "weights": weights, "_computed": {}}
+        return variant
 
     def layers(self, context: Context) -> list[LayerMemory]:
         """Return the memory of the context by layer."""

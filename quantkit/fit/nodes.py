@@ -93,9 +93,9 @@ class Nodes:
         """Return x, or a view of it in another shape."""
         return x if x.shape == shape else self.view(x, shape)
 
-    def like(self, x: Tensor, *others: Tensor | None, nbytes: int = 0) -> Tensor:
+    def like(self, x: Tensor, *sources: Tensor | None, nbytes: int = 0) -> Tensor:
         """Append a node of x's shape that may take over its block."""
-        return self.node(nbytes or self.bytes_of(x), x, *others, shape=x.shape, in_place=True)
+        return self.node(nbytes or self.bytes_of(x), x, *sources, shape=x.shape, in_place=True)
 
     def bytes_of(self, x: Tensor) -> int:
         return F32 * math.prod(x.shape) if len(x.shape) > 1 else x.nbytes
@@ -113,7 +113,7 @@ class Nodes:
         """Return the bytes of a value, f32 or i32."""
         return F32 * value.width * self.rows(value)
 
-    def of(self, value: Value) -> Tensor:
+    def tensor(self, value: Value) -> Tensor:
         """Return the tensor of a value; one of another device is an input."""
         tensor = self.tensors.get(value)
         if tensor is None:
@@ -123,7 +123,7 @@ class Nodes:
 
     def sources(self, op: Op) -> list[Tensor]:
         """Return the tensors that an operation reads; angles are no tensors in ggml."""
-        return [self.of(value) for value in op.inputs() if value in self.tensors or not _is_angle(value)]
+        return [self.tensor(value) for value in op.inputs() if value in self.tensors or not _is_angle(value)]
 
     def out(self, value: Value, *sources: Tensor | None, in_place: bool = False) -> Tensor:
         """Append the node of a value."""
@@ -175,7 +175,7 @@ def emit(nodes: Nodes, ops_of_device: Iterable[Op], copies: Sequence[Tensor] = (
                 nodes.out(value, *sources)
         for value in op.outputs():
             if value in nodes.rotated:
-                nodes.out(value, nodes.of(value))
+                nodes.out(value, nodes.tensor(value))
     if copies:
         nodes.node(0, *copies)
 
@@ -191,7 +191,7 @@ def _embedding_inputs(nodes: Nodes, out: Value) -> None:
     nodes.input(I32 * nodes.batch.n_outputs)
     nodes.out(out, ids)
     if nodes.batch.n_vectors > 1:
-        padded = nodes.node(width * n, nodes.of(out))
+        padded = nodes.node(width * n, nodes.tensor(out))
         nodes.tensors[out] = nodes.view(padded, nodes.shape(out))
     if nodes.batch.mixed:
         rows = nodes.node(F32 * out.width * n, mixed_ids)
@@ -219,14 +219,14 @@ def _embed(nodes: Nodes, op: ops.Embed | ops.Lookup) -> None:
 
 @EMIT.register(ops.Add)
 def _add(nodes: Nodes, op: ops.Add) -> None:
-    nodes.out(op.out, nodes.of(op.a), nodes.of(op.b), in_place=True)
+    nodes.out(op.out, nodes.tensor(op.a), nodes.tensor(op.b), in_place=True)
 
 
 @EMIT.register(
     ops.Scale, ops.Shift, ops.ScaleByPosition, ops.MultiplyBy, ops.Softcap, ops.Clamp, ops.Xielu, ops.Activate
 )
 def _in_place(nodes: Nodes, op: ops.Map) -> None:
-    nodes.out(op.out, nodes.of(op.x), in_place=True)
+    nodes.out(op.out, nodes.tensor(op.x), in_place=True)
 
 
 @EMIT.register(ops.Norm)
@@ -234,7 +234,7 @@ def _norm(nodes: Nodes, op: ops.Norm) -> None:
     shape: tuple[int, ...] = nodes.shape(op.out)
     if op.group and op.group != op.out.width:
         shape = (op.group, op.out.width // op.group, shape[1])
-    x = nodes.reshaped(nodes.of(op.x), shape)
+    x = nodes.reshaped(nodes.tensor(op.x), shape)
     y = nodes.node(nodes.nbytes(op.out), x, shape=shape, in_place=op.kind == "rms")
     for vector in (op.weight, op.bias):
         y = y if vector is None else nodes.like(y)
@@ -243,7 +243,7 @@ def _norm(nodes: Nodes, op: ops.Norm) -> None:
 
 @EMIT.register(ops.Rope)
 def _rope(nodes: Nodes, op: ops.Rope) -> None:
-    x = nodes.of(op.x)
+    x = nodes.tensor(op.x)
     if not op.start:
         x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
         nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, shape=x.shape, in_place=True)
@@ -258,7 +258,7 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
 
 @EMIT.register(ops.Take)
 def _take(nodes: Nodes, op: ops.Take) -> None:
-    x = nodes.of(op.x)
+    x = nodes.tensor(op.x)
     nodes.tensors[op.out] = nodes.view(x, nodes.shape(op.out))
 
 
@@ -267,14 +267,14 @@ def _take(nodes: Nodes, op: ops.Take) -> None:
 
 @EMIT.register(ops.Route)
 def _route(nodes: Nodes, op: ops.Route) -> None:
-    logits = nodes.of(op.logits)
+    logits = nodes.tensor(op.logits)
     probs = nodes.like(logits)
     scores = probs if op.bias is None else nodes.like(probs)
     if op.selected is None:
         order = nodes.node(I32 * op.logits.width * nodes.batch.n_tokens, scores)
         nodes.tensors[op.ids] = nodes.view(order, nodes.shape(op.ids))
     else:
-        nodes.tensors[op.ids] = nodes.of(op.selected)
+        nodes.tensors[op.ids] = nodes.tensor(op.selected)
     weights = nodes.out(op.weights, probs, nodes.tensors[op.ids])
     if op.routing.norm:
         total = nodes.node(F32 * nodes.batch.n_tokens, weights)
@@ -283,16 +283,16 @@ def _route(nodes: Nodes, op: ops.Route) -> None:
 
 @EMIT.register(ops.Combine)
 def _combine(nodes: Nodes, op: ops.Combine) -> None:
-    x = nodes.of(op.x)
+    x = nodes.tensor(op.x)
     if op.weights is not None:
-        x = nodes.like(x, nodes.of(op.weights))
+        x = nodes.like(x, nodes.tensor(op.weights))
     nodes.out(op.out, x)
 
 
 @EMIT.register(ops.Repeat)
 def _repeat(nodes: Nodes, op: ops.Repeat) -> None:
-    copies = nodes.node(nodes.nbytes(op.out), nodes.of(op.x), shape=nodes.shape(op.out))
-    nodes.out(op.out, copies, nodes.of(op.weights), in_place=True)
+    copies = nodes.node(nodes.nbytes(op.out), nodes.tensor(op.x), shape=nodes.shape(op.out))
+    nodes.out(op.out, copies, nodes.tensor(op.weights), in_place=True)
 
 
 # ---------------------------------------------------------------- attention
@@ -302,7 +302,7 @@ def _repeat(nodes: Nodes, op: ops.Repeat) -> None:
 def _cache_write(nodes: Nodes, op: ops.CacheWrite) -> None:
     if not nodes.batch.no_cache:
         nodes.mask(op.cache)
-    k, v = nodes.of(op.k), None if op.v is None else nodes.of(op.v)
+    k, v = nodes.tensor(op.k), None if op.v is None else nodes.tensor(op.v)
     if nodes.batch.no_cache:
         # Flash attention reads keys and values as f16.
         nodes.keys[op.cache] = [
@@ -317,7 +317,7 @@ def _cache_write(nodes: Nodes, op: ops.CacheWrite) -> None:
 @EMIT.register(ops.Attention)
 def _attention(nodes: Nodes, op: ops.Attention) -> None:
     mask = nodes.mask(op.cache)
-    q = nodes.of(op.q)
+    q = nodes.tensor(op.q)
     if op.selected is not None:
         mask = _selected_mask(nodes, op.selected, mask)
     if nodes.batch.flash_attn:
@@ -331,9 +331,9 @@ def _attention(nodes: Nodes, op: ops.Attention) -> None:
 
 def _selected_mask(nodes: Nodes, selected: Value, mask: Tensor) -> Tensor:
     """Add the mask of the selected keys: -inf, zeros in their places, plus the causal mask."""
-    filled = nodes.node(mask.nbytes, mask)
+    mask_copy = nodes.node(mask.nbytes, mask)
     zeros = nodes.node(nodes.nbytes(selected))
-    unmasked = Tensor(0, (), (filled, zeros, nodes.of(selected)), view_of=filled)
+    unmasked = Tensor(0, (), (mask_copy, zeros, nodes.tensor(selected)), view_of=mask_copy)
     nodes.nodes.append(unmasked)
     return nodes.node(mask.nbytes, unmasked, mask)
 
@@ -341,8 +341,8 @@ def _selected_mask(nodes: Nodes, selected: Value, mask: Tensor) -> Tensor:
 @EMIT.register(ops.LightningIndexer)
 def _indexer(nodes: Nodes, op: ops.LightningIndexer) -> None:
     n_kv = nodes.masks[op.cache].n_kv
-    q = nodes.node(nodes.nbytes(op.q), nodes.of(op.q))
-    scores = nodes.node(F32 * n_kv * nodes.batch.n_tokens, q, nodes.of(op.weights), nodes.mask(op.cache))
+    q = nodes.node(nodes.nbytes(op.q), nodes.tensor(op.q))
+    scores = nodes.node(F32 * n_kv * nodes.batch.n_tokens, q, nodes.tensor(op.weights), nodes.mask(op.cache))
     top = nodes.node(nodes.nbytes(op.out), scores)
     nodes.out(op.out, top)
 
@@ -367,28 +367,28 @@ def _convolve(nodes: Nodes, op: ops.Convolve) -> None:
     taps, n_seqs = op.weight.n_in, nodes.batch.n_seqs
     state = nodes.node(F32 * (taps - 1) * op.x.width * n_seqs)
     rows = nodes.batch.n_tokens + (taps - 1) * n_seqs
-    joined = nodes.node(F32 * rows * op.x.width, state, nodes.of(op.x))
-    nodes.node(0, nodes.view(joined))
-    nodes.out(op.out, joined)
+    rows_in = nodes.node(F32 * rows * op.x.width, state, nodes.tensor(op.x))
+    nodes.node(0, nodes.view(rows_in))
+    nodes.out(op.out, rows_in)
 
 
 @EMIT.register(ops.DeltaNet)
 def _delta_net(nodes: Nodes, op: ops.DeltaNet) -> None:
     state = nodes.node(F32 * op.state.width * nodes.batch.n_seqs)
-    sources = [nodes.of(value) for value in (op.q, op.k, op.v, op.g, op.beta)]
+    sources = [nodes.tensor(value) for value in (op.q, op.k, op.v, op.g, op.beta)]
     _with_state(nodes, op.out, op.state.width, *sources, state)
 
 
 @EMIT.register(ops.SsmScan, ops.ColumnScan)
 def _scan(nodes: Nodes, op: ops.SsmScan | ops.ColumnScan) -> None:
     values = (op.x, op.dt, op.b, op.c)
-    x = nodes.of(op.x)
-    y = _with_state(nodes, op.out, op.state.width, *(nodes.of(v) for v in values if v is not None))
+    x = nodes.tensor(op.x)
+    y = _with_state(nodes, op.out, op.state.width, *(nodes.tensor(v) for v in values if v is not None))
     if op.d is not None:
         skip = nodes.node(nodes.nbytes(op.out), x, shape=nodes.shape(op.out))
         y = nodes.like(skip, y)
     if op.z is not None:
-        gate = nodes.node(nodes.nbytes(op.out), nodes.of(op.z))
+        gate = nodes.node(nodes.nbytes(op.out), nodes.tensor(op.z))
         y = nodes.node(nodes.nbytes(op.out), gate, y, shape=nodes.shape(op.out))
     nodes.tensors[op.out] = y
 

@@ -55,8 +55,8 @@ def _scaled(field: Field, arch: str, factor: int, n_vocab: int) -> Field:
     if key == "context_length":
         return _field(field, 131072)
     if key.startswith("tokenizer.ggml.") and isinstance(value, list) and len(value) == 128:
-        more = [f"tok_{i}" for i in range(n_vocab)] if key.endswith("tokens") else value[:1] * n_vocab
-        return _field(field, more)
+        values = [f"tok_{i}" for i in range(n_vocab)] if key.endswith("tokens") else value[:1] * n_vocab
+        return _field(field, values)
     return field
 
 

@@ -156,8 +156,8 @@ def test_the_longest_context_fits_and_the_next_does_not(scaled: Callable[[str], 
 def test_server_parallel_and_windows_change_memory(scaled: Callable[[str], Path]) -> None:
     model = scaled("gemma3-dense")
     alone, server, four, ik = (
-        fit(model, FitOptions(ctx=8192, types=(), **more))  # type: ignore[arg-type]
-        for more in ({}, {"server": True}, {"parallel": 4}, {"runtime": "ik"})
+        fit(model, FitOptions(ctx=8192, types=(), **extra))  # type: ignore[arg-type]
+        for extra in ({}, {"server": True}, {"parallel": 4}, {"runtime": "ik"})
     )
     # Logits of 512 tokens are 128 MiB; without them the buffer is smaller.
     assert server.devices[0].compute < alone.devices[0].compute - 64 * MIB
@@ -170,10 +170,10 @@ def test_a_checkpoint_and_a_recipe(tmp_path: Path) -> None:
     folder = write_checkpoint("qwen3-moe", tmp_path)
     (rules := tmp_path / "rules.recipe").write_text("ffn_.*_exps=Q2_K\n")
     plain = fit(folder, FitOptions(ctx=2048, types=("Q8_0",)))
-    planned = fit(folder, FitOptions(ctx=2048, types=("Q8_0",), recipe=rules))
+    by_recipe = fit(folder, FitOptions(ctx=2048, types=("Q8_0",), recipe=rules))
     (size,) = plain.sizes
-    assert planned.devices[0].weights < size.weights < plain.devices[0].weights
-    assert not planned.sizes
+    assert by_recipe.devices[0].weights < size.weights < plain.devices[0].weights
+    assert not by_recipe.sizes
 
 
 def test_refusals(tiny_moe: Path) -> None:
