@@ -163,6 +163,7 @@ def plan_mmproj(
             allow_incomplete=options.allow_incomplete,
             adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
             mistral_format=options.mistral_format,
+            base=options.base,
         ),
     )
     if outtype == name.lower():
@@ -268,6 +269,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         metadata=options.metadata,
         nextn=nextn,
         target_model_dir=options.target_model_dir,
+        base=options.base,
         dspark=options.dspark,
         fuse=[f.option for f in FUSIONS if getattr(options, f.option[2:].replace("-", "_"))],
         fp8_as_q8=options.fp8_as_q8,
