@@ -170,7 +170,7 @@ def adapter(name: str, model: str, files: Json, prefix: str = "", **fields: Any)
 ADAPTERS = (
     adapter("lev", "LevModel", {
         "lev_release.json": {}, "calibration.json": {"temperatures": {
-            "choice:A": 1.25, "choice:A:small": 0.75, "score:A:3:5": 2, "noul:B": 0.5}}}),
+            "choice:A": 1.25, "choice:A:small": 0.75, "score:A:3:5": 2, "noul:B": 0.5}}}, dtype="float32"),
     adapter("kev", "KevModel", {"training_config.json": {"args": {"head_dim": 32}, "base_revision": "0123abcd"}},
             "language_model.", parts={"head.pt": {"head_dim": [32], "hidden_size": [64]}}),
     adapter("nimble", "NimbleModel", {"schema_config.json": {
