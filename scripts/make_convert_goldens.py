@@ -203,7 +203,11 @@ def write_readme() -> None:
     """Write the table of classes and their checkpoints at the end of tests/data/checkpoints/README.md."""
     path = checkpoints.DESCRIPTIONS / "README.md"
     lines = [path.read_text(encoding="utf-8").partition(TABLES)[0] + TABLES]
-    for title, digest_file in {"class of --mmproj": TOWERS, "class of a draft": DRAFTS, "class of an adapter": ADAPTERS}.items():
+    for title, digest_file in {
+        "class of --mmproj": TOWERS,
+        "class of a draft": DRAFTS,
+        "class of an adapter": ADAPTERS,
+    }.items():
         rows = json.loads(digest_file.read_text()) if digest_file.exists() else {}
         lines.append(f"| {title} | checkpoint | made by | error of the reference |\n|---|---|---|---|")
         for name, row in sorted(rows.items(), key=lambda item: (item[1]["class"], item[0])):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
@@ -39,6 +40,8 @@ class HfEncoders:
     kinds: dict[str, str] = field(default_factory=dict)
     #: The class of text_config, where the class of the whole is not one of a text model.
     text_class: str = ""
+    #: The class of the whole, if it has several rows, one for each class of text models.
+    architecture: str = ""
     #: Whether a file is of this class, if others have its projector, too.
     matches: Callable[[ClipMetadata], bool] = field(default=lambda meta: True)
 
@@ -56,3 +59,14 @@ def image_values(meta: ClipMetadata, processor: str) -> Json:
 def add_token_ids(meta: ClipMetadata, config: Json, **texts: str) -> None:
     """Set ids of tokens by their names in config.json, if the vocabulary has them."""
     config |= without_null({name: meta.token_id(text) for name, text in texts.items()})
+
+
+def hidden_act(meta: ClipMetadata) -> str:
+    """Return the activation of a vision encoder; llama.cpp's is the approximate GELU without a flag."""
+    return next((name for name in ("gelu", "silu") if meta.get(f".use_{name}")), "gelu_pytorch_tanh")
+
+
+def of_text_class(text: HfClass, outer_type: str, prefix: str = "language_model.", **changes: Any) -> HfClass:
+    """Return a class of text models as the text model of a whole, whose names begin with ``prefix``."""
+    start = r"^model\." if prefix.startswith("model.") else "^"
+    return replace(text, renames=(*text.renames, (start, prefix)), outer_type=outer_type, **changes)

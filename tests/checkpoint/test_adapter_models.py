@@ -124,8 +124,8 @@ def test_other_bases_are_refused(folders: Folders, tmp_path: Path) -> None:
     check_refused(run(folders.base, out, "--base", folders.base).output, "QK-E216 --base")
     check_refused(run(folders.path / "kev", out, "--base", tmp_path).output, "QK-E101")
     check_refused(run(folders.path / "kev", out, "--base", folders.base, "--mmproj-only").output, "QK-E304 KevModel")
-    other = checkpoints.write_checkpoint("qwen3.5", tmp_path)
-    check_refused(run(folders.path / "nimble", out, "--base", other).output, "QK-E117")
+    wide = checkpoints.write_checkpoint("qwen3.5", tmp_path)
+    check_refused(run(folders.path / "nimble", out, "--base", wide).output, "QK-E117")
     assert not out.exists()
 
 

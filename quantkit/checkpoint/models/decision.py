@@ -272,7 +272,12 @@ class _AppendHeadLayers(OneWayRule):
 
 # --- Lev, Kev and Nimble: LoRA adapters of Qwen 3.5 ------------------------------------------------------------------
 
-_CALIBRATION, _HEAD_FILE, _TRAINING, _SCHEMA = "calibration.json", "head.pt", "training_config.json", "schema_config.json"
+_CALIBRATION, _HEAD_FILE, _TRAINING, _SCHEMA = (
+    "calibration.json",
+    "head.pt",
+    "training_config.json",
+    "schema_config.json",
+)
 _KEV_TENSORS = ("q.weight", "k.weight", "q.bias", "k.bias")
 
 
@@ -322,7 +327,7 @@ def _read_kev(config: Config) -> _KevHead:
     head, width, temperature = saved.get("head"), saved.get("head_dim"), saved.get("temperature")
     if not isinstance(head, dict) or head.keys() != set(_KEV_TENSORS):
         raise FormatError(f"{path}: its head has not the tensors {', '.join(_KEV_TENSORS)}", "QK-E110")
-    if type(width) is not int or type(temperature) not in (int, float):
+    if type(width) is not int or isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise FormatError(
             f"{path}: head_dim is {short(width)} and temperature {short(temperature)}, not numbers", "QK-E110"
         )
@@ -353,9 +358,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "KevModel": replace(
         _QWEN35, keys=(*_QWEN35.keys, _write_kev_keys), vocab=prompt_writer("kev"), synthetic=_kev_tensors
     ),
-    "NimbleModel": replace(
-        _QWEN35, keys=(*_QWEN35.keys, decision_type("nimble")), vocab=prompt_writer("nimble")
-    ),
+    "NimbleModel": replace(_QWEN35, keys=(*_QWEN35.keys, decision_type("nimble")), vocab=prompt_writer("nimble")),
     "OpenJevModel": replace(
         _QWEN35,
         keys=(
