@@ -20,6 +20,19 @@ USUAL_COUNTS = {
     "patch_size": "patch_size",
 }
 
+#: Projectors of mmproj files that no checkpoint can be made of, and what is lost.
+NOT_EXPORTED = {
+    "cogvlm": "files of text models lack the weights that the model has for images",
+    "gemma4a": "the scales of queries are stored after their softplus",
+    "hunyuanvl": "files lack the position of the class token",
+    "janus_pro": "files lack the parts that generate images",
+    "minicpmv4_6": "at 4x, files lack the merger of the encoder",
+    "paddleocr": "files lack the packing positions",
+    "qwen2.5o": "files lack the talker and its vocoder",
+    "qwen3a": "files lack the talker and its vocoder, or the model nests its parts in thinker_config",
+    "ultravox": "its text model is a checkpoint of its own",
+}
+
 
 @dataclass(frozen=True)
 class HfEncoders:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from refusals import check_refused, refuses
 
 import checkpoints
+from quantkit.checkpoint.hf_encoders import NOT_EXPORTED
 from quantkit.checkpoint.mmproj import read_preprocessor
 from quantkit.checkpoint.registry import HF_ENCODERS
 from quantkit.cli import cli
@@ -50,6 +51,7 @@ CLASSES = {
     "mm-minimax-m3": ["MiniMaxM3SparseForConditionalGeneration"],
     "mm-gemma4": ["Gemma4ForConditionalGeneration"],
     "mm-lighton-ocr": ["LightOnOCRForConditionalGeneration"],
+    "mm-minicpm-v4.6": ["MiniCPMV4_6ForConditionalGeneration"],
     "mm-voxtral": ["VoxtralForConditionalGeneration"],
     "mm-qwen2-audio": ["Qwen2AudioForConditionalGeneration"],
     "mm-audio-flamingo3": ["AudioFlamingo3ForConditionalGeneration"],
@@ -62,8 +64,8 @@ TEXTS = {
     "qwen3-moe": ["InternVLForConditionalGeneration-Qwen3Moe", "InternVLChatModel-Qwen3Moe"],
     "internlm2": ["InternVLChatModel-InternLM2"],
 }
-#: Tensors of a checkpoint that transformers' class lacks, and that no file has.
-UNUSED = "vision_tower.vision_model.head."
+#: Tensors of a checkpoint that transformers' class lacks, and that neither file has: beginnings of names.
+UNUSED = ("vision_tower.vision_model.head.", "mtp.")
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -246,7 +248,13 @@ def test_refusals_of_the_command(qwen: tuple[Path, Path, Path], tmp_path: Path) 
     refused("QK-E207 64", wide, tmp_path / "out", "--mmproj", mmproj)
 
 
-def test_a_class_without_a_row_is_named(tmp_path: Path) -> None:
-    _, text, mmproj = both_files("mm-janus", tmp_path)
-    with refuses(TypeNotSupported, "QK-E304 janus_pro"):
+@pytest.mark.parametrize(
+    ("name", "projector"),
+    [("mm-janus", "janus_pro"), ("mm-gemma4-audio", "gemma4a"), ("mm-minicpm-v4.6-4x", "minicpmv4_6")],
+)
+def test_a_class_without_a_row_is_named(name: str, projector: str, tmp_path: Path) -> None:
+    """With what the files lack."""
+    _, text, mmproj = both_files(name, tmp_path)
+    with refuses(TypeNotSupported, f"QK-E304 {projector}") as error:
         plan_export(text, tmp_path / "out", ExportOptions(mmproj=mmproj))
+    assert NOT_EXPORTED[projector] in error.value.message

@@ -14,7 +14,7 @@ from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor
 from quantkit.checkpoint.expressions import Expression
-from quantkit.checkpoint.hf_encoders import HfEncoders
+from quantkit.checkpoint.hf_encoders import NOT_EXPORTED, HfEncoders
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import Mmproj, MmprojConfig
 from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS, find_mmproj
@@ -192,10 +192,11 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
         names = [name for name in names if requested in (name, HF_ENCODERS[name].architecture)]
     if not names:
         supported = f"; choose one of {', '.join(possible)}" if possible else ""
+        reason = next((f" ({NOT_EXPORTED[kind]})" for kind in types if kind in NOT_EXPORTED), "")
         request = "" if requested is None else f" as {short(requested)}"
         raise TypeNotSupported(
             f"{path}: encoders with the projector {', '.join(types) or 'unknown'} beside a text model of "
-            f"{short(text.arch)} are not exported{request}{supported}; without --mmproj the text model is",
+            f"{short(text.arch)} are not exported{reason}{request}{supported}; without --mmproj the text model is",
             "QK-E304",
         )
     name = names[0]
