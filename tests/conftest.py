@@ -363,11 +363,11 @@ def skip_unless_there(device: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def cases_as_ptx() -> object:
+def cases_as_ptx(is_exhaustive: bool) -> object:
     """What is run as PTX, too."""
     from ptx.selection import ChosenNodes
 
-    return ChosenNodes()
+    return ChosenNodes(is_exhaustive)
 
 
 @pytest.fixture
