@@ -1,8 +1,8 @@
 """Kernels compiled for another CPU name: tests called without pytest, in a process of test_cpu_names.py.
 
 numba reads the CPU's name at import, so each CPU needs a process; all of them share one cache. Besides the outcome of
-tests, a process prints hashes of its encoded edge rows, which must be the same for every CPU. The argument: few, most or
-all types.
+tests, a process prints hashes of its encoded edge rows, which must be the same for every CPU. Its argument: few, most
+or all types.
 """
 
 from __future__ import annotations

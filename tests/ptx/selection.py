@@ -42,8 +42,11 @@ Kinds = set[tuple[object, ...]]
 
 
 def kinds(launched: set[tuple[Kernel, int]], is_exhaustive: bool = False) -> Kinds:
-    """Return the launched kernels. Unless exhaustive, encoders of one search are one, and tensor cores' kernels are each
-    with a tile, each type's way with a tile, and each activation: these do not depend on each other."""
+    """Return the launched kernels.
+
+    Unless exhaustive, encoders of one search are one, and of tensor cores each kernel with a tile, each path of types with
+    a tile, and each activation are apart: they do not depend on each other.
+    """
     if is_exhaustive:
         return {(kernel.file, kernel.name, capability, *_choices(kernel)) for kernel, capability in launched}
     return {(kernel.file, capability, *kind) for kernel, capability in launched for kind in _kinds(kernel)}
