@@ -32,8 +32,8 @@ FAMILIES = sorted(
 
 #: For the others than the last one: test_cuda_compile_generations.py.
 CAPABILITIES = (75, 80, NEWEST)
-#: Macros that choose no instructions, but with those in ptx/selection.py. sm_75 has other instructions, and registers for
-#: fewer columns; sm_80 has those of sm_90, but for early launches.
+#: Macros that choose no instructions. sm_75 has other instructions, and registers for fewer columns; sm_80 has those of
+#: sm_90, but for early launches.
 SAME_CODE = SIZES | TYPES | {"ACTIVATION", "SHARED", "TEAM"}
 PASSED_OVER = {75: SAME_CODE - {"COLUMNS"}, 80: SAME_CODE | {"CACHE"}, NEWEST: SAME_CODE}
 #: Bytes of registers that a family's kernels may spill. mat_mat: 128 registers, so that two blocks run at once;

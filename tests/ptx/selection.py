@@ -44,8 +44,8 @@ Kinds = set[tuple[object, ...]]
 def kinds(launched: set[tuple[Kernel, int]], is_exhaustive: bool = False) -> Kinds:
     """Return the launched kernels.
 
-    Unless exhaustive, encoders of one search are one, and of tensor cores each kernel with a tile, each path of types with
-    a tile, and each activation are apart: they do not depend on each other.
+    Unless exhaustive, encoders of one search are one, and of tensor cores each kernel with a tile, each path of types
+    with a tile, and each activation are apart: they do not depend on each other.
     """
     if is_exhaustive:
         return {(kernel.file, kernel.name, capability, *_choices(kernel)) for kernel, capability in launched}
