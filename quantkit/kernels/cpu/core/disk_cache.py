@@ -27,4 +27,4 @@ class Callback(CFunc):
     """A C callback that is loaded from a KernelCache, or compiled into it."""
 
     def enable_caching(self) -> None:
-        self._cache = KernelCache(self._pyfunc)
+        self._cache = KernelCache(self._pyfunc)  # type: ignore[attr-defined]
