@@ -30,7 +30,7 @@ PRE_TOKENIZER = Extra("convert", "pre-tokenizers without --pre", {"tokenizers": 
 MODEL_CARD = Extra("convert", "the front matter of README.md", {"yaml": "pyyaml"})
 COMPRESSION = Extra("run", "compressed logits", {"zstandard": "zstandard"})
 HASHES = Extra("hash", "xxh3", {"xxhash": "xxhash"})
-GPUS = Extra("cuda12", "GPUs (cuda13 for newer drivers)", {"cupy": "cupy-cuda12x[ctk]"})
+GPUS = Extra("cuda12", "GPUs; cuda13 for newer drivers", {"cupy": "cupy-cuda12x[ctk]"})
 CLUSTERS = Extra("ray", "clusters", {"ray": "ray"})
 URLS = Extra("remote", "URLs", {"fsspec": "fsspec", "aiohttp": "aiohttp"})
 
