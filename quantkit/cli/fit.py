@@ -78,14 +78,32 @@ class _Sizes(_Numbers):
     metavar="N",
     help="Context of all sequences (32k).",
 )
-@setting("-ctk", "--ctk", group=_RUN, type=click.Choice(KV_TYPES), default="f16", help="Type of keys.")
-@setting("-ctv", "--ctv", group=_RUN, type=click.Choice(KV_TYPES), default="f16", help="Type of values.")
-@setting("-np", "--parallel", group=_RUN, type=int, default=1, help="Sequences at once.")
+@setting(
+    "-ctk",
+    "--ctk",
+    "--cache-type-k",
+    "ctk",
+    group=_RUN,
+    type=click.Choice(KV_TYPES),
+    default="f16",
+    help="Type of the K cache.",
+)
+@setting(
+    "-ctv",
+    "--ctv",
+    "--cache-type-v",
+    "ctv",
+    group=_RUN,
+    type=click.Choice(KV_TYPES),
+    default="f16",
+    help="Type of the V cache.",
+)
+@setting("-np", "--parallel", group=_RUN, type=int, default=1, help="Parallel sequences.")
 @option("-kvu", "--kv-unified", group=_RUN, is_flag=True, help="Sequences share one cache.")
 @option("--server", group=_RUN, is_flag=True, help="One row of logits per sequence, as in llama-server.")
 @setting("-fa", "--flash-attn", group=_RUN, type=click.Choice(["on", "off"]), default="on", help="Flash attention.")
-@setting("-b", "--batch", group=_RUN, type=int, default=2048, help="Tokens of a logical batch.")
-@setting("-ub", "--ubatch", group=_RUN, type=int, default=512, help="Tokens computed at once.")
+@setting("-b", "--batch-size", "batch", group=_RUN, type=int, default=2048, help="Logical batch size.")
+@setting("-ub", "--ubatch-size", "ubatch", group=_RUN, type=int, default=512, help="Physical batch size.")
 @setting(
     "--runtime",
     group=_RUN,
@@ -93,8 +111,17 @@ class _Sizes(_Numbers):
     default="llama.cpp",
     help="The program that runs the model.",
 )
-@option("--mmproj", group=_FILES, type=MODEL, metavar="FILE", help="Encoders that are loaded, too.")
-@option("--draft", group=_FILES, type=MODEL, metavar="FILE", help="A draft model that is loaded, too.")
+@option("-mm", "--mmproj", group=_FILES, type=MODEL, metavar="FILE", help="mmproj file, loaded beside the model.")
+@option(
+    "-md",
+    "--draft",
+    "--model-draft",
+    "draft",
+    group=_FILES,
+    type=MODEL,
+    metavar="FILE",
+    help="Draft model, loaded beside it.",
+)
 @option(
     "--types",
     group=_TYPES,
@@ -118,10 +145,11 @@ def command(
     json_to: JsonOutput,
     **settings: Any,
 ) -> None:
-    """Show how much memory a model takes, and the options with which it fits.
+    """Estimate the memory that a model needs, and the options with which it fits.
 
-    MODEL is a GGUF file, or the directory of a checkpoint; of URLs only headers are
-    read. Without --ctx: that of training, or the longest that fits the GPUs.
+    MODEL is a GGUF file, or the directory of a checkpoint; only headers are read,
+    of URLs too. Without --ctx the context is that of training, or the longest that
+    fits the GPUs.
 
     \b
     quantkit fit model-Q4_K_M.gguf --vram 24G --ram 64G --ctx 32k
@@ -164,7 +192,7 @@ def _device_table(devices: Sequence[Device]) -> str:
     rows = [
         (
             d.name,
-            *(format_size(n) if n else "" for n in (d.weights, d.cache, d.compute, d.further)),
+            *(format_size(n) if n else "" for n in (d.weights, d.cache, d.compute, d.companions)),
             format_size(d.nbytes),
             "" if d.limit is None else format_size(d.limit),
             "" if d.fits else "too much",
@@ -216,7 +244,7 @@ def as_dict(result: Fit) -> dict[str, Any]:
                 "weights": d.weights,
                 "cache": d.cache,
                 "compute": d.compute,
-                "mmproj_and_draft": d.further,
+                "mmproj_and_draft": d.companions,
                 "bytes": d.nbytes,
                 "limit": d.limit,
                 "fits": d.fits,

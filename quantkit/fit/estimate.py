@@ -42,12 +42,12 @@ class Device:
     cache: int
     compute: int
     #: The mmproj file and the draft model.
-    further: int
+    companions: int
     limit: int | None
 
     @property
     def nbytes(self) -> int:
-        return self.weights + self.cache + self.compute + self.further
+        return self.weights + self.cache + self.compute + self.companions
 
     @property
     def fits(self) -> bool:
@@ -110,7 +110,7 @@ class Fit(HtmlTable):
     def as_table(self) -> Table:
         """Return a row for each device."""
         header = ("device", "weights", "cache", "compute", "mmproj, draft", "total", "limit")
-        rows = tuple((d.name, d.weights, d.cache, d.compute, d.further, d.nbytes, d.limit) for d in self.devices)
+        rows = tuple((d.name, d.weights, d.cache, d.compute, d.companions, d.nbytes, d.limit) for d in self.devices)
         return Table(header, rows, f"{self.path.name}, {self.ctx} positions")
 
 
@@ -138,9 +138,9 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
         path = located(source)
         opened = _open(path, stack)
         notes: list[str] = []
-        further = _further(options, stack, notes)
-        model = _estimator(opened, options, further)
-        planned_type = _chosen_type(options)
+        companions = _companion_bytes(options, stack, notes)
+        model = _estimator(opened, options, companions)
+        planned_type = _model_type(options)
         if planned_type is not None:
             model = model.with_weights(_quantized(opened, planned_type, options, model))
         context, layout = _choose(model, options)
@@ -176,16 +176,16 @@ def _open(path: Path, stack: ExitStack) -> Source:
     )
 
 
-def _estimator(source: Source, options: FitOptions, further: int) -> Estimator:
+def _estimator(source: Source, options: FitOptions, companions: int) -> Estimator:
     opened = cast(GGUFFile, source)  # the engine reads metadata and shapes alone
     graph, h = build_graph(opened), HParams(opened)
     weights = weights_of(
         ((t.name, t.nbytes) for t in source.tensors.values()), h.n_stored - h.int("nextn_predict_layers", 0)
     )
-    return Estimator(graph, h, weights, options.gpus, options.host, further)
+    return Estimator(graph, h, weights, options.gpus, options.host, companions)
 
 
-def _further(options: FitOptions, stack: ExitStack, notes: list[str]) -> int:
+def _companion_bytes(options: FitOptions, stack: ExitStack, notes: list[str]) -> int:
     """Return the bytes of the mmproj file and of the draft."""
     nbytes = 0
     if options.mmproj is not None:
@@ -233,7 +233,7 @@ def _choose(model: Estimator, options: FitOptions) -> tuple[Context, Layout]:
 def _devices(usage: Sequence[Usage]) -> Iterator[Device]:
     for i, part in enumerate(usage):
         name = f"GPU {i}" if i else "memory"
-        yield Device(name, part.weights, part.cache, part.compute, part.further, part.limit)
+        yield Device(name, part.weights, part.cache, part.compute, part.companions, part.limit)
 
 
 def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
@@ -262,7 +262,7 @@ def _notes(model: Estimator, options: FitOptions, planned_type: str | None) -> I
 # ---------------------------------------------------------------- types
 
 
-def _chosen_type(options: FitOptions) -> str | None:
+def _model_type(options: FitOptions) -> str | None:
     """Return the type that is planned with a recipe, the first of ``types``."""
     return options.types[0] if options.recipe is not None and options.types else None
 

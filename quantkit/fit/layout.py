@@ -49,12 +49,12 @@ class Usage:
     weights: int = 0
     cache: int = 0
     compute: int = 0
-    further: int = 0
+    companions: int = 0
     limit: int | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.weights + self.cache + self.compute + self.further
+        return self.weights + self.cache + self.compute + self.companions
 
     @property
     def fits(self) -> bool:
@@ -65,11 +65,11 @@ class Estimator:
     """The memory of one model in any layout and context."""
 
     def __init__(
-        self, graph: Graph, h: HParams, weights: Weights, gpus: tuple[int, ...], host: int | None, further: int = 0
+        self, graph: Graph, h: HParams, weights: Weights, gpus: tuple[int, ...], host: int | None, companions: int = 0
     ) -> None:
         self.h, self.weights, self.gpus, self.host = h, weights, gpus, host
         #: Bytes of an mmproj file and of a draft, on the first GPU, or in memory without GPUs.
-        self.further = further
+        self.companions = companions
         self.n_stored = h.n_stored
         self.shapes: CacheShapes = cache_shapes(graph, h)
         self.plan: Schedule = schedule(graph)
@@ -100,7 +100,7 @@ class Estimator:
         limits = (self.host, *self.gpus)
         home = 1 if self.gpus else 0
         return tuple(
-            Usage(weights[i], cache[i], compute.get(i, 0), self.further if i == home else 0, limit)
+            Usage(weights[i], cache[i], compute.get(i, 0), self.companions if i == home else 0, limit)
             for i, limit in enumerate(limits)
         )
 
@@ -176,7 +176,7 @@ class Estimator:
         single = Layout(n, (gpu_layers, *[0] * (len(self.gpus) - 1)), cpu_moe)
         compute = max(size for device, size in self._compute(single, context).items() if device)
         counts = [0] * len(self.gpus)
-        gpu, used = 0, compute + self.further
+        gpu, used = 0, compute + self.companions
         for nbytes in self._layer_bytes(gpu_layers, cpu_moe, context):
             while gpu < len(self.gpus) and used + nbytes > self.gpus[gpu]:
                 gpu, used = gpu + 1, compute
