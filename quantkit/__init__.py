@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from quantkit.split import join, plan_join, plan_split, split
     from quantkit.stitch import plan_stitch, stitch
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
+    from quantkit.upload import plan_upload, upload
 
 __all__ = [
     "ConvertOptions",
@@ -113,6 +114,7 @@ __all__ = [
     "plan_quantize",
     "plan_split",
     "plan_stitch",
+    "plan_upload",
     "presets",
     "prune_cache",
     "quantize",
@@ -131,6 +133,7 @@ __all__ = [
     "stitch",
     "sweep_bench",
     "types",
+    "upload",
     "verify_cache",
     "write_gguf",
     "write_imatrix",
@@ -195,6 +198,7 @@ _HOME = {
     "plan_quantize": "quantize",
     "plan_split": "split",
     "plan_stitch": "stitch",
+    "plan_upload": "upload",
     "presets": "catalog",
     "prune_cache": "cache",
     "quantize": "quantize",
@@ -212,6 +216,7 @@ _HOME = {
     "stitch": "stitch",
     "sweep_bench": "bench",
     "types": "catalog",
+    "upload": "upload",
     "verify_cache": "cache",
     "write_gguf": "tensors",
     "write_imatrix": "formats.imatrix",

@@ -52,6 +52,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "doctor": {"bench"},
         "edit": {"options"},
         "hash": set(),
+        "upload": {"hash"},
         "generate": {"evaluate", "imatrix"},
         "split": {"quantize"},
         "stitch": {"hash"},
