@@ -31,7 +31,7 @@ MAX_FILE = 50 * 10**9
 CARD = "README.md"
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 #: Endings of files that a run is still writing, or needs itself.
-_UNFINISHED = (".part", ".partial", ".incomplete", ".lock", ".journal", ".quantkit-header")
+_UNFINISHED = (".part", ".partial", ".incomplete", ".joining", ".join", ".lock", ".journal", ".quantkit-header")
 
 
 class State(Enum):

@@ -11,14 +11,14 @@ from quantkit.edit.changes import Change, Editor
 from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
 from quantkit.errors import RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.gguf import Field, open_gguf, parse_split_path, split_path
-from quantkit.formats.gguf.header import Header
+from quantkit.formats.gguf.header import Header, check_room
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.edit import EditOptions
 
-#: Room for later edits in a file that is written again because a header grew, and the largest.
-DEFAULT_ROOM, MAX_ROOM = 64 << 10, 64 << 20
+#: Room for later edits in a file that is written again because a header grew.
+DEFAULT_ROOM = 64 << 10
 #: File systems share blocks of this size: data that moves by a multiple of it need not be copied.
 _BLOCK = 4096
 
@@ -72,8 +72,8 @@ def plan_edit(
 ) -> EditPlan:
     """Plan an edit without writing anything; arguments and errors as for ``edit``."""
     options = options or EditOptions()
-    if reserve is not None and not 0 <= reserve <= MAX_ROOM:
-        raise RecipeError(f"--reserve {reserve}: at most {MAX_ROOM >> 20} MiB can be reserved", "QK-E203")
+    if reserve is not None:
+        check_room(reserve)
     with open_gguf(source) as model:
         if model.big_endian:
             raise TypeNotSupported(
