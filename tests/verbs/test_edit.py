@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refuses
+from refusals import check_refused, refuses
 
 from checkpoints import write_checkpoint
 from quantkit.cli import cli
@@ -444,3 +444,17 @@ def test_room_of_quantize_and_convert(tiny_moe: Path, tmp_path: Path) -> None:
             assert file.room > 65000
     with refuses(RecipeError, "QK-E203 64"):
         quantize(tiny_moe, tmp_path / "n.gguf", "Q8_0", QuantizeOptions(reserve="65MiB"))
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("hf://org/name/a/m.gguf", "quantkit upload org/name m.gguf --overwrite"),
+        ("s3://bucket/m.gguf", "aws s3 cp m.gguf s3://bucket/m.gguf"),
+        ("https://host/m.gguf", "https://host/m.gguf"),
+    ],
+)
+def test_a_url_is_refused_with_what_to_type(url: str, command: str) -> None:
+    result = CliRunner().invoke(cli, ["edit", url, "--name", "Tiny"])
+    assert result.exit_code == 1
+    check_refused(result.output, "QK-E412", command)
