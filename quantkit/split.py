@@ -102,7 +102,7 @@ def join(
 
 @checked
 def resume_join(source: str | Path, output: str | Path | None = None, **run: Unpack[RunOptions]) -> RunResult | None:
-    """Go on with an interrupted ``join`` that deletes its shards; None if there is none. Arguments as for ``join``."""
+    """Continue an interrupted ``join`` that deletes its shards; None if there is none. Arguments as for ``join``."""
     target = _join_output(source, output)
     if target is None or isinstance(target, URL) or read_state(target) is None:
         return None

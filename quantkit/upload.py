@@ -39,7 +39,7 @@ class State(Enum):
 
     NEW = "new"
     PRESENT = "present"
-    OTHER = "replaced"
+    DIFFERENT = "different"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +185,9 @@ def run_upload(
     progress: ProgressCallback | None = None,
 ) -> UploadResult:
     """Carry out a plan of ``plan_upload``; arguments and errors as for ``upload``."""
-    if not overwrite and (others := [file.name for file in plan.files if file.state is State.OTHER]):
+    if not overwrite and (names := [file.name for file in plan.files if file.state is State.DIFFERENT]):
         raise ResourceError(
-            f"{plan.repository}: has another {others[0]}{f' and {len(others) - 1} others' * (len(others) > 1)}; "
+            f"{plan.repository}: has another {names[0]}{f' and {len(names) - 1} others' * (len(names) > 1)}; "
             "--overwrite replaces it (its history keeps the present one)",
             "QK-E402",
         )
@@ -218,11 +218,11 @@ def run_upload(
 
 def _local_files(files: Sequence[str | Path], card: str | Path | None, folder: str | None) -> Iterator[UploadFile]:
     """Yield the files, held open, with their names in the repository. Raises FormatError, ResourceError."""
-    seen = set[Path]()
+    places = set[Path]()
     for place in files:
         for path in _complete(Path(place)):
-            if path.absolute() not in seen:
-                seen.add(path.absolute())
+            if path.absolute() not in places:
+                places.add(path.absolute())
                 yield _local_file(path, _repository_name(path, folder))
     if card is not None:
         yield _local_file(_hold_file(Path(card)), CARD)
@@ -301,9 +301,9 @@ def _with_states(
             yield file
         elif file.name in digests:
             is_equal = remote[file.name].matches(file.path, digests[file.name])
-            yield replace(file, state=State.PRESENT if is_equal else State.OTHER, sha256=digests[file.name])
+            yield replace(file, state=State.PRESENT if is_equal else State.DIFFERENT, sha256=digests[file.name])
         else:
-            yield replace(file, state=State.OTHER)
+            yield replace(file, state=State.DIFFERENT)
 
 
 def _hold(stack: ExitStack, path: Path) -> None:

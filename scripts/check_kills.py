@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Kill edit, split, join and stitch (SIGKILL) at many moments, and compare what they leave and what resumes.
+"""Kill edit, split, join and stitch (SIGKILL) at many moments, and compare the files that they leave, and the resumed output.
 
     scripts/check_kills.py [MOMENTS]
 
@@ -22,8 +22,8 @@ def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 50
     for name, command in COMMANDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            moments, undone = check_kills(command, ROOT / "tests/data/tiny-moe-bf16.gguf", Path(folder), count)
-        print(f"{name}: killed at {moments} moments, {undone} with work undone; all resumed to the same bytes")
+            moments, incomplete = check_kills(command, ROOT / "tests/data/tiny-moe-bf16.gguf", Path(folder), count)
+        print(f"{name}: killed at {moments} moments, {incomplete} with work incomplete; all resumed to the same bytes")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class Repository:
         )
         return str(info.oid), str(info.commit_url)
 
-    def _call(self, what: str, request: Callable[[], T], *expected: type[BaseException]) -> T:
+    def _call(self, action: str, request: Callable[[], T], *expected: type[BaseException]) -> T:
         try:
             return request()
         except expected:
@@ -134,7 +134,7 @@ class Repository:
         except Exception as e:
             verdict = judge(e)
             raise ResourceError(
-                f"{self.name}: the Hub does not {what}: {_reason(e, verdict)}{_advice(verdict)}", "QK-E412"
+                f"{self.name}: the Hub does not {action}: {_reason(e, verdict)}{_advice(verdict)}", "QK-E412"
             ) from None
 
 
@@ -149,7 +149,7 @@ def _reason(e: Exception, verdict: Verdict) -> str:
     """Return a failure in words, with the server's explanation."""
     answers = (getattr(error, "server_message", None) for error in (e, e.__cause__))
     text = _clean(next(filter(None, answers), None) or (str(e) if type(e) is ValueError else ""))
-    if not text or text == verdict.reason:
+    if not text:
         return verdict.reason
     return f"{verdict.reason}: {text}" if verdict.status else text
 

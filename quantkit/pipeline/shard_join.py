@@ -93,7 +93,7 @@ def join_freeing(
 
     Args:
         output: the file.
-        plan: a plan of ``plan_join``; None to go on with an interrupted join.
+        plan: a plan of ``plan_join``; None to continue an interrupted join.
         overwrite: replace an existing output.
         on_write: called with the number of bytes that were added.
 

@@ -161,7 +161,7 @@ class _Counter:
             setattr(os, name, self._wrap(name, getattr(os, name)))
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def count_call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 if self.n == self._last:
                     if name == "pwrite":
@@ -171,4 +171,4 @@ class _Counter:
                 self.n += 1
             return call(*args, **kwargs)
 
-        return counted
+        return count_call

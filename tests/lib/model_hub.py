@@ -53,8 +53,8 @@ class ModelHub:
     def environment(self) -> dict[str, str]:
         """The variables by which huggingface_hub uses the stand-in: no Xet, for its servers are the Hub's own."""
         home = str(self.folder / "home")
-        own = {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HOME": home, "HF_HUB_DISABLE_XET": "1"}
-        return {**os.environ, **own, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        variables = {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HOME": home, "HF_HUB_DISABLE_XET": "1"}
+        return {**os.environ, **variables, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def repository(self, name: str, revision: str = "main") -> Path:
         """Return the folder with a branch of a repository."""
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             objects.append(item if self.owner.lfs(item["oid"]).is_file() else {**item, "actions": action})
         return self._send(200, {"transfer": "basic", "objects": objects})
 
-    def put(self, body: bytes, oid: str) -> None:
+    def store_object(self, body: bytes, oid: str) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
             return self._send(400, {"error": "another SHA-256"})
         self.owner.puts.append(oid)
@@ -226,7 +226,7 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", f"{_API}/branch/(.+)", _Handler.branch),
     ("POST", f"{_API}/commit/(.+)", _Handler.commit),
     ("POST", r"/([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", _Handler.batch),
-    ("PUT", r"/lfs/([0-9a-f]{64})", _Handler.put),
+    ("PUT", r"/lfs/([0-9a-f]{64})", _Handler.store_object),
 ]
 
 

@@ -10,6 +10,6 @@ from kills import COMMANDS, check_kills
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_command(tiny_moe: Path, tmp_path: Path, name: str) -> None:
-    moments, undone = check_kills(COMMANDS[name], tiny_moe, tmp_path, 5)
+    moments, incomplete = check_kills(COMMANDS[name], tiny_moe, tmp_path, 5)
     assert moments == 5
-    assert undone > 0
+    assert incomplete > 0

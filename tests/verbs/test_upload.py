@@ -109,12 +109,12 @@ def test_another_file_is_replaced_only_if_asked(hub: ModelHub, folder: Path) -> 
 
 def test_a_killed_upload_goes_on(hub: ModelHub, folder: Path) -> None:
     command = [sys.executable, "-m", "quantkit", "upload", NAME, str(folder / "tiny-BF16-00001-of-00003.gguf")]
-    sent = list[str]()
+    puts = list[str]()
 
     def kill(method: str, path: str) -> int | None:
         if method == "PUT":
-            sent.append(path)
-            if len(sent) == 2:
+            puts.append(path)
+            if len(puts) == 2:
                 os.kill(process.pid, signal.SIGKILL)
                 return 500
         return None
