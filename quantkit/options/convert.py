@@ -61,6 +61,13 @@ class ConvertOptions(Options):
         kind="folder",
         metavar="DIR",
     )
+    base: Path | None = option(
+        None,
+        "Of a model that is an adapter (Lev, Kev, Nimble): checkpoint of its base.",
+        CHECKPOINT,
+        kind="folder",
+        metavar="DIR",
+    )
     dspark: bool = option(False, "Convert only the draft model (DSpark) of DeepSeek V4.", CHECKPOINT)
     fuse_gate_up_exps: bool = option(False, "Merge up and gate experts into one tensor.", CHECKPOINT, example="true")
     fuse_qkv: bool = option(False, "Merge q, k and v into one tensor.", CHECKPOINT, example="true")
