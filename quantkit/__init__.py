@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from quantkit.split import join, plan_join, plan_split, split
     from quantkit.stitch import plan_stitch, stitch
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
+    from quantkit.upload import plan_upload, upload
 
 __all__ = [
     "ConvertOptions",
@@ -116,6 +117,7 @@ __all__ = [
     "plan_quantize",
     "plan_split",
     "plan_stitch",
+    "plan_upload",
     "presets",
     "prune_cache",
     "quantize",
@@ -134,6 +136,7 @@ __all__ = [
     "stitch",
     "sweep_bench",
     "types",
+    "upload",
     "verify_cache",
     "write_gguf",
     "write_imatrix",
@@ -200,6 +203,7 @@ _HOME = {
     "plan_quantize": "quantize",
     "plan_split": "split",
     "plan_stitch": "stitch",
+    "plan_upload": "upload",
     "presets": "catalog",
     "prune_cache": "cache",
     "quantize": "quantize",
@@ -217,6 +221,7 @@ _HOME = {
     "stitch": "stitch",
     "sweep_bench": "bench",
     "types": "catalog",
+    "upload": "upload",
     "verify_cache": "cache",
     "write_gguf": "tensors",
     "write_imatrix": "formats.imatrix",

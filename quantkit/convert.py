@@ -33,7 +33,16 @@ from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.pipeline.runtimes import check_complete, encoder_notes
-from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of, title_of
+from quantkit.quantize import (
+    QuantizeOptions,
+    QuantizeResult,
+    check_options,
+    plan_from,
+    room_of,
+    run_quantize,
+    size_of,
+    title_of,
+)
 from quantkit.types import TensorType
 from quantkit.unsupported_settings import unsupported_settings
 from quantkit.version import __version__
@@ -96,7 +105,11 @@ def plan_convert(
         quantize_options = quantize or QuantizeOptions()
         check_options(type, quantize_options)
         opened = _open(folder, options, options.intermediate)
-        quantize_options = replace(quantize_options, bigendian=options.bigendian or quantize_options.bigendian)
+        quantize_options = replace(
+            quantize_options,
+            bigendian=options.bigendian or quantize_options.bigendian,
+            reserve=quantize_options.reserve if options.reserve is None else options.reserve,
+        )
         path = _output_path(opened, output, title_of(type, quantize_options))
         identity = f" intermediate {options.intermediate}"
         if options.lossless:
@@ -173,7 +186,9 @@ def plan_mmproj(
     )
     if outtype == name.lower():
         return plan_opened(opened, output, options)
-    quantize_options = QuantizeOptions(bigendian=options.bigendian, no_provenance=no_provenance)
+    quantize_options = QuantizeOptions(
+        bigendian=options.bigendian, reserve=options.reserve, no_provenance=no_provenance
+    )
     check_options(name, quantize_options)
     path = _output_path(opened, output, title_of(name, quantize_options))
     identity = f" intermediate {options.intermediate}"
@@ -198,6 +213,7 @@ def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertO
         empty_first=options.no_tensor_first_split,
         pad_header=not options.vocab_only,
         big_endian=options.bigendian,
+        reserve=room_of(options.reserve),
     )
     return _check_complete(plan, opened, options)
 

@@ -53,6 +53,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "edit": {"options"},
         "hash": set(),
         "fit": {"options", "quantize"},
+        "upload": {"hash"},
         "generate": {"evaluate", "imatrix"},
         "split": {"quantize"},
         "stitch": {"hash"},

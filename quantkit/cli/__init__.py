@@ -47,6 +47,7 @@ COMMANDS = {
     "sweep-bench": "Measure speed as the context fills.",
     "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",
     "report": "Write an HTML report on quantized files, and a model card.",
+    "upload": "Upload GGUF files and a model card to the Hugging Face Hub, and check what it received.",
     "doctor": "Check this machine: packages, CPU, GPUs, memory and disk.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }

@@ -96,6 +96,13 @@ class ConvertOptions(Options):
         example='["adapter:0.5"]',
     )
     bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", CHECKPOINT)
+    reserve: str | int | None = option(
+        None,
+        "Room for later edits in place (64K), which convert_hf_to_gguf.py does not write.",
+        CHECKPOINT,
+        kind="size",
+        metavar="SIZE",
+    )
     split_max_tensors: int = option(0, "Maximum number of tensors in a shard.", CHECKPOINT)
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = option(False, "Write only metadata to the first shard.", CHECKPOINT)

@@ -117,6 +117,7 @@ LINES = {
     "bench -hf org/name --backend cuda": "cuda12 remote huggingface_hub",
     "sweep-bench -hf org/name --backend cuda": "cuda12 remote huggingface_hub",
     "report out.html m.gguf --backend cuda": "cuda12 report",
+    "upload org/name m.gguf": "hub",
     "types --plot x.svg": "plot",
     "cook m.gguf 3.5bpw --chat t.txt -f t.txt -o out": "report run search",
 }
