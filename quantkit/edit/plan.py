@@ -10,6 +10,7 @@ from quantkit.arguments import checked
 from quantkit.edit.changes import Change, Editor
 from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
 from quantkit.errors import RecipeError, ResourceError, TypeNotSupported
+from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, open_gguf, parse_split_path, split_path
 from quantkit.formats.gguf.header import Header, check_room
 from quantkit.formats.gguf.reader import read_shard
@@ -92,7 +93,7 @@ def plan_edit(
             check_loading(model, editor.fields)
             notes = check_templates(Path(source), changes, dict(token_texts(editor.fields)))
         header = Header.from_shard(read_shard(model.paths[0], 0, header_only=True))
-        sources, room = tuple(map(Path, model.paths)), model.room
+        sources, room = tuple(map(hold, model.paths)), model.room
     fields = list(editor.fields.values())
     present = header.encode_present()
     if output is not None:

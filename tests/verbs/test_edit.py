@@ -18,7 +18,7 @@ from refusals import check_refused, refuses
 from checkpoints import write_checkpoint
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert
-from quantkit.edit import EditOptions, Method, ValueText, edit, plan_edit
+from quantkit.edit import EditOptions, Method, ValueText, edit, plan_edit, run_edit
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import Field, ValueType, header_journal, layout_gguf, open_gguf
 from quantkit.formats.gguf.header_journal import journal_path, replace_header
@@ -361,6 +361,17 @@ def test_a_chat_template_that_fails_is_refused(model: Path, text: str, tmp_path:
         edit(model, options=options)
     edit(model, options=options, force=True)
     assert values_of(model)["tokenizer.chat_template"] == text
+
+
+@pytest.mark.parametrize("reserve", [None, 1 << 16])
+def test_a_file_that_changes_after_the_plan_keeps_the_change(model: Path, reserve: int | None) -> None:
+    """In place, and where the file would be written again."""
+    plan = plan_edit(model, None, EditOptions(name="first"), reserve=reserve)
+    edit(model, None, EditOptions(name="second"))
+    with refuses(FormatError, "QK-E109"):
+        run_edit(plan)
+    with open_gguf(model) as file:
+        assert file.get("general.name") == "second"
 
 
 def test_a_copy_replaces_nothing(model: Path, tmp_path: Path) -> None:
