@@ -61,7 +61,7 @@ def command(
 
     Shards go into a folder with the name of their model, and all of them are sent
     if one is named; other files go to the top. One commit makes all files visible.
-    Files that are there are not sent again: repeat an interrupted command.
+    Files already there are not sent again, so repeat a command that was interrupted.
 
     Log in once: hf auth login, or set HF_TOKEN.
 
