@@ -95,6 +95,7 @@ LINES = {
     "merge-up-gate s3://b/m.gguf gs://b/out.gguf --ray local": "ray remote s3fs gcsfs",
     "split s3://b/m.gguf --max-size 1G --ray local": "ray remote s3fs",
     "join m-00001-of-00002.gguf --ray local": "ray",
+    "prune-experts s3://b/m.gguf out.gguf --experts e.json --ray local": "ray remote s3fs",
     "stitch m.gguf out.gguf --take attn=i.gguf --ray local": "ray",
     "try -hf org/name --chat --backend cuda": "cuda12 remote run huggingface_hub",
     "split-up-gate https://h/m.gguf out.gguf --ray local": "ray remote",
