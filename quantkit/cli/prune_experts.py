@@ -68,9 +68,9 @@ def command(
     model follows with the list of the pruned model.
 
     \b
-    quantkit imatrix --saliency -m model.gguf -f text.txt -o imatrix.gguf
-    quantkit prune-experts model.gguf pruned.gguf --keep 75% --imatrix imatrix.gguf
-    quantkit prune-experts imatrix.gguf pruned-imatrix.gguf --experts pruned.gguf
+    quantkit imatrix --saliency -m m.gguf -f text.txt -o imatrix.gguf
+    quantkit prune-experts m.gguf out.gguf --keep 75% --imatrix imatrix.gguf
+    quantkit prune-experts imatrix.gguf out-imatrix.gguf --experts out.gguf
     """
     from quantkit.pipeline.run import refusal
     from quantkit.prune import plan_prune_experts, run_prune

@@ -17,10 +17,12 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
 from refusals import refuses
+from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 from tiny_models import ids, logits
 
 from libllama import Libllama, nmse
 from quantkit.cli import cli
+from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.experts import BY_EXPERT
 from quantkit.formats.gguf import Field, open_gguf, open_model, write_gguf
@@ -148,6 +150,19 @@ def test_keys_and_record_follow(tiny_moe: Path, tmp_path: Path) -> None:
     prune_experts(tiny_moe, tmp_path / "c.gguf", experts=tmp_path / "b.gguf")
     prune_experts(tmp_path / "a.gguf", tmp_path / "d.gguf", experts=tmp_path / "b.gguf")
     assert as_bytes(tmp_path / "c.gguf") == as_bytes(tmp_path / "d.gguf") == as_bytes(tmp_path / "b.gguf")
+
+
+@pytest.mark.parametrize("kind", [None, "Q4_K"])
+def test_a_checkpoint_is_pruned_while_it_is_converted(tmp_path: Path, kind: str | None) -> None:
+    folder = write_checkpoint(tmp_path / "model", moe_config(num_experts=4), moe_arrays())
+    (tmp_path / "e.json").write_text('{"0": [0, 2, 3], "1": [1, 2, 3]}')
+    convert(folder, tmp_path / "all.gguf", kind, ConvertOptions(pre="gpt-2"))
+    prune_experts(tmp_path / "all.gguf", tmp_path / "expected.gguf", experts=tmp_path / "e.json")
+    convert(folder, tmp_path / "p.gguf", kind, ConvertOptions(pre="gpt-2", prune_experts=tmp_path / "e.json"))
+    assert as_bytes(tmp_path / "p.gguf") == as_bytes(tmp_path / "expected.gguf")
+    with open_gguf(tmp_path / "p.gguf") as file:
+        assert file.get("quantkit.prune.experts") == ["blk.0: 0 2 3", "blk.1: 1 2 3"]
+        assert file.get("qwen3moe.expert_count") == 3
 
 
 # ---------------------------------------------------------------- logits
