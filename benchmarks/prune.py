@@ -1,13 +1,14 @@
 """Compare fewer experts with fewer bits: divergence from the full-precision model at the same bytes.
 
     benchmarks/prune.py MODEL.gguf CALIBRATION EVALUATION [--keep 75%] [--type Q4_K] [--lower IQ3_S,IQ3_XXS]
-        [--seeds 2] [--chunks N] [--evaluation-chunks N] [--threads N] [--calibrate]
+        [--by reap,frequency] [--seeds 2] [--chunks N] [--evaluation-chunks N] [--threads N] [--calibrate]
+        [--work FOLDER]
 
 The model without a quarter of its experts, by REAP, by frequency and at random, with experts of --type; and with all
 experts in the types --lower: all tensors of experts have the first one, and as many as needed the second, for a file
 that is not larger. All other tensors have the same types. Every file has an importance matrix of the model that it is
-quantized from; with --calibrate, each is quantized again with error feedback (`--calibrate`). The mean KL divergence on
-a held-out text is printed with its standard error; ratios are to all experts, token by token, with 95 % intervals.
+quantized from; with --calibrate, error feedback instead. The mean KL divergence on a held-out text is printed with its
+standard error; ratios are to all experts, token by token, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class Files:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.out = args, folder, folder / "out.gguf"
         text, settings = args.evaluation.read_bytes(), {"n_ctx": args.ctx, "chunks": args.evaluation_chunks}
-        quantkit.perplexity(args.model, text, **settings, save_logits=SaveLogits(folder / "base"), threads=args.threads)
+        if not (folder / "base").exists():
+            base = SaveLogits(folder / "base")
+            quantkit.perplexity(args.model, text, **settings, save_logits=base, threads=args.threads)
         self.collect(args.model, folder / "all.imatrix")
 
     def collect(self, model: Path, path: Path) -> Path:
         """Collect an importance matrix with saliency."""
-        options = ImatrixOptions(n_ctx=self.args.ctx, chunks=self.args.chunks, ppl=False, saliency=True)
+        options = ImatrixOptions(n_ctx=self.args.ctx, chunks=self.args.chunks, ppl=False, saliency=True, resume=True)
         imatrix(model, [self.args.calibration], path, options=options, threads=self.args.threads)
         return path
 
@@ -49,6 +52,8 @@ class Files:
         """Return the unquantized model without some experts."""
         path, matrix = self.folder / f"{by}-{seed}.gguf", self.folder / "all.imatrix"
         experts = None
+        if path.exists():
+            return path
         if by == "random":
             plan = plan_prune_experts(self.args.model, path, self.args.keep, by="frequency", imatrix=matrix)
             rng = np.random.default_rng(seed)
@@ -63,17 +68,17 @@ class Files:
         self.collect(path, path.with_suffix(".imatrix"))
         return path
 
-    def options(self, matrix: Path, rules: tuple[str, ...], calibrate: bool) -> QuantizeOptions:
+    def options(self, matrix: Path, rules: tuple[str, ...]) -> QuantizeOptions:
         args = self.args
-        if not calibrate:
+        if not args.calibrate:
             return QuantizeOptions(imatrix=matrix, tensor_type=rules)
         return QuantizeOptions(
             tensor_type=rules, calibrate=(args.calibration,), calibrate_ctx=args.ctx, calibrate_chunks=args.chunks
         )
 
-    def quantize(self, model: Path, matrix: Path, rules: tuple[str, ...], calibrate: bool = False) -> int:
+    def quantize(self, model: Path, matrix: Path, rules: tuple[str, ...]) -> int:
         """Write ``out``, and return its bytes."""
-        plan = plan_quantize(model, self.out, self.args.type, self.options(matrix, rules, calibrate))
+        plan = plan_quantize(model, self.out, self.args.type, self.options(matrix, rules))
         run_quantize(plan, overwrite=True, threads=self.args.threads)
         return plan.nbytes
 
@@ -92,7 +97,7 @@ class Files:
             rules = tuple(
                 f"^{name.replace('.', chr(92) + '.')}$={low if i < n else high}" for i, name in enumerate(order)
             )
-            options = self.options(self.folder / "all.imatrix", rules, False)
+            options = self.options(self.folder / "all.imatrix", rules)
             if plan_quantize(self.args.model, self.out, self.args.type, options).nbytes <= limit:
                 return rules
         raise SystemExit(f"{self.args.lower}: larger than {limit} bytes")
@@ -101,31 +106,26 @@ class Files:
 def rows(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Yield the rows of the table."""
     files, same = Files(args, folder), (f"_exps={args.type}",)
-    pruned = {by: files.prune(by) for by in ("reap", "frequency")}
+    pruned = {by: files.prune(by) for by in args.by.split(",") if by}
     pruned |= {f"random {seed}": files.prune("random", seed) for seed in range(1, args.seeds + 1)}
     matrix = folder / "all.imatrix"
-    limit = plan_quantize(
-        pruned["reap"], files.out, args.type, files.options(pruned["reap"].with_suffix(".imatrix"), same, False)
-    ).nbytes
+    first = next(iter(pruned.values()))
+    options = files.options(first.with_suffix(".imatrix"), same)
+    limit = plan_quantize(first, files.out, args.type, options).nbytes
     lower = files.rules(limit)
     keep = f"{args.keep} of the experts"
-    for calibrate in (False, True) if args.calibrate else (False,):
-        way = "error feedback" if calibrate else "importance matrix"
-        base: Measurement | None = None
-        models = [("all experts", args.lower.replace(",", ", "), args.model, matrix, lower)]
-        models += [
-            (f"{keep}, {by}", args.type, path, path.with_suffix(".imatrix"), same)
-            for by, path in pruned.items()
-            if not (calibrate and by.startswith("random"))
-        ]
-        models += [("all experts, larger file", args.type, args.model, matrix, same)]
-        for name, types, model, its_matrix, rules in models:
-            nbytes = files.quantize(model, its_matrix, rules, calibrate)
-            measurement = files.measure(files.out)
-            base = base or measurement
-            compared = "1" if measurement is base else ratio(measurement, base)
-            top = f"{100 * measurement.same_top:.2f}"
-            yield f"| {name} | {types} | {way} | {nbytes} | {measurement.text} | {compared} | {top} |"
+    way = "error feedback" if args.calibrate else "importance matrix"
+    base: Measurement | None = None
+    models = [("all experts", args.lower.replace(",", ", "), args.model, matrix, lower)]
+    models += [(f"{keep}, {by}", args.type, path, path.with_suffix(".imatrix"), same) for by, path in pruned.items()]
+    models += [("all experts, larger file", args.type, args.model, matrix, same)]
+    for name, types, model, its_matrix, rules in models:
+        nbytes = files.quantize(model, its_matrix, rules)
+        measurement = files.measure(files.out)
+        base = base or measurement
+        compared = "1" if measurement is base else ratio(measurement, base)
+        top = f"{100 * measurement.same_top:.2f}"
+        yield f"| {name} | {types} | {way} | {nbytes} | {measurement.text} | {compared} | {top} |"
     for by, path in pruned.items():
         measurement = files.measure(path)
         top = f"{100 * measurement.same_top:.2f}"
@@ -140,17 +140,19 @@ def main() -> None:
     p.add_argument("--keep", default="75%")
     p.add_argument("--type", default="Q4_K")
     p.add_argument("--lower", default="IQ3_S,IQ3_XXS")
+    p.add_argument("--by", default="reap,frequency")
     p.add_argument("--seeds", type=int, default=2)
     p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--chunks", type=int, metavar="N", help="chunks of the calibration text")
     p.add_argument("--evaluation-chunks", type=int, metavar="N", help="chunks of the evaluation text")
     p.add_argument("--threads", type=int)
     p.add_argument("--calibrate", action="store_true")
+    p.add_argument("--work", type=Path, metavar="FOLDER", help="keep logits, matrices and models here, and use them")
     args = parse_options(p)
     print(machine())
     print("| experts | their types | rounding | bytes | KL divergence | ratio | same top token, % |")
     print("|---|---|---|---:|---:|---:|---:|")
-    with work_folder(None) as folder:
+    with work_folder(args.work) as folder:
         for row in rows(args, folder):
             print(row, flush=True)
 
