@@ -2,6 +2,7 @@
 
     benchmarks/kill_resume.py --trials 100
     benchmarks/kill_resume.py --trials 50 --convert     the conversion of a checkpoint, quantized in the same pass
+    benchmarks/kill_resume.py --trials 30 --mmproj      the same of a checkpoint with a vision encoder, to two files
     benchmarks/kill_resume.py --trials 50 --export      the export of a model as a checkpoint of several files
     benchmarks/kill_resume.py --trials 50 --model M.gguf --calibrate TEXT       layer by layer; with --no-balance, too
 
@@ -99,6 +100,36 @@ class Folder(Case):
         return f"under a final name: {', '.join(wrong)}" if wrong else ""
 
 
+@dataclass(frozen=True)
+class Pair(Case):
+    """A conversion to a text model, ``output``, and its mmproj, ``second``."""
+
+    second: Path = Path()
+    second_sha256: str = ""
+
+    @property
+    def parts(self) -> tuple[tuple[Case, str], ...]:
+        """The two files as cases of their own, and their names."""
+        second = Case(self.command, self.second, self.second_sha256, 0, self.seconds)
+        return ((Case(self.command, self.output, self.sha256, 0, self.seconds), "text"), (second, "mmproj"))
+
+    @property
+    def complete(self) -> bool:
+        return all(part.complete for part, _ in self.parts)
+
+    def leftovers(self) -> list[str]:
+        return [name for part, _ in self.parts for name in part.leftovers()]
+
+    def clear(self) -> None:
+        for part, _ in self.parts:
+            part.clear()
+
+    def result(self) -> str:
+        """Return the SHA-256 of the text model, or which of the two files differs."""
+        wrong = [name for part, name in self.parts if part.result() != part.sha256]
+        return f"of other {' and '.join(wrong)}" if wrong else self.sha256
+
+
 def hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file in a directory."""
     return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -171,7 +202,9 @@ def check(case: Case, result: Trial, resume: Outcome | None) -> None:
 def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     """Run once without interruption, after a run that compiles the kernels."""
     extra = ["--threads", str(options.threads)] if options.threads else []
-    verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
+    verb = ("convert", "--pre", "qwen2") if options.convert or options.mmproj else ("quantize",)
+    second = output.with_name("mmproj.gguf")
+    extra += ["--mmproj", str(second)] if options.mmproj else []
     extra += ["--calibrate", str(options.calibrate), "--calibrate-chunks", "40"] if options.calibrate else []
     extra += ["--no-balance"] if options.no_balance else []
     command = quantkit(*verb, "--json", *extra, model, output, options.to)
@@ -182,6 +215,8 @@ def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     tensors = len(json.loads(outcome.stdout)["tensors"])
     if options.export:
         return Folder(command, output, folder_digest(output), tensors, outcome.seconds, hashes(output))
+    if options.mmproj:
+        return Pair(command, output, sha256(output), tensors, outcome.seconds, second, sha256(second))
     return Case(command, output, sha256(output), tensors, outcome.seconds)
 
 
@@ -191,6 +226,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--size", default="1.1G", help="size of the generated model (default: 1.1G)")
     p.add_argument("--convert", action="store_true", help="convert a checkpoint, instead of quantizing a GGUF file")
+    p.add_argument("--mmproj", action="store_true", help="convert a checkpoint with a vision encoder, to two files")
     p.add_argument("--export", action="store_true", help="export a GGUF file as a checkpoint")
     p.add_argument("--calibrate", type=Path, metavar="TEXT", help="with error feedback, calibrated on 40 chunks of it")
     p.add_argument("--no-balance", action="store_true", help="with --calibrate: columns are not balanced first")
@@ -208,8 +244,10 @@ def main() -> None:
     with work_folder(options.work) as folder:
         # 16 experts, for many tensors of moderate size that a resume may find done or not.
         shape = ("--size", options.size, "--experts", "16")
-        make = partial(make_moe, script="make_moe_checkpoint.py") if options.convert else make_moe
-        model = options.model or make(folder / ("Model" if options.convert else "model.gguf"), *shape)
+        convert = options.convert or options.mmproj
+        shape += ("--vision", "12") if options.mmproj else ()
+        make = partial(make_moe, script="make_moe_checkpoint.py") if convert else make_moe
+        model = options.model or make(folder / ("Model" if convert else "model.gguf"), *shape)
         case = reference(model, folder / ("killed" if options.export else "killed.gguf"), options)
         print(
             f"{machine()}\nreference: {case.seconds:.2f} s, {case.tensors} tensors, SHA-256 {case.sha256}", flush=True
@@ -228,7 +266,15 @@ def main() -> None:
     wrong = sum(bool(t.wrong) for t in trials)
     kills = sum(len(t.delays) for t in trials)
     reused = sum(t.reused for t in trials) / max(1, len(trials) * case.tensors)
-    name = "convert" if options.convert else "export" if options.export else "quantize"
+    name = (
+        "convert --mmproj"
+        if options.mmproj
+        else "convert"
+        if options.convert
+        else "export"
+        if options.export
+        else "quantize"
+    )
     name += " --calibrate" if options.calibrate else ""
     print(f"\n{kills_table(name, len(trials), kills, len(trials) - wrong, reused)}")
     sys.exit(1 if wrong or not trials else 0)

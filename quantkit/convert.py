@@ -123,6 +123,7 @@ def convert_mmproj(
     type: str | TensorType | None = None,  # noqa: A002
     options: ConvertOptions | None = None,
     *,
+    no_provenance: bool = False,
     max_ram: int | str = DEFAULT_MAX_RAM,
     **run: Unpack[RunOptions],
 ) -> QuantizeResult:
@@ -136,13 +137,15 @@ def convert_mmproj(
             others as llama-quantize makes of its file; None for ``options.outtype``. The types of some tensors are
             fixed.
         options: model_name, metadata, merge_lora, allow_incomplete and bigendian; the others are for text models.
+        no_provenance: of a type of llama-quantize, omit the keys that record how the file was made.
         max_ram: limit of the workers' buffers together, in bytes (or "2G").
         run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
 
     Raises:
         QuantkitError: see quantkit.errors; no output has its final name then.
     """
-    return run_quantize(plan_mmproj(folder, output, type, options), max_ram=max_ram, **run)
+    plan = plan_mmproj(folder, output, type, options, no_provenance=no_provenance)
+    return run_quantize(plan, max_ram=max_ram, **run)
 
 
 @checked
@@ -151,6 +154,8 @@ def plan_mmproj(
     output: str | Path | None = None,
     type: str | TensorType | None = None,  # noqa: A002
     options: ConvertOptions | None = None,
+    *,
+    no_provenance: bool = False,
 ) -> Plan:
     """Plan an mmproj file without writing anything; arguments and errors as for ``convert_mmproj``."""
     options = options or ConvertOptions()
@@ -170,7 +175,7 @@ def plan_mmproj(
     )
     if outtype == name.lower():
         return plan_opened(opened, output, options)
-    quantize_options = QuantizeOptions(bigendian=options.bigendian)
+    quantize_options = QuantizeOptions(bigendian=options.bigendian, no_provenance=no_provenance)
     check_options(name, quantize_options)
     path = _output_path(opened, output, title_of(name, quantize_options))
     identity = f" intermediate {options.intermediate}"

@@ -322,6 +322,11 @@ def _rotary_width(model: Model) -> object:
     return model.key("rope.dimension_count", model.head)
 
 
+def _top_rotary_width_of(value: Any, model: Model) -> object:
+    """Return the width of a setting beside the parameters of rope, which take precedence."""
+    return None if "partial_rotary_factor" in model.config.full_rope else _rotary_width_of(value, model)
+
+
 def _rotary_width_of(value: Any, model: Model) -> object:
     return int(model.head * value) if isinstance(value, (int, float)) else None
 
@@ -488,7 +493,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("position_embedding_type", _position_type, _GRANITES, lambda value, model: value or "nope", null=True),
     Setting("position_embedding_type", _always("absolute"), frozenset({"bert"})),
     Setting("no_rope_layers no_rope_layer_interval", _rope_layers, frozenset({"smollm3", "llama4"}), _rope_layers_of),
-    Setting("partial_rotary_factor rotary_pct rope_pct rope_percent", _rotary_width, interpret=_rotary_width_of),
+    Setting("partial_rotary_factor rotary_pct rope_pct rope_percent", _rotary_width, interpret=_top_rotary_width_of),
     Setting(
         "rope_parameters rope_local_base_freq rope_local_theta rope_theta_local local_rope_theta swa_rope_theta",
         _local_base,

@@ -1,8 +1,10 @@
 """Write a checkpoint with random weights and the shapes of a real mixture of experts, of any size, in BF16.
 
     scripts/make_moe_checkpoint.py OUT --size 3G --vocab ggml-vocab-qwen2.gguf
+    scripts/make_moe_checkpoint.py OUT --size 3G --vision 24
 
-Class Qwen3MoeForCausalLM; layers have Qwen3-30B-A3B's shapes, with --experts experts. The tokenizer is built from the
+Class Qwen3MoeForCausalLM; layers have Qwen3-30B-A3B's shapes, with --experts experts. --vision N adds a vision encoder
+of N layers with InternViT-300M's shapes; the class is InternVLChatModel. The tokenizer is built from the
 vocabulary in a GGUF file, by default the one of the tests; llama.cpp's models/ggml-vocab-qwen2.gguf gives Qwen's own,
 which convert_hf_to_gguf.py recognizes. Weights are normal values, taken from one pool at random offsets.
 """
@@ -25,6 +27,12 @@ from quantkit.units import format_size, parse_size
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf"
 POOL = 1 << 25
 HIDDEN, HEADS, KV, HEAD, FF = 2048, 32, 4, 128, 768
+#: Of the vision encoder.
+VISION, PATCH, IMAGE = 1024, 14, 448
+IMAGES = {
+    **{"image_processor_type": "CLIPFeatureExtractor", "do_normalize": True, "crop_size": IMAGE, "size": IMAGE},
+    **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+}
 #: Pre-tokenizer pattern of Qwen 2.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -73,6 +81,44 @@ def shapes(layers: int, experts: int, vocab: int) -> Iterator[tuple[str, tuple[i
             yield f"{p}mlp.experts.{e}.down_proj.weight", (HIDDEN, FF)
     yield "model.norm.weight", (HIDDEN,)
     yield "lm_head.weight", (vocab, HIDDEN)
+
+
+def vision_shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the vision encoder and the projector."""
+    p = "vision_model.embeddings."
+    yield f"{p}class_embedding", (1, 1, VISION)
+    yield f"{p}patch_embedding.weight", (VISION, 3, PATCH, PATCH)
+    yield f"{p}patch_embedding.bias", (VISION,)
+    yield f"{p}position_embedding", (1, 1 + (IMAGE // PATCH) ** 2, VISION)
+    for i in range(layers):
+        p = f"vision_model.encoder.layers.{i}."
+        for name in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "ls1", "ls2"):
+            yield f"{p}{name}", (VISION,)
+        for name, rows, columns in (
+            ("attn.qkv", 3 * VISION, VISION),
+            ("attn.proj", VISION, VISION),
+            ("mlp.fc1", 4 * VISION, VISION),
+            ("mlp.fc2", VISION, 4 * VISION),
+        ):
+            yield f"{p}{name}.weight", (rows, columns)
+            yield f"{p}{name}.bias", (rows,)
+    for name, shape in (("0", (4 * VISION,)), ("1", (HIDDEN, 4 * VISION)), ("3", (HIDDEN, HIDDEN))):
+        yield f"mlp1.{name}.weight", shape
+        yield f"mlp1.{name}.bias", shape[:1]
+
+
+def vision_config(text: Json, layers: int) -> Json:
+    """Return config.json of a model with a vision encoder."""
+    encoder = {
+        **{"architectures": ["InternVisionModel"], "model_type": "intern_vit_6b", "hidden_act": "gelu"},
+        **{"hidden_size": VISION, "intermediate_size": 4 * VISION, "num_attention_heads": 16},
+        **{"image_size": IMAGE, "patch_size": PATCH, "num_channels": 3, "num_hidden_layers": layers},
+        **{"layer_norm_eps": 1e-6, "norm_type": "layer_norm", "qk_normalization": False, "qkv_bias": True},
+    }
+    return {
+        **{"architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "llm_config": text},
+        **{"vision_config": encoder, "downsample_ratio": 0.5, "select_layer": -1, "torch_dtype": "bfloat16"},
+    }
 
 
 def config(layers: int, experts: int, vocab: int) -> Json:
@@ -135,6 +181,7 @@ def main() -> None:
     p.add_argument("--size", type=parse_size, default=parse_size("3G"), help="minimum size (default: 3G)")
     p.add_argument("--shard", type=parse_size, default=parse_size("1G"), help="maximum size of a file (default: 1G)")
     p.add_argument("--experts", type=int, default=64)
+    p.add_argument("--vision", type=int, default=0, metavar="N", help="layers of a vision encoder (default: none)")
     p.add_argument("--vocab", type=Path, default=TOKENIZER, metavar="GGUF", help="file with the vocabulary")
     p.add_argument("--seed", type=int, default=1)
     options = p.parse_args()
@@ -143,11 +190,16 @@ def main() -> None:
     while sum(2 * int(np.prod(s)) for _, s in shapes(layers, options.experts, n)) < options.size:
         layers += 1
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "config.json").write_text(json.dumps(config(layers, options.experts, n), indent=1))
+    values, tensors = config(layers, options.experts, n), list(shapes(layers, options.experts, n))
+    if options.vision:
+        values = vision_config(values, options.vision)
+        tensors = [(f"language_model.{name}", shape) for name, shape in tensors] + list(vision_shapes(options.vision))
+        (options.out / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    (options.out / "config.json").write_text(json.dumps(values, indent=1))
     (options.out / "tokenizer.json").write_text(json.dumps(tokenizer_values, ensure_ascii=False))
     config_values = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": tokenizer_values["added_tokens"][0]["content"]}
     (options.out / "tokenizer_config.json").write_text(json.dumps(config_values))
-    total = write(options.out, list(shapes(layers, options.experts, n)), options.shard, options.seed)
+    total = write(options.out, tensors, options.shard, options.seed)
     print(f"wrote {options.out}: {layers} layers of {options.experts} experts, {format_size(total)}")
 
 

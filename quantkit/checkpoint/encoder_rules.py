@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from quantkit.checkpoint.config import Config, Json, read_json
 from quantkit.checkpoint.expressions import (
-    TYPE_F16,
-    TYPE_F32,
     Expression,
     Shaped,
     Transposed,
     concatenate,
-    from_f32,
-    read_f32,
     stack,
     take,
-    value_bytes,
 )
 from quantkit.checkpoint.rules import Change
 from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
 from quantkit.errors import FormatError
-from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_header
 from quantkit.types import TensorType
 
@@ -200,82 +192,3 @@ class NameRanges(OneWayRule):
         stem, dot, end = tensor.name.rpartition(".")
         name = context.names.find(stem) if dot + end in _RANGES else None
         return None if name is None else (replace(tensor, name_in_file=name + dot + end),)
-
-
-@dataclass(frozen=True)
-class BatchNorm:
-    """The scale or the offset of a batch norm in inference: scale = weight / sqrt(var + 1e-5), bias - mean * scale.
-
-    Each operation is rounded to float32, or to float16 if all are stored so.
-    """
-
-    weight: Expression
-    var: Expression
-    bias: Expression | None = None
-    mean: Expression | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def type(self) -> TensorType:
-        return TYPE_F16 if all(x.type is TYPE_F16 for x in self._inputs) else TYPE_F32
-
-    @property
-    def _inputs(self) -> list[Expression]:
-        return [x for x in (self.weight, self.var, self.bias, self.mean) if x is not None]
-
-    def read(self, start: int, out: U8, readahead: int = 0) -> None:
-        n = out.size // value_bytes(self.type, 1)
-        dtype = np.float16 if self.type is TYPE_F16 else np.float32
-
-        def rounded(values: np.ndarray) -> np.ndarray:
-            return values.astype(dtype).astype(np.float32)
-
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            deviation = rounded(np.sqrt(rounded(read_f32(self.var, start, n) + np.float32(1e-5))))
-            values = rounded(read_f32(self.weight, start, n) / deviation)
-            if self.bias is not None and self.mean is not None:
-                values = read_f32(self.bias, start, n) - rounded(read_f32(self.mean, start, n) * values)
-        from_f32(self.type, values, out)
-
-    def parts(self) -> Iterator[StoredTensor]:
-        for x in self._inputs:
-            yield from x.parts()
-
-
-@dataclass(frozen=True)
-class FoldBatchNorm(OneWayRule):
-    """Folds the statistics of a layer's batch norm into its weight and bias.
-
-    They come when all ``count`` tensors have come whose names match ``pattern``, which ends before their kind.
-    """
-
-    pattern: str
-    count: int
-
-    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
-        match = re.search(self.pattern, tensor.name)
-        if match is None:
-            return None
-        stem, kind = tensor.name[: match.end()], tensor.name[match.end() :]
-        parts = context.gather(self, stem, kind, tensor, self.count)
-        if parts is None:
-            return ()
-        weight, bias, mean, var = (self._part(parts, kind, context) for kind in _BATCH_NORM)
-        if len({x.shape for x in (weight, bias, mean, var)}) > 1:
-            raise context.fail(tensor, "the tensors of its batch norm differ in shape")
-        return [
-            replace(tensor, name=f"{stem}weight", x=BatchNorm(weight, var)),
-            replace(tensor, name=f"{stem}bias", x=BatchNorm(weight, var, bias, mean)),
-        ]
-
-    @staticmethod
-    def _part(parts: dict[str, Tensor], kind: str, context: Context) -> Expression:
-        if kind not in parts:
-            raise context.fail(next(iter(parts.values())), f"its batch norm has no {kind}", "QK-E105")
-        return parts[kind].x
-
-
-_BATCH_NORM = ("weight", "bias", "running_mean", "running_var")

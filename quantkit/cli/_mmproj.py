@@ -11,10 +11,10 @@ import click
 from quantkit.cli._options import on_command_line, option, options
 from quantkit.cli._paths import complete_types
 from quantkit.formats.outputs import check_apart
+from quantkit.options.convert import ConvertOptions
 from quantkit.options.quantize import QuantizeOptions
 
 if TYPE_CHECKING:
-    from quantkit.convert import ConvertOptions
     from quantkit.pipeline.plan import Plan
 
 #: Heading of --help.
@@ -71,15 +71,19 @@ class MmprojArguments:
         from quantkit.convert import plan_mmproj
 
         if self.only:
-            names = [f.name for f in fields(QuantizeOptions) if f.name in values and on_command_line(f.name)]
+            text_only = {f.name for f in fields(QuantizeOptions)} - {f.name for f in fields(ConvertOptions)}
+            text_only.remove("no_provenance")
+            names = sorted(name for name in text_only & values.keys() if on_command_line(name))
             if names:
                 raise click.UsageError(
                     f"--{names[0].replace('_', '-')} applies to text models only: encoders have no importance matrix "
                     "and no type rules; omit it"
                 )
-            return plan_mmproj(folder, self.file or output, self.type or type_name, convert)
-        default = folder if output is None else output if output.is_dir() else output.parent
-        return plan_mmproj(folder, self.file or default, self.type or DEFAULT_TYPE, convert)
+            path, mmproj_type = self.file or output, self.type or type_name
+        else:
+            default = folder if output is None else output if output.is_dir() else output.parent
+            path, mmproj_type = self.file or default, self.type or DEFAULT_TYPE
+        return plan_mmproj(folder, path, mmproj_type, convert, no_provenance=values["no_provenance"])
 
 
 def check_plans_apart(plans: list[Plan]) -> None:

@@ -68,7 +68,7 @@ _TEMPLATE = Pair("[NAME=]FILE", name_is_optional=True)
 @option("--pre", group=_METADATA, metavar="NAME", help="Set the pre-tokenizer.")
 @option("--name", group=_METADATA, metavar="TEXT", help="Set general.name.")
 @option("--license", group=_METADATA, metavar="ID", help="Set general.license.")
-@option("--drop-provenance", group=_METADATA, is_flag=True, help="Remove the keys that tell how the file was made.")
+@option("--drop-provenance", group=_METADATA, is_flag=True, help="Remove the keys that record how the file was made.")
 @option(
     "--reserve",
     group=_FILES,
@@ -76,7 +76,7 @@ _TEMPLATE = Pair("[NAME=]FILE", name_is_optional=True)
     metavar="SIZE",
     help="Write the file again, with room for later edits in place (64K).",
 )
-@option("--force", group=_METADATA, is_flag=True, help="Write changes with which a runtime does not load the file.")
+@option("--force", group=_METADATA, is_flag=True, help="Write changes that stop a runtime from loading the file.")
 @option("--dry-run", group="Run", is_flag=True, help="Show the changes only.")
 @option("--overwrite", group="Output", is_flag=True, help="Replace an existing output.")
 @json_option()
@@ -100,12 +100,12 @@ def command(
 ) -> None:
     """Edit the metadata of a GGUF file.
 
-    The file changes in place if its new header fits; otherwise it is written
-    again beside, without decoding a tensor, and then replaced. Of a split model
-    only the first shard changes. A value takes the type that the key has.
+    The file changes in place if the new header fits; otherwise a new file, with
+    the tensor data copied, replaces it. Only the first shard of a split model
+    changes. A key keeps its type.
 
-    Changes with which llama.cpp or ik_llama.cpp would no longer load the file are
-    refused, and so is a chat template that fails.
+    Changes that would stop llama.cpp or ik_llama.cpp from loading the file are
+    refused, and so is a chat template that does not render.
 
     \b
     quantkit edit model.gguf --name "Tiny MoE" --license mit

@@ -27,7 +27,7 @@ from quantkit.names import printable
     group="Verification",
     type=Place(exists=True, dir_okay=False),
     metavar="SHA256SUMS",
-    help="Compare files with a list of sha256sum: FILEs, or all that it names.",
+    help="Verify FILEs, or all files in this list of sha256sum.",
 )
 @option(
     "--write",

@@ -37,7 +37,7 @@ MARK = "\u00bb"
     default=None,
     help="Render prompts by the chat template.  [default: if the file has one]",
 )
-@option("-sys", "--system-prompt", "system", group=TEXT, metavar="TEXT", help="Message of the system.")
+@option("-sys", "--system-prompt", "system", group=TEXT, metavar="TEXT", help="System prompt.")
 @option(
     "-n",
     "--predict",
@@ -58,7 +58,7 @@ MARK = "\u00bb"
     default=0.0,
     help="Temperature; 0 (default) takes the most probable token.",
 )
-@option("-s", "--seed", group=RUN, type=click.IntRange(0), default=0, help="Seed of the draws with --temp.")
+@option("-s", "--seed", group=RUN, type=click.IntRange(0), default=0, help="Random seed of --temp.")
 @run_options
 @json_option()
 def command(
@@ -73,10 +73,10 @@ def command(
     json_to: JsonOutput,
     **run: Any,
 ) -> None:
-    """Show a few answers of a model: the look before a file is published.
+    """Generate a few answers, to look at a model before you publish it.
 
-    Each prompt stands alone; an answer ends at the end of the turn. With --beside
-    the answers of both files are shown, and where they part.
+    Prompts are independent; an answer ends at the end of the turn. --beside shows
+    the answers of a second file, and where the two diverge.
 
     \b
     quantkit try -m model-Q4_K_M.gguf

@@ -206,8 +206,8 @@ def decide_step(step: Step, state: State) -> Decision:
     parts = digest_parts(step, state)
     record, interrupted = state.steps.get(step.name), state.unfinished.get(step.name)
     if interrupted is not None and record is None:
-        changed = "" if dict(interrupted.parts) == parts else f", and {_describe_changes(interrupted.parts, parts)}"
-        return Decision(step, False, f"was interrupted{changed}", parts)
+        changes = "" if dict(interrupted.parts) == parts else f"; {_describe_changes(interrupted.parts, parts)}"
+        return Decision(step, False, f"was interrupted{changes}", parts)
     if record is None:
         return Decision(step, False, "not done yet", parts, is_first=True)
     if dict(record.parts) != parts:

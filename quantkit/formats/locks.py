@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def take_lock(path: Path) -> int:
-    """Create and lock a file until ``drop_lock``, or until the process ends;
+    """Lock a file, created if it is missing, until ``drop_lock`` or the end of the process; return its descriptor.
 
-    return its descriptor. Raises BlockingIOError while another process holds it, OSError if it cannot be created.
+    Raises BlockingIOError while another process holds it, OSError if it cannot be created.
     """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

@@ -199,10 +199,10 @@ def _check_url(url: URL, overwrite: bool) -> None:
 
 
 class Output:
-    """A context in which no other run writes a file;
+    """A context in which no other run writes a file.
 
     ``atomic_write`` may be used on it any number of times. ``overwrite``: replace an existing file. Raises on entry as
-    ``check_free``, and ResourceError while another run holds it.
+    ``check_free``, and ResourceError while another run has the lock.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:

@@ -22,7 +22,7 @@ class EditOptions(Options):
     """Changes to the metadata of a file, applied in the order of these fields.
 
     Attributes:
-        drop_provenance: remove the keys that tell how the file was made: quantkit.* but quantkit.merge.*, and
+        drop_provenance: remove the keys that record how the file was made: quantkit.* but quantkit.merge.*, and
             quantize.imatrix.*.
         remove: keys, or PREFIX* for all keys that begin so.
         rename: new names by key; a key keeps its place.

@@ -38,6 +38,8 @@ MISTRAL = {
     "bf16": "bf4d82a2e220f224be840dc6364837c7675667b3b74190da81f5c25b1f6090c2",
     "q8_0": "a865776378374e34443d09182a240d0065cf710951ccef5450505776eb550221",
 }
+#: Of convert_hf_to_gguf.py --mmproj --bigendian --outtype f16, of the checkpoint "mm-internvl3".
+INTERNVL = "40b3e014fe766f87524b09e48e4a8334d383adb34c5e45ed92cfe0026871efdd"
 COPY = {"no_provenance": True, "allow_incomplete": True}
 
 
@@ -98,6 +100,18 @@ def test_conversions_have_the_reference_s_bytes(outtype: str, mistral: Path, tmp
     options = ConvertOptions(outtype=outtype, bigendian=True)
     convert(mistral, tmp_path / "big.gguf", None, options)
     assert sha256(tmp_path / "big.gguf") == MISTRAL[outtype]
+
+
+def test_an_mmproj_file_has_the_reference_s_bytes(tmp_path: Path) -> None:
+    """Also of a type of llama-quantize, where the order of bytes and the provenance are options of the encoders."""
+    folder = checkpoints.write_checkpoint("mm-internvl3", tmp_path)
+    for type_name, options in (("f16", ("--bigendian",)), ("Q4_0", ()), ("Q4_0", ("--bigendian",))):
+        out = tmp_path / f"{type_name}{len(options)}.gguf"
+        line = ["convert", str(folder), str(out), type_name, "--mmproj-only", "--no-provenance", *options]
+        assert CliRunner().invoke(cli, line).exit_code == 0
+    assert sha256(tmp_path / "f161.gguf") == INTERNVL
+    quantize(tmp_path / "Q4_00.gguf", tmp_path / "big.gguf", "COPY", QuantizeOptions(bigendian=True, **COPY))
+    assert sha256(tmp_path / "Q4_01.gguf") == sha256(tmp_path / "big.gguf")
 
 
 def test_quantizations_are_those_of_the_little_endian_model(mistral: Path, tmp_path: Path) -> None:

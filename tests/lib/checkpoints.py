@@ -48,7 +48,6 @@ OMISSIONS = {
     "gpt-oss": {"truncate"},  # YaRN between dimensions that are not integers
     "gpt-oss-mxfp4": {"truncate"},
     "granite-hybrid-dense": {"position_embedding_type"},  # hybrid Granite models have no rotary positions
-    "mm-openjev": {"partial_rotary_factor"},  # that of rope_parameters counts
     "mm-qwen3-asr": {"partial_rotary_factor"},  # Qwen 3 VL has no key for it
     "mellum": {"rope_parameters"},  # windowed layers use the RoPE base of the others
     "phi3": {"sliding_window"},

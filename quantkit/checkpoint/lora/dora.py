@@ -16,17 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoint.expressions import F32, PIECE, TYPE_F32, Expression, read_f32
-from quantkit.checkpoint.quantized.rows import RowWise
+from quantkit.checkpoint.expressions import F32, PIECE, Expression, read_f32
+from quantkit.checkpoint.lora.row_update import RowUpdate
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
-from quantkit.types import TensorType
 
 
 @dataclass(frozen=True)
-class Rescaled(RowWise):
+class Rescaled(RowUpdate):
     """A weight with its rows, or its columns, rescaled to lengths.
 
     Args:
@@ -36,25 +34,12 @@ class Rescaled(RowWise):
         by_column: columns are rescaled.
     """
 
-    x: Expression
     magnitudes: Expression
     name: str
     by_column: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.x.shape
-
-    @property
-    def type(self) -> TensorType:
-        return TYPE_F32
-
-    def fill(self, first: int, rows: U8) -> None:
-        out = rows.view(np.float32)
-        n, columns = out.shape
-        out.reshape(-1)[...] = read_f32(self.x, first * columns, n * columns)
-        factors = self._column_factors() if self.by_column else self._row_factors(first, out)
-        out *= factors
+    def update(self, first: int, values: F32) -> None:
+        values *= self._column_factors() if self.by_column else self._row_factors(first, values)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.x.parts()

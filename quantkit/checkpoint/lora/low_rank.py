@@ -29,6 +29,7 @@ from quantkit.checkpoint.expressions import (
     size_of,
     stack,
 )
+from quantkit.checkpoint.lora.row_update import RowUpdate
 from quantkit.checkpoint.quantized.rows import RowWise
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -124,26 +125,14 @@ def _cached_factor(make: Callable[[Expression], F32], x: Any, changed: int, size
 
 
 @dataclass(frozen=True)
-class Added(RowWise):
+class Added(RowUpdate):
     """A weight with products of low rank added, one after another, in float32."""
 
-    x: Expression
     products: tuple[LowRank, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.x.shape
-
-    @property
-    def type(self) -> TensorType:
-        return TYPE_F32
-
-    def fill(self, first: int, rows: U8) -> None:
-        out = rows.view(np.float32)
-        n, columns = out.shape
-        out.reshape(-1)[...] = read_f32(self.x, first * columns, n * columns)
+    def update(self, first: int, values: F32) -> None:
         for item in self.products:
-            item.add_to(out, first)
+            item.add_to(values, first)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.x.parts()

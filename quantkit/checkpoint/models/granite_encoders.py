@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.checkpoint.encoder_rules import FoldBatchNorm, ForceType, remove_axis
+from quantkit.checkpoint.batch_norm import FoldBatchNorm
+from quantkit.checkpoint.encoder_rules import ForceType, remove_axis
 from quantkit.checkpoint.expressions import TYPE_F32, Expression
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (

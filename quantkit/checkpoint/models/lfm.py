@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from quantkit.checkpoint.batch_norm import FoldBatchNorm
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import (
-    FoldBatchNorm,
     add_axes,
     convolution_to_linear,
     linear_to_convolution,
