@@ -1,4 +1,4 @@
-"""Compare fewer experts with fewer bits: divergence from the full-precision model at the same bytes.
+"""Compare fewer experts with fewer bits: divergence from the full-precision model at the pruned_rules bytes.
 
     benchmarks/prune.py MODEL.gguf CALIBRATION EVALUATION [--keep 75%] [--type Q4_K] [--lower IQ3_S,IQ3_XXS]
         [--by reap,frequency] [--seeds 2] [--chunks N] [--evaluation-chunks N] [--threads N] [--calibrate]
@@ -48,21 +48,21 @@ class Files:
         imatrix(model, [self.args.calibration], path, options=options, threads=self.args.threads)
         return path
 
-    def prune(self, by: str, seed: int = 0) -> Path:
+    def prune(self, criterion: str, seed: int = 0) -> Path:
         """Return the unquantized model without some experts."""
-        path, matrix = self.folder / f"{by}-{seed}.gguf", self.folder / "all.imatrix"
+        path, matrix = self.folder / f"{criterion}-{seed}.gguf", self.folder / "all.imatrix"
         experts = None
         if path.exists():
             return path
-        if by == "random":
-            plan = plan_prune_experts(self.args.model, path, self.args.keep, by="frequency", imatrix=matrix)
+        if criterion == "random":
+            plan = plan_prune_experts(self.args.model, path, self.args.keep, criterion="frequency", imatrix=matrix)
             rng = np.random.default_rng(seed)
             experts = {
-                layer: sorted(rng.permutation(plan.n_expert)[: len(kept)].tolist())
-                for layer, kept in plan.experts.items()
+                layer: sorted(rng.permutation(plan.n_expert)[: len(experts_left)].tolist())
+                for layer, experts_left in plan.experts.items()
             }
         if experts is None:
-            prune_experts(self.args.model, path, self.args.keep, by=by, imatrix=matrix)
+            prune_experts(self.args.model, path, self.args.keep, criterion=criterion, imatrix=matrix)
         else:
             prune_experts(self.args.model, path, experts=experts)
         self.collect(path, path.with_suffix(".imatrix"))
@@ -105,31 +105,34 @@ class Files:
 
 def rows(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Yield the rows of the table."""
-    files, same = Files(args, folder), (f"_exps={args.type}",)
-    pruned = {by: files.prune(by) for by in args.by.split(",") if by}
+    files, pruned_rules = Files(args, folder), (f"_exps={args.type}",)
+    pruned = {criterion: files.prune(criterion) for criterion in args.by.split(",") if criterion}
     pruned |= {f"random {seed}": files.prune("random", seed) for seed in range(1, args.seeds + 1)}
     matrix = folder / "all.imatrix"
     first = next(iter(pruned.values()))
-    options = files.options(first.with_suffix(".imatrix"), same)
+    options = files.options(first.with_suffix(".imatrix"), pruned_rules)
     limit = plan_quantize(first, files.out, args.type, options).nbytes
     lower = files.rules(limit)
     keep = f"{args.keep} of the experts"
-    way = "error feedback" if args.calibrate else "importance matrix"
+    rounding = "error feedback" if args.calibrate else "importance matrix"
     base: Measurement | None = None
     models = [("all experts", args.lower.replace(",", ", "), args.model, matrix, lower)]
-    models += [(f"{keep}, {by}", args.type, path, path.with_suffix(".imatrix"), same) for by, path in pruned.items()]
-    models += [("all experts, larger file", args.type, args.model, matrix, same)]
+    models += [
+        (f"{keep}, {criterion}", args.type, path, path.with_suffix(".imatrix"), pruned_rules)
+        for criterion, path in pruned.items()
+    ]
+    models += [("all experts, larger file", args.type, args.model, matrix, pruned_rules)]
     for name, types, model, its_matrix, rules in models:
         nbytes = files.quantize(model, its_matrix, rules)
         measurement = files.measure(files.out)
         base = base or measurement
         compared = "1" if measurement is base else ratio(measurement, base)
         top = f"{100 * measurement.same_top:.2f}"
-        yield f"| {name} | {types} | {way} | {nbytes} | {measurement.text} | {compared} | {top} |"
-    for by, path in pruned.items():
+        yield f"| {name} | {types} | {rounding} | {nbytes} | {measurement.text} | {compared} | {top} |"
+    for criterion, path in pruned.items():
         measurement = files.measure(path)
         top = f"{100 * measurement.same_top:.2f}"
-        yield f"| {keep}, {by} | BF16 | none | {path.stat().st_size} | {measurement.text} | - | {top} |"
+        yield f"| {keep}, {criterion} | BF16 | none | {path.stat().st_size} | {measurement.text} | - | {top} |"
 
 
 def main() -> None:

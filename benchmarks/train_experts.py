@@ -65,9 +65,9 @@ def main() -> None:
     tokens = np.concatenate([np.asarray(tokenizer.encode(text).ids) for text in texts])
     print(f"{len(tokens)} tokens, {sum(x.numel() for x in model.parameters()) / 1e6:.1f} M parameters", flush=True)
     experts = [x for name, x in model.named_parameters() if ".mlp." in name]
-    others = [x for name, x in model.named_parameters() if ".mlp." not in name]
+    rest_of_model = [x for name, x in model.named_parameters() if ".mlp." not in name]
     optimizer = torch.optim.AdamW(
-        [{"params": experts, "lr": 1e-3}, {"params": others, "lr": 2e-4}], betas=(0.9, 0.98), weight_decay=0.01
+        [{"params": experts, "lr": 1e-3}, {"params": rest_of_model, "lr": 2e-4}], betas=(0.9, 0.98), weight_decay=0.01
     )
     rng, start, step = np.random.default_rng(args.seed), time.monotonic(), 0
     rates = [group["lr"] for group in optimizer.param_groups]

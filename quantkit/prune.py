@@ -37,8 +37,8 @@ from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_pl
 from quantkit.pipeline.source import Source
 from quantkit.version import __version__
 
-By = Literal["reap", "frequency", "list"]
-BY: tuple[str, ...] = get_args(By)
+Criterion = Literal["reap", "frequency", "list"]
+CRITERIA: tuple[str, ...] = get_args(Criterion)
 
 F64 = npt.NDArray[np.float64]
 
@@ -52,13 +52,15 @@ class PrunePlan(HtmlTable):
 
     plan: Plan
     experts: ExpertLists
-    by: str
+    criterion: str
     n_expert: int
     scores: Mapping[int, F64]
 
     def as_table(self) -> Table:
         """Return the experts that go, by layer, and their share of the layer's score."""
-        rows = [(f"blk.{layer}", len(experts), *self._gone(layer, experts)) for layer, experts in self.experts.items()]
+        rows = [
+            (f"blk.{layer}", len(experts), *self._removal(layer, experts)) for layer, experts in self.experts.items()
+        ]
         return table_of("layer, experts, removed, share of the score", rows, self.plan.title)
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,13 +68,15 @@ class PrunePlan(HtmlTable):
         return {
             "command": self.plan.title,
             "files": [{"path": str(s.path), "bytes": s.layout.nbytes} for s in self.plan.shards],
-            "by": self.by,
+            "by": self.criterion,
             "n_expert": self.n_expert,
             "experts": {str(layer): list(experts) for layer, experts in self.experts.items()},
-            "removed_share": {str(layer): self._gone(layer, e)[1] for layer, e in self.experts.items() if self.scores},
+            "removed_share": {
+                str(layer): self._removal(layer, e)[1] for layer, e in self.experts.items() if self.scores
+            },
         }
 
-    def _gone(self, layer: int, experts: Sequence[int]) -> tuple[str, float | None]:
+    def _removal(self, layer: int, experts: Sequence[int]) -> tuple[str, float | None]:
         removed = [e for e in range(self.n_expert) if e not in experts]
         scores = self.scores.get(layer)
         total = 0.0 if scores is None else float(scores.sum())
@@ -86,7 +90,7 @@ def prune_experts(
     output: str | Path,
     keep: int | float | str | None = None,
     *,
-    by: By | None = None,
+    criterion: Criterion | None = None,
     imatrix: str | Path | None = None,
     experts: str | Path | Mapping[int, Sequence[int]] | None = None,
     keep_split: bool = False,
@@ -103,7 +107,7 @@ def prune_experts(
         source: a GGUF file or any shard of a split one, of any architecture and any types.
         output: the file to write.
         keep: the number of experts of a layer, or their share (0.75, "75%"), rounded to equal groups.
-        by: "reap", "frequency", or "list"; None: "list" if ``experts`` is given, else "reap".
+        criterion: "reap", "frequency", or "list"; None: "list" if ``experts`` is given, else "reap".
         imatrix: an importance matrix of the model; for "reap" with saliency (`imatrix --saliency`).
         experts: the experts that stay, by layer, or a file of them: JSON, or a pruned GGUF file.
         keep_split: shards as in the source; split_max_size: new shards of at most this many bytes.
@@ -116,7 +120,7 @@ def prune_experts(
         ResourceError: the output exists, or does not fit the disk.
     """
     plan = plan_prune_experts(
-        source, output, keep, by=by, imatrix=imatrix, experts=experts, keep_split=keep_split,
+        source, output, keep, criterion=criterion, imatrix=imatrix, experts=experts, keep_split=keep_split,
         split_max_size=split_max_size,
     )  # fmt: skip
     run_prune(plan, max_ram=max_ram, **run)
@@ -135,7 +139,7 @@ def plan_prune_experts(
     output: str | Path,
     keep: int | float | str | None = None,
     *,
-    by: By | None = None,
+    criterion: Criterion | None = None,
     imatrix: str | Path | None = None,
     experts: str | Path | Mapping[int, Sequence[int]] | None = None,
     keep_split: bool = False,
@@ -144,7 +148,7 @@ def plan_prune_experts(
     """Plan a model with fewer experts without writing anything; arguments and errors as for ``prune_experts``."""
     if keep_split and split_max_size is not None:
         raise RecipeError("--keep-split and --split-max-size are mutually exclusive: omit one of them", "QK-E201")
-    method = by or ("reap" if experts is None else "list")
+    method = criterion or ("reap" if experts is None else "list")
     _check(method, keep, imatrix, experts)
     with open_model(source) as model:
         n, scores = expert_count(model), dict[int, F64]()
@@ -176,19 +180,19 @@ def plan_prune_experts(
         return PrunePlan(plan, {layer: lists[layer] for layer in layers_of(model)}, method, n, scores)
 
 
-def _check(by: str, keep: object, imatrix: object, experts: object) -> None:
-    if by not in BY:
-        raise RecipeError(f"--by {by}: choose one of {', '.join(BY)}", "QK-E203")
-    if by == "list":
+def _check(criterion: str, keep: object, imatrix: object, experts: object) -> None:
+    if criterion not in CRITERIA:
+        raise RecipeError(f"--by {criterion}: choose one of {', '.join(CRITERIA)}", "QK-E203")
+    if criterion == "list":
         if experts is None:
             raise RecipeError("--by list: give --experts FILE", "QK-E202")
         if imatrix is not None:
             raise RecipeError("--imatrix and --experts are mutually exclusive: omit one of them", "QK-E201")
         return
     if experts is not None:
-        raise RecipeError(f"--by {by} and --experts are mutually exclusive: omit one of them", "QK-E201")
+        raise RecipeError(f"--by {criterion} and --experts are mutually exclusive: omit one of them", "QK-E201")
     if imatrix is None or keep is None:
-        raise RecipeError(f"--by {by}: give --imatrix FILE and --keep N", "QK-E202")
+        raise RecipeError(f"--by {criterion}: give --imatrix FILE and --keep N", "QK-E202")
 
 
 def _size(source: Source, n: int, keep: int | float | str) -> int:
@@ -210,10 +214,10 @@ def _size(source: Source, n: int, keep: int | float | str) -> int:
     return size
 
 
-def expert_scores(source: Source, imatrix: Imatrix, by: str) -> dict[int, F64]:
+def expert_scores(source: Source, imatrix: Imatrix, criterion: str) -> dict[int, F64]:
     """Return the score of every expert by layer, float64 [n_expert]; experts without tokens have 0.
 
-    by: "reap" or "frequency". Raises FormatError for a layer without an entry, RecipeError for one without saliency.
+    criterion: "reap" or "frequency". Raises FormatError for a layer without entry, RecipeError without saliency.
     """
     n, scores = expert_count(source), dict[int, F64]()
     for layer in layers_of(source):
@@ -227,7 +231,7 @@ def expert_scores(source: Source, imatrix: Imatrix, by: str) -> dict[int, F64]:
             )
         if entry.counts.size != n:
             raise FormatError(f"{imatrix.path}: entry {name} has {entry.counts.size} of {n} experts", "QK-E119")
-        if by == "frequency":
+        if criterion == "frequency":
             scores[layer] = entry.counts.astype(np.float64)
         elif entry.saliency is None:
             raise RecipeError(

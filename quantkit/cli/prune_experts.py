@@ -30,6 +30,7 @@ from quantkit.units import format_seconds, format_size
 @option("--keep", group="Selection", metavar="N|SHARE", help="Experts of each layer that stay: 96, or 75%.")
 @option(
     "--by",
+    "criterion",
     group="Selection",
     type=click.Choice(("reap", "frequency", "list")),
     help="Score of an expert: REAP's saliency, its number of tokens, or a list.  [default: list with --experts, else "
@@ -50,7 +51,7 @@ def command(
     source: Path,
     output: Path,
     keep: str | None,
-    by: Any,
+    criterion: Any,
     imatrix: Path | None,
     experts: Path | None,
     keep_split: bool,
@@ -79,7 +80,7 @@ def command(
         source,
         located(output, spool),
         keep,
-        by=by,
+        criterion=criterion,
         imatrix=imatrix,
         experts=experts,
         keep_split=keep_split,
@@ -94,7 +95,7 @@ def command(
         with report.show_progress("continue with --resume"):
             result = run_prune(prune, observer=report, **run)
     size = len(next(iter(prune.experts.values())))
-    lines = [f"{len(prune.experts)} layers: {size} of {prune.n_expert} experts, by {prune.by}"]
+    lines = [f"{len(prune.experts)} layers: {size} of {prune.n_expert} experts, by {prune.criterion}"]
     for layer, _, removed, share in prune.as_table().rows:
         score = "" if share is None else f"  ({share:.1%} of the score)"
         lines.append(f"  {layer}: without {removed}{score}")

@@ -126,8 +126,8 @@ def _record(source: Source | GGUFFile) -> dict[int, tuple[int, ...]]:
 # ---------------------------------------------------------------- pruning
 
 
-def prune_source(source: Source, lists: ExpertLists, by: str = "list") -> PrunedSource:
-    """Return a source with these experts alone; ``by``: how they were chosen, for the record.
+def prune_source(source: Source, lists: ExpertLists, criterion: str = "list") -> PrunedSource:
+    """Return a source with these experts alone; ``criterion``: how they were chosen, for the record.
 
     A model, an importance matrix or a covariance file: companions follow with the same list, without statistics.
 
@@ -144,7 +144,7 @@ def prune_source(source: Source, lists: ExpertLists, by: str = "list") -> Pruned
     for name in experts:
         _check_type(source, source.tensors[name])
     drop = frozenset(name for name in source.tensors if _is_companion(source) and name.endswith(".stats"))
-    return PrunedSource(source, experts, _fields(source, n, lists, by), drop)
+    return PrunedSource(source, experts, _fields(source, n, lists, criterion), drop)
 
 
 def _check_lists(source: Source, layers: Mapping[int, object], n: int, lists: ExpertLists) -> None:
@@ -202,14 +202,16 @@ def _check_type(source: Source, tensor: TensorInfo) -> None:
         )
 
 
-def _fields(source: Source, n: int, lists: ExpertLists, by: str) -> dict[str, Field]:
+def _fields(source: Source, n: int, lists: ExpertLists, criterion: str) -> dict[str, Field]:
     metadata = Metadata(source.fields.values())
     metadata.remove(*_STALE_KEYS)
     count = metadata.get(f"{source.get('general.architecture', '')}.expert_count")
     if count is not None:
         metadata.replace(Field.of(count.key, len(next(iter(lists.values()))), count.type))
-    if filled := metadata.get(_FILLED_KEY):
-        metadata.replace(Field.of(_FILLED_KEY, list(_filled(filled.value, lists)), ValueType.ARRAY, ValueType.STRING))
+    if fill_record := metadata.get(_FILLED_KEY):
+        metadata.replace(
+            Field.of(_FILLED_KEY, list(_renumbered_fill(fill_record.value, lists)), ValueType.ARRAY, ValueType.STRING)
+        )
     original = _record(source)
     lines = [
         f"blk.{layer}: {' '.join(str(original[layer][e] if layer in original else e) for e in experts)}"
@@ -218,11 +220,11 @@ def _fields(source: Source, n: int, lists: ExpertLists, by: str) -> dict[str, Fi
     metadata.set(Field.of(EXPERTS_KEY, lines, ValueType.ARRAY, ValueType.STRING))
     if not original:
         metadata.set(Field.of(COUNT_KEY, n, ValueType.UINT32))
-    metadata.set(Field.of(BY_KEY, by))
+    metadata.set(Field.of(BY_KEY, criterion))
     return {field.key: field for field in metadata.fields()}
 
 
-def _filled(lines: Sequence[str], lists: ExpertLists) -> Iterator[str]:
+def _renumbered_fill(lines: Sequence[str], lists: ExpertLists) -> Iterator[str]:
     """Yield the lines of filled experts ("blk.3.ffn_up_exps.weight: 4 9") with the new numbers."""
     for line in lines:
         name, _, numbers = line.rpartition(": ")

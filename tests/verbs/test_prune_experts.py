@@ -65,8 +65,8 @@ def sliced(path: Path, experts: Mapping[int, tuple[int, ...]]) -> dict[str, tupl
     result = {}
     for name, (shape, kind, data) in arrays_of(path).items():
         if match := BY_EXPERT.fullmatch(name):
-            kept = experts[int(match[1])]
-            data, shape = data.reshape(shape[-1], -1)[list(kept)], (*shape[:-1], len(kept))
+            remaining = experts[int(match[1])]
+            data, shape = data.reshape(shape[-1], -1)[list(remaining)], (*shape[:-1], len(remaining))
         result[name] = (shape, kind, data.tobytes())
     return result
 
@@ -102,9 +102,9 @@ def masked(path: Path, out: Path, experts: Mapping[int, tuple[int, ...]]) -> Pat
     with open_gguf(path) as file:
         tensors = {t.name: (t.name, t.shape, t.type, file.data(t).copy()) for t in file.tensors.values()}
         fields = list(file.fields.values())
-    for layer, kept in experts.items():
+    for layer, remaining in experts.items():
         n = tensors[f"blk.{layer}.ffn_gate_inp.weight"][1][-1]
-        mask = np.where(np.isin(np.arange(n), kept), np.float32(0), np.float32(-1e30))
+        mask = np.where(np.isin(np.arange(n), remaining), np.float32(0), np.float32(-1e30))
         for name in (f"blk.{layer}.ffn_gate_inp.bias", f"blk.{layer}.exp_probs_b.bias"):
             if name in tensors or "gate_inp" in name:
                 old = tensors[name][3].view("<f4") if name in tensors else np.float32(0)
@@ -228,12 +228,12 @@ def test_saliency_is_the_gate_times_the_norm(tmp_path: Path, name: str) -> None:
 
 def test_scores_choose(tiny_moe: Path, saliency: Path, tmp_path: Path) -> None:
     matrix = read_imatrix(saliency)
-    for by in ("reap", "frequency"):
-        plan = plan_prune_experts(tiny_moe, tmp_path / "p.gguf", 5, by=by, imatrix=saliency)
+    for criterion in ("reap", "frequency"):
+        plan = plan_prune_experts(tiny_moe, tmp_path / "p.gguf", 5, criterion=criterion, imatrix=saliency)
         for layer, experts in plan.experts.items():
             entry = matrix.entries[f"blk.{layer}.ffn_down_exps.weight"]
             assert entry.saliency is not None
-            score = entry.counts if by == "frequency" else entry.saliency / entry.counts
+            score = entry.counts if criterion == "frequency" else entry.saliency / entry.counts
             assert set(experts) == set(np.argsort(-score, kind="stable")[:5].tolist())
     path = write_moe(tmp_path / "g.gguf", "deepseek2-moe", 8, {}, expert_group_count=2, expert_group_used_count=1)
     imatrix(path, tokens=ids(64), output=tmp_path / "g.imatrix", options=ImatrixOptions(saliency=True, n_ctx=32))
@@ -269,12 +269,12 @@ def test_companions_follow(tiny_moe: Path, saliency: Path, tmp_path: Path) -> No
     prune_experts(saliency, tmp_path / "i.gguf", experts=tmp_path / "p.gguf")
     matrix, before = read_imatrix(tmp_path / "i.gguf"), read_imatrix(saliency)
     entry, old = (m.entries["blk.2.ffn_down_exps.weight"] for m in (matrix, before))
-    kept = list(EXPERTS[2])
-    assert np.array_equal(entry.sums, old.sums[kept])
-    assert np.array_equal(entry.counts, old.counts[kept])
+    remaining = list(EXPERTS[2])
+    assert np.array_equal(entry.sums, old.sums[remaining])
+    assert np.array_equal(entry.counts, old.counts[remaining])
     assert entry.saliency is not None
     assert old.saliency is not None
-    assert np.array_equal(entry.saliency, old.saliency[kept])
+    assert np.array_equal(entry.saliency, old.saliency[remaining])
     quantize(tmp_path / "p.gguf", tmp_path / "q.gguf", "IQ3_XXS", QuantizeOptions(imatrix=tmp_path / "i.gguf"))
     text = DATA / "tiny-moe-calibration.txt"
     covariance(tiny_moe, [text], tmp_path / "c.gguf", options=ImatrixOptions(chunks=1))
@@ -282,7 +282,7 @@ def test_companions_follow(tiny_moe: Path, saliency: Path, tmp_path: Path) -> No
     name = "blk.2.ffn_down_exps.weight"
     old_sums, new_sums = (arrays_of(tmp_path / f"{c}.gguf") for c in ("c", "cp"))
     for part in ("cov_router", "weight", "counts"):
-        expected = old_sums[f"{name}.{part}"][2].reshape(8, -1)[kept]
+        expected = old_sums[f"{name}.{part}"][2].reshape(8, -1)[remaining]
         assert np.array_equal(new_sums[f"{name}.{part}"][2].reshape(6, -1), expected)
 
 
@@ -302,7 +302,7 @@ def test_refusals(tiny_moe: Path, saliency: Path, tmp_path: Path) -> None:
         (tiny_moe, {"keep": "x", "imatrix": saliency}, RecipeError, "QK-E203"),
         (tiny_moe, {"keep": 8, "imatrix": saliency}, RecipeError, "QK-E203 8"),
         (tiny_moe, {"keep": 6, "imatrix": plain}, RecipeError, "QK-E202 saliency"),
-        (tiny_moe, {"by": "list"}, RecipeError, "QK-E202"),
+        (tiny_moe, {"criterion": "list"}, RecipeError, "QK-E202"),
         (tiny_moe, {"experts": EXPERTS, "imatrix": saliency}, RecipeError, "QK-E201"),
         (tiny_moe, {"experts": EXPERTS, "keep": 5}, RecipeError, "QK-E203 5"),
         (tiny_moe, {"experts": {0: (0, 1)}}, RecipeError, "QK-E203 1"),
