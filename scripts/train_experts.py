@@ -1,6 +1,6 @@
 """Train the MoE of 64 experts that prune.py measures, from a smaller one by Drop-Upcycling (arXiv 2502.19261).
 
-    benchmarks/train_experts.py CHECKPOINT OUT TEXT... [--experts 64] [--used 6] [--layers 2] [--minutes 10]
+    scripts/train_experts.py CHECKPOINT OUT TEXT... [--experts 64] [--used 6] [--layers 2] [--minutes 10]
 
 Needs torch and transformers. CHECKPOINT is that of tiny-moe: its embeddings, attention and first layers are copied; an
 expert is a copy of one of its experts of which half of the hidden columns are random, and the router is random. The
