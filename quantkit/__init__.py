@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
+    from quantkit.fit import FitOptions, fit
     from quantkit.formats.covariance import Covariances
     from quantkit.formats.gguf import Field, ValueType
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from quantkit.split import join, plan_join, plan_split, split
     from quantkit.stitch import plan_stitch, stitch
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
+    from quantkit.upload import plan_upload, upload
 
 __all__ = [
     "ConvertOptions",
@@ -61,6 +63,7 @@ __all__ = [
     "EditOptions",
     "ExportOptions",
     "Field",
+    "FitOptions",
     "GGUFFile",
     "ImatrixOptions",
     "Progress",
@@ -89,6 +92,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export",
+    "fit",
     "generate",
     "hash",
     "imatrix",
@@ -115,6 +119,7 @@ __all__ = [
     "plan_quantize",
     "plan_split",
     "plan_stitch",
+    "plan_upload",
     "presets",
     "prune_cache",
     "prune_experts",
@@ -134,6 +139,7 @@ __all__ = [
     "stitch",
     "sweep_bench",
     "types",
+    "upload",
     "verify_cache",
     "write_gguf",
     "write_imatrix",
@@ -149,6 +155,7 @@ _HOME = {
     "EditOptions": "options.edit",
     "ExportOptions": "options.export",
     "Field": "formats.gguf",
+    "FitOptions": "fit",
     "GGUFFile": "tensors",
     "ImatrixOptions": "options.imatrix",
     "Progress": "progress",
@@ -174,6 +181,7 @@ _HOME = {
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",
     "export": "export",
+    "fit": "fit",
     "generate": "generate",
     "hash": "hash",
     "imatrix": "imatrix",
@@ -199,6 +207,7 @@ _HOME = {
     "plan_quantize": "quantize",
     "plan_split": "split",
     "plan_stitch": "stitch",
+    "plan_upload": "upload",
     "presets": "catalog",
     "prune_cache": "cache",
     "prune_experts": "prune",
@@ -217,6 +226,7 @@ _HOME = {
     "stitch": "stitch",
     "sweep_bench": "bench",
     "types": "catalog",
+    "upload": "upload",
     "verify_cache": "cache",
     "write_gguf": "tensors",
     "write_imatrix": "formats.imatrix",

@@ -36,7 +36,16 @@ from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.pipeline.runtimes import check_complete, encoder_notes
 from quantkit.pipeline.source import Source
-from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of, title_of
+from quantkit.quantize import (
+    QuantizeOptions,
+    QuantizeResult,
+    check_options,
+    plan_from,
+    room_of,
+    run_quantize,
+    size_of,
+    title_of,
+)
 from quantkit.types import TensorType
 from quantkit.unsupported_settings import unsupported_settings
 from quantkit.version import __version__
@@ -99,7 +108,11 @@ def plan_convert(
         quantize_options = quantize or QuantizeOptions()
         check_options(type, quantize_options)
         opened = _open(folder, options, options.intermediate)
-        quantize_options = replace(quantize_options, bigendian=options.bigendian or quantize_options.bigendian)
+        quantize_options = replace(
+            quantize_options,
+            bigendian=options.bigendian or quantize_options.bigendian,
+            reserve=quantize_options.reserve if options.reserve is None else options.reserve,
+        )
         path = _output_path(opened, output, title_of(type, quantize_options))
         identity, reads = f" intermediate {options.intermediate}", _files(opened, options)
         if options.lossless:
@@ -171,11 +184,14 @@ def plan_mmproj(
             allow_incomplete=options.allow_incomplete,
             adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
             mistral_format=options.mistral_format,
+            base=options.base,
         ),
     )
     if outtype == name.lower():
         return plan_opened(opened, output, options)
-    quantize_options = QuantizeOptions(bigendian=options.bigendian, no_provenance=no_provenance)
+    quantize_options = QuantizeOptions(
+        bigendian=options.bigendian, reserve=options.reserve, no_provenance=no_provenance
+    )
     check_options(name, quantize_options)
     path = _output_path(opened, output, title_of(name, quantize_options))
     identity = f" intermediate {options.intermediate}"
@@ -201,6 +217,7 @@ def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertO
         empty_first=options.no_tensor_first_split,
         pad_header=not options.vocab_only,
         big_endian=options.bigendian,
+        reserve=room_of(options.reserve),
     )
     return _check_complete(plan, opened, options)
 
@@ -277,6 +294,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         metadata=options.metadata,
         nextn=nextn,
         target_model_dir=options.target_model_dir,
+        base=options.base,
         dspark=options.dspark,
         fuse=[f.option for f in FUSIONS if getattr(options, f.option[2:].replace("-", "_"))],
         fp8_as_q8=options.fp8_as_q8,

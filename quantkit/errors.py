@@ -96,6 +96,8 @@ CODES = {
     "QK-E214": ErrorCode("There is nothing to do.", "See the message."),
     "QK-E215": ErrorCode(
         "A draft model is converted without its target, or a target is given for another model.", "Give --target-model-dir DIR, or omit it."),
+    "QK-E216": ErrorCode(
+        "A model that is an adapter is converted without its base, or a base is given for another model.", "Give --base DIR, or omit it."),
     # This version cannot do it.
     "QK-E300": ErrorCode("Not supported by this version.", "See the message."),
     "QK-E301": ErrorCode("A tensor type or preset does not exist.", "See `quantkit types`."),

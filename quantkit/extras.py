@@ -29,8 +29,9 @@ CHAT = Extra("run", "chat templates", {"jinja2": "jinja2"})
 PRE_TOKENIZER = Extra("convert", "pre-tokenizers without --pre", {"tokenizers": "tokenizers"})
 MODEL_CARD = Extra("convert", "the front matter of README.md", {"yaml": "pyyaml"})
 COMPRESSION = Extra("run", "compressed logits", {"zstandard": "zstandard"})
+HUB = Extra("hub", "the Hugging Face Hub", {"huggingface_hub": "huggingface_hub"})
 HASHES = Extra("hash", "xxh3", {"xxhash": "xxhash"})
-GPUS = Extra("cuda12", "GPUs (cuda13 for newer drivers)", {"cupy": "cupy-cuda12x[ctk]"})
+GPUS = Extra("cuda12", "GPUs; cuda13 for newer drivers", {"cupy": "cupy-cuda12x[ctk]"})
 CLUSTERS = Extra("ray", "clusters", {"ray": "ray"})
 URLS = Extra("remote", "URLs", {"fsspec": "fsspec", "aiohttp": "aiohttp"})
 
@@ -55,7 +56,7 @@ def store_extras(scheme: str) -> tuple[Extra, ...]:
 
 #: The extras of ``[all]``, and those that need a GPU, a cluster or a store.
 ALL = (COMPRESSION, CHAT, PRE_TOKENIZER, MODEL_CARD, PLOT, SEARCH, REPORT, HASHES)
-ON_REQUEST = (GPUS, CLUSTERS, URLS)
+ON_REQUEST = (GPUS, CLUSTERS, URLS, HUB)
 
 
 class MissingPackages(ResourceError):

@@ -6,12 +6,13 @@ Keys, order and bytes are those of llama-gguf-split (llama.cpp b11434, tools/ggu
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
 from quantkit.arguments import checked
-from quantkit.errors import RecipeError, ResourceError
+from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf import (
     SPLIT_KEYS,
@@ -26,7 +27,9 @@ from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import URL, located
 from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.row_slices import whole_tensor
-from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, check_targets, run_plan
+from quantkit.pipeline.shard_join import can_free, join_freeing, read_state, state_path
+from quantkit.progress import ByteCounter
 from quantkit.quantize import size_of
 from quantkit.units import round_up
 from quantkit.version import __version__
@@ -83,7 +86,8 @@ def join(
     Args:
         source: any of the shards; the others lie beside it.
         output: the file; by default PREFIX.gguf beside the shards.
-        delete_source: remove the shards when the file is on the disk.
+        delete_source: remove each shard as soon as its bytes are on the disk, so that one shard of free space is
+            enough; of big-endian shards and with ``ray`` all at the end.
         max_ram: bytes that the workers' buffers may take together.
         run: threads, resume, overwrite, progress: see ``RunOptions``.
 
@@ -91,7 +95,18 @@ def join(
         RecipeError: the model is not split.
         FormatError: a damaged or missing shard. ResourceError: the output exists, or does not fit the disk.
     """
+    if delete_source and run.get("resume") and (result := resume_join(source, output, **run)) is not None:
+        return result
     return run_split(plan_join(source, output), delete_source=delete_source, max_ram=max_ram, **run)
+
+
+@checked
+def resume_join(source: str | Path, output: str | Path | None = None, **run: Unpack[RunOptions]) -> RunResult | None:
+    """Continue an interrupted ``join`` that deletes its shards; None if there is none. Arguments as for ``join``."""
+    target = _join_output(source, output)
+    if target is None or isinstance(target, URL) or read_state(target) is None:
+        return None
+    return _join_freeing(target, None, **run)
 
 
 @checked
@@ -132,15 +147,17 @@ def plan_split(
 @checked
 def plan_join(source: str | Path, output: str | Path | None = None) -> Plan:
     """Plan to join shards without writing anything; arguments and errors as for ``join``."""
-    with open_model(source) as model:
+    with _open_shards(source, output) as model:
         parts = parse_split_path(model.paths[0])
         if len(model.paths) == 1 or parts is None:
             raise RecipeError(f"{model.paths[0]}: the model is a single file: there is nothing to join", "QK-E214")
         fields = {key: field for key, field in model.fields.items() if key != "split.count"}
         fields["split.count"] = Field.of("split.count", 0, ValueType.UINT16)
+        target = _join_output(source, output)
+        assert target is not None
         return plan_output(
             model,
-            resolve_links(located(f"{parts[0]}.gguf" if output is None else output)),
+            target,
             list(fields.values()),
             _copies(model),
             title="join",
@@ -157,12 +174,62 @@ def run_split(
     if delete_source and any(isinstance(path, URL) for path in plan.source.paths):
         message = f"{plan.source.paths[0]}: objects of a store are not deleted: omit --delete-source"
         raise ResourceError(message, "QK-E412")
+    if delete_source and plan.title == "join" and run.get("ray") is None and can_free(plan):
+        return _start_freeing(plan, **run)
     result = run_plan(plan, max_ram=max_ram, **run)
     if delete_source:
         check_unchanged(plan.source.inputs)
         for path in sources:
             path.unlink()
     return result
+
+
+def _join_output(source: str | Path, output: str | Path | None) -> Path | None:
+    """Return the output of a join, None if it follows from a name that is not of a shard."""
+    if output is not None:
+        return resolve_links(located(output))
+    parts = parse_split_path(source)
+    return None if parts is None else resolve_links(located(f"{parts[0]}.gguf"))
+
+
+def _open_shards(source: str | Path, output: str | Path | None) -> GGUFFile:
+    """Open a split model, unless an interrupted join has deleted some of its shards."""
+    try:
+        return open_model(source)
+    except FormatError:
+        target = _join_output(source, output)
+        if target is None or isinstance(target, URL) or not state_path(target).exists():
+            raise
+        raise ResourceError(
+            f"{target}: a join that deletes its shards was interrupted: continue with --delete-source --resume",
+            "QK-E408",
+        ) from None
+
+
+def _start_freeing(plan: Plan, **run: Unpack[RunOptions]) -> RunResult:
+    output = plan.shards[0].path
+    check_targets(plan, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
+    if state_path(output).exists() and not run.get("overwrite"):
+        raise ResourceError(
+            f"{state_path(output)} exists: an earlier join was interrupted; continue with --resume, or start over with "
+            "--overwrite",
+            "QK-E408",
+        )
+    return _join_freeing(output, plan, **run)
+
+
+def _join_freeing(output: Path, plan: Plan | None, **run: Unpack[RunOptions]) -> RunResult:
+    observer, progress = run.get("observer"), run.get("progress")
+    counter = ByteCounter(progress, plan.nbytes if plan is not None else 0)
+
+    def count(nbytes: int) -> None:
+        counter.add(nbytes)
+        if observer is not None:
+            observer.on_write(nbytes)
+
+    began = time.monotonic()
+    state = join_freeing(output, plan, overwrite=run.get("overwrite", False), on_write=count)
+    return RunResult(time.monotonic() - began, state.freed, {})
 
 
 def _copies(model: GGUFFile) -> list[OutputTensor]:

@@ -1,6 +1,8 @@
-"""The table of checkpoints, continued: draft models, which read a target's hidden states (EAGLE-3, DFlash, DSpark).
+"""The table of checkpoints, continued: draft models, which read a target's hidden states (EAGLE-3, DFlash, DSpark), and
+models that are adapters of a base (Lev, Kev, Nimble).
 
-``target`` is the checkpoint whose tokenizer, config.json and embedding the converter reads (--target-model-dir).
+``target`` is the checkpoint whose tokenizer, config.json and embedding the converter reads (--target-model-dir), or the
+base of an adapter.
 """
 
 from __future__ import annotations
@@ -140,4 +142,37 @@ DRAFTS = (
             options=("--dspark",)),
     replace(_V4, name="dspark-deepseek-v4-alone", config=_V4_CONFIG | {"architectures": ["DeepseekV4DSparkModel"]},
             more=_V4_DRAFT, target="deepseek-v4"),
+)  # fmt: skip
+
+# --- models that are adapters ----------------------------------------------------------------------------------------
+
+#: The factors of the adapter's matrices in two layers of mm-qwen3.5, whose names are those of either class.
+_FACTORS = {
+    "model.layers.{0-1}.mlp.up_proj": (128, 64),
+    "model.layers.{0-1}.mlp.down_proj": (64, 128),
+    "model.layers.0.linear_attn.in_proj_qkv": (128, 64),
+    "model.layers.1.self_attn.q_proj": (128, 64),
+}
+
+
+def adapter(name: str, model: str, files: Json, prefix: str = "", **fields: Any) -> Row:
+    """Return a model that is an adapter of rank 4 of mm-qwen3.5."""
+    tensors: Shapes = {}
+    for module, (rows, columns) in _FACTORS.items():
+        path = "base_model.model." + module.replace("model.", f"model.{prefix}", 1)
+        tensors |= {f"{path}.lora_A.weight": [4, columns], f"{path}.lora_B.weight": [rows, 4]}
+    lora: Json = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["up_proj"]}
+    lora["base_model_name_or_path"] = "quantkit/mm-qwen3.5"
+    row = draft(name, model, "mm-qwen3.5", {}, {}, files={"adapter_config.json": lora} | files, **fields)
+    return replace(row, parts={"adapter_model.safetensors": tensors} | row.parts)
+
+
+ADAPTERS = (
+    adapter("lev", "LevModel", {
+        "lev_release.json": {}, "calibration.json": {"temperatures": {
+            "choice:A": 1.25, "choice:A:small": 0.75, "score:A:3:5": 2, "noul:B": 0.5}}}, dtype="float32"),
+    adapter("kev", "KevModel", {"training_config.json": {"args": {"head_dim": 32}, "base_revision": "0123abcd"}},
+            "language_model.", parts={"head.pt": {"head_dim": [32], "hidden_size": [64]}}),
+    adapter("nimble", "NimbleModel", {"schema_config.json": {
+        "task": "schema_candidate_classification_v2", "revision": "main"}, "README.md": "# Nimble\n"}),
 )  # fmt: skip

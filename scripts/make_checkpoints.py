@@ -22,7 +22,7 @@ from typing import Any
 
 from checkpoint_table_classes import CLASSES
 from checkpoint_table_decoders import NAMED
-from checkpoint_table_drafts import DRAFTS
+from checkpoint_table_drafts import ADAPTERS, DRAFTS
 from checkpoint_table_encoders import ENCODERS
 from checkpoint_table_mixtures import OTHERS
 from checkpoint_table_towers import TOWERS
@@ -182,7 +182,7 @@ def main() -> None:
         for row in ROWS + NAMED + ENCODERS + OTHERS + CLASSES
         if row.version in (0, version)
     }
-    for folder, rows in {"towers": TOWERS, "drafts": DRAFTS}.items():
+    for folder, rows in {"towers": TOWERS, "drafts": DRAFTS, "adapters": ADAPTERS}.items():
         jobs |= {
             f"{folder}/{row.name}": partial(describe, row, fold_names=True)
             for row in rows

@@ -4,7 +4,7 @@ checkpoint.
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
-    PYTHON scripts/make_convert_goldens.py {towers,drafts} --llama DIR --checkpoints DIR --out DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py {towers,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME ...]
 
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,
@@ -16,7 +16,8 @@ tests/data/real-vocabularies.json, and prints the seconds. The reference runs th
 (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
 ``towers`` enters the hashes of --mmproj of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json;
 for a checkpoint that the reference cannot convert, the last line of the error. ``drafts`` does the same for draft
-models and tests/data/draft-sha256.json.
+models and tests/data/draft-sha256.json, ``adapters`` for models that are adapters and tests/data/adapter-sha256.json: a
+folder takes the place of the repository of their base.
 
 Vocabularies are too small for llama.cpp to recognize their hash: the description has the name of the pre-tokenizer
 (``pre``, which quantkit gets by --pre).
@@ -55,6 +56,7 @@ SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
 TOWERS = ROOT / "tests" / "data" / "mmproj-sha256.json"
 DRAFTS = ROOT / "tests" / "data" / "draft-sha256.json"
+ADAPTERS = ROOT / "tests" / "data" / "adapter-sha256.json"
 #: Types of mmproj files and of draft models.
 TOWER_TYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 #: Names of split settings, and their options.
@@ -69,7 +71,7 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "drafts"))
+    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "drafts", "adapters"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
@@ -84,6 +86,7 @@ def main() -> None:
         "logits": (make_logits, checkpoints.NAMES),
         "towers": (make_towers, checkpoints.TOWERS),
         "drafts": (make_drafts, checkpoints.DRAFTS),
+        "adapters": (make_adapters, checkpoints.ADAPTERS),
     }[args.what]
     sys.exit(bool(make(args.names or list(names), args)))
 
@@ -145,8 +148,41 @@ def make_drafts(names: list[str], args: argparse.Namespace) -> list[str]:
     return failures
 
 
+def make_adapters(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert models that are adapters; return those that the reference cannot."""
+    program, failures = load_reference(args), []
+    for name in names:
+        description = checkpoints.describe(name)
+        with base_in(args.checkpoints):
+            row = draft_of(program, description, args)
+        failures += [name] if "error" in row["f32"] else []
+        enter(ADAPTERS, {name: row})
+        write_readme()
+        for key in TOWER_TYPES:
+            print(name, key, row[key].get("error") or (row[key].get("file", ""), row[key]["bytes"]), flush=True)
+    return failures
+
+
+@contextlib.contextmanager
+def base_in(folder: Path) -> Iterator[None]:
+    """Let repositories of the Hugging Face Hub be folders."""
+    import huggingface_hub
+
+    def path_of(repository: str, *_: Any, **__: Any) -> str:
+        return str(folder / repository.rpartition("/")[2])
+
+    def file_of(repository: str, name: str, **_: Any) -> str:
+        return f"{path_of(repository)}/{name}"
+
+    with (
+        mock.patch.object(huggingface_hub, "snapshot_download", path_of),
+        mock.patch.object(huggingface_hub, "hf_hub_download", file_of),
+    ):
+        yield
+
+
 def draft_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json:
-    """Draw a draft model and its target, convert it to every type."""
+    """Draw a draft model and its target, or an adapter and its base, convert it to every type."""
     source, options = args.checkpoints / description.name, list[str]()
     shutil.rmtree(source, ignore_errors=True)
     row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, args.checkpoints))}
@@ -154,7 +190,8 @@ def draft_of(program: Any, description: checkpoints.Description, args: argparse.
     if description.target is not None:
         target = checkpoints.describe(description.target)
         row["target"] = description.target
-        options = ["--target-model-dir", str(checkpoints.write_description(target, args.checkpoints))]
+        path = checkpoints.write_description(target, args.checkpoints)
+        options = [] if description.name in checkpoints.ADAPTERS else ["--target-model-dir", str(path)]
         description = replace(description, vocab=target.vocab)
     for outtype in TOWER_TYPES:
         out = args.out / f"{description.name}-{outtype}"
@@ -166,7 +203,11 @@ def write_readme() -> None:
     """Write the table of classes and their checkpoints at the end of tests/data/checkpoints/README.md."""
     path = checkpoints.DESCRIPTIONS / "README.md"
     lines = [path.read_text(encoding="utf-8").partition(TABLES)[0] + TABLES]
-    for title, digest_file in {"class of --mmproj": TOWERS, "class of a draft": DRAFTS}.items():
+    for title, digest_file in {
+        "class of --mmproj": TOWERS,
+        "class of a draft": DRAFTS,
+        "class of an adapter": ADAPTERS,
+    }.items():
         rows = json.loads(digest_file.read_text()) if digest_file.exists() else {}
         lines.append(f"| {title} | checkpoint | made by | error of the reference |\n|---|---|---|---|")
         for name, row in sorted(rows.items(), key=lambda item: (item[1]["class"], item[0])):
@@ -179,7 +220,7 @@ def write_readme() -> None:
 
 
 #: The heading of README.md's last section.
-TABLES = "## Towers and draft models\n"
+TABLES = "## Towers, draft models and adapters\n"
 
 
 def towers_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json:

@@ -23,6 +23,7 @@ from examples import (  # noqa: E402
     Block,
     blocks_of,
     current_output,
+    environment_of,
     execute,
     files_of,
     nearest_line,
@@ -42,18 +43,19 @@ def run_page(page: Path, files: ExampleFiles, folder: Path, write: bool) -> tupl
     """Run the blocks of a page; return their number, and how many differ from the page."""
     files.provide(files_of(page), folder)
     name, n_bad, blocks = page.relative_to(ROOT), 0, [b for b in blocks_of(page) if b.is_executed]
-    for block in blocks:
-        status, printed = execute(block, folder)
-        is_right = f"[{block.fails}]" in printed if block.fails else status == 0
-        if not is_right:
-            print(f"{name}:{block.line}: status {status}\n{block.text}\n{printed}")
-        stale = {line: nearest_line(line, printed) for line in stale_lines(block, printed)}
-        for line, nearest in stale.items():
-            print(f"{name}:{block.line}: not printed: {line}\n    {nearest}")
-        if write and block.output:
-            pairs = zip(block.output, current_output(block, printed), strict=True)
-            write_output(page, block, [new if new is not None else stale[old] or old for old, new in pairs])
-        n_bad += bool(stale) or not is_right
+    with environment_of(page) as variables:
+        for block in blocks:
+            status, printed = execute(block, folder, variables)
+            is_right = f"[{block.fails}]" in printed if block.fails else status == 0
+            if not is_right:
+                print(f"{name}:{block.line}: status {status}\n{block.text}\n{printed}")
+            stale = {line: nearest_line(line, printed) for line in stale_lines(block, printed)}
+            for line, nearest in stale.items():
+                print(f"{name}:{block.line}: not printed: {line}\n    {nearest}")
+            if write and block.output:
+                pairs = zip(block.output, current_output(block, printed), strict=True)
+                write_output(page, block, [new if new is not None else stale[old] or old for old, new in pairs])
+            n_bad += bool(stale) or not is_right
     return len(blocks), n_bad
 
 

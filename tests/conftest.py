@@ -46,6 +46,12 @@ def data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def is_exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether to run all cases, not one of each kind."""
+    return bool(request.config.getoption("--exhaustive"))
+
+
+@pytest.fixture(scope="session")
 def tiny_moe() -> Path:
     """The trained MoE of 9.2 M parameters, matrices BF16."""
     return DATA / "tiny-moe-bf16.gguf"
@@ -175,6 +181,8 @@ def one_thread() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run all cases, of sm_75 and sm_80, too, and whole models as PTX on the CPU; compare each with the shim's"
     parser.addoption("--all-ptx", action="store_true", help=text)
+    text = "run cases that repeat the code of others with other values, too: every type, generation of GPUs, model"
+    parser.addoption("--exhaustive", action="store_true", help=text)
     text = "count what kernels run as PTX ask of memory: bank conflicts, sectors (tests/ptx/count.py)"
     parser.addoption("--ptx-counts", action="store_true", help=text)
 
@@ -218,7 +226,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out all kernels at once, unless --all-ptx; for several workers, put the files that take longest first."""
+    """Leave out all kernels at once, unless --all-ptx, and what is exhaustive, unless --exhaustive.
+
+    For several workers, put the files that take longest first.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         durations = known_seconds(config)
         items.sort(key=lambda item: -durations.get(item.path.name, 0))
@@ -226,9 +237,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = QUICK - {item.nodeid for item in items}
     if config.option.markexpr == "quick" and runs_all and missing:
         raise pytest.UsageError(f"no such tests: {missing}; scripts/choose_quick.py chooses others")
-    if config.getoption("--all-ptx"):
-        return
-    left_out = {i for i in items if i.name.startswith("test_every_kernel_is_translated")}
+    left_out = set[pytest.Item]()
+    if not config.getoption("--all-ptx"):
+        left_out |= {i for i in items if i.name.startswith("test_every_kernel_is_translated")}
+    if not config.getoption("--exhaustive"):
+        left_out |= {i for i in items if i.get_closest_marker("exhaustive")}
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
 
@@ -281,6 +294,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Nor start another worker where one was killed: it would run the same test again, be killed, and so on.
     """
+    if config.getoption("--exhaustive"):
+        os.environ["QUANTKIT_ALL"] = "1"  # before modules of tests are imported
     config.option.loadscopereorder = False
     config.option.maxworkerrestart = 0
 
@@ -348,11 +363,11 @@ def skip_unless_there(device: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def cases_as_ptx() -> object:
+def cases_as_ptx(is_exhaustive: bool) -> object:
     """What is run as PTX, too."""
     from ptx.selection import ChosenNodes
 
-    return ChosenNodes()
+    return ChosenNodes(is_exhaustive)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
 FILE_NAME = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
 #: Files of others, or of users.
 EXTERNAL = {
+    "cooked/README.md",
     "constants.py",
     "convert_hf_to_gguf.py",
     "convert_hf_to_gguf_update.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 
 import examples
 from example_files import NAMES, ExampleFiles
-from examples import PAGES, ROOT, Block, blocks_of, files_of
+from examples import PAGES, ROOT, Block, blocks_of, environment_of, files_of
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 #: What a block may need that this machine does not have.
@@ -22,9 +22,9 @@ NEEDS = {"network", "gpu", "ray", "store", "minutes"}
 Runs = dict[Path, Future[None]]
 
 
-def check_block(block: Block, folder: Path) -> None:
+def check_block(block: Block, folder: Path, variables: Mapping[str, str]) -> None:
     """Execute a block: it ends as it should, and prints the lines of the page."""
-    status, printed = examples.execute(block, folder)
+    status, printed = examples.execute(block, folder, variables)
     if block.fails:
         assert status != 0, printed
         assert f"[{block.fails}]" in printed, printed
@@ -35,13 +35,14 @@ def check_block(block: Block, folder: Path) -> None:
 
 def run_page(page: Path, files: ExampleFiles, folder: Path) -> None:
     files.provide(files_of(page), folder)
-    for block in blocks_of(page):
-        if block.is_executed:
-            try:
-                check_block(block, folder)
-            except AssertionError as e:
-                e.add_note(f"{page.relative_to(ROOT)}:{block.line}:\n{block.text}")
-                raise
+    with environment_of(page) as variables:
+        for block in blocks_of(page):
+            if block.is_executed:
+                try:
+                    check_block(block, folder, variables)
+                except AssertionError as e:
+                    e.add_note(f"{page.relative_to(ROOT)}:{block.line}:\n{block.text}")
+                    raise
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "doctor": {"bench"},
         "edit": {"options"},
         "hash": set(),
+        "fit": {"options", "quantize"},
+        "upload": {"hash"},
         "generate": {"evaluate", "imatrix"},
         "split": {"quantize"},
         "stitch": {"hash"},

@@ -51,11 +51,12 @@ class SplitFrames(Rule):
     """Splits the convolution of two frames, [out, channels, 2, height, width], into v.patch_embd.weight and .weight.1.
 
     llama.cpp computes a 3-D convolution over two equal frames as the sum of two 2-D ones. ``frames``: another number,
-    or None for any.
+    or None for any, of which ``count`` returns how many a configuration states.
     """
 
     pattern: str
     frames: int | None = 2
+    count: Callable[[Config], int] | None = None
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not re.search(self.pattern, tensor.name):
@@ -76,9 +77,10 @@ class SplitFrames(Rule):
         match = re.fullmatch(r"(.*\.weight)(?:\.([1-9]))?", tensor.name)
         if match is None or not re.search(self.pattern, match[1]):
             return None
-        if self.frames is None:
+        n = self.frames if self.count is None else self.count(context.config)
+        if n is None:
             return super().invert(tensor, context)
-        parts = context.gather(self, match[1], match[2] or "0", tensor, self.frames)
+        parts = context.gather(self, match[1], match[2] or "0", tensor, n)
         if parts is None:
             return ()
         frames = [parts[number].x for number in sorted(parts)]

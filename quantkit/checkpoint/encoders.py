@@ -14,6 +14,7 @@ from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, apply_rules
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.remote import located
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ def encoder_tensors(pairs: Iterable[tuple[str, Expression]], row: Mmproj, contex
     return stored
 
 
-def open_encoders(path: Path, mistral_format: bool = False) -> Encoders:
+def open_encoders(path: Path, mistral_format: bool = False, base: Path | None = None) -> Encoders:
     """Return the encoders of the checkpoint in a directory, from its configuration, or that of Mistral's format.
 
     Raises:
         FormatError: the configuration is damaged.
         TypeNotSupported: a class without encoders, or whose encoders are not converted.
     """
-    model = read_model(path, mistral_format)
+    model = read_model(path, mistral_format, None if base is None else located(base))
     row = find_mmproj(model)
     config = MmprojConfig(model, row)
     row.patch_config(config)

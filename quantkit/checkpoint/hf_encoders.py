@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
@@ -17,6 +18,19 @@ USUAL_COUNTS = {
     "attention.head_count": "num_attention_heads",
     "image_size": "image_size",
     "patch_size": "patch_size",
+}
+
+#: Projectors of mmproj files that no checkpoint can be made of, and what is lost.
+NOT_EXPORTED = {
+    "cogvlm": "files of text models lack the weights that the model has for images",
+    "gemma4a": "the scales of queries are stored after their softplus",
+    "hunyuanvl": "files lack the position of the class token",
+    "janus_pro": "files lack the parts that generate images",
+    "minicpmv4_6": "at 4x, files lack the merger of the encoder",
+    "paddleocr": "files lack the packing positions",
+    "qwen2.5o": "files lack the talker and its vocoder",
+    "qwen3a": "files lack the talker and its vocoder, or the model nests its parts in thinker_config",
+    "ultravox": "its text model is a checkpoint of its own",
 }
 
 
@@ -39,6 +53,8 @@ class HfEncoders:
     kinds: dict[str, str] = field(default_factory=dict)
     #: The class of text_config, where the class of the whole is not one of a text model.
     text_class: str = ""
+    #: The class of the whole, if it has several rows, one for each class of text models.
+    architecture: str = ""
     #: Whether a file is of this class, if others have its projector, too.
     matches: Callable[[ClipMetadata], bool] = field(default=lambda meta: True)
 
@@ -56,3 +72,14 @@ def image_values(meta: ClipMetadata, processor: str) -> Json:
 def add_token_ids(meta: ClipMetadata, config: Json, **texts: str) -> None:
     """Set ids of tokens by their names in config.json, if the vocabulary has them."""
     config |= without_null({name: meta.token_id(text) for name, text in texts.items()})
+
+
+def hidden_act(meta: ClipMetadata) -> str:
+    """Return the activation of a vision encoder; llama.cpp's is the approximate GELU without a flag."""
+    return next((name for name in ("gelu", "silu") if meta.get(f".use_{name}")), "gelu_pytorch_tanh")
+
+
+def of_text_class(text: HfClass, outer_type: str, prefix: str = "language_model.", **changes: Any) -> HfClass:
+    """Return a class of text models as the text model of a whole, whose names begin with ``prefix``."""
+    start = r"^model\." if prefix.startswith("model.") else "^"
+    return replace(text, renames=(*text.renames, (start, prefix)), outer_type=outer_type, **changes)

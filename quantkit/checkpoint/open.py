@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint import dense_modules
+from quantkit.checkpoint.adapter_model import AdapterConfig
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
 from quantkit.checkpoint.config import NATIVE_FILE, Config, read_json
 from quantkit.checkpoint.draft import DraftConfig, Target, check_target
@@ -22,7 +23,7 @@ from quantkit.checkpoint.key_rows import write_rows
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.lora.merge import AdapterSpec, identity, merge_adapters, notes_of, read_adapters
 from quantkit.checkpoint.lora.parts import TextPart
-from quantkit.checkpoint.lora.peft import Adapter
+from quantkit.checkpoint.lora.peft import Adapter, read_adapter
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn_tensor, is_selected
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors, weights_only
@@ -67,6 +68,9 @@ OTHER_FILES = (
     "tekken.json",
     NATIVE_FILE,
     "mask_embedding.pt",
+    "calibration.json",
+    "training_config.json",
+    "schema_config.json",
 )
 
 #: Errors of row functions on values of config.json that have an unexpected type.
@@ -93,6 +97,8 @@ class OpenOptions:
     nextn: str = WITH
     #: The checkpoint of the model that a draft guesses for.
     target_model_dir: Path | None = None
+    #: Of a model that is an adapter, the checkpoint of its base; None for the one that it names.
+    base: Path | None = None
     #: Only the draft model (DSpark) among the tensors of DeepSeek V4.
     dspark: bool = False
     #: Options of ``fusions.FUSIONS``.
@@ -147,9 +153,12 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     path = located(folder)
     with blame_config(path):
         config, row = _read_config(path, options)
-    indexed = _read_headers(path, options)
+    weights_folder = config.path.parent if isinstance(config, AdapterConfig) else path
+    indexed = _read_headers(weights_folder, options)
     adapters = read_adapters(options.adapters)
-    with blame_config(path):
+    if isinstance(config, AdapterConfig):
+        adapters.insert(0, read_adapter(config.adapter))
+    with blame_config(weights_folder):
         model = _select_tensors(path, config, row, indexed, options)
         weights = _weights(model, adapters, options)
         tensors, outtype = _convert_tensors(model, weights, options)
@@ -182,8 +191,13 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
 
 def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture]:
     """Return the configuration of a checkpoint, of a draft with its target, and its row."""
-    config = read_model(path, options.mistral_format)
+    base = None if options.base is None else located(options.base)
+    config = read_model(path, options.mistral_format, base)
     row = find_architecture(config)
+    if base is not None and not isinstance(config, AdapterConfig):
+        raise RecipeError(
+            f"{path}: {config.architecture} is a whole model, not an adapter of a base: omit --base", "QK-E216"
+        )
     if options.dspark:
         if row.dspark is None:
             raise RecipeError(f"{path}: {config.architecture} has no draft model (DSpark): omit --dspark", "QK-E206")

@@ -39,7 +39,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     options = options or OpenOptions()
     path = located(folder)
     with blame_config(path):
-        encoders = open_encoders(path, options.mistral_format)
+        encoders = open_encoders(path, options.mistral_format, options.base)
     row, config, context = encoders.row, encoders.config, encoders.context
     indexed = read_checkpoint(path, prefix_of(options), allow_incomplete=options.allow_incomplete)
     adapters = read_adapters(options.adapters)

@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from quantkit.checkpoint import models
+from quantkit.checkpoint.adapter_model import read_adapter_model
 from quantkit.checkpoint.config import Config, read_config, read_native
 from quantkit.checkpoint.hf_encoders import HfEncoders
 from quantkit.checkpoint.mmproj import Mmproj
@@ -45,17 +46,20 @@ NATIVE_MMPROJ: dict[str, Mmproj] = {
 }
 
 
-def read_model(folder: Path, native: bool = False) -> Config:
+def read_model(folder: Path, native: bool = False, base: Path | None = None) -> Config:
     """Return the configuration of a checkpoint, of the class that its files are of. Raises FormatError.
 
     Args:
         folder: the checkpoint.
         native: it is in Mistral's own format (--mistral-format).
+        base: of a model that is an adapter, the checkpoint of its base; None for the one that it names.
     """
     if native:
         return read_native(folder)
     layout = next((layout for layout in LAYOUTS if layout.matches(folder)), None)
-    return read_config(folder) if layout is None else layout.read(folder)
+    if layout is not None and layout.adapter:
+        return read_adapter_model(folder, layout.adapter, base)
+    return read_config(folder) if layout is None or layout.read is None else layout.read(folder)
 
 
 def find_architecture(config: Config) -> Architecture:

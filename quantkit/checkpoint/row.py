@@ -70,7 +70,9 @@ class Layout:
     #: Whether a directory is such a checkpoint.
     matches: Callable[[Path], bool]
     #: Its configuration, which names the class.
-    read: Callable[[Path], Config]
+    read: Callable[[Path], Config] | None = None
+    #: The class of a model that is an adapter (adapter_model.py), whose configuration is that of its base.
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

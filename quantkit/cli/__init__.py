@@ -29,6 +29,7 @@ COMMANDS = {
     "prune-experts": "Write a MoE model with fewer experts, chosen by saliency (REAP), frequency or a list.",
     "cache": "Show, prune and verify a cache of encoded tensors (--cache).",
     "inspect": "Show the contents of a GGUF file: tensors, types, sizes, metadata, shards.",
+    "fit": "Show how much memory a model takes, and the options with which it fits GPUs.",
     "split": "Split a GGUF file into shards: the bytes of llama-gguf-split.",
     "join": "Join the shards of a GGUF model into one file.",
     "stitch": "Write one GGUF model with tensors of several files, byte for byte.",
@@ -47,6 +48,7 @@ COMMANDS = {
     "sweep-bench": "Measure speed as the context fills.",
     "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",
     "report": "Write an HTML report on quantized files, and a model card.",
+    "upload": "Upload GGUF files and a model card to the Hugging Face Hub, and check what it received.",
     "doctor": "Check this machine: packages, CPU, GPUs, memory and disk.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }

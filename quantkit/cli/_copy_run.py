@@ -15,10 +15,9 @@ from quantkit.split import run_split
 from quantkit.units import format_seconds, format_size
 
 
-def copy_options(*, delete: bool = True) -> Callable[[Any], Any]:
-    """Declare the options that these commands share; ``delete``: also --delete-source."""
-    text = "Remove the input when the output is on the disk."
-    delete_source = [option("--delete-source", group="Files", is_flag=True, help=text)] * delete
+def copy_options(*, delete: str = "") -> Callable[[Any], Any]:
+    """Declare the options that these commands share; ``delete``: the help of --delete-source, if they have it."""
+    delete_source = [option("--delete-source", group="Files", is_flag=True, help=delete)] * bool(delete)
     return options(*delete_source, spool_option, plan_options, json_option())
 
 

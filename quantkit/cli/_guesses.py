@@ -90,7 +90,6 @@ ANSWERS: dict[str, Callable[[Sequence[str]], str]] = {
         f"hf download {_files(arguments, ['ORG/REPO'])}; -hf ORG/REPO:TYPE instead of -m MODEL downloads, too, and "
         "quantkit convert reads hf://ORG/REPO"
     ),
-    "upload": lambda arguments: f"hf upload {_files(arguments, ['ORG/REPO', 'FILE.gguf'])}",
     "run": _constant(_NO_RUN),
     "chat": _constant(_NO_RUN),
     "cli": _constant(_NO_RUN),

@@ -367,7 +367,8 @@ class GroupedCommand(WholeNames):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.common, self.extras, self.further_extras = tuple(common), extras, further_extras
-        self.params = [p for p in self.params if _claim_names(p, self.params)]
+        names = {n for p in self.params if not is_compatible_only(p) for n in (*p.opts, *p.secondary_opts)}
+        self.params = [p for p in self.params if _claim_names(p, names)]
         for param in list(self.params):
             if (prepare := getattr(param, "prepare", None)) is not None:
                 prepare(self.params)
@@ -434,11 +435,10 @@ def _help_all() -> click.Option:
     )
 
 
-def _claim_names(param: click.Parameter, params: Iterable[click.Parameter]) -> bool:
-    """Remove names of a compatibility option that another option has; return whether any name is left."""
+def _claim_names(param: click.Parameter, names: set[str]) -> bool:
+    """Remove names of a compatibility option that other options have; return whether any name is left."""
     if not is_compatible_only(param):
         return True
-    names = {n for p in params if not is_compatible_only(p) for n in (*p.opts, *p.secondary_opts)}
     param.opts = [n for n in param.opts if n not in names]
     return bool(param.opts)
 

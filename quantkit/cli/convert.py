@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 #: Options of quantize that need a GGUF file as input.
 _EXCLUDED_OPTIONS = {"keep_split", "repack", "unrepack", "repack_pattern", "max_buffer_size", "partial_requant"}
-_EXCLUDED_OPTIONS |= {"calibrate", "calibrate_ctx", "calibrate_chunks", "balance", "merge_lora", "bigendian"}
+_EXCLUDED_OPTIONS |= {"calibrate", "calibrate_ctx", "calibrate_chunks", "balance", "merge_lora", "bigendian", "reserve"}
 
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -13,7 +13,7 @@ from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._metadata_diff import describe_change, field_dict, key_name
 from quantkit.cli._options import SIZE, GroupedCommand, echo_notes, option
 from quantkit.cli._pairs import Pair
-from quantkit.cli._paths import MODEL_FILE, FileOf, Place
+from quantkit.cli._paths import MODEL, FileOf, Place
 from quantkit.cli._progress import Bar
 from quantkit.cli._table import fold
 from quantkit.edit import EditOptions, EditPlan, Method, ValueText, plan_edit, run_edit
@@ -29,7 +29,7 @@ _TEMPLATE = Pair("[NAME=]FILE", name_is_optional=True)
 
 
 @click.command("edit", cls=GroupedCommand)
-@click.argument("source", metavar="FILE.gguf", type=MODEL_FILE)
+@click.argument("source", metavar="FILE.gguf", type=MODEL)
 @option("-o", "--output", group="Output", type=FileOf(".gguf", local=True), help="Write another file.")
 @option(
     "--set",

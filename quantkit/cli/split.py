@@ -32,7 +32,7 @@ from quantkit.formats.remote import located
     help="Maximum number of tensors in a shard, instead.",
 )
 @option("--no-tensor-first-split", group="Files", is_flag=True, help="Write a first shard of metadata alone.")
-@copy_options()
+@copy_options(delete="Delete the input when all shards are on the disk.")
 def command(
     source: Path,
     output: Path | None,

@@ -29,7 +29,7 @@ from quantkit.formats.remote import located
     "GGUF-Tool-Suite. Repeatable; the first match counts.",
 )
 @option("--split-max-size", group="Files", type=SHARD_SIZE, metavar="SIZE", help="Maximum size of a shard (48G).")
-@copy_options(delete=False)
+@copy_options()
 def command(
     base: Path,
     output: Path,

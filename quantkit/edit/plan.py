@@ -10,15 +10,17 @@ from quantkit.arguments import checked
 from quantkit.edit.changes import Change, Editor
 from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
 from quantkit.errors import RecipeError, ResourceError, TypeNotSupported
+from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, open_gguf, parse_split_path, split_path
-from quantkit.formats.gguf.header import Header
+from quantkit.formats.gguf.header import Header, check_room
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
+from quantkit.formats.remote import URL, located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.edit import EditOptions
 
-#: Room for later edits in a file that is written again because a header grew, and the largest.
-DEFAULT_ROOM, MAX_ROOM = 64 << 10, 64 << 20
+#: Room for later edits in a file that is written again because a header grew.
+DEFAULT_ROOM = 64 << 10
 #: File systems share blocks of this size: data that moves by a multiple of it need not be copied.
 _BLOCK = 4096
 
@@ -72,8 +74,9 @@ def plan_edit(
 ) -> EditPlan:
     """Plan an edit without writing anything; arguments and errors as for ``edit``."""
     options = options or EditOptions()
-    if reserve is not None and not 0 <= reserve <= MAX_ROOM:
-        raise RecipeError(f"--reserve {reserve}: at most {MAX_ROOM >> 20} MiB can be reserved", "QK-E203")
+    if reserve is not None:
+        check_room(reserve)
+    _check_local(source)
     with open_gguf(source) as model:
         if model.big_endian:
             raise TypeNotSupported(
@@ -90,7 +93,7 @@ def plan_edit(
             check_loading(model, editor.fields)
             notes = check_templates(Path(source), changes, dict(token_texts(editor.fields)))
         header = Header.from_shard(read_shard(model.paths[0], 0, header_only=True))
-        sources, room = tuple(map(Path, model.paths)), model.room
+        sources, room = tuple(map(hold, model.paths)), model.room
     fields = list(editor.fields.values())
     present = header.encode_present()
     if output is not None:
@@ -105,6 +108,24 @@ def plan_edit(
     if method in (Method.REWRITE, Method.COPY):
         nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
     return EditPlan(sources, outputs, changes, method, new, present, nbytes, tuple(notes))
+
+
+def _check_local(source: str | Path) -> None:
+    """Refuse a URL, with the commands by which the file is downloaded and, after the edit, written back."""
+    url = located(source)
+    if not isinstance(url, URL):
+        return
+    name = url.name
+    repository = "/".join(url.address.removeprefix("hf://").split("/")[:2])
+    steps = {
+        "hf": f"hf download {repository} --include '*.gguf' --local-dir .; quantkit edit; quantkit upload {repository} "
+        f"{name} --overwrite, which sends only changed files",
+        "s3": f"aws s3 cp {url} {name}; quantkit edit; aws s3 cp {name} {url}",
+    }
+    advice = steps.get(url.scheme, "download it first")
+    raise ResourceError(
+        f"{url}: edit changes local files (of a split model all shards are needed): {advice}", "QK-E412"
+    )
 
 
 def _choose_method(header: Header, fields: list[Field], has_changes: bool, reserve: int | None) -> tuple[Method, bytes]:

@@ -13,6 +13,7 @@ import numpy as np
 from quantkit.arguments import checked
 from quantkit.edit.plan import EditPlan, Method, plan_edit
 from quantkit.errors import ResourceError
+from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf.header_journal import replace_header
 from quantkit.formats.outputs import Output, atomic_write
 from quantkit.formats.ranges import copy_range, read_range, write_range
@@ -78,6 +79,7 @@ def run_edit(plan: EditPlan, *, overwrite: bool = False, progress: ProgressCallb
                 header = plan.header if i == 0 else b""
                 _write(_Copy(source, part, header, len(plan.present) if i == 0 else 0), counter.add)
                 shutil.copymode(source, part)
+            check_unchanged(plan.sources)
         except OSError as e:
             raise ResourceError(f"{paths[0]}: {e.strerror or e}; nothing was changed", "QK-E405") from None
 

@@ -61,6 +61,13 @@ class ConvertOptions(Options):
         kind="folder",
         metavar="DIR",
     )
+    base: Path | None = option(
+        None,
+        "Of a model that is an adapter (Lev, Kev, Nimble): checkpoint of its base.",
+        CHECKPOINT,
+        kind="folder",
+        metavar="DIR",
+    )
     dspark: bool = option(False, "Convert only the draft model (DSpark) of DeepSeek V4.", CHECKPOINT)
     fuse_gate_up_exps: bool = option(False, "Merge up and gate experts into one tensor.", CHECKPOINT, example="true")
     fuse_qkv: bool = option(False, "Merge q, k and v into one tensor.", CHECKPOINT, example="true")
@@ -96,6 +103,13 @@ class ConvertOptions(Options):
         example='"experts.json"',
     )
     bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", CHECKPOINT)
+    reserve: str | int | None = option(
+        None,
+        "Room for later edits in place (64K), which convert_hf_to_gguf.py does not write.",
+        CHECKPOINT,
+        kind="size",
+        metavar="SIZE",
+    )
     split_max_tensors: int = option(0, "Maximum number of tensors in a shard.", CHECKPOINT)
     split_max_size: str | int | None = None
     no_tensor_first_split: bool = option(False, "Write only metadata to the first shard.", CHECKPOINT)

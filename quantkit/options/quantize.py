@@ -199,6 +199,13 @@ class QuantizeOptions(Options):
     split_max_size: str | int | None = option(
         None, "Maximum size of a shard (48G).", METADATA, kind="shard size", example='"48G"'
     )
+    reserve: str | int | None = option(
+        None,
+        "Leave room for later edits in place (64K); llama-quantize does not.",
+        METADATA,
+        kind="size",
+        metavar="SIZE",
+    )
     bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", METADATA)
     no_provenance: bool = option(
         False,

@@ -23,8 +23,9 @@ from quantkit.formats.gguf import (
     split_fields,
     split_path,
 )
+from quantkit.formats.gguf.header import padding_field
 from quantkit.formats.gguf.reader import read_shard
-from quantkit.formats.gguf.rules import n_dims
+from quantkit.formats.gguf.rules import PADDING_KEY, n_dims
 from quantkit.formats.remote import URL
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.tensor_scale import check_rows
@@ -155,6 +156,7 @@ def plan_output(
     empty_first: bool = False,
     pad_header: bool = True,
     big_endian: bool = False,
+    reserve: int = 0,
     split_keys: Callable[[int, int, int], list[Field]] = split_fields,
 ) -> Plan:
     """Place the chosen tensors in one file, or in shards.
@@ -176,6 +178,7 @@ def plan_output(
         pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
         split_keys: returns the keys of a shard, by its number, the number of shards and that of all tensors.
         big_endian: write numbers in this order.
+        reserve: bytes of room for later edits of the metadata, in the header of the first file.
 
     Raises TypeNotSupported for types that have no such form.
     """
@@ -187,6 +190,8 @@ def plan_output(
         # Existing split keys keep their place.
         entries = {field.key: field for field in (fields if no == 0 else ())}
         entries |= {field.key: field for field in (split_keys(no, len(groups), n) if len(groups) > 1 else ())}
+        if reserve and no == 0:
+            entries[PADDING_KEY] = padding_field(reserve)
         layout = layout_gguf(
             entries.values(),
             [(c.name, c.shape, c.type) for c in group],

@@ -7,7 +7,7 @@ quantize         carry out the plan
 from __future__ import annotations
 
 from quantkit.options.quantize import QuantizeOptions
-from quantkit.quantize.options import check_options, size_of, title_of
+from quantkit.quantize.options import check_options, room_of, size_of, title_of
 from quantkit.quantize.plan import QuantizeResult, plan_from, plan_quantize, quantize, run_quantize
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "plan_quantize",
     "quantize",
     "run_quantize",
+    "room_of",
     "size_of",
     "title_of",
 ]

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.formats.gguf.header import check_room
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import check_encoder
@@ -62,7 +63,15 @@ def _check_encoders(options: QuantizeOptions) -> None:
 
 #: Options that do not concern types and may be given with --repack and --unrepack.
 _WITH_REPACK = {"repack", "unrepack", "repack_pattern", "merge_up_gate", "split_up_gate", "prune_layers", "override_kv"}
-_WITH_REPACK |= {"bigendian", "keep_split", "split_max_size", "no_provenance", "allow_requantize", "allow_incomplete"}
+_WITH_REPACK |= {
+    "bigendian",
+    "keep_split",
+    "split_max_size",
+    "reserve",
+    "no_provenance",
+    "allow_requantize",
+    "allow_incomplete",
+}
 
 
 def _check_repack(options: QuantizeOptions) -> None:
@@ -91,6 +100,13 @@ def size_of(value: int | str) -> int:
         return parse_size(value)
     except ValueError as e:
         raise RecipeError(str(e), "QK-E203") from None
+
+
+def room_of(value: int | str | None) -> int:
+    """Return the bytes of ``--reserve``, 0 without. Raises RecipeError."""
+    room = 0 if value is None else size_of(value)
+    check_room(room)
+    return room
 
 
 def preset_of(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002

@@ -37,7 +37,7 @@ from quantkit.quantize.inputs import (
     without_equalization,
 )
 from quantkit.quantize.metadata import metadata_of
-from quantkit.quantize.options import check_options, output_path, preset_of, size_of
+from quantkit.quantize.options import check_options, output_path, preset_of, room_of, size_of
 from quantkit.types import TensorType
 from quantkit.units import format_seconds
 from quantkit.version import __version__
@@ -129,6 +129,7 @@ def plan_from(
         all_dims=not is_known(str(draft.key("general.architecture"))),  # as image models have them
         identity=f"{__version__} {draft.fingerprint} {imatrix_digest}{provider_id}{identity}",
         big_endian=options.bigendian,
+        reserve=room_of(options.reserve),
     )
     notes = (*draft.notes, *coverage, *feedback_notes, *_notes(draft, request, choices, plan), *metadata_notes)
     plan = replace(plan, notes=(*notes, *plan.notes))

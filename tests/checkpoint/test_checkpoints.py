@@ -38,7 +38,9 @@ ENCODERS: dict[str, Any] = json.loads((DATA / "mmproj-sha256.json").read_text())
 #: The class of each described checkpoint.
 DESCRIBED = {(checkpoints.describe(name).config.get("architectures") or [""])[0] for name in checkpoints.NAMES}
 DESCRIBED |= {ENCODERS[name]["class"] for name in NAMES if name in checkpoints.TOWERS}
-DESCRIBED |= {checkpoints.describe(name).config["architectures"][0] for name in checkpoints.DRAFTS}
+DESCRIBED |= {
+    checkpoints.describe(name).config["architectures"][0] for name in (*checkpoints.DRAFTS, *checkpoints.ADAPTERS)
+}
 #: Architectures that are not exported, and why.
 NOT_EXPORTED = {
     "clef": "its head is another file",

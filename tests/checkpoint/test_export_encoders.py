@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from click.testing import CliRunner
 from refusals import check_refused, refuses
 
 import checkpoints
+from quantkit.checkpoint.hf_encoders import NOT_EXPORTED
+from quantkit.checkpoint.mmproj import read_preprocessor
 from quantkit.checkpoint.registry import HF_ENCODERS
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, convert_mmproj
@@ -38,9 +41,31 @@ CLASSES = {
     "mm-lfm2-vl": ["Lfm2VlForConditionalGeneration"],
     "mm-idefics3": ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"],
     "mm-smolvlm": ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"],
+    "mm-glm4v": ["Glm4vForConditionalGeneration"],
+    "mm-glm4v-moe": ["Glm4vMoeForConditionalGeneration"],
+    "mm-glm-ocr": ["GlmOcrForConditionalGeneration"],
+    "mm-intern-s1": ["InternVLForConditionalGeneration", "InternVLChatModel"],
+    "mm-internvl3": ["InternVLForConditionalGeneration", "InternVLChatModel"],
+    "mm-kimi-vl": ["KimiVLForConditionalGeneration"],
+    "mm-kimi-k2.5": ["KimiK25ForConditionalGeneration"],
+    "mm-minimax-m3": ["MiniMaxM3SparseForConditionalGeneration"],
+    "mm-gemma4": ["Gemma4ForConditionalGeneration"],
+    "mm-lighton-ocr": ["LightOnOCRForConditionalGeneration"],
+    "mm-minicpm-v4.6": ["MiniCPMV4_6ForConditionalGeneration"],
+    "mm-voxtral": ["VoxtralForConditionalGeneration"],
+    "mm-qwen2-audio": ["Qwen2AudioForConditionalGeneration"],
+    "mm-audio-flamingo3": ["AudioFlamingo3ForConditionalGeneration"],
 }
-#: Tensors of a checkpoint that transformers' class lacks, and that no file has.
-UNUSED = "vision_tower.vision_model.head."
+#: Checkpoints of remote code, which are exported as a class of transformers unless theirs is requested.
+REQUESTED = {"mm-internvl3": "InternVLChatModel"}
+#: Other text models beside InternViT, and the rows of their classes.
+TEXTS = {
+    "qwen3": ["InternVLForConditionalGeneration-Qwen3", "InternVLChatModel-Qwen3"],
+    "qwen3-moe": ["InternVLForConditionalGeneration-Qwen3Moe", "InternVLChatModel-Qwen3Moe"],
+    "internlm2": ["InternVLChatModel-InternLM2"],
+}
+#: Tensors of a checkpoint that transformers' class lacks, and that neither file has: beginnings of names.
+UNUSED = ("vision_tower.vision_model.head.", "mtp.")
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -70,11 +95,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path) -> None:
     checkpoint, text, mmproj = both_files(name, tmp_path)
     out = tmp_path / "out"
-    export(text, out, ExportOptions(mmproj=mmproj))
+    export(text, out, ExportOptions(mmproj=mmproj, architecture=REQUESTED.get(name)))
     assert contents(out) == contents(checkpoint)
-    assert json.loads((out / "config.json").read_text())["architectures"] == CLASSES[name][:1]
-    for key in ("image_mean", "image_std"):
-        before, after = (json.loads((folder / "preprocessor_config.json").read_text()) for folder in (checkpoint, out))
+    expected = REQUESTED.get(name, CLASSES[name][0])
+    assert json.loads((out / "config.json").read_text())["architectures"] == [expected]
+    before, after = map(read_preprocessor, (checkpoint, out))
+    for key in {"image_mean", "image_std"} & before.keys():
         assert np.float32(after[key]).tolist() == np.float32(before[key]).tolist()
     options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
     (text_again,) = convert(out, tmp_path / "text-2.gguf", None, options).paths
@@ -82,6 +108,29 @@ def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path) -> None:
     for file, copy in ((text, text_again), (mmproj, mmproj_again)):
         assert tensors_of(copy) == tensors_of(file)
     assert clip_keys(mmproj_again) == clip_keys(mmproj)
+
+
+@pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in TEXTS.items() for row in rows])
+def test_encoders_beside_several_classes_of_text_models(name: str, row: str, tmp_path: Path) -> None:
+    description = checkpoints.describe(name)
+    width = description.config["hidden_size"]
+    encoders = checkpoints.describe("mm-internvl3")
+    llm = encoders.config["llm_config"] | {"hidden_size": width}
+    tensors = encoders.tensors | {"mlp1.1.weight": [width, 256], "mlp1.3.weight": [width, width]}
+    tensors |= {f"mlp1.{i}.bias": [width] for i in (1, 3)}
+    encoders = replace(encoders, config=encoders.config | {"llm_config": llm}, tensors=tensors)
+    (mmproj,) = convert_mmproj(checkpoints.write_description(encoders, tmp_path), tmp_path / "m.gguf", "bf16").paths
+    options = ConvertOptions(outtype="bf16", **description.convert_keywords())
+    (text,) = convert(checkpoints.write_description(description, tmp_path), tmp_path / "t.gguf", None, options).paths
+    out = tmp_path / "out"
+    export(text, out, ExportOptions(mmproj=mmproj, architecture=row))
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [row.partition("-")[0]]
+    assert plan_export(text, tmp_path / "x", ExportOptions(mmproj=mmproj, architecture=row.partition("-")[0]))
+    (text_again,) = convert(out, tmp_path / "t-2.gguf", None, options).paths
+    (mmproj_again,) = convert_mmproj(out, tmp_path / "m-2.gguf", "bf16").paths
+    assert tensors_of(text_again) == tensors_of(text)
+    assert (tensors_of(mmproj_again), clip_keys(mmproj_again)) == (tensors_of(mmproj), clip_keys(mmproj))
 
 
 def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -96,7 +145,7 @@ def clip_keys(path: Path) -> dict[str, bytes]:
 
 
 def test_every_class_has_a_checkpoint() -> None:
-    assert {name for names in CLASSES.values() for name in names} == HF_ENCODERS.keys()
+    assert {name for rows in (CLASSES, TEXTS) for names in rows.values() for name in names} == HF_ENCODERS.keys()
     classes = exported_encoders()
     assert {name for names in classes.values() for name in names} == HF_ENCODERS.keys()
     rows = [line.split() for line in CliRunner().invoke(cli, ["export", "--list"]).stdout.splitlines()]
@@ -199,7 +248,13 @@ def test_refusals_of_the_command(qwen: tuple[Path, Path, Path], tmp_path: Path) 
     refused("QK-E207 64", wide, tmp_path / "out", "--mmproj", mmproj)
 
 
-def test_a_class_without_a_row_is_named(tmp_path: Path) -> None:
-    _, text, mmproj = both_files("mm-janus", tmp_path)
-    with refuses(TypeNotSupported, "QK-E304 janus_pro"):
+@pytest.mark.parametrize(
+    ("name", "projector"),
+    [("mm-janus", "janus_pro"), ("mm-gemma4-audio", "gemma4a"), ("mm-minicpm-v4.6-4x", "minicpmv4_6")],
+)
+def test_a_class_without_a_row_is_named(name: str, projector: str, tmp_path: Path) -> None:
+    """With what the files lack."""
+    _, text, mmproj = both_files(name, tmp_path)
+    with refuses(TypeNotSupported, f"QK-E304 {projector}") as error:
         plan_export(text, tmp_path / "out", ExportOptions(mmproj=mmproj))
+    assert NOT_EXPORTED[projector] in error.value.message

@@ -321,6 +321,7 @@ def test_covariances_equal_the_cpus(zoo: Zoo, cuda_devices: Devices) -> None:
 def test_a_missing_device_is_an_error_of_one_line(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.model.placement.cuda_devices", lambda: ())
     monkeypatch.setattr("quantkit.kernels.cuda.core.device.why_none", lambda: "there is no card")
+    monkeypatch.setattr("quantkit.extras.Extra.missing", lambda extra: [])
     for options in (["--backend", "cuda"], ["-ot", "exps=CUDA0"]):
         result = CliRunner().invoke(cli, ["perplexity", "-m", str(tiny_moe), "-p", "some words", *options])
         assert result.exit_code == 1

@@ -1,9 +1,10 @@
 """PTX on the CPU (tests/ptx): instructions follow the PTX ISA, and unknown ones are an error.
 
 The families' own tests run on it as well, for sm_90 (`device` of conftest.py), and what sm_75 has of its own: smaller
-mma, copies without cp.async. Every opcode and every statement of inline assembly is run so. Left to `--all-ptx`: two of
-three tests of attention, all else for sm_75 and sm_80, whole models, translating every kernel there is, and comparing
-each launch with the shim's (twin.py).
+mma, copies without cp.async. Every statement of inline assembly is run so. Left to `--exhaustive`: most encoders, and
+products of choices for tensor cores (ptx/selection.py). Left to `--all-ptx`: two of three tests of attention, all else
+for sm_75 and sm_80, whole models, translating every kernel there is, and comparing each launch with the shim's
+(twin.py).
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ import numpy.typing as npt
 
 DESCRIPTIONS = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = tuple(sorted(path.stem for path in DESCRIPTIONS.glob("*.json")))
-#: Checkpoints with towers for images and sound (tests/data/mmproj-sha256.json), and draft models
-#: (tests/data/draft-sha256.json).
-TOWERS, DRAFTS = (
-    tuple(sorted(path.stem for path in (DESCRIPTIONS / folder).glob("*.json"))) for folder in ("towers", "drafts")
+#: Checkpoints with towers for images and sound (tests/data/mmproj-sha256.json), draft models
+#: (tests/data/draft-sha256.json), and models that are adapters (tests/data/adapter-sha256.json).
+TOWERS, DRAFTS, ADAPTERS = (
+    tuple(sorted(path.stem for path in (DESCRIPTIONS / folder).glob("*.json")))
+    for folder in ("towers", "drafts", "adapters")
 )
 
 Json = dict[str, Any]
@@ -91,7 +92,7 @@ class Description:
     model: str | None = None
     #: Major version of transformers that runs it; None: none.
     transformers: int | None = 4
-    #: The checkpoint whose draft model it is: --target-model-dir.
+    #: The checkpoint whose draft model it is (--target-model-dir), or whose adapter (--base).
     target: str | None = None
     #: Tensors in files of their own: path to patterns and shapes.
     parts: dict[str, dict[str, list[int]]] = field(default_factory=dict)
@@ -111,7 +112,8 @@ class Description:
 
 def describe(name: str) -> Description:
     """Return the description of a checkpoint."""
-    folder = "towers" if name in TOWERS else "drafts" if name in DRAFTS else "."
+    folders = {"towers": TOWERS, "drafts": DRAFTS, "adapters": ADAPTERS}
+    folder = next((folder for folder, names in folders.items() if name in names), ".")
     text: Json = json.loads((DESCRIPTIONS / folder / f"{name}.json").read_text())
     for key in {"f32", "options", "outtypes"} & text.keys():
         text[key] = tuple(text[key])
@@ -127,17 +129,21 @@ def write_description(description: Description, out: Path) -> Path:
     """Write a checkpoint as the directory out/name and return it."""
     path = out / description.name
     path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", description.config)
+    is_adapter = "adapter_config.json" in description.files
+    if not is_adapter:  # which has those of its base
+        _write_json(path / "config.json", description.config)
     for name, content in description.files.items():
         _write_text(path / name, content)
     tokenizer = path / description.vocab.get("folder", "")
     tokenizer.mkdir(exist_ok=True)
     for name, data in vocab_files(description.vocab).items():
         (tokenizer / name).write_bytes(data)
-    write_shards(path, list(stored_tensors(description)), description.shards)
+    if not is_adapter:
+        write_shards(path, list(stored_tensors(description)), description.shards)
     for file, tensors in description.parts.items():
         if file.endswith(".pt"):
-            (path / file).write_bytes(mask_file(description.name, tensors))
+            make = mask_file if file == "mask_embedding.pt" else head_file
+            (path / file).write_bytes(make(description.name, tensors))
             continue
         part = replace(description, name=f"{description.name}/{file}", tensors=tensors, quantized=None)
         write_safetensors(path / file, list(stored_tensors(part)))
@@ -148,20 +154,53 @@ def mask_file(name: str, tensors: Mapping[str, list[int]]) -> bytes:
     """Return the file that torch.save writes of {"mask_token_id": number, "embedding": float32 vector}."""
     (number,), (width,) = tensors["mask_token_id"], tensors["embedding"]
     vector = draw(f"{name}/mask_embedding", "embedding", (width,)).astype("<f4")
+    return _torch_file("mask_embedding", {"mask_token_id": number, "embedding": vector})
+
+
+def head_file(name: str, tensors: Mapping[str, list[int]]) -> bytes:
+    """Return the file that torch.save writes of Kev's head: two matrices with biases, its width, its temperature."""
+    (width,), (columns,) = tensors["head_dim"], tensors["hidden_size"]
+    head = {
+        f"{part}.{end}": draw(f"{name}/head", f"{part}.{end}", shape).astype("<f4")
+        for part in "qk"
+        for end, shape in (("weight", (width, columns)), ("bias", (width,)))
+    }
+    return _torch_file("head", {"head": head, "head_dim": width, "temperature": 1.75})
+
+
+def _torch_file(name: str, value: Json) -> bytes:
+    """Return the file that torch.save writes of a dict of numbers below 256, floats, float32 arrays and such dicts."""
+    storages: list[bytes] = []
 
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
 
-    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K%ctQ"
-    tensor = (
-        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00K%c\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
-    )
-    entries = text("mask_token_id") + b"K" + bytes([number]) + text("embedding") + tensor % (width, width)
-    files = {"data.pkl": b"\x80\x02}(" + entries + b"u.", "byteorder": b"little", "data/0": vector.tobytes()}
+    def number(value: int) -> bytes:
+        return b"K" + bytes([value]) if value < 256 else b"M" + struct.pack("<H", value)
+
+    def pickled(value: Any) -> bytes:
+        if isinstance(value, dict):
+            return b"}(" + b"".join(text(key) + pickled(item) for key, item in value.items()) + b"u"
+        if isinstance(value, float):
+            return b"G" + struct.pack(">d", value)
+        if isinstance(value, int):
+            return number(value)
+        storages.append(value.tobytes())
+        key = text(str(len(storages) - 1))
+        storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + key + text("cpu") + number(value.size) + b"tQ"
+        shape, strides = (
+            b"".join(map(number, sizes)) + {1: b"\x85", 2: b"\x86"}[value.ndim]
+            for sizes in (value.shape, [n // 4 for n in value.strides])
+        )
+        tensor = b"K\x00" + shape + strides + b"\x89ccollections\nOrderedDict\n)RtR"
+        return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + tensor
+
+    files = {"data.pkl": b"\x80\x02" + pickled(value) + b".", "byteorder": b"little"}
+    files |= {f"data/{i}": data for i, data in enumerate(storages)}
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for file, data in {**files, "version": b"3\n"}.items():
-            archive.writestr(zipfile.ZipInfo(f"mask_embedding/{file}"), data)
+            archive.writestr(zipfile.ZipInfo(f"{name}/{file}"), data)
     return out.getvalue()
 
 

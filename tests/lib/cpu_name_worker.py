@@ -1,7 +1,8 @@
 """Kernels compiled for another CPU name: tests called without pytest, in a process of test_cpu_names.py.
 
 numba reads the CPU's name at import, so each CPU needs a process; all of them share one cache. Besides the outcome of
-tests, a process prints hashes of its encoded edge rows, which must be the same for every CPU.
+tests, a process prints hashes of its encoded edge rows, which must be the same for every CPU. Its argument: few, most
+or all types.
 """
 
 from __future__ import annotations
@@ -41,15 +42,13 @@ Test = Callable[..., None]
 #: One type of each set of operations of encoders and decoders with code for some CPUs: f16, dot products, each kind of
 #: lookup.
 OPERATIONS = ("F16", "BF16", "Q4_0", "Q8_0", "Q3_K", "Q4_K", "MXFP4", "IQ4_NL", "IQ4_KS", "IQ3_KT")
-#: Many CPUs have AVX2. SSE2 uses the portable form of these operations, which no other CPU runs.
-TYPES = ONE_OF_EACH if "avx2" in FEATURES else [BY_NAME[name] for name in OPERATIONS]
-if os.environ.get("QUANTKIT_ALL"):
-    TYPES = DECODABLE
+SELECTION = sys.argv[1] if __name__ == "__main__" else "few"
+TYPES = {"few": [BY_NAME[name] for name in OPERATIONS], "most": ONE_OF_EACH, "all": DECODABLE}[SELECTION]
 PRODUCTS = ["Q4_K", "IQ4_XS", "F16", "IQ3_K", "IQ2_KT"]
-if "avx2" in FEATURES:
+MODELS = ["llama-dense"]
+if SELECTION != "few":
     PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ3_XXS"]
-#: Types with every kind of operation; on SSE2, types that all CPUs run.
-MODELS = ["llama-dense", *(["qwen3next-moe", "gpt-oss-moe"] if "avx2" in FEATURES else [])]
+    MODELS += ["qwen3next-moe", "gpt-oss-moe"]
 
 #: Tests, each with selected values of its parameters; all values of other parameters.
 #: SIMD operations with code for some CPUs.

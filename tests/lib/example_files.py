@@ -46,6 +46,15 @@ def write_vision_checkpoint(path: Path) -> None:
     checkpoint.rename(path)
 
 
+def write_named(name: str) -> Callable[[Path], None]:
+    """Return a function that writes a checkpoint of the tests."""
+
+    def write(path: Path) -> None:
+        checkpoints.write_description(replace(checkpoints.describe(name), name=path.name), path.parent)
+
+    return write
+
+
 def write_draft(path: Path) -> None:
     """Write a DFlash draft of one layer for the checkpoint of the examples."""
     description = checkpoints.describe("dflash")
@@ -91,6 +100,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "Qwen3-30B-A3B/": write_checkpoint,
     "Qwen2-VL/": write_vision_checkpoint,
     "Qwen3-30B-A3B-DFlash/": write_draft,
+    "Qwen3.5/": write_named("mm-qwen3.5"),
+    "nimble/": write_named("nimble"),
 }
 #: Folders of the clone, as links.
 LINKS = {"docs/", "scripts/", "tests/"}

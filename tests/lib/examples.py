@@ -1,7 +1,8 @@
 """The code blocks of pages: executed in a folder of small files, or only parsed if they need external resources.
 
 Comments of a page control this. Before the first block, ``<!-- files: model-bf16.gguf imatrix.gguf -->`` lists the
-files in its folder (tests/lib/example_files.py). Before a block:
+files in its folder (tests/lib/example_files.py); ``<!-- server: hub -->`` has a stand-in of the Hub take its uploads
+(tests/lib/model_hub.py). Before a block:
 
 * ``<!-- needs: network -->``: it is not executed, but its command lines are parsed. Also a store, a GPU, Ray, ...
 * ``<!-- fails: QK-E402 -->``: it ends with this error.
@@ -18,7 +19,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +29,7 @@ from unittest import mock
 
 import click
 
+from model_hub import model_hub
 from quantkit.cli import cli
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +66,16 @@ def files_of(page: Path) -> list[str]:
     return comment[1].split() if comment else []
 
 
+@contextmanager
+def environment_of(page: Path) -> Iterator[Mapping[str, str]]:
+    """Yield the variables of a page's commands: those of this process, or of one that sees a stand-in of the Hub."""
+    if "<!-- server: hub -->" not in page.read_text("utf-8"):
+        yield os.environ
+        return
+    with tempfile.TemporaryDirectory() as folder, model_hub(Path(folder)) as hub:
+        yield hub.environment
+
+
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page that are code, each with its output."""
     text, blocks = page.read_text("utf-8"), list[Block]()
@@ -78,14 +92,15 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-def execute(block: Block, folder: Path) -> tuple[int, str]:
+def execute(block: Block, folder: Path, variables: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Run a block with bash or Python in a folder; return its exit status and output."""
     text = block.text
     for name, replacement in STAND_INS.items():
         text = text.replace(name, replacement)
     shell = ["bash", "-euo", "pipefail", "-c", text]
     command = shell if block.language == "sh" else [sys.executable, "-c", text]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**variables, "PATH": path, "COLUMNS": "80"}
     process = subprocess.run(
         command,
         **{"cwd": folder, "env": environment, "timeout": 1200, "check": False, "text": True},

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 from guide import step
 from libllama import Libllama, LibllamaError, nmse
-from zoo import NAMES, ZOO, expected, write_zoo
+from quantkit.model.engine import load
+from zoo import NAMES, VARIED, ZOO, expected, write_hollow_zoo, write_zoo
 
 guide_step = partial(step, "Add an architecture")
 
@@ -39,6 +41,20 @@ def test_every_model_has_logits() -> None:
         assert logits.shape == (*tokens.shape, 128)
         assert np.isfinite(logits).all()
         assert logits.std() > 0.1
+
+
+def neighbours(path: Path, names: Iterable[str]) -> set[tuple[str, str]]:
+    """Return the pairs of operations that follow each other in some of the models."""
+    pairs = set[tuple[str, str]]()
+    for name in names:
+        with load(write_hollow_zoo(name, path), threads=1) as model:
+            pairs |= set(pairwise(type(op).__name__ for op in model.unfused.ops))
+    return pairs
+
+
+def test_varied_models_have_all_pairs_of_operations(tmp_path: Path) -> None:
+    missing = neighbours(tmp_path / "m.gguf", NAMES) - neighbours(tmp_path / "m.gguf", VARIED)
+    assert not missing, f"{missing}: enter a model with them in VARIED of tests/lib/zoo.py"
 
 
 @pytest.mark.peer

@@ -28,7 +28,7 @@ from quantkit.sequential.inputs import rounded_inputs
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Streams, Tokens
 from quantkit.types import BY_NAME
-from zoo import NAMES
+from zoo import NAMES, VARIED
 
 F32 = npt.NDArray[np.float32]
 
@@ -64,7 +64,9 @@ def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
     return {name: np.concatenate(parts) for name, parts in rows.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in VARIED else pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES]
+)
 def test_stages_equal_the_whole(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """Both streams through the same file: the inputs of matrices are the same in both, and as in an uncut run."""
     path = zoo(name)

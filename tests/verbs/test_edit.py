@@ -13,14 +13,17 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refuses
+from refusals import check_refused, refuses
 
+from checkpoints import write_checkpoint
 from quantkit.cli import cli
-from quantkit.edit import EditOptions, Method, ValueText, edit, plan_edit
+from quantkit.convert import ConvertOptions, convert
+from quantkit.edit import EditOptions, Method, ValueText, edit, plan_edit, run_edit
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import Field, ValueType, header_journal, layout_gguf, open_gguf
 from quantkit.formats.gguf.header_journal import journal_path, replace_header
 from quantkit.formats.locks import drop_lock, take_lock
+from quantkit.hash import hash  # noqa: A004
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.types import BY_NAME
 
@@ -360,6 +363,17 @@ def test_a_chat_template_that_fails_is_refused(model: Path, text: str, tmp_path:
     assert values_of(model)["tokenizer.chat_template"] == text
 
 
+@pytest.mark.parametrize("reserve", [None, 1 << 16])
+def test_a_file_that_changes_after_the_plan_keeps_the_change(model: Path, reserve: int | None) -> None:
+    """In place, and where the file would be written again."""
+    plan = plan_edit(model, None, EditOptions(name="first"), reserve=reserve)
+    edit(model, None, EditOptions(name="second"))
+    with refuses(FormatError, "QK-E109"):
+        run_edit(plan)
+    with open_gguf(model) as file:
+        assert file.get("general.name") == "second"
+
+
 def test_a_copy_replaces_nothing(model: Path, tmp_path: Path) -> None:
     with refuses(ResourceError, "QK-E403", str(model)):
         edit(model, model, change("x"))
@@ -411,3 +425,47 @@ def test_the_bytes_are_those_of_gguf_new_metadata(tiny_moe: Path, tmp_path: Path
     )
     edit(tiny_moe, output, options)
     assert output.read_bytes() == reference.read_bytes()
+
+
+def test_room_of_quantize_and_convert(tiny_moe: Path, tmp_path: Path) -> None:
+    """--reserve: a long template fits in place, and all else is as without it; of a split model in the first shard."""
+    quantize(tiny_moe, tmp_path / "plain.gguf", "Q8_0", QuantizeOptions(no_provenance=True))
+    output = tmp_path / "q.gguf"
+    result = CliRunner().invoke(
+        cli, ["quantize", "--no-provenance", "--reserve", "64KiB", str(tiny_moe), str(output), "Q8_0"]
+    )
+    assert result.exit_code == 0, result.output
+    with open_gguf(output) as file, open_gguf(tmp_path / "plain.gguf") as plain:
+        assert (64 << 10) - 64 <= file.room <= 64 << 10
+        assert plain.room == 0
+        assert file.fields == plain.fields
+    assert hash(output).model == hash(tmp_path / "plain.gguf").model
+    data = output.read_bytes()
+    plan = edit(output, None, EditOptions(name="x" * 60000))
+    assert plan.method is Method.IN_PLACE
+    assert output.stat().st_size == len(data)
+    quantize(tiny_moe, tmp_path / "s.gguf", "COPY", QuantizeOptions(split_max_size="7M", reserve=4096))
+    with open_gguf(tmp_path / "s-00001-of-00003.gguf") as file:
+        assert file.room
+    folder = write_checkpoint("afmoe", tmp_path)
+    options = ConvertOptions(pre="llama3", reserve="64KiB")
+    for type_name in (None, "Q8_0"):
+        convert(folder, tmp_path / f"c-{type_name}.gguf", type_name, options)
+        with open_gguf(tmp_path / f"c-{type_name}.gguf") as file:
+            assert file.room > 65000
+    with refuses(RecipeError, "QK-E203 64"):
+        quantize(tiny_moe, tmp_path / "n.gguf", "Q8_0", QuantizeOptions(reserve="65MiB"))
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("hf://org/name/a/m.gguf", "quantkit upload org/name m.gguf --overwrite"),
+        ("s3://bucket/m.gguf", "aws s3 cp m.gguf s3://bucket/m.gguf"),
+        ("https://host/m.gguf", "https://host/m.gguf"),
+    ],
+)
+def test_a_url_is_refused_with_what_to_type(url: str, command: str) -> None:
+    result = CliRunner().invoke(cli, ["edit", url, "--name", "Tiny"])
+    assert result.exit_code == 1
+    check_refused(result.output, "QK-E412", command)

@@ -97,6 +97,7 @@ LINES = {
     "join m-00001-of-00002.gguf --ray local": "ray",
     "prune-experts s3://b/m.gguf out.gguf --experts e.json --ray local": "ray remote s3fs",
     "stitch m.gguf out.gguf --take attn=i.gguf --ray local": "ray",
+    "fit s3://b/m.gguf --draft hf://o/r/d.gguf": "remote s3fs huggingface_hub",
     "try -hf org/name --chat --backend cuda": "cuda12 remote run huggingface_hub",
     "split-up-gate https://h/m.gguf out.gguf --ray local": "ray remote",
     "inspect s3://b/m.gguf": "remote s3fs",
@@ -117,6 +118,7 @@ LINES = {
     "bench -hf org/name --backend cuda": "cuda12 remote huggingface_hub",
     "sweep-bench -hf org/name --backend cuda": "cuda12 remote huggingface_hub",
     "report out.html m.gguf --backend cuda": "cuda12 report",
+    "upload org/name m.gguf": "hub",
     "types --plot x.svg": "plot",
     "cook m.gguf 3.5bpw --chat t.txt -f t.txt -o out": "report run search",
 }

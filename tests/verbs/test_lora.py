@@ -181,15 +181,19 @@ def test_the_merge_adds_the_product(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "rank"), [(1, 1, 1), (1, 3, 2), (4, 16, 1), (5, 17, 3), (7, 40, 5), (33, 256, 8)]
+    ("rows", "columns", "rank"), [(1, 1, 1), (1, 3, 2), (4, 16, 1), (5, 17, 3), (7, 40, 5), (33, 256, 8), (6, 20, 200)]
 )
-def test_values_are_summed_in_rank_order(rows: int, columns: int, rank: int) -> None:
+def test_values_are_summed_as_by_sgemm(rows: int, columns: int, rank: int) -> None:
+    """A chain of multiply-adds that are rounded once, of half the rank if it is longer than 192."""
     random = np.random.default_rng(rows)
     shapes = (rows, columns), (rank, columns), (rows, rank)
     x, a, b = (random.standard_normal(shape, dtype=np.float32) for shape in shapes)
-    total = b[:, :1] * a[0]
-    for k in range(1, rank):
-        total = total + b[:, k : k + 1] * a[k]
+    total = np.zeros((rows, columns), np.float32)
+    for block in np.array_split(np.arange(rank), 2 if rank > 192 else 1):
+        chain = np.zeros((rows, columns))
+        for k in block:  # products of float32 are exact in float64
+            chain = (b[:, k : k + 1].astype(np.float64) * a[k] + chain).astype(np.float32).astype(np.float64)
+        total += chain.astype(np.float32)
     expected = x + total * np.float32(1.7)
     add_low_rank(x, strips(a), b, np.float32(1.7))
     assert np.array_equal(x, expected)

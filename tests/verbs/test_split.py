@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from refusals import refuses
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.pipeline import shard_join
 from quantkit.split import join, plan_split, split
 from quantkit.types import BY_NAME
 
@@ -120,3 +122,32 @@ def test_the_commands(tiny_moe: Path, tmp_path: Path) -> None:
     after = run("join", result["files"][0]["path"], "--delete-source")
     assert after["deleted"] == [file["path"] for file in result["files"]]
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_an_interrupted_join_that_deletes(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on only if asked, takes no other shards, and needs the space of one shard."""
+    result = split(tiny_moe, tmp_path / "m.gguf", max_size="5M")
+    assert result.resumed == 0
+    first, last = tmp_path / "m-00001-of-00004.gguf", tmp_path / "m-00004-of-00004.gguf"
+    content, output = last.read_bytes(), tmp_path / "m.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_join, "crc32_range", lambda path, *_: 0 if path != last else hash(path.name + str(_)))
+        with refuses(FormatError, "QK-E100 m-00004-of-00004.gguf"):
+            join(first, delete_source=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {last.name, "m.gguf.join", "m.gguf.joining"}
+    for options in ({}, {"delete_source": True}, {"overwrite": True, "delete_source": True}):
+        with refuses(ResourceError, "QK-E408 m.gguf"):
+            join(last, **options)
+    last.write_bytes(content[:-1] + b"\1")
+    with refuses(FormatError, "QK-E109 m-00004-of-00004.gguf"):
+        join(first, delete_source=True, resume=True)
+    stamp = json.loads((tmp_path / "m.gguf.join").read_text())["shards"][3]["mtime_ns"]
+    last.write_bytes(content)
+    os.utime(last, ns=(stamp, stamp))
+    answer = CliRunner().invoke(cli, ["join", str(first), "--delete-source", "--resume", "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["resumed"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+    with open_gguf(output) as file, open_gguf(tiny_moe) as expected:
+        assert all(file.data(name).tobytes() == expected.data(name).tobytes() for name in expected.tensors)

@@ -14,7 +14,7 @@ from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor
 from quantkit.checkpoint.expressions import Expression
-from quantkit.checkpoint.hf_encoders import HfEncoders
+from quantkit.checkpoint.hf_encoders import NOT_EXPORTED, HfEncoders
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import Mmproj, MmprojConfig
 from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS, find_mmproj
@@ -29,7 +29,9 @@ from quantkit.formats.gguf.rules import short
 
 #: Keys that no conversion sets, or that follow from the file.
 _OF_FILE = ("general.", "quantkit.", "quantize.")
-_NUMBER = re.compile(r"\d+")
+#: Beginnings of the names of tensors of layers, and of keys.
+_PARTS = {"v": "vision", "a": "audio"}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Encoders:
 
     def files(self, config: Json) -> Json:
         """Complete the settings of the text model, nested already; return preprocessor_config.json."""
+        config["architectures"] = [self.hf.architecture or self.name]
         self.hf.set_config(self.meta, config)
         if self.hf.text_class:
             config[self.hf.text.text_key]["architectures"] = [self.hf.text_class]
@@ -82,14 +85,14 @@ class Encoders:
 
     def _check_layers(self) -> None:
         """Raise FormatError if a layer lacks a tensor that another has."""
-        layers: dict[str, set[int]] = {}
+        layers: dict[tuple[str, str], set[int]] = {}
         for name in self.meta.model.tensors:
-            if match := re.fullmatch(r"v\.blk\.(\d{1,9})\.(.*)", name):
-                layers.setdefault(match[2], set()).add(int(match[1]))
-        for kind, numbers in layers.items():
-            if absent := set(range(self.meta.number(".vision.block_count"))) - numbers:
+            if match := re.fullmatch(r"([va])\.blk\.(\d{1,9})\.(.*)", name):
+                layers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+        for (part, kind), numbers in layers.items():
+            if absent := set(range(self.meta.number(f".{_PARTS[part]}.block_count"))) - numbers:
                 raise FormatError(
-                    f"{self.meta.path}: v.blk.{min(absent)}.{kind} is missing, which other layers have", "QK-E105"
+                    f"{self.meta.path}: {part}.blk.{min(absent)}.{kind} is missing, which other layers have", "QK-E105"
                 )
 
     def _invert(self, parts: Mapping[str, Expression], row: Mmproj, context: InverseContext) -> dict[str, Expression]:
@@ -184,15 +187,19 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
         for name, row in HF_ENCODERS.items()
         if (row.projector,) == types and ARCHITECTURES[row.text_class or name].arch == text.arch and row.matches(meta)
     ]
-    if not names or requested is not None and requested not in names:
-        supported = f"; choose one of {', '.join(names)}" if names else ""
+    possible = names
+    if requested is not None:
+        names = [name for name in names if requested in (name, HF_ENCODERS[name].architecture)]
+    if not names:
+        supported = f"; choose one of {', '.join(possible)}" if possible else ""
+        reason = next((f" ({NOT_EXPORTED[kind]})" for kind in types if kind in NOT_EXPORTED), "")
         request = "" if requested is None else f" as {short(requested)}"
         raise TypeNotSupported(
             f"{path}: encoders with the projector {', '.join(types) or 'unknown'} beside a text model of "
-            f"{short(text.arch)} are not exported{request}{supported}; without --mmproj the text model is",
+            f"{short(text.arch)} are not exported{reason}{request}{supported}; without --mmproj the text model is",
             "QK-E304",
         )
-    name = requested or names[0]
+    name = names[0]
     return Encoders(name, HF_ENCODERS[name], meta)
 
 

@@ -1,7 +1,8 @@
-"""Decision models, which score the options of questions: OpenJev, Clef, Laya and Julia.
+"""Decision models, which score the options of questions: OpenJev, Clef, Laya, Julia, Lev, Kev and Nimble.
 
 Facts of llama.cpp b11434, conversion/qwen.py (OpenJevModel), conversion/clef.py, conversion/bert.py
-(ModernBertDecisionModel). Files beside config.json distinguish them from the model that they are made of.
+(ModernBertDecisionModel), conversion/lev.py. Files beside config.json distinguish them from the model that they are
+made of.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit.checkpoint.adapter_model import ADAPTER_FILE, adapter_of
 from quantkit.checkpoint.class_defaults import with_defaults
-from quantkit.checkpoint.config import Config, Json, read_json, unify_text_config
-from quantkit.checkpoint.expressions import TYPE_F32, Expression, Stored, read_f32
+from quantkit.checkpoint.config import Config, Json, optional_json, read_json, unify_text_config
+from quantkit.checkpoint.expressions import TYPE_F32, Expression, Stored, concatenate, read_f32
 from quantkit.checkpoint.key_rows import Always, Copied, SetKeys, write_rows
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import modern_bert, qwen3_next
@@ -31,6 +33,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor, read_header
+from quantkit.formats.torch_file import read_torch_file
 from quantkit.types import TensorType
 
 
@@ -267,7 +270,95 @@ class _AppendHeadLayers(OneWayRule):
         return (replace(tensor, name=name, layer=layer),)
 
 
+# --- Lev, Kev and Nimble: LoRA adapters of Qwen 3.5 ------------------------------------------------------------------
+
+_CALIBRATION, _HEAD_FILE, _TRAINING, _SCHEMA = (
+    "calibration.json",
+    "head.pt",
+    "training_config.json",
+    "schema_config.json",
+)
+_KEV_TENSORS = ("q.weight", "k.weight", "q.bias", "k.bias")
+
+
+def _is_kev(folder: Path) -> bool:
+    """Return whether a directory is an adapter with a head, and the configuration of Kev's training."""
+    if not all((folder / name).is_file() for name in (ADAPTER_FILE, _HEAD_FILE, _TRAINING)):
+        return False
+    args = (optional_json(folder / _TRAINING) or {}).get("args")
+    return isinstance(args, dict) and "head_dim" in args
+
+
+def _is_nimble(folder: Path) -> bool:
+    """Return whether a directory is an adapter with the configuration of Nimble's prompt."""
+    if not (folder / ADAPTER_FILE).is_file():
+        return False
+    return (optional_json(folder / _SCHEMA) or {}).get("task") == "schema_candidate_classification_v2"
+
+
+def _write_lev_keys(keys: Keys, config: Config) -> None:
+    """Write the temperatures of the readout of labels (mode A): "choice:A:small" is "choice.small"."""
+    path = adapter_of(config) / _CALIBRATION
+    values = read_json(path).get("temperatures")
+    if not isinstance(values, dict):
+        raise FormatError(f"{path}: temperatures is {short(values)}, not an object", "QK-E112")
+    of_labels: Json = {}
+    for name, value in values.items():
+        kind, *parts = name.split(":")
+        if parts[:1] == ["A"]:
+            of_labels[".".join((kind, *parts[1:]))] = value
+    write_rows((decision_type("lev"), *temperatures(of_labels, path)), keys, config)
+
+
+@dataclass(frozen=True)
+class _KevHead:
+    """Kev's head: two matrices with biases that turn the state of a token into a query and a key."""
+
+    tensors: dict[str, StoredTensor]
+    width: int
+    temperature: float
+
+
+def _read_kev(config: Config) -> _KevHead:
+    """Return the head in head.pt. Raises FormatError."""
+    path = adapter_of(config) / _HEAD_FILE
+    saved = read_torch_file(path)
+    saved = saved if isinstance(saved, dict) else {}
+    head, width, temperature = saved.get("head"), saved.get("head_dim"), saved.get("temperature")
+    if not isinstance(head, dict) or head.keys() != set(_KEV_TENSORS):
+        raise FormatError(f"{path}: its head has not the tensors {', '.join(_KEV_TENSORS)}", "QK-E110")
+    if type(width) is not int or isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise FormatError(
+            f"{path}: head_dim is {short(width)} and temperature {short(temperature)}, not numbers", "QK-E110"
+        )
+    for name, t in head.items():
+        shape = (width, config.number("hidden_size")) if name.endswith("weight") else (width,)
+        if not isinstance(t, StoredTensor) or t.dtype not in ("F32", "F16", "BF16") or t.shape != shape:
+            raise FormatError(f"{path}: {name} is not a tensor of floats of the shape {list(shape)}", "QK-E106")
+    return _KevHead({name: replace(t, name=name) for name, t in head.items()}, width, float(temperature))
+
+
+def _write_kev_keys(keys: Keys, config: Config) -> None:
+    head = _read_kev(config)
+    values = dict.fromkeys(("choice", "score", "noul"), head.temperature)
+    rows = (decision_type("kev"), Always(".embedding_length_out", 2 * head.width, "u32"))
+    write_rows((*rows, *temperatures(values, adapter_of(config) / _HEAD_FILE)), keys, config)
+
+
+def _kev_tensors(config: Config) -> Iterable[Tensor]:
+    """Yield the tensors of Kev's head: the query, then the key."""
+    tensors = _read_kev(config).tensors
+    for end in ("weight", "bias"):
+        x = concatenate([Stored(tensors[f"{part}.{end}"]) for part in "qk"])
+        yield Tensor(f"classifier.out_proj.{end}", x, None)
+
+
 ARCHITECTURES: dict[str, Architecture] = {
+    "LevModel": replace(_QWEN35, keys=(*_QWEN35.keys, _write_lev_keys), vocab=prompt_writer("lev")),
+    "KevModel": replace(
+        _QWEN35, keys=(*_QWEN35.keys, _write_kev_keys), vocab=prompt_writer("kev"), synthetic=_kev_tensors
+    ),
+    "NimbleModel": replace(_QWEN35, keys=(*_QWEN35.keys, decision_type("nimble")), vocab=prompt_writer("nimble")),
     "OpenJevModel": replace(
         _QWEN35,
         keys=(
@@ -299,6 +390,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 LAYOUTS = (
+    Layout(lambda folder: (folder / "lev_release.json").is_file(), adapter="LevModel"),
+    Layout(_is_kev, adapter="KevModel"),
+    Layout(_is_nimble, adapter="NimbleModel"),
     Layout(_is_laya, _read_laya),
     Layout(_is_clef, _read_clef),
     Layout(

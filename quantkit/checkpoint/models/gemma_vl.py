@@ -6,7 +6,8 @@ Facts of llama.cpp b11434, conversion/gemma.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Json
@@ -15,12 +16,13 @@ from quantkit.checkpoint.encoder_rules import (
     NameInFile,
     NameRanges,
     add_axes,
+    convolution_to_linear,
     linear_to_convolution,
     remove_axis,
 )
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import F32, TYPE_F16, TYPE_F32, ByValue, Expression, Gathered, Shaped, Transposed
-from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values, of_text_class
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
     AUDIO_KEYS,
@@ -38,7 +40,7 @@ from quantkit.checkpoint.mmproj import (
 )
 from quantkit.checkpoint.models import gemma
 from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, minus_one, plus_one
-from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.torch_math import softplus
 from quantkit.errors import FormatError
 
@@ -188,9 +190,27 @@ def _softplus(tensor: Tensor, context: Context) -> Expression:
     return _Softplus(tensor.x)
 
 
+@dataclass(frozen=True)
+class _DropLinear(Rule):
+    """Drops the name of the layer within a clipped one."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        name = tensor.name.replace(".linear.weight", ".weight")
+        return None if name == tensor.name else (replace(tensor, name=name),)
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        name = re.sub(r"(\.layers\..*_proj)\.weight$", r"\1.linear.weight", tensor.name)
+        return None if name == tensor.name else (replace(tensor, name=name),)
+
+
 def _convolve_patches(tensor: Tensor, context: Context) -> Expression:
     """Return the linear layer of patches with three colours as a convolution."""
     return linear_to_convolution(tensor.x, math.isqrt(tensor.x.shape[1] // 3), 3)
+
+
+def _flatten_patches(tensor: Tensor, context: Context) -> Expression:
+    """Return the convolution of patches as a linear layer again."""
+    return convolution_to_linear(tensor.x)
 
 
 _CONFORMER = r"^(conformer|model\.embed_audio)\."
@@ -217,9 +237,9 @@ _GEMMA_4 = Mmproj(
         Transform(r"per_dim(_key)?_scale\.weight$", _softplus, None),
         Transform(r"lconv1d\.depthwise_conv1d.*\.weight$", remove_axis(1), None),
         Rename(r"model\.vision_tower\.encoder\.", "vision_model.model."),
-        Rename(r"\.linear\.weight", ".weight"),
+        _DropLinear(),
         Rename(r"(layer_scalar|position_embedding_table)$", r"\1.weight"),
-        Transform(r"patch_embedder\.input_proj\.weight$", _convolve_patches, None),
+        Transform(r"patch_embedder\.input_proj\.weight$", _convolve_patches, _flatten_patches),
         NameRanges(),
     ),
     audio=True,
@@ -312,12 +332,50 @@ def _gemma3_preprocessor(meta: ClipMetadata) -> Json:
     return image_values(meta, "Gemma3ImageProcessor") | sizes
 
 
+def _set_gemma4(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Gemma 4; its heads are those of the norms of queries."""
+    vision = {name: count for name, count in meta.counts(USUAL_COUNTS).items() if name != "image_size"}
+    config["vision_config"] = vision | {
+        "model_type": "gemma4_vision",
+        "head_dim": meta.shape("v.blk.0.attn_q_norm.weight")[0],
+        "num_key_value_heads": vision["num_attention_heads"],
+        "position_embedding_size": meta.shape("v.position_embd.weight")[1],
+        "rms_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "standardize": meta.has("v.std_bias") or meta.has("v.std_scale"),
+        "use_clipped_linears": any(name.endswith(".input_max") for name in meta.model.tensors),
+    }
+    config["audio_config"] = None
+    add_token_ids(
+        meta,
+        config,
+        image_token_id="<|image|>",
+        boi_token_id="<|image>",
+        eoi_token_id="<image|>",
+        video_token_id="<|video|>",
+    )
+
+
+def _gemma4_preprocessor(meta: ClipMetadata) -> Json:
+    return image_values(meta, "Gemma4ImageProcessor") | {"patch_size": meta.number(".vision.patch_size")}
+
+
 HF_ENCODERS: dict[str, HfEncoders] = {
+    "Gemma4ForConditionalGeneration": HfEncoders(
+        "gemma4v",
+        of_text_class(gemma.CLASSES["Gemma4ForCausalLM"], "gemma4", "model.language_model."),
+        "vision_model.model.layers.*.mlp.up_proj vision_model.model.layers.*.mlp.down_proj vision_model.model. "
+        "model.vision_tower.patch_embedder.input_proj model.vision_tower.patch_embedder. model.vision_tower.std_ "
+        "model.embed_vision.",
+        _set_gemma4,
+        _gemma4_preprocessor,
+        {"v.*ln2": "vision_model.model.layers.*.pre_feedforward_layernorm"},
+    ),
     "Gemma3ForConditionalGeneration": HfEncoders(
         "gemma3",
         replace(gemma.CLASSES["Gemma3ForCausalLM"], renames=((r"^", "language_model."),), outer_type="gemma3"),
         "vision_tower.vision_model. multi_modal_projector.",
         _set_gemma3,
         _gemma3_preprocessor,
-    )
+    ),
 }

@@ -11,8 +11,10 @@ from functools import partial
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Gathered
+from quantkit.checkpoint.hf_encoders import HfEncoders, add_token_ids, hidden_act, image_values, of_text_class
 from quantkit.checkpoint.key_rows import (
     BLOCK_COUNT,
     FILE_TYPE,
@@ -264,4 +266,63 @@ MMPROJ: dict[str, Mmproj] = {
             _pixel_limit("max"),
         ),
     ),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_glm4v(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of GLM 4V, whose projector merges patches by a convolution."""
+    names = {"embedding_length": "hidden_size", "block_count": "depth", "attention.head_count": "num_heads"}
+    vision = meta.counts({**names, "patch_size": "patch_size", "image_size": "image_size"})
+    merged = meta.shape("mm.patch_merger.weight")
+    config["vision_config"] = vision | {
+        "hidden_act": hidden_act(meta),
+        "intermediate_size": meta.number(".vision.feed_forward_length"),
+        "out_hidden_size": merged[0],
+        "spatial_merge_size": merged[-1],
+        "temporal_patch_size": sum(name.startswith("v.patch_embd.weight") for name in meta.model.tensors),
+        "in_channels": meta.shape("v.patch_embd.weight")[1],
+        "rms_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "attention_bias": meta.has("v.blk.0.attn_qkv.bias"),
+    }
+    add_token_ids(
+        meta,
+        config,
+        image_token_id="<|image|>",
+        video_token_id="<|video|>",
+        image_start_token_id="<|begin_of_image|>",
+        image_end_token_id="<|end_of_image|>",
+        video_start_token_id="<|begin_of_video|>",
+        video_end_token_id="<|end_of_video|>",
+    )
+
+
+def _glm4v_preprocessor(meta: ClipMetadata) -> Json:
+    frames = sum(name.startswith("v.patch_embd.weight") for name in meta.model.tensors)
+    sizes = {"patch_size": meta.number(".vision.patch_size"), "temporal_patch_size": frames}
+    return image_values(meta, "Glm4vImageProcessor") | sizes | {"merge_size": meta.shape("mm.patch_merger.weight")[-1]}
+
+
+_GLM_4V_NAMES = (
+    "visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj visual.embeddings.position_embedding "
+    "visual.post_layernorm visual."
+)
+
+
+def _glm4v_encoders(name: str, model_type: str) -> HfEncoders:
+    """Return the row of a class; ``name``: the class of its text model."""
+    text = of_text_class(CLASSES[name], model_type, "model.language_model.", model_type=f"{model_type}_text")
+    return HfEncoders("glm4v", text, _GLM_4V_NAMES, _set_glm4v, _glm4v_preprocessor)
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Glm4vForConditionalGeneration": replace(
+        _glm4v_encoders("Glm4ForCausalLM", "glm4v"), matches=lambda meta: not meta.has("v.blk.0.attn_q_norm.weight")
+    ),
+    "GlmOcrForConditionalGeneration": replace(
+        _glm4v_encoders("Glm4ForCausalLM", "glm_ocr"), matches=lambda meta: meta.has("v.blk.0.attn_q_norm.weight")
+    ),
+    "Glm4vMoeForConditionalGeneration": _glm4v_encoders("Glm4MoeForCausalLM", "glm4v_moe"),
 }

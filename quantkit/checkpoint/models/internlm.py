@@ -9,8 +9,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.config import optional_json
+from quantkit.checkpoint.config import Config, Json, optional_json
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
 from quantkit.checkpoint.expressions import TYPE_F32, concatenate, permute_heads, take
+from quantkit.checkpoint.hf_encoders import (
+    USUAL_COUNTS,
+    HfEncoders,
+    add_token_ids,
+    hidden_act,
+    image_values,
+    of_text_class,
+)
 from quantkit.checkpoint.mmproj import (
     Activation,
     Key,
@@ -20,7 +29,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.models import llama, qwen
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Split, restore_rows
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
@@ -165,6 +174,25 @@ def _use_first_size(config: MmprojConfig) -> None:
             vision[name] = vision[name][0]
 
 
+def _is_native(config: Config) -> bool:
+    """Return whether the names are those of transformers, not those of the remote code (InternVLChatModel)."""
+    return "llm_config" not in config.outer
+
+
+@dataclass(frozen=True)
+class _NameWeights(Rule):
+    """Names parameters that are no module's as weights: the scales of layers, the embeddings of positions."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if tensor.name.endswith(".weight") or not re.search(r"\.ls|\.lambda_|position_embedding", tensor.name):
+            return None
+        return (replace(tensor, name=f"{tensor.name}.weight"),)
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        name = re.sub(r"(\.ls\d|\.lambda_\d|position_embeddings?)\.weight$", r"\1", tensor.name)
+        return None if name == tensor.name else (replace(tensor, name=name),)
+
+
 def _tile_count(end: str, name: str) -> Key:
     """Return the row of a number of tiles, which older models lack."""
 
@@ -187,14 +215,90 @@ MMPROJ: dict[str, Mmproj] = {
         ),
         tensors=r"^(vision_model|mlp|model\.vision_tower|model\.multi_modal_projector)",
         rules=(
-            Rename(r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0."),
-            Rename(r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1."),
-            Rename(r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3."),
+            Rename(r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0.", when=_is_native),
+            Rename(r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1.", when=_is_native),
+            Rename(r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3.", when=_is_native),
             Rename(r"^vision_model", "vision_tower.vision_model"),
-            Rename(r"^(?!.*\.weight$)(.*(?:\.ls|\.lambda_|position_embedding).*)$", r"\1.weight"),
+            _NameWeights(),
             Split(r"attn\.qkv\.", ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")),
         ),
         forced=((".position_embd.", TYPE_F32),),
         patch_config=_use_first_size,
     ),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_internvl(meta: ClipMetadata, config: Json) -> None:
+    """Describe InternViT, by the names of transformers and of the remote code."""
+    scale, biased = meta.get(".vision.projector.scale_factor") or 2, meta.has("v.blk.0.attn_q.bias")
+    normed = meta.has("v.blk.0.attn_q_norm.weight")
+    vision = meta.counts(USUAL_COUNTS) | {
+        "architectures": ["InternVisionModel"],
+        "model_type": "internvl_vision",
+        "hidden_act": hidden_act(meta),
+        "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "norm_type": "layer_norm" if meta.has("v.blk.0.ln1.bias") else "rms_norm",
+        "num_channels": meta.shape("v.patch_embd.weight")[1],
+    }
+    vision |= {"attention_bias": biased, "qkv_bias": biased, "use_qk_norm": normed, "qk_normalization": normed}
+    config |= {"vision_config": vision, "downsample_ratio": 1 / scale, "vision_feature_layer": -1, "select_layer": -1}
+    tiles = {f"{end}_dynamic_patch": meta.get(f".vision.preproc_{end}_tiles") for end in ("min", "max")}
+    config |= without_null(tiles)
+    add_token_ids(meta, config, image_token_id="<IMG_CONTEXT>")
+
+
+def _set_internvl_chat(meta: ClipMetadata, config: Json) -> None:
+    _set_internvl(meta, config)
+    config["vision_config"]["model_type"] = "intern_vit_6b"
+
+
+def _internvl_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    return image_values(meta, "GotOcr2ImageProcessorFast") | {"size": {"height": size, "width": size}}
+
+
+def _internvl_chat_preprocessor(meta: ClipMetadata) -> Json:
+    size = meta.number(".vision.image_size")
+    return image_values(meta, "CLIPFeatureExtractor") | {"size": size, "crop_size": size}
+
+
+_MLP_KINDS = {f"mm.model.mlp.{i}": f"mlp1.{i}" for i in (0, 1, 3)}
+_REMOTE_NOTE = "InternVLChatModel is a class of remote code: copy its *.py files and auto_map from the original"
+#: The classes of text models, and the ends of the names of their rows.
+_TEXTS = {
+    "Qwen2ForCausalLM": (qwen.CLASSES["Qwen2ForCausalLM"], ""),
+    "Qwen3ForCausalLM": (qwen.CLASSES["Qwen3ForCausalLM"], "-Qwen3"),
+    "Qwen3MoeForCausalLM": (qwen.CLASSES["Qwen3MoeForCausalLM"], "-Qwen3Moe"),
+}
+HF_ENCODERS: dict[str, HfEncoders] = {
+    f"InternVLForConditionalGeneration{end}": HfEncoders(
+        "internvl",
+        of_text_class(text, "internvl", "model.language_model."),
+        "model.vision_tower.embeddings.patch_embeddings model.vision_tower.embeddings.position_embeddings "
+        "model.vision_tower.embeddings. model.vision_tower.encoder.layer.",
+        _set_internvl,
+        _internvl_preprocessor,
+        _MLP_KINDS,
+        text_class=name,
+        architecture="InternVLForConditionalGeneration",
+    )
+    for name, (text, end) in _TEXTS.items()
+} | {
+    f"InternVLChatModel{end}": HfEncoders(
+        "internvl",
+        of_text_class(text, "internvl_chat", text_key="llm_config", note=_REMOTE_NOTE),
+        "vision_tower.vision_model.embeddings. vision_tower.vision_model.encoder.layers.*.attn.proj "
+        "vision_tower.vision_model.encoder.layers.*.norm vision_tower.vision_model.encoder.layers.",
+        _set_internvl_chat,
+        _internvl_chat_preprocessor,
+        _MLP_KINDS,
+        text_class=name,
+        architecture="InternVLChatModel",
+    )
+    for name, (text, end) in (
+        _TEXTS | {"InternLM2ForCausalLM": (CLASSES["InternLM2ForCausalLM"], "-InternLM2")}
+    ).items()
 }

@@ -5,13 +5,23 @@ Facts of llama.cpp b11434, conversion/kimi_linear.py, conversion/kimi_k3.py, con
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
+from quantkit.checkpoint.hf_encoders import (
+    USUAL_COUNTS,
+    HfEncoders,
+    add_token_ids,
+    hidden_act,
+    image_values,
+    of_text_class,
+)
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.mmproj import (
@@ -347,6 +357,31 @@ def _permute_k25_heads(tensor: Tensor, context: Context) -> Expression:
     return take(x, 0, *pairs, range(2 * part, 3 * part))
 
 
+def _restore_k25_heads(tensor: Tensor, context: Context) -> Expression:
+    """Interleave the pairs of both axes again."""
+    heads, x = context.config.get("num_attention_heads", 16), tensor.x
+    part = x.shape[0] // 3
+    if part * 3 != x.shape[0] or part % (4 * heads):
+        raise ValueError(f"its rows are not a multiple of 3 x {heads} heads of pairs")
+    width = part // heads
+    pairs = (
+        range(start + axis + row, start + axis + row + 2)
+        for start in range(0, 2 * part, width)
+        for row in range(0, width // 2, 2)
+        for axis in (0, width // 2)
+    )
+    return take(x, 0, *pairs, range(2 * part, 3 * part))
+
+
+def _restore_grid(tensor: Tensor, context: Context) -> Expression:
+    """Return position embeddings as a grid of rows and columns."""
+    config, x = context.config, tensor.x
+    grid = (config.number("init_pos_emb_height"), config.number("init_pos_emb_width"))
+    if len(x.shape) != 2 or math.prod(grid) != x.shape[0]:
+        raise ValueError(f"its {x.shape[0]} positions are not a grid of {grid[0]} x {grid[1]}")
+    return Shaped(x, (*grid, x.shape[1]))
+
+
 def _position_key(axis: str, default: int) -> EncoderKey:
     return EncoderKey(f"vision.pos_emb_{axis}", f"init_pos_emb_{axis}", default=default)
 
@@ -368,7 +403,7 @@ _KIMI_K25 = Mmproj(
     ),
     tensors=r"vision_tower|mm_projector",
     rules=(
-        Transform(r"wqkv.*(weight|bias)", _permute_k25_heads, None),
+        Transform(r"wqkv.*(weight|bias)", _permute_k25_heads, _restore_k25_heads),
         Transform(r"pos_emb\.time_weight", flatten_experts, None),
         Rename(r"(mm_projector\.proj)\.0\.", r"\1.linear_1."),
         Rename(r"(mm_projector\.proj)\.2\.", r"\1.linear_2."),
@@ -385,8 +420,8 @@ MMPROJ: dict[str, Mmproj] = {
         ),
         tensors=r"vision_tower|multi_modal_projector",
         rules=(
-            Transform(r"pos_emb\.weight", flatten_experts, None),
-            Split(r"wqkv", ("wq", "wk", "wv")),
+            Transform(r"pos_emb\.weight", flatten_experts, _restore_grid),
+            Split(r"\.wqkv\.", (".wq.", ".wk.", ".wv.")),
         ),
         patch_config=_set_kimi_size,
     ),
@@ -395,4 +430,83 @@ MMPROJ: dict[str, Mmproj] = {
         _KIMI_K25,
         rules=(Rename(r"^mm_projector\.linear_", "mm_projector.proj.linear_"), *_KIMI_K25.rules),
     ),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+_REMOTE_NOTE = "is a class of remote code: copy the *.py files and auto_map from the original"
+
+
+def _set_kimi_vl(meta: ClipMetadata, config: Json) -> None:
+    """Describe MoonViT; its positions are a square."""
+    side = math.isqrt(meta.shape("v.position_embd.weight")[0])
+    scale = meta.number(".vision.projector.scale_factor")
+    vision = {name: count for name, count in meta.counts(USUAL_COUNTS).items() if name != "image_size"}
+    sizes = {"merge_kernel_size": [scale, scale], "init_pos_emb_height": side, "init_pos_emb_width": side}
+    config["vision_config"] = vision | {"model_type": "moonvit"} | sizes
+    add_token_ids(meta, config, media_placeholder_token_id="<|media_pad|>")
+
+
+def _kimi_vl_preprocessor(meta: ClipMetadata) -> Json:
+    scale = meta.number(".vision.projector.scale_factor")
+    sizes = {"patch_size": meta.number(".vision.patch_size"), "merge_kernel_size": [scale, scale]}
+    return image_values(meta, "KimiVLImageProcessor") | sizes
+
+
+def _set_k25(meta: ClipMetadata, config: Json) -> None:
+    """Describe MoonViT of K2.5, whose positions in time are computed."""
+    height, width = meta.shape("v.position_embd.weight")[:2]
+    scale = meta.number(".vision.projector.scale_factor")
+    names = {
+        "embedding_length": "vt_hidden_size",
+        "feed_forward_length": "vt_intermediate_size",
+        "block_count": "vt_num_hidden_layers",
+        "attention.head_count": "vt_num_attention_heads",
+        "patch_size": "patch_size",
+    }
+    vision = meta.counts(names)
+    config["vision_config"] = vision | {
+        "init_pos_emb_height": height,
+        "init_pos_emb_width": width,
+        "init_pos_emb_time": meta.model.get("vision.pos_emb_time", 4),
+        "merge_kernel_size": [scale, scale],
+        "merge_type": "sd2_tpool",
+        "mm_projector_type": "patchmerger",
+        "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": hidden_act(meta),
+        "projector_ln_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "mm_hidden_size": vision["vt_hidden_size"],
+        "text_hidden_size": meta.number(".vision.projection_dim"),
+    }
+    add_token_ids(meta, config, media_placeholder_token_id="<|media_pad|>")
+
+
+def _k25_preprocessor(meta: ClipMetadata) -> Json:
+    patch, scale = meta.number(".vision.patch_size"), meta.number(".vision.projector.scale_factor")
+    limit = meta.number(".vision.image_max_pixels") // max(1, patch**2)
+    media = {"patch_size": patch, "merge_kernel_size": scale, "in_patch_limit": limit}
+    return {"media_proc_cfg": image_values(meta, "KimiK25VisionProcessor") | media}
+
+
+_TEXT = deepseek.CLASSES["DeepseekV3ForCausalLM"]
+_TOWER = "vision_tower.encoder.blocks. vision_tower.encoder.final_layernorm vision_tower.patch_embed."
+_K25_ENCODERS = HfEncoders(
+    "kimik25",
+    of_text_class(_TEXT, "kimi_k25", note=f"KimiK25ForConditionalGeneration {_REMOTE_NOTE}"),
+    f"{_TOWER} mm_projector.",
+    _set_k25,
+    _k25_preprocessor,
+    {"mm.input_norm": "mm_projector.pre_norm"},
+)
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "KimiVLForConditionalGeneration": HfEncoders(
+        "kimivl",
+        of_text_class(_TEXT, "kimi_vl", note=f"KimiVLForConditionalGeneration {_REMOTE_NOTE}"),
+        f"{_TOWER} multi_modal_projector.",
+        _set_kimi_vl,
+        _kimi_vl_preprocessor,
+        {"mm.input_norm": "multi_modal_projector.pre_norm"},
+    ),
+    "KimiK25ForConditionalGeneration": _K25_ENCODERS,
 }

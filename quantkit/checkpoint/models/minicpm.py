@@ -5,16 +5,19 @@ Facts of llama.cpp b11434, conversion/minicpm.py, conversion/plm.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values, of_text_class
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Computed, Copied, KeyGroup, SetKeys
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import USE_GELU, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
-from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.models import llama, qwen3_next
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.rules import Drop
 from quantkit.checkpoint.tensors import Tensor
@@ -169,5 +172,47 @@ MMPROJ: dict[str, Mmproj] = {
             Drop(r"\.vit_merger\.", lambda config: _scale_factor(config) == 2),
         ),
         patch_config=_patch_vision,
+    )
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_minicpm_v(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoder; its image size is that of the embeddings of positions."""
+    vision = meta.counts(USUAL_COUNTS)
+    side = math.isqrt(meta.shape("v.position_embd.weight")[0]) * vision["patch_size"]
+    layers = meta.get(".vision.wa_layer_indexes") or [6]
+    config["vision_config"] = vision | {
+        "model_type": "minicpmv4_6_vision",
+        "image_size": side,
+        "insert_layer_id": int(layers[0]),
+        "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+    }
+    config |= {"insert_layer_id": int(layers[0]), "downsample_mode": "16x"}
+    add_token_ids(meta, config, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>")
+
+
+def _minicpm_v_preprocessor(meta: ClipMetadata) -> Json:
+    sizes = {"patch_size": meta.number(".vision.patch_size"), "scale_resolution": meta.number(".vision.image_size")}
+    return image_values(meta, "MiniCPMV4_6ImageProcessor") | sizes | {"downsample_mode": "16x"}
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "MiniCPMV4_6ForConditionalGeneration": HfEncoders(
+        "minicpmv4_6",
+        of_text_class(qwen3_next.CLASSES["Qwen3_5ForCausalLM"], "minicpmv4_6", "model.language_model."),
+        "model.vision_tower.embeddings. model.vision_tower.encoder.layers. model.vision_tower.post_layernorm "
+        "model.vision_tower.vit_merger.",
+        _set_minicpm_v,
+        _minicpm_v_preprocessor,
+        {
+            "mm.input_norm": "model.merger.mlp.0.pre_norm",
+            "mm.up": "model.merger.mlp.0.linear_1",
+            "mm.down": "model.merger.mlp.0.linear_2",
+        },
+        # At 4x, files lack the merger of the encoder.
+        matches=lambda meta: meta.get(".vision.projector.scale_factor") == 4,
     )
 }

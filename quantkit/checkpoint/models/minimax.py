@@ -13,8 +13,10 @@ from itertools import takewhile
 from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.encoder_rules import SplitFrames
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, read_f32, take
+from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.mmproj import USE_GELU, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
@@ -223,6 +225,23 @@ def _permute_axes(tensor: Tensor, context: Context) -> Expression:
     return take(x, 0, *(range(start + run.start, start + run.stop) for start in starts for run in runs))
 
 
+def _restore_axes(tensor: Tensor, context: Context) -> Expression:
+    """Separate both halves of the rope of all axes again."""
+    x, heads = tensor.x, context.config.number("num_attention_heads")
+    if not heads or x.shape[0] != heads * _HEAD_WIDTH:
+        raise ValueError(f"{x.shape[0]} rows are not {heads} heads of {_HEAD_WIDTH}")
+    runs = [range(i, i + _HALF) for half in range(2) for i in range(half * _HALF, 6 * _HALF, 2 * _HALF)]
+    runs.append(range(6 * _HALF, _HEAD_WIDTH))
+    starts = range(0, x.shape[0], _HEAD_WIDTH)
+    return take(x, 0, *(range(start + run.start, start + run.stop) for start in starts for run in runs))
+
+
+def _frame_count(config: Config) -> int:
+    """Return the number of frames of a patch."""
+    compression = config.get("img_token_compression_config") or {}
+    return int(compression.get("temporal_patch_size", 2))
+
+
 def _merge_size(config: MmprojConfig) -> int:
     compression = config.vision.get("img_token_compression_config", {})
     return int(compression.get("spatial_merge_size", 2))
@@ -237,10 +256,43 @@ _M3_VISION = Mmproj(
     ),
     tensors=r"^(vision_tower|multi_modal_projector|patch_merge_mlp)\.",
     rules=(
-        SplitFrames(r"^vision_tower\.vision_model\.embeddings\.patch_embedding\.weight$", frames=None),
-        Transform(r"\.self_attn\.[qk]_proj\.(weight|bias)$", _permute_axes, None),
+        SplitFrames(r"^vision_tower\.vision_model\.embeddings\.patch_embedding\.weight$", None, _frame_count),
+        Transform(r"\.self_attn\.[qk]_proj\.(weight|bias)$", _permute_axes, _restore_axes),
     ),
 )
 MMPROJ: dict[str, Mmproj] = dict.fromkeys(
     ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForConditionalGeneration"), _M3_VISION
 )
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _frames_of(meta: ClipMetadata) -> int:
+    return sum(name.startswith("v.patch_embd.weight") for name in meta.model.tensors)
+
+
+def _set_m3(meta: ClipMetadata, config: Json) -> None:
+    """Describe M3's tower, a CLIP with rope of three axes."""
+    vision = meta.counts(USUAL_COUNTS) | {"layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon")}
+    sizes = {"spatial_merge_size": meta.number(".vision.spatial_merge_size"), "temporal_patch_size": _frames_of(meta)}
+    config["vision_config"] = vision | sizes | {"img_token_compression_config": sizes, "hidden_act": "gelu"}
+    config["projector_hidden_size"] = meta.shape("mm.1.weight")[0]
+    add_token_ids(meta, config, image_token_id="]<]image[>[", video_token_id="]<]video[>[")
+
+
+def _m3_preprocessor(meta: ClipMetadata) -> Json:
+    sizes = {"patch_size": meta.number(".vision.patch_size"), "temporal_patch_size": _frames_of(meta)}
+    merged = {"merge_size": meta.number(".vision.spatial_merge_size")}
+    return image_values(meta, "MiniMaxM3VLImageProcessor") | sizes | merged
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "MiniMaxM3SparseForConditionalGeneration": HfEncoders(
+        "minimax_m3",
+        CLASSES["MiniMaxM3SparseForConditionalGeneration"],
+        "vision_tower.vision_model. multi_modal_projector. patch_merge_mlp.",
+        _set_m3,
+        _m3_preprocessor,
+    )
+}

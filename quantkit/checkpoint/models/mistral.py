@@ -16,10 +16,17 @@ from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, take
-from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
+from quantkit.checkpoint.hf_encoders import (
+    USUAL_COUNTS,
+    HfEncoders,
+    add_token_ids,
+    hidden_act,
+    image_values,
+    of_text_class,
+)
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import Activation, EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
-from quantkit.checkpoint.models import deepseek, llama
+from quantkit.checkpoint.models import deepseek, llama, qwen
 from quantkit.checkpoint.row import Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import TIED_OUTPUT, Rename, Transform, permute_queries, restore_queries
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
@@ -196,9 +203,8 @@ MMPROJ: dict[str, Mmproj] = {
 def _set_pixtral(meta: ClipMetadata, config: Json) -> None:
     """Describe Pixtral's tower; llama.cpp uses the output of its last layer."""
     vision = meta.counts(USUAL_COUNTS) | {"model_type": "pixtral"}
-    activation = next((name for name in ("gelu", "silu") if meta.get(f".use_{name}")), "gelu_pytorch_tanh")
     heads = max(1, vision["num_attention_heads"])
-    config["vision_config"] = vision | {"hidden_act": activation, "head_dim": vision["hidden_size"] // heads}
+    config["vision_config"] = vision | {"hidden_act": hidden_act(meta), "head_dim": vision["hidden_size"] // heads}
     config |= {"multimodal_projector_bias": meta.has("mm.1.bias"), "vision_feature_layer": -1}
     if (merged := meta.get(".vision.spatial_merge_size")) is not None:
         config["spatial_merge_size"] = merged
@@ -216,6 +222,14 @@ def _pixtral_preprocessor(meta: ClipMetadata) -> Json:
     return image_values(meta, "PixtralImageProcessor") | sizes
 
 
+def _set_lighton(meta: ClipMetadata, config: Json) -> None:
+    """Describe Pixtral's tower beside Qwen 3."""
+    _set_pixtral(meta, config)
+    for name in ("multimodal_projector_bias", "vision_feature_layer", "image_token_index"):
+        config.pop(name, None)
+    add_token_ids(meta, config, image_token_id="<|image_pad|>")
+
+
 _MISTRAL3_ENCODERS = HfEncoders(
     "pixtral",
     CLASSES["Mistral3ForConditionalGeneration"],
@@ -229,5 +243,12 @@ HF_ENCODERS: dict[str, HfEncoders] = {
         _MISTRAL3_ENCODERS,
         text=HfClass("mistral", defaults=_NO_WINDOW, renames=((r"^", "language_model."),), outer_type="llava"),
         matches=lambda meta: meta.get(".vision.spatial_merge_size") is None,
+    ),
+    "LightOnOCRForConditionalGeneration": replace(
+        _MISTRAL3_ENCODERS,
+        projector="lightonocr",
+        text=of_text_class(qwen.CLASSES["Qwen3ForCausalLM"], "lighton_ocr", "model.language_model."),
+        set_config=_set_lighton,
+        text_class="Qwen3ForCausalLM",
     ),
 }

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, add_axes
+from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, add_axes, squeeze_last
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Shaped, take
+from quantkit.checkpoint.hf_encoders import HfEncoders, add_token_ids, of_text_class
 from quantkit.checkpoint.mmproj import EncoderKey, Mmproj, MmprojConfig, constant, layer_norm_epsilon, projector
+from quantkit.checkpoint.models import llama, qwen
 from quantkit.checkpoint.rules import Drop, Rename, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 
@@ -33,7 +37,7 @@ _WHISPER = Mmproj(
         layer_norm_epsilon("layer_norm_eps", 1e-5, section="audio"),
     ),
     stored=(Rename(r"^multi_modal_projector", "audio.multi_modal_projector"),),
-    rules=(ForceType(_CONVOLUTIONS, TYPE_F16), Transform(r"conv[12]\.bias", add_axes(0, 1), None)),
+    rules=(ForceType(_CONVOLUTIONS, TYPE_F16), Transform(r"conv[12]\.bias", add_axes(0, 1), squeeze_last)),
     vision=False,
     audio=True,
     patch_config=_patch,
@@ -106,4 +110,82 @@ MMPROJ: dict[str, Mmproj] = {
     ),
     "GlmasrModel": _GLM_ASR,
     "MERaLiON2ForConditionalGeneration": _MERALION,
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+#: Ends of keys of an audio encoder, and the names of Voxtral's and of Qwen2-Audio's configuration.
+_COUNTS = {
+    "embedding_length": ("hidden_size", "d_model"),
+    "feed_forward_length": ("intermediate_size", "encoder_ffn_dim"),
+    "block_count": ("num_hidden_layers", "encoder_layers"),
+    "attention.head_count": ("num_attention_heads", "encoder_attention_heads"),
+    "num_mel_bins": ("num_mel_bins", "num_mel_bins"),
+}
+
+
+def _encoder(meta: ClipMetadata, names: int) -> Json:
+    """Return the settings of an encoder; ``names``: which of ``_COUNTS``."""
+    counts = {pair[names]: meta.number(f".audio.{key}") for key, pair in _COUNTS.items()}
+    return counts | {
+        "max_source_positions": meta.shape("a.position_embd.weight")[0],
+        "activation_function": "gelu",
+        "scale_embedding": False,
+    }
+
+
+def _set_voxtral(meta: ClipMetadata, config: Json) -> None:
+    config["audio_config"] = _encoder(meta, 0) | {"model_type": "voxtral_encoder"}
+    config["hidden_size"] = meta.number(".audio.projection_dim")
+    config["projector_hidden_act"] = "gelu"
+    add_token_ids(meta, config, audio_token_id="[AUDIO]")
+
+
+def _set_qwen2_audio(meta: ClipMetadata, config: Json) -> None:
+    layers = {"num_hidden_layers": meta.number(".audio.block_count"), "model_type": "qwen2_audio_encoder"}
+    config["audio_config"] = _encoder(meta, 1) | layers
+    add_token_ids(meta, config, audio_token_index="<|AUDIO|>")
+
+
+def _set_flamingo(meta: ClipMetadata, config: Json) -> None:
+    config["audio_config"] = _encoder(meta, 0) | {"model_type": "audioflamingo3_encoder"}
+    config |= {"projector_hidden_act": "gelu", "projector_bias": meta.has("mm.a.mlp.1.bias")}
+    add_token_ids(meta, config, audio_token_id="<sound>")
+
+
+def _audio_preprocessor(meta: ClipMetadata) -> Json:
+    return {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": meta.number(".audio.num_mel_bins"),
+        "sampling_rate": 16000,
+        "hop_length": 160,
+        "n_fft": 400,
+        "chunk_length": 30,
+    }
+
+
+_TOWER = "audio.multi_modal_projector. audio_tower."
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "VoxtralForConditionalGeneration": HfEncoders(
+        "voxtral",
+        of_text_class(llama.CLASSES["LlamaForCausalLM"], "voxtral"),
+        _TOWER,
+        _set_voxtral,
+        _audio_preprocessor,
+    ),
+    "Qwen2AudioForConditionalGeneration": HfEncoders(
+        "qwen2a",
+        of_text_class(qwen.CLASSES["Qwen2ForCausalLM"], "qwen2_audio"),
+        _TOWER,
+        _set_qwen2_audio,
+        _audio_preprocessor,
+    ),
+    "AudioFlamingo3ForConditionalGeneration": HfEncoders(
+        "musicflamingo",
+        of_text_class(qwen.CLASSES["Qwen2ForCausalLM"], "audioflamingo3"),
+        _TOWER,
+        _set_flamingo,
+        _audio_preprocessor,
+    ),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.files import open_input
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard
@@ -18,6 +18,19 @@ from quantkit.units import round_up
 _COUNTS = struct.Struct("<4sIQQ")
 #: The bytes of that key with an empty text: length, key, type, length.
 _MIN_PADDING = 8 + len(PADDING_KEY) + 4 + 8
+#: The most room for later edits.
+MAX_ROOM = 64 << 20
+
+
+def padding_field(room: int) -> Field:
+    """Return the key that keeps ``room`` bytes of a header for later edits, its own bytes included."""
+    return Field.of(PADDING_KEY, " " * max(0, room - _MIN_PADDING), ValueType.STRING)
+
+
+def check_room(room: int) -> None:
+    """Raise RecipeError for a room that is negative or beyond ``MAX_ROOM``."""
+    if not 0 <= room <= MAX_ROOM:
+        raise RecipeError(f"--reserve {room}: at most {MAX_ROOM >> 20} MiB can be reserved", "QK-E203")
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class Header:
     def _encode(self, fields: Iterable[Field], room: int) -> bytes:
         fields = [field for field in fields if field.key != PADDING_KEY]
         if room:
-            fields.append(Field.of(PADDING_KEY, " " * max(0, room - _MIN_PADDING), ValueType.STRING))
+            fields.append(padding_field(room))
         head = _COUNTS.pack(MAGIC, self.version, self.n_tensors, len(fields))
         return b"".join((head, *(field.encode() for field in fields), self.infos))
 

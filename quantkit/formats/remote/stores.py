@@ -197,9 +197,7 @@ class FsspecStore:
 
     def check_writable(self, url: Object) -> None:
         if self.scheme == "hf":
-            raise ResourceError(
-                f"{url}: hf:// is read-only; write to a file, then upload it with `hf upload`", "QK-E412"
-            )
+            raise ResourceError(f"{url}: hf:// is read-only; write to a file, then run quantkit upload", "QK-E412")
         if self.scheme == "memory":
             raise ResourceError(f"{url}: memory:// is lost when this process ends; write to a file", "QK-E412")
 

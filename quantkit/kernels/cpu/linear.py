@@ -8,22 +8,17 @@ from numba import types
 
 from quantkit.kernels.cpu.core.jit import kernel
 from quantkit.kernels.cpu.core.simd import f32x16, load, muladd, splat, store
-from quantkit.kernels.cpu.low_rank import LANES
+from quantkit.kernels.cpu.low_rank import LANES, block_size
 
 F32 = npt.NDArray[np.float32]
 
 #: Number of rows computed at once, which share the loads of the matrix.
 ROWS = 4
-#: The longest sum that sgemm computes at once.
-_BLOCK = 192
 
 
 def blocks(size: int) -> list[range]:
-    """Return the parts of a sum of ``size`` terms that sgemm of oneMKL 2024 computes one after another.
-
-    Source: torch 2.13 on an AMD EPYC: these parts reproduce its products of 1 to 2048 terms.
-    """
-    step = -(-size // 2) if _BLOCK < size <= 2 * _BLOCK else _BLOCK
+    """Return the parts of a sum of ``size`` terms that oneMKL's sgemm computes one after another."""
+    step = block_size(size)
     return [range(first, min(first + step, size)) for first in range(0, size, step)]
 
 

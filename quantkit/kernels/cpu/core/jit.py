@@ -21,6 +21,7 @@ from numba.core.registry import cpu_target
 from numba.core.types.misc import unliteral
 
 from quantkit.kernels.cache_folder import cache_folder
+from quantkit.kernels.cpu.core.disk_cache import KernelCache
 from quantkit.kernels.cpu.core.library import EntryCompiler, HelperCompiler
 from quantkit.kernels.cpu.core.specialize import rebind
 
@@ -79,13 +80,19 @@ def _any_number(template: Callable[..., Any], args: Any, kws: Any) -> Any:
     return template([unliteral(a) for a in args], {name: unliteral(a) for name, a in kws.items()})
 
 
+def _cached_njit(function: F, compiler: type[EntryCompiler]) -> F:
+    dispatcher = _njit(function, compiler)
+    dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
+    return dispatcher
+
+
 def _no_entry(name: str, args: Any, kws: Any) -> Any:
     raise TypeError(f"{name} is an entry point, whose code other kernels cannot call: make it a helper")
 
 
 def kernel(function: F) -> F:
     """Compile an entry point: called from Python only, cached on disk, runs without the GIL."""
-    dispatcher = to_cache(_njit, function, EntryCompiler, cache=True)
+    dispatcher = to_cache(_cached_njit, function, EntryCompiler)
     dispatcher.get_call_template = partial(_no_entry, function.__name__)
     return dispatcher  # type: ignore[no-any-return]
 

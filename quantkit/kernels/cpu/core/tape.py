@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import cfunc
 from numba.core import types
 
+from quantkit.kernels.cpu.core.disk_cache import Callback
 from quantkit.kernels.cpu.core.jit import inline, to_cache
 from quantkit.kernels.cpu.core.library import EntryCompiler
 from quantkit.kernels.cpu.core.simd import emits, store
@@ -101,8 +101,7 @@ class TapeOp:
     def address(self) -> int:
         """Address of the compiled function; compiles it or loads it from the cache."""
         if self._compiled is None:
-            make = cfunc(SIGNATURE, cache=True, error_model="numpy", boundscheck=False, pipeline_class=EntryCompiler)
-            self._compiled = to_cache(make, self._function)
+            self._compiled = to_cache(_compile, self._function)
         address: int = self._compiled.address
         return address
 
@@ -133,6 +132,15 @@ class TapeOp:
         if isinstance(value, float):
             raise TypeError(f"{self.name}: slot {slot} must be an integer, not {value}")
         return int(value)
+
+
+def _compile(function: Callable[..., None]) -> Callback:
+    """Return a function as a callback, from the cache or compiled into it."""
+    options = {"error_model": "numpy", "boundscheck": False}
+    callback = Callback(function, (SIGNATURE.args, SIGNATURE.return_type), {}, options, EntryCompiler)
+    callback.enable_caching()
+    callback.compile()
+    return callback
 
 
 def operation(slots: str) -> Callable[[Callable[..., None]], TapeOp]:

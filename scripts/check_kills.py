@@ -1,0 +1,30 @@
+#!/usr/bin/env python
+"""Kill edit, split, join and stitch (SIGKILL) at many moments; compare the files that they leave, and resumed output.
+
+    scripts/check_kills.py [MOMENTS]
+
+tests/verbs/test_kills.py does the same at five moments.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/lib")]
+
+from kills import COMMANDS, check_kills  # noqa: E402
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    for name, command in COMMANDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            moments, incomplete = check_kills(command, ROOT / "tests/data/tiny-moe-bf16.gguf", Path(folder), count)
+        print(f"{name}: killed at {moments} moments, {incomplete} with work incomplete; all resumed to the same bytes")
+
+
+if __name__ == "__main__":
+    main()

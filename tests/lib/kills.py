@@ -1,0 +1,174 @@
+"""Commands that are killed (SIGKILL) at calls that change files, in a forked process, and what they leave behind.
+
+A moment is the n-th such call, and of a write the share that reaches the file. Afterwards every file with a final name
+has the bytes of a run without a kill, or the file's old ones, and the same command with ``resume`` completes them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.edit import EditOptions, edit
+from quantkit.formats.gguf.header_journal import settle
+from quantkit.formats.gguf.reader import read_shard
+from quantkit.split import join, split
+from quantkit.stitch import stitch
+
+_CALLS = ("pwrite", "copy_file_range", "fsync", "fdatasync", "replace", "rename", "unlink", "truncate", "ftruncate")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in a folder: ``prepare`` its inputs, ``run`` it (again), and the files that it leaves in the end."""
+
+    prepare: Callable[[Path, Path], None]
+    run: Callable[[Path], object]
+
+
+def _prepare_room(model: Path, folder: Path) -> None:
+    edit(model, folder / "m.gguf", reserve=4096)
+
+
+def _prepare_file(model: Path, folder: Path) -> None:
+    shutil.copy(model, folder / "m.gguf")
+
+
+def _prepare_shards(model: Path, folder: Path) -> None:
+    split(model, folder / "m.gguf", max_size="5M")
+
+
+def _prepare_files(model: Path, folder: Path) -> None:
+    for name in ("m.gguf", "n.gguf"):
+        shutil.copy(model, folder / name)
+
+
+def _first(folder: Path) -> Path:
+    """Return the name of the first shard, which may be gone."""
+    return folder / "m-00001-of-00004.gguf"
+
+
+COMMANDS = {
+    "edit in place": Command(_prepare_room, lambda folder: edit(folder / "m.gguf", None, EditOptions(name="Another"))),
+    "edit": Command(
+        _prepare_file, lambda folder: edit(folder / "m.gguf", None, EditOptions(name="Another"), reserve=8192)
+    ),
+    "split": Command(_prepare_file, lambda folder: split(folder / "m.gguf", max_size="5M", threads=1, resume=True)),
+    "join": Command(_prepare_shards, lambda folder: join(_first(folder), threads=1, resume=True)),
+    "join --delete-source": Command(
+        _prepare_shards, lambda folder: join(_first(folder), delete_source=True, resume=True)
+    ),
+    "stitch": Command(
+        _prepare_files,
+        lambda folder: stitch(
+            folder / "m.gguf", folder / "s.gguf", {"attn_v": folder / "n.gguf"}, threads=1, resume=True
+        ),
+    ),
+}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder, without locks, which a killed process leaves behind unlocked."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+def check_kills(command: Command, model: Path, folder: Path, count: int) -> tuple[int, int]:
+    """Kill a command at ``count`` moments; return these, and how many left the command's work undone.
+
+    Raises AssertionError.
+    """
+    begin, work = folder / "begin", folder / "work"
+    begin.mkdir()
+    command.prepare(model, begin)
+    shutil.copytree(begin, work)
+    n_calls = _calls_of(lambda: command.run(work))
+    before, after = files_in(begin), files_in(work)
+    draw, n_killed, n_undone = random.Random(0), 0, 0
+    for _ in range(3 * count):
+        if n_killed == count:
+            break
+        moment = draw.randrange(n_calls), draw.random()
+        shutil.rmtree(work)
+        shutil.copytree(begin, work)
+        if not _kill_at(lambda: command.run(work), *moment):
+            continue  # threads of this run needed fewer calls
+        n_killed += 1
+        for path in sorted(work.glob("*.gguf")):
+            _open_header(path)  # a header that was half replaced is put back
+            name, content = path.name, path.read_bytes()
+            assert content in (before.get(name), after.get(name)), f"moment {moment}: {name} is neither old nor new"
+        n_undone += {k: v for k, v in files_in(work).items() if k.endswith(".gguf")} != after
+        command.run(work)
+        present = files_in(work)
+        assert present.keys() == after.keys(), f"moment {moment}: {sorted(present)}, not {sorted(after)}"
+        assert present == after, f"moment {moment}: other bytes"
+    return n_killed, n_undone
+
+
+def _open_header(path: Path) -> None:
+    """Open a file, or a shard of a model of which others may not be there yet."""
+    settle(path)
+    read_shard(path, 0, header_only=False)
+
+
+def _calls_of(function: Callable[[], object]) -> int:
+    """Return the number of calls of a function that change files, in a process of its own."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        counter = _Counter()
+        try:
+            counter.install()
+            function()
+            os.write(write, str(counter.n).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert text, "the command failed"
+    return int(text)
+
+
+def _kill_at(function: Callable[[], object], n: int, share: float) -> bool:
+    """Run a function in a process that kills itself at its n-th call; return whether it came to that."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _Counter(n, share).install()
+            function()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+class _Counter:
+    """Counts calls of ``os``, and kills this process at one of them."""
+
+    def __init__(self, last: int | None = None, share: float = 0.0) -> None:
+        self.n, self._last, self._share, self._lock = 0, last, share, threading.Lock()
+
+    def install(self) -> None:
+        for name in _CALLS:
+            setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count_call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                if self.n == self._last:
+                    if name == "pwrite":
+                        fd, data, offset = args
+                        call(fd, bytes(data)[: int(self._share * len(bytes(data)))], offset)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.n += 1
+            return call(*args, **kwargs)
+
+        return count_call

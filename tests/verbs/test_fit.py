@@ -1,0 +1,196 @@
+"""Memory of models: weights, caches and buffers beside llama.cpp's own figures, layouts, and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from peer_cache import answer, header, peer
+from refusals import refuses
+from scaled_zoo import write_scaled_zoo
+
+from checkpoints import write_checkpoint
+from quantkit.cli import cli
+from quantkit.errors import RecipeError
+from quantkit.fit import Fit, FitOptions, fit
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("scaled")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_scaled_zoo(name, path)
+
+    return make
+
+
+def llama_cpp(program: Path, model: Path, ctx: int, *arguments: str) -> dict[str, list[float]]:
+    """Return MiB that llama.cpp prints: of the file, of keys and values, of states, and of the compute buffer."""
+    command = [str(program), "-m", str(model), "-lv", "5", "-fitp", "on", "-c", str(ctx), *arguments]
+
+    def run() -> bytes:
+        # Its log thread does not always print everything before it ends.
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
+        for _ in range(10):
+            output = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+            if b"compute buffer size" in (log := output.stdout + output.stderr):
+                return log
+        raise AssertionError(log.decode(errors="replace"))
+
+    # The weights, which are holes, do not matter.
+    text = answer(run, peer(program.parent), header(model), *command[3:]).decode(errors="replace")
+    sizes = r"K \(\w+\):\s*([\d.]+) MiB, V \(\w+\):\s*([\d.]+) MiB"
+    return {
+        "cache": [float(n) for pair in re.findall(rf"cells,.*{sizes}", text) for n in pair],
+        "state": [float(n) for n in re.findall(r"RS buffer size =\s*([\d.]+)", text)],
+        "compute": [float(n) for n in re.findall(r"compute buffer size =\s*([\d.]+)", text)],
+    }
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("name", "options", "arguments"),
+    [
+        ("llama-dense", {"ctx": 32768}, ("-fa", "on")),
+        (
+            "gemma3-dense",
+            {"ctx": 32768, "ctk": "q8_0", "ctv": "q8_0", "parallel": 4},
+            ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "-np", "4"),
+        ),
+        ("qwen3moe-moe", {"ctx": 8192, "flash_attn": False}, ("-fa", "off")),
+        ("llama4-moe", {"ctx": 16384}, ("-fa", "on")),
+        ("lfm2-dense", {"ctx": 8192, "ubatch": 256}, ("-fa", "on", "-ub", "256")),
+    ],
+)
+def test_scaled_models_take_what_llama_cpp_allocates(
+    name: str, options: dict[str, Any], arguments: tuple[str, ...], scaled: Callable[[str], Path], llama_bin: Path
+) -> None:
+    """Caches and states to the last digit of the log; compute buffers within 3 %."""
+    check_beside(fit(scaled(name), FitOptions(types=(), **options)), llama_bin, arguments, compute=0.03)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [
+        ("deepseek2-moe", 0.07),
+        ("mamba2-dense", 0.01),
+        ("qwen3next-moe", 0.01),
+        ("jamba-moe", 0.01),
+        ("minimax-m3-moe", 0.9),
+    ],
+)
+def test_other_memory_takes_what_llama_cpp_allocates(
+    name: str, compute: float, zoo: Callable[[str], Path], llama_bin: Path
+) -> None:
+    """Latent keys, states of recurrent layers, and indexers; ``compute``: the difference that the note admits."""
+    check_beside(fit(zoo(name), FitOptions(ctx=8192, types=())), llama_bin, ("-fa", "on"), compute)
+
+
+@pytest.mark.peer
+def test_tiny_moe_takes_what_llama_cpp_allocates(tiny_moe: Path, llama_bin: Path) -> None:
+    check_beside(fit(tiny_moe, FitOptions(ctx=4096, types=())), llama_bin, ("-fa", "on"), 0.01)
+
+
+@pytest.mark.peer
+def test_smollm2_takes_what_llama_cpp_allocates(smollm2: Path, llama_bin: Path) -> None:
+    check_beside(fit(smollm2, FitOptions(ctx=8192, types=())), llama_bin, ("-fa", "on"), 0.01)
+
+
+def check_beside(result: Fit, llama_bin: Path, arguments: tuple[str, ...], compute: float) -> None:
+    """Compare a result without GPUs with llama.cpp's log, whose figures have two digits each."""
+    reference = llama_cpp(llama_bin / "llama-fit-params", result.path, result.ctx, *arguments)
+    kinds = {"cache": 0.0, "state": 0.0}
+    for cache in result.caches:
+        kinds["state" if cache.kind == "state" else "cache"] += cache.nbytes / MIB
+    for kind, total in kinds.items():
+        assert total == pytest.approx(sum(reference[kind]), abs=0.0051 * max(1, len(reference[kind])))
+    assert result.devices[0].compute / MIB == pytest.approx(reference["compute"][0], rel=compute, abs=0.006)
+
+
+def test_gpus_are_filled_before_memory(scaled: Callable[[str], Path]) -> None:
+    """The less memory, the fewer parts on the GPU: everything, then without experts, then without layers."""
+    model = scaled("qwen3moe-moe")
+
+    def layout(vram: str) -> tuple[bool, int, int]:
+        result = fit(model, FitOptions(ctx=8192, vram=(vram,), margin=0, types=()))
+        assert all(device.fits for device in result.devices[1:])
+        return result.gpu_layers == 3, result.cpu_moe, result.gpu_layers
+
+    assert layout("4GiB") == (True, 0, 3)
+    assert layout("2200M") == (True, 1, 3)
+    assert layout("1400M") == (True, 2, 3)
+    assert layout("100M") == (False, 0, 0)
+
+
+def test_layers_are_split_between_gpus(scaled: Callable[[str], Path]) -> None:
+    options = FitOptions(ctx=8192, vram=("460M", "1G"), margin=0, types=("Q4_K_M",))
+    result = fit(scaled("llama-dense"), options)
+    assert sum(result.tensor_split) == result.gpu_layers == 3
+    assert all(device.weights for device in result.devices)
+    assert f"-ts {','.join(map(str, result.tensor_split))}" in result.command
+    (size,) = result.sizes
+    assert (size.type, size.all_on_gpus) == ("Q4_K_M", True)
+    assert size.weights < result.nbytes / 4
+
+
+def test_the_longest_context_fits_and_the_next_does_not(scaled: Callable[[str], Path]) -> None:
+    options = FitOptions(vram=("1500M",), margin=0, types=())
+    result = fit(scaled("llama-dense"), options)
+    assert result.ctx == result.longest < result.ctx_train
+    longer = fit(result.path, FitOptions(ctx=result.longest + 256, vram=("1500M",), margin=0, types=()))
+    assert result.gpu_layers > longer.gpu_layers
+
+
+def test_server_parallel_and_windows_change_memory(scaled: Callable[[str], Path]) -> None:
+    model = scaled("gemma3-dense")
+    alone, server, four, ik = (
+        fit(model, FitOptions(ctx=8192, types=(), **extra))  # type: ignore[arg-type]
+        for extra in ({}, {"server": True}, {"parallel": 4}, {"runtime": "ik"})
+    )
+    # Logits of 512 tokens are 128 MiB; without them the buffer is smaller.
+    assert server.devices[0].compute < alone.devices[0].compute - 64 * MIB
+    assert [c.cells for c in alone.caches] == [768, 8192]
+    assert [c.cells for c in four.caches] == [4 * 768, 8192]
+    assert [c.cells for c in ik.caches] == [8192]
+
+
+def test_a_checkpoint_and_a_recipe(tmp_path: Path) -> None:
+    folder = write_checkpoint("qwen3-moe", tmp_path)
+    (rules := tmp_path / "rules.recipe").write_text("ffn_.*_exps=Q2_K\n")
+    plain = fit(folder, FitOptions(ctx=2048, types=("Q8_0",)))
+    by_recipe = fit(folder, FitOptions(ctx=2048, types=("Q8_0",), recipe=rules))
+    (size,) = plain.sizes
+    assert by_recipe.devices[0].weights < size.weights < plain.devices[0].weights
+    assert not by_recipe.sizes
+
+
+def test_refusals(tiny_moe: Path) -> None:
+    with refuses(RecipeError, "QK-E202", "q8_0"):
+        fit(tiny_moe, FitOptions(ctv="q8_0", flash_attn=False))
+    with refuses(RecipeError, "QK-E203", "-1"):
+        fit(tiny_moe, FitOptions(ubatch=-1))
+    with refuses(RecipeError, "QK-E203", "24X"):
+        fit(tiny_moe, FitOptions(vram=("24X",)))
+
+
+def test_command_line(tiny_moe: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke(cli, ["fit", str(tiny_moe), "-c", "4k", "--vram", "2G,2G", "--runtime", "ik", "--json"])
+    result = json.loads(run.stdout)
+    assert run.exit_code == 0
+    assert (result["ctx"], result["fits"], len(result["devices"])) == (4096, True, 3)
+    assert result["estimated"] == ["compute"]
+    assert {size["type"] for size in result["types"]} >= {"Q2_K", "Q4_K_M", "Q8_0"}
+    run = CliRunner().invoke(cli, ["fit", str(tiny_moe), "-c", "many"])
+    assert run.exit_code == 2
