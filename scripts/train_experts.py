@@ -13,18 +13,18 @@ import argparse
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer
-from transformers import AutoConfig, Qwen3MoeForCausalLM
 
 #: Tokens of a sequence, and sequences of a step.
 LENGTH, BATCH = 128, 4
 
 
-def upcycle(x: torch.Tensor, old: torch.Tensor) -> None:
+def upcycle(x: Any, old: Any) -> None:
     """Fill experts, [experts, n_out, n_in], with copies of fewer; every second hidden row or column stays random."""
+    import torch
+
     generator = torch.Generator().manual_seed(2)
     n = x.shape[1] // 2 if x.shape[1] > x.shape[2] else x.shape[2]
     for e in range(len(x)):
@@ -47,6 +47,11 @@ def main() -> None:
     p.add_argument("--minutes", type=float, default=10)
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()
+
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, Qwen3MoeForCausalLM
+
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     config = AutoConfig.from_pretrained(args.checkpoint)
