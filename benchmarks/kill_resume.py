@@ -243,9 +243,9 @@ def main() -> None:
     rng = random.Random(options.seed)
     with work_folder(options.work) as folder:
         # 16 experts, for many tensors of moderate size that a resume may find done or not.
-        shape = ("--size", options.size, "--experts", "16")
+        shape = ["--size", options.size, "--experts", "16"]
         convert = options.convert or options.mmproj
-        shape += ("--vision", "12") if options.mmproj else ()
+        shape += ["--vision", "12"] if options.mmproj else []
         make = partial(make_moe, script="make_moe_checkpoint.py") if convert else make_moe
         model = options.model or make(folder / ("Model" if convert else "model.gguf"), *shape)
         case = reference(model, folder / ("killed" if options.export else "killed.gguf"), options)

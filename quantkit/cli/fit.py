@@ -111,7 +111,7 @@ class _Sizes(_Numbers):
     default="llama.cpp",
     help="The program that runs the model.",
 )
-@option("-mm", "--mmproj", group=_FILES, type=MODEL, metavar="FILE", help="mmproj file, loaded beside the model.")
+@option("-mm", "--mmproj", group=_FILES, type=MODEL, metavar="FILE", help="Mmproj file, loaded beside the model.")
 @option(
     "-md",
     "--draft",
