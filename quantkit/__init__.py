@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from quantkit.options.search import SearchOptions
     from quantkit.options.sensitivity import SensitivityOptions
     from quantkit.progress import Progress
+    from quantkit.prune import plan_prune_experts, prune_experts
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
     from quantkit.recipes import convert_recipe, diff_recipe, lint_recipe, parse_recipe, show_recipe, write_recipe
     from quantkit.report import ReportOptions, report
@@ -114,12 +115,14 @@ __all__ = [
     "plan_edit",
     "plan_export",
     "plan_join",
+    "plan_prune_experts",
     "plan_quantize",
     "plan_split",
     "plan_stitch",
     "plan_upload",
     "presets",
     "prune_cache",
+    "prune_experts",
     "quantize",
     "read_imatrix",
     "read_sensitivity",
@@ -200,12 +203,14 @@ _HOME = {
     "plan_edit": "edit",
     "plan_export": "export",
     "plan_join": "split",
+    "plan_prune_experts": "prune",
     "plan_quantize": "quantize",
     "plan_split": "split",
     "plan_stitch": "stitch",
     "plan_upload": "upload",
     "presets": "catalog",
     "prune_cache": "cache",
+    "prune_experts": "prune",
     "quantize": "quantize",
     "read_imatrix": "formats.imatrix",
     "read_sensitivity": "sensitivity",

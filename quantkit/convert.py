@@ -22,17 +22,20 @@ from quantkit.checkpoint.open_mmproj import open_mmproj
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.checkpoint.registry import ARCHITECTURES, MMPROJ
 from quantkit.errors import RecipeError, TypeNotSupported
+from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.lora import parse_adapter
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import encoder_for
 from quantkit.options.convert import INTERMEDIATES
 from quantkit.options.convert import ConvertOptions as ConvertOptions
+from quantkit.pipeline.expert_lists import prune_source, read_experts
 from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.pipeline.runtimes import check_complete, encoder_notes
+from quantkit.pipeline.source import Source
 from quantkit.quantize import (
     QuantizeOptions,
     QuantizeResult,
@@ -111,13 +114,13 @@ def plan_convert(
             reserve=quantize_options.reserve if options.reserve is None else options.reserve,
         )
         path = _output_path(opened, output, title_of(type, quantize_options))
-        identity = f" intermediate {options.intermediate}"
+        identity, reads = f" intermediate {options.intermediate}", _files(opened, options)
         if options.lossless:
             quantize_options = replace(
                 quantize_options, ready_rules=(*quantize_options.ready_rules, *_lossless_rules(opened))
             )
         try:
-            plan = plan_from(opened, path, type, quantize_options, reads=opened.files, identity=identity)
+            plan = plan_from(_pruned(opened, options), path, type, quantize_options, reads=reads, identity=identity)
         except TypeNotSupported as e:
             if e.code != "QK-E209":
                 raise
@@ -198,17 +201,18 @@ def plan_mmproj(
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:
     """Plan a conversion without a type, with tensors as the checkpoint is opened; ``options`` set the split."""
-    outputs = [_output_tensor(opened, name) for name in opened.tensors]
+    source = _pruned(opened, options)
+    outputs = [_output_tensor(opened, tensor) for tensor in source.tensors.values()]
     plan = plan_output(
-        opened,
+        source,
         _output_path(opened, output, opened.outtype.name),
-        list(opened.fields.values()),
+        list(source.fields.values()),
         outputs,
         title=opened.outtype.name,
         notes=opened.notes,
         shard_of=_shards(outputs, options),
-        identity=f"{__version__} convert {opened.fingerprint()}",
-        reads=opened.files,
+        identity=f"{__version__} convert {source.fingerprint()}",
+        reads=_files(opened, options),
         all_dims=True,
         empty_first=options.no_tensor_first_split,
         pad_header=not options.vocab_only,
@@ -319,9 +323,19 @@ def _lossless_rules(opened: Checkpoint) -> list[Rule]:
     return [Rule(f"^{re.escape(t.name)}$", t.type, "--lossless") for t in blocks]
 
 
-def _output_tensor(opened: Checkpoint, name: str) -> OutputTensor:
-    tensor = opened.converted[name]
-    t, target = tensor.info, tensor.target_type
+def _pruned(opened: Checkpoint, options: ConvertOptions) -> Source:
+    """Return the source with the experts that are requested."""
+    if options.prune_experts is None:
+        return opened
+    return prune_source(opened, read_experts(options.prune_experts, opened))
+
+
+def _files(opened: Checkpoint, options: ConvertOptions) -> tuple[Path, ...]:
+    return (*opened.files, *([] if options.prune_experts is None else [options.prune_experts]))
+
+
+def _output_tensor(opened: Checkpoint, t: TensorInfo) -> OutputTensor:
+    name, target = t.name, opened.converted[t.name].target_type
     if t.type.block > 1:
         return OutputTensor(name, t.shape, target, "kept as it is stored", (whole_tensor(t),))
     outtype = opened.outtype.type

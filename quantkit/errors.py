@@ -90,7 +90,7 @@ CODES = {
         "cook.toml or another settings file has an unknown key, or a value of the wrong type.", "See `quantkit cook init`."),
     "QK-E209": ErrorCode("The source is already quantized.", "Use the unquantized model, or --allow-requantize."),
     "QK-E210": ErrorCode("A Python argument is unknown or of the wrong type.", "See the function's docstring."),
-    "QK-E211": ErrorCode("Experts cannot be merged or split as requested.", "Omit the option, or correct the rules."),
+    "QK-E211": ErrorCode("Experts cannot be merged, split or pruned as requested.", "Omit the option, or correct the rules."),
     "QK-E212": ErrorCode("A type needs an importance matrix.", "Give --imatrix FILE."),
     "QK-E213": ErrorCode("A target (size, bits per weight, divergence, speed) cannot be reached.", "Relax the target or allow more types."),
     "QK-E214": ErrorCode("There is nothing to do.", "See the message."),

@@ -57,6 +57,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "generate": {"evaluate", "imatrix"},
         "split": {"quantize"},
         "stitch": {"hash"},
+        "prune": set(),
         "calibration": set(),
         "compare": set(),
         "inspect": set(),
@@ -81,7 +82,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "kv_types", "sources"), set()),
-        **dict.fromkeys(("fusion", "placement", "observers", "scale_sites", "selection"), {"ops"}),
+        **dict.fromkeys(("fusion", "placement", "observers", "saliency", "scale_sites", "selection"), {"ops"}),
         "cost": {"kv_types", "ops"},
         "stages": {"observers", "ops"},
         "activations": {"observers", "ops", "stages"},

@@ -93,7 +93,7 @@ def test_environment_variables_have_an_entry(trees: dict[str, ast.AST]) -> None:
 
 
 KEY = re.compile(
-    r"(?:quantkit\.(?:quantize|copy|source|feedback|calibration|imatrix|covariance|merge|stitch)|imatrix|split|quantize\.imatrix)"
+    r"(?:quantkit\.(?:quantize|copy|source|feedback|calibration|imatrix|covariance|merge|prune|stitch)|imatrix|split|quantize\.imatrix)"
     r"\.[\w.]+|quantkit\.pad"
 )
 #: Strings of the source that look like keys: names of files, and the part of a key behind quantkit.quantize.

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": "Export a GGUF file as a checkpoint that transformers loads.",
     "merge-up-gate": "Merge the up and gate experts of a MoE model into one tensor, byte for byte.",
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
+    "prune-experts": "Write a MoE model with fewer experts, chosen by saliency (REAP), frequency or a list.",
     "cache": "Show, prune and verify a cache of encoded tensors (--cache).",
     "inspect": "Show the contents of a GGUF file: tensors, types, sizes, metadata, shards.",
     "fit": "Show how much memory a model takes, and the options with which it fits GPUs.",

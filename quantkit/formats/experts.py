@@ -15,6 +15,17 @@ MERGED = "ffn_gate_up_exps"
 
 #: ik_llama.cpp's name until March 2026, with the up rows first; used in memory only.
 UP_FIRST = "ffn_up_gate_exps"
+#: Tensors with experts in their last dimension, and their layer.
+BY_EXPERT = re.compile(
+    rf"blk\.(\d{{1,9}})\.(?:(?:{GATE}|{UP}|{MERGED}|{UP_FIRST}|ffn_down_exps)\.\w+|ffn_gate_inp\.(?:weight|bias)|"
+    r"exp_probs_b(?:_vl)?(?:\.bias)?)"
+)
+#: Tensors of models whose experts cannot be pruned, and the reasons.
+UNPRUNABLE = (
+    (re.compile(r"blk\.\d+\.ffn_gate_tid2eid\b.*"), "the layer selects experts by a table over tokens, not by scores"),
+    (re.compile(r"blk\.\d+\.ffn_\w+_chexps\..*"), "groups of experts share a chunk expert"),
+    (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\..*"), "experts are separate tensors: convert the model again"),
+)
 _NAME = re.compile(rf"(.*?)({GATE}|{UP}|{MERGED}|{UP_FIRST})\.(\w+)$")
 
 

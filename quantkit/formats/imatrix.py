@@ -8,6 +8,7 @@ GGUF (llama.cpp), all F32, n_mat = number of counts (1 for dense weights, also 3
     general.type = "imatrix", imatrix.datasets [str], imatrix.chunk_count u32, imatrix.chunk_size u32
     W.in_sum2 [nval / n_mat, n_mat]   raw sums of x^2            W.counts [1, n_mat]   tokens seen
     W.in_sum  [nval / n_mat, n_mat]   raw sums of x, optional    W.stats  [12]         statistics, ignored here
+    W.saliency [n_mat]                quantkit's own, of down projections of experts: see ``ImatrixEntry``
 
 .dat (older; the only format that ik_llama.cpp reads), int32 and float32, little endian::
 
@@ -72,6 +73,8 @@ class ImatrixEntry:
     in_sum: F32Array | None = None
     #: llama.cpp's statistics of the entry, copied unchanged; remove them when the sums change.
     stats: F32Array | None = None
+    #: Of down projections of experts, [n_mat]: sums over tokens of the gate times the norm of the expert's output.
+    saliency: F32Array | None = None
 
 
 @dataclass(eq=False)
@@ -274,7 +277,7 @@ def _read_gguf(path: Path) -> Imatrix:
     parts: dict[str, dict[str, TensorInfo]] = {}
     for tensor in file.tensors.values():
         name, _, kind = tensor.name.rpartition(".")
-        if kind in ("in_sum2", "counts", "in_sum", "stats"):
+        if kind in ("in_sum2", "counts", "in_sum", "stats", "saliency"):
             parts.setdefault(name, {})[kind] = tensor
     for name in sorted(parts):
         # Statistics alone contain no importance; llama.cpp writes them for weights without activations.
@@ -336,8 +339,11 @@ def _gguf_entry(file: GGUFFile, path: Path, name: str, parts: dict[str, TensorIn
         raise fail(f"shape {shape} does not match the {n_mat} counts of {name}.counts", parts["in_sum2"])
     if "in_sum" in flat and flat["in_sum"].size != nval:
         raise fail(f"has {flat['in_sum'].size} values, but {name}.in_sum2 has {nval}", parts["in_sum"])
+    saliency = flat.get("saliency")
+    if saliency is not None and not (saliency.size == n_mat and ((saliency >= 0) & (saliency < np.inf)).all()):
+        raise fail(f"must hold {n_mat} sums of norms", parts["saliency"])
     in_sum = flat["in_sum"].reshape(n_mat, -1) if "in_sum" in flat else None
-    return ImatrixEntry(flat["in_sum2"].reshape(n_mat, -1), counts, in_sum, flat.get("stats"))
+    return ImatrixEntry(flat["in_sum2"].reshape(n_mat, -1), counts, in_sum, flat.get("stats"), saliency)
 
 
 def _gguf_counts(raw: F32Array, fail: Callable[[str], FormatError]) -> npt.NDArray[np.int64]:
@@ -391,6 +397,8 @@ def _check_shapes(name: str, entry: ImatrixEntry) -> None:
         raise ValueError(f"{name}: counts must be [{entry.sums.shape[0]}] and not negative")
     if entry.in_sum is not None and entry.in_sum.shape != entry.sums.shape:
         raise ValueError(f"{name}: in_sum must have the shape of sums, {list(entry.sums.shape)}")
+    if entry.saliency is not None and entry.saliency.shape != entry.counts.shape:
+        raise ValueError(f"{name}: saliency must have the shape of counts, {list(entry.counts.shape)}")
 
 
 def _gguf_fields(imatrix: Imatrix, chunk_size: int) -> Iterator[Field]:
@@ -426,6 +434,8 @@ def _gguf_tensors(
             parts.append(("in_sum", (n, n_mat), entry.in_sum))
         if entry.stats is not None:
             parts.append(("stats", (entry.stats.size,), entry.stats))
+        if entry.saliency is not None:
+            parts.append(("saliency", (n_mat,), entry.saliency))
         for kind, shape, array in parts:
             if len(f"{name}.{kind}".encode()) > MAX_GGUF_NAME:
                 max_name = MAX_GGUF_NAME - len(f".{kind}")

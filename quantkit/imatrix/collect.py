@@ -67,6 +67,7 @@ from quantkit.model.nextn import nextn_layers
 from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
+from quantkit.model.saliency import SALIENCY, observe_saliency
 from quantkit.options.imatrix import FILLS, ImatrixOptions
 from quantkit.pipeline.content import FileRecord
 from quantkit.progress import Progress, ProgressCallback
@@ -267,6 +268,8 @@ def _check(options: ImatrixOptions, path: Path | None, run: EvaluationOptions) -
         raise RecipeError("nothing to collect: give an output file, or request the similarity of layers", "QK-E214")
     if options.fill is not None and options.fill not in FILLS:
         raise RecipeError(f"unknown fill policy {options.fill!r}; choose one of {', '.join(FILLS)}", "QK-E203")
+    if options.saliency and (path is None or (options.output_format or format_of(path)) == "dat"):
+        raise RecipeError("--saliency: only a GGUF importance matrix stores it: give -o FILE.gguf", "QK-E202")
     if options.n_batch > options.n_ctx and options.n_batch % options.n_ctx:
         raise RecipeError(
             f"-b {options.n_batch} is not a multiple of -c {options.n_ctx}: a pass computes whole chunks", "QK-E203"
@@ -346,7 +349,8 @@ def _rewrite(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool
 
 
 def _observe(options: ImatrixOptions, latent: bool, graph: Graph, output: bool) -> Graph:
-    return observe(graph, process_output=output, all_experts=options.all_experts, latent=latent)
+    graph = observe(graph, process_output=output, all_experts=options.all_experts, latent=latent)
+    return observe_saliency(graph) if options.saliency else graph
 
 
 def chunks_of(
@@ -453,7 +457,7 @@ class _Collector:
         o = self.options
         digest = hashlib.sha256(self.text.windows.tobytes())
         numbers = (o.n_ctx, o.n_batch, self.session.limits.n_ubatch, self.model.kv_type, self.bos, o.ppl)
-        switches = (o.process_output, o.all_experts, o.layer_similarity, self.predictor is not None)
+        switches = (o.process_output, o.all_experts, o.layer_similarity, self.predictor is not None, o.saliency)
         digest.update(repr((numbers, switches, *self.model.overrides)).encode())
         return digest.hexdigest()
 
@@ -576,6 +580,8 @@ class _Collector:
         self.watcher.on_chunk(chunk + 1, self.n, self.ppl)
 
     def _input_name(self, name: str) -> str:
+        if name.startswith(SALIENCY):
+            return f"the output of {name.removeprefix(SALIENCY)}"
         return (
             f"the input of {name.removeprefix(ALL_EXPERTS)}" if name in self.names else f"the input or output of {name}"
         )
@@ -659,10 +665,14 @@ class _Collector:
         entries: dict[str, ImatrixEntry] = {}
         accumulators = self.accumulators
         for accumulator, (width, names) in self.names.items():
-            if accumulator.startswith(prefix or ALL_EXPERTS) is bool(prefix):
+            if not accumulator.startswith(SALIENCY) and accumulator.startswith(prefix or ALL_EXPERTS) is bool(prefix):
                 entries |= dict.fromkeys(names, entry_of(accumulators[accumulator], width))
         for name in with_shared_inputs(tuple(entries), self.tensors)[len(entries) :]:
             entries[name] = entries[_input_alias(name)]
+        if not prefix:
+            for name in [name for name in self.names if name.startswith(SALIENCY)]:
+                weight = name.removeprefix(SALIENCY)
+                entries[weight] = replace(entries[weight], saliency=_saliency_of(accumulators[name]))
         return dict(sorted(entries.items()))
 
     def _run_matrix(self) -> Imatrix:
@@ -744,6 +754,13 @@ def with_shared_inputs(names: Sequence[str], tensors: Collection[str]) -> tuple[
 def _input_alias(name: str) -> str:
     layer, n, kind = (*name.split(".", 2), "", "")[:3]
     return f"{layer}.{n}.{_SAME_INPUT.get(kind, '')}"
+
+
+def _saliency_of(accumulator: Accumulator) -> F32:
+    """Return the sums of gates times norms of each expert in float32, rounded once."""
+    sums = accumulator["sums"]
+    total: F32 = (sums[:, 2] + sums[:, 3]).sum(axis=1).astype(np.float32)
+    return total
 
 
 def entry_of(accumulator: Accumulator, width: int) -> ImatrixEntry:

@@ -68,6 +68,12 @@ def merge(
     )
     if dropped:
         notes.append(f"dropped the sums of activations (in_sum) of {dropped} entries: not all files have them")
+    dropped = sum(
+        entry.saliency is None and any(p.entries[n].saliency is not None for p in parts if n in p.entries)
+        for n, entry in entries.items()
+    )
+    if dropped:
+        notes.append(f"dropped the saliency of the experts of {dropped} entries: not all files have it")
     extra, extra_notes = _extra(parts)
     merged = Imatrix(
         imatrices[0].path,
@@ -145,7 +151,10 @@ def _sum(name: str, parts: Sequence[Imatrix]) -> ImatrixEntry:
     in_sum = None
     if all(entry.in_sum is not None for entry in entries):
         in_sum = np.sum([np.asarray(entry.in_sum, np.float64) for entry in entries], axis=0).astype(np.float32)
-    return ImatrixEntry(sums.astype(np.float32), counts.astype(np.int64), in_sum)
+    saliency = None
+    if all(entry.saliency is not None for entry in entries):
+        saliency = np.sum([np.asarray(entry.saliency, np.float64) for entry in entries], axis=0).astype(np.float32)
+    return ImatrixEntry(sums.astype(np.float32), counts.astype(np.int64), in_sum, None, saliency)
 
 
 def _one_count(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
@@ -223,6 +232,8 @@ def _dat_losses(imatrix: Imatrix) -> Iterator[str]:
         losses.insert(0, f"tokens per expert of {experts} entries")
     if any(entry.in_sum is not None for entry in imatrix.entries.values()):
         losses.append("sums of activations (in_sum)")
+    if any(entry.saliency is not None for entry in imatrix.entries.values()):
+        losses.append("saliency of experts")
     if imatrix.stats_schema:
         losses.append("statistics")
     if len(imatrix.datasets) > 1:

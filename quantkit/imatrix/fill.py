@@ -67,7 +67,7 @@ def _fill(entry: ImatrixEntry, empty: npt.NDArray[np.intp], policy: str) -> Imat
         if in_sum is not None and entry.in_sum is not None:
             in_sum[expert] = 0 if policy == "ones" else _mean(entry.in_sum, entry.counts, sources)
         counts[expert] = 1
-    return ImatrixEntry(sums, counts, in_sum, None)
+    return ImatrixEntry(sums, counts, in_sum, None, entry.saliency)
 
 
 def _mean(sums: F32Array, counts: npt.NDArray[np.int64], experts: npt.NDArray[np.intp]) -> F32Array:
@@ -115,7 +115,7 @@ def _empty(entry: ImatrixEntry, experts: Iterable[int]) -> ImatrixEntry:
     in_sum = None if entry.in_sum is None else entry.in_sum.copy()
     if in_sum is not None:
         in_sum[indices] = 0
-    return ImatrixEntry(sums, counts, in_sum, None)
+    return ImatrixEntry(sums, counts, in_sum, None, entry.saliency)
 
 
 def with_entries(imatrix: Imatrix, change: Callable[[dict[str, ImatrixEntry]], dict[str, ImatrixEntry]]) -> Imatrix:

@@ -95,6 +95,13 @@ class ConvertOptions(Options):
         metavar="ADAPTER[:SCALE]",
         example='["adapter:0.5"]',
     )
+    prune_experts: Path | None = option(
+        None,
+        "Only these experts: list or file of `quantkit prune-experts`.",
+        CHECKPOINT,
+        metavar="FILE",
+        example='"experts.json"',
+    )
     bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", CHECKPOINT)
     reserve: str | int | None = option(
         None,

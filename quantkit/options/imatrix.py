@@ -49,6 +49,7 @@ class ImatrixOptions(Options):
     process_output: bool = option(False, "Also record the output matrix (output.weight).", FURTHER)
     nextn: bool = option(False, "Also record the MTP (NextN) layers.", FURTHER)
     all_experts: bool = option(False, "Also write OUT.all-experts, for which every token passes every expert.", FURTHER)
+    saliency: bool = option(False, "Also record the saliency of experts, for prune-experts.", FURTHER)
     layer_similarity: bool = option(
         False,
         "Report the cosine similarity of each layer's input and output; without -o, write no importance matrix.",

@@ -6,7 +6,8 @@
 ``quantkit.feedback.*``        how error feedback was applied
 ``quantkit.calibration.*``     a sketch of the text that the importance matrix comes from (quantkit.calibration.overlap)
 ``quantkit.copy.*``            later copies (COPY, --repack): version, recipe, source, an item for each copy
-``quantkit.source.*``          the source's values of the same keys, before it was encoded again
+``quantkit.prune.*``           which experts of the original model the file has; remains when values are encoded again
+``quantkit.source.*``          the source's values of the other keys, before it was encoded again
 =============================  =========================================================================================
 
 A copy encodes nothing, so all of the source's keys remain valid and are kept. If values are encoded, these keys
@@ -25,6 +26,7 @@ from quantkit.pipeline.metadata import Metadata
 _ROOT = "quantkit."
 _MERGE_RECORD = "quantkit.merge."
 _CALIBRATION = "quantkit.calibration."
+_PRUNE_RECORD = "quantkit.prune."
 
 
 def is_provenance(key: str) -> bool:
@@ -46,8 +48,8 @@ def record_quantization(
         imatrix: the importance matrix, whose sketch of its text is copied, so that evaluations can warn.
         feedback: fields ``quantkit.feedback.*``.
     """
-    earlier = [f for f in metadata.fields() if is_provenance(f.key)]
-    drop(metadata)
+    earlier = [f for f in metadata.fields() if is_provenance(f.key) and not f.key.startswith(_PRUNE_RECORD)]
+    metadata.remove(*(f.key for f in earlier))
     for field in earlier:
         metadata.set(replace(field, key=f"{_ROOT}source.{field.key.removeprefix(_ROOT)}"))
     for field in imatrix.extra.values() if imatrix is not None else ():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP, find_layers
 from quantkit.formats.gguf import Field, TensorInfo, ValueType
+from quantkit.pipeline.expert_lists import BY_KEY, COUNT_KEY, EXPERTS_KEY
 from quantkit.pipeline.experts import Layer, runtimes
 from quantkit.pipeline.metadata import Metadata, prune_names
 from quantkit.pipeline.plan import OutputTensor
@@ -139,7 +140,11 @@ def layer_names(layers: Sequence[Layer]) -> str:
 
 
 def prune_record(metadata: Metadata, prune: Sequence[int]) -> None:
-    """Remove the layers ``prune`` from the record of a merge; drop the record if it does not have them."""
+    """Remove the layers ``prune`` from the record of a merge; drop the record if it does not have them.
+
+    The record of pruned experts is by number of a layer, and is dropped.
+    """
+    metadata.remove(EXPERTS_KEY, COUNT_KEY, BY_KEY)
     order, shards = metadata.get(ORDER_KEY), metadata.get(SHARDS_KEY)
     if order is None:
         return

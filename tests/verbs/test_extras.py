@@ -95,6 +95,7 @@ LINES = {
     "merge-up-gate s3://b/m.gguf gs://b/out.gguf --ray local": "ray remote s3fs gcsfs",
     "split s3://b/m.gguf --max-size 1G --ray local": "ray remote s3fs",
     "join m-00001-of-00002.gguf --ray local": "ray",
+    "prune-experts s3://b/m.gguf out.gguf --experts e.json --ray local": "ray remote s3fs",
     "stitch m.gguf out.gguf --take attn=i.gguf --ray local": "ray",
     "fit s3://b/m.gguf --draft hf://o/r/d.gguf": "remote s3fs huggingface_hub",
     "try -hf org/name --chat --backend cuda": "cuda12 remote run huggingface_hub",
