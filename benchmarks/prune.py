@@ -17,6 +17,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from feedback_kld import Measurement, ratio
@@ -27,7 +28,7 @@ import quantkit
 from quantkit.evaluate.likelihood import SaveLogits
 from quantkit.formats.gguf import open_model
 from quantkit.imatrix import ImatrixOptions, imatrix
-from quantkit.prune import plan_prune_experts, prune_experts
+from quantkit.prune import Criterion, plan_prune_experts, prune_experts
 from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
 
@@ -62,7 +63,7 @@ class Files:
                 for layer, experts_left in plan.experts.items()
             }
         if experts is None:
-            prune_experts(self.args.model, path, self.args.keep, criterion=criterion, imatrix=matrix)
+            prune_experts(self.args.model, path, self.args.keep, criterion=cast(Criterion, criterion), imatrix=matrix)
         else:
             prune_experts(self.args.model, path, experts=experts)
         self.collect(path, path.with_suffix(".imatrix"))
