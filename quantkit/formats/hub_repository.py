@@ -134,7 +134,7 @@ class Repository:
         except Exception as e:
             verdict = judge(e)
             raise ResourceError(
-                f"{self.name}: the Hub does not {action}: {_reason(e, verdict)}{_advice(verdict)}", "QK-E412"
+                f"{self.name}: cannot {action} on the Hub: {_reason(e, verdict)}{_advice(verdict)}", "QK-E412"
             ) from None
 
 

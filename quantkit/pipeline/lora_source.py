@@ -1,8 +1,8 @@
 """A source with LoRA adapters merged into its tensors while they are read: ``quantize --merge-lora``.
 
 The values are those of llama-export-lora (tools/export-lora/export-lora.cpp, b11434): a tensor is decoded, then each
-adapter's product is computed, scaled and added, in float32. Only the order of the sum over the rank is quantkit's
-(``kernels/cpu/low_rank.py``), which does not depend on the CPU.
+adapter's product is computed, scaled and added, in float32. Only the order of the sum over the rank is torch's
+(``kernels/cpu/low_rank.py``), the same on all CPUs with FMA.
 """
 
 from __future__ import annotations

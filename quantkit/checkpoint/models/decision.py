@@ -326,7 +326,7 @@ def _read_kev(config: Config) -> _KevHead:
     saved = saved if isinstance(saved, dict) else {}
     head, width, temperature = saved.get("head"), saved.get("head_dim"), saved.get("temperature")
     if not isinstance(head, dict) or head.keys() != set(_KEV_TENSORS):
-        raise FormatError(f"{path}: its head has not the tensors {', '.join(_KEV_TENSORS)}", "QK-E110")
+        raise FormatError(f"{path}: its head does not have the tensors {', '.join(_KEV_TENSORS)}", "QK-E110")
     if type(width) is not int or isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise FormatError(
             f"{path}: head_dim is {short(width)} and temperature {short(temperature)}, not numbers", "QK-E110"
