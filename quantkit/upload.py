@@ -327,5 +327,6 @@ def _verify(plan: UploadPlan, files: Sequence[UploadFile], remote: dict[str, Rem
     for file in files:
         if file.name not in remote or not remote[file.name].matches(file.path, str(file.sha256)):
             raise FormatError(
-                f"{plan.repository}: {file.name} there does not have the SHA-256 of {file.path}: upload it again", "QK-E100"
+                f"{plan.repository}: {file.name} there does not have the SHA-256 of {file.path}: upload it again",
+                "QK-E100",
             )
