@@ -6,7 +6,8 @@ ggml's graph allocator on the engine's graph.
 
 from __future__ import annotations
 
-from quantkit.fit.estimate import CacheKind, Device, Fit, Size, fit
+from quantkit.fit.estimate import CacheKind, Fit, Size, fit
+from quantkit.fit.layout import Device
 from quantkit.fit.options import FitOptions
 
 __all__ = ["CacheKind", "Device", "Fit", "FitOptions", "Size", "fit"]

@@ -15,7 +15,7 @@ from quantkit.fit.accuracy import accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
 from quantkit.fit.caches import PAD, Context
 from quantkit.fit.command import command_line
-from quantkit.fit.layout import Estimator, Layout, Usage
+from quantkit.fit.layout import Device, Estimator, Layout
 from quantkit.fit.options import FitOptions
 from quantkit.fit.weights import Weights, weights_of
 from quantkit.formats.gguf import GGUFFile, open_model
@@ -31,27 +31,6 @@ from quantkit.types import BY_NAME
 PRESETS = (*("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0"),)
 #: The shortest context for which weights remain on the GPUs, as in llama.cpp (--fit-ctx).
 SHORTEST = 4096
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device and its memory, in bytes. ``limit``: that the model may have, None if that does not matter."""
-
-    name: str
-    weights: int
-    cache: int
-    compute: int
-    #: The mmproj file and the draft model.
-    companions: int
-    limit: int | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights + self.cache + self.compute + self.companions
-
-    @property
-    def fits(self) -> bool:
-        return self.limit is None or self.nbytes <= self.limit
 
 
 @dataclass(frozen=True)
@@ -144,7 +123,6 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
         if planned_type is not None:
             model = model.with_weights(_quantized(opened, planned_type, options, model))
         context, layout = _choose(model, options)
-        usage = model.usage(layout, context)
         notes += _notes(model, options, planned_type)
         types = _ladder(opened) if options.types is None else options.types[1 if planned_type else 0 :]
         sizes = tuple(_sizes(model, opened, types, context, options))
@@ -156,7 +134,7 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
             ctx=context.n_ctx,
             ctx_train=model.h.n_ctx_train,
             longest=model.longest(context, step, layout),
-            devices=tuple(_devices(usage)),
+            devices=model.devices(layout, context),
             caches=tuple(_kinds(model, context)),
             gpu_layers=layout.gpu_layers,
             cpu_moe=layout.cpu_moe,
@@ -203,7 +181,7 @@ def _companion_bytes(options: FitOptions, stack: ExitStack, notes: list[str]) ->
             )
             return nbytes + weights
         context = options.context(options.ctx or SHORTEST)
-        nbytes += sum(usage.nbytes for usage in estimator.usage(Layout(estimator.weights.n_layer), context))
+        nbytes += sum(device.nbytes for device in estimator.devices(Layout(estimator.weights.n_layer), context))
     return nbytes
 
 
@@ -228,12 +206,6 @@ def _choose(model: Estimator, options: FitOptions) -> tuple[Context, Layout]:
     longest = model.longest(context, PAD * streams)
     context = context.with_length(max(longest, shortest))
     return context, model.best_layout(context)
-
-
-def _devices(usage: Sequence[Usage]) -> Iterator[Device]:
-    for i, part in enumerate(usage):
-        name = f"GPU {i}" if i else "memory"
-        yield Device(name, part.weights, part.cache, part.compute, part.companions, part.limit)
 
 
 def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
@@ -290,12 +262,12 @@ def _sizes(
         weights = _quantized(source, name, options, model)
         variant = model.with_weights(weights)
         layout = variant.best_layout(context)
-        usage = variant.usage(layout, context)
+        devices = variant.devices(layout, context)
         yield Size(
             BY_NAME[name.upper()].name if name.upper() in BY_NAME else name.upper(),
             weights.nbytes,
-            sum(part.nbytes for part in usage),
-            all(part.fits for part in usage),
+            sum(device.nbytes for device in devices),
+            all(device.fits for device in devices),
             layout.all_on_gpus,
             layout.gpu_layers,
             layout.cpu_moe,

@@ -43,14 +43,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Bytes on a device. ``limit``: that it may have, None if that does not matter."""
+class Device:
+    """A device and the memory of it that a model takes, in bytes."""
 
-    weights: int = 0
-    cache: int = 0
-    compute: int = 0
-    companions: int = 0
-    limit: int | None = None
+    name: str
+    weights: int
+    cache: int
+    compute: int
+    #: The mmproj file and the draft model.
+    companions: int
+    #: The bytes that the model may have; None: any number.
+    limit: int | None
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +88,8 @@ class Estimator:
         """Return the memory of the context by layer."""
         return layer_memory(self.shapes, context)
 
-    def usage(self, layout: Layout, context: Context) -> tuple[Usage, ...]:
-        """Return the bytes on the CPU and on each GPU."""
+    def devices(self, layout: Layout, context: Context) -> tuple[Device, ...]:
+        """Return the CPU and each GPU with their bytes."""
         weights, cache = [0] * (len(self.gpus) + 1), [0] * (len(self.gpus) + 1)
         for layer, device in enumerate(layout.devices[:-1]):
             weights[device] += self.weights.dense[layer]
@@ -100,12 +103,19 @@ class Estimator:
         limits = (self.host, *self.gpus)
         home = 1 if self.gpus else 0
         return tuple(
-            Usage(weights[i], cache[i], compute.get(i, 0), self.companions if i == home else 0, limit)
+            Device(
+                f"GPU {i}" if i else "memory",
+                weights[i],
+                cache[i],
+                compute.get(i, 0),
+                self.companions if i == home else 0,
+                limit,
+            )
             for i, limit in enumerate(limits)
         )
 
     def fits(self, layout: Layout, context: Context) -> bool:
-        return all(usage.fits for usage in self.usage(layout, context))
+        return all(device.fits for device in self.devices(layout, context))
 
     def _compute(self, layout: Layout, context: Context) -> dict[int, int]:
         key = context, layout
@@ -185,7 +195,7 @@ class Estimator:
             counts[gpu] += 1
             used += nbytes
         layout = Layout(n, tuple(counts), cpu_moe)
-        return layout if all(usage.fits for usage in self.usage(layout, context)[1:]) else None
+        return layout if all(device.fits for device in self.devices(layout, context)[1:]) else None
 
     def _layer_bytes(self, gpu_layers: int, cpu_moe: int, context: Context) -> Iterator[int]:
         n = self.weights.n_layer
