@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Kill edit, split, join and stitch (SIGKILL) at many moments; compare the files that they leave, and resumed output.
+"""Kill edit, split, join, stitch and prune-experts (SIGKILL) at many moments; compare the files, and resumed output.
 
     scripts/check_kills.py [MOMENTS]
 

@@ -19,6 +19,7 @@ from typing import Any
 from quantkit.edit import EditOptions, edit
 from quantkit.formats.gguf.header_journal import settle
 from quantkit.formats.gguf.reader import read_shard
+from quantkit.prune import prune_experts
 from quantkit.split import join, split
 from quantkit.stitch import stitch
 
@@ -69,6 +70,12 @@ COMMANDS = {
         _prepare_files,
         lambda folder: stitch(
             folder / "m.gguf", folder / "s.gguf", {"attn_v": folder / "n.gguf"}, threads=1, resume=True
+        ),
+    ),
+    "prune-experts": Command(
+        _prepare_file,
+        lambda folder: prune_experts(
+            folder / "m.gguf", folder / "p.gguf", experts=dict.fromkeys(range(4), range(6)), threads=1, resume=True
         ),
     ),
 }

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -286,7 +282,7 @@ def test_companions_follow(tiny_moe: Path, saliency: Path, tmp_path: Path) -> No
         assert np.array_equal(new_sums[f"{name}.{part}"][2].reshape(6, -1), expected)
 
 
-# ---------------------------------------------------------------- refusals, the command, kills
+# ---------------------------------------------------------------- refusals, the command
 
 
 def test_refusals(tiny_moe: Path, saliency: Path, tmp_path: Path) -> None:
@@ -335,22 +331,3 @@ def test_the_command(tiny_moe: Path, saliency: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     experts = {int(layer): tuple(e) for layer, e in json.loads(dry.stdout)["experts"].items()}
     assert as_bytes(tmp_path / "p.gguf") == sliced(tiny_moe, experts)
-
-
-def test_a_killed_run_is_resumed(tiny_moe: Path, tmp_path: Path) -> None:
-    (tmp_path / "e.json").write_text(json.dumps({str(layer): e for layer, e in EXPERTS.items()}))
-    prune_experts(tiny_moe, tmp_path / "expected.gguf", experts=EXPERTS)
-    out = tmp_path / "p.gguf"
-    command = [sys.executable, "-m", "quantkit", "prune-experts", tiny_moe, out, "--experts", tmp_path / "e.json"]
-    command += ["--threads", "1", "--max-ram", "2M", "--resume"]
-    for delay in (0.0, 0.02):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        assert process.stderr is not None
-        process.stderr.readline()
-        time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stderr.close()
-        assert not out.exists() or out.read_bytes() == (tmp_path / "expected.gguf").read_bytes()
-    subprocess.run(command, check=True, capture_output=True)
-    assert out.read_bytes() == (tmp_path / "expected.gguf").read_bytes()
