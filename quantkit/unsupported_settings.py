@@ -8,6 +8,7 @@ runtime assumes. Only values in config.json count, not defaults of a configurati
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,6 +199,14 @@ def _clamp(model: Model) -> object:
     if model.row is None:
         return ANY
     return model.key("attention.clamp_kqv") if model.row.attention_rules.clamp_key else None
+
+
+def _attention_bias(model: Model) -> object:
+    """Return False if no layer has a bias of q, k or v."""
+    return ANY if any(_ATTENTION_BIAS.search(name) for name in model.opened.tensors) else False
+
+
+_ATTENTION_BIAS = re.compile(r"attn_(q|k|v|qkv|q_a|q_b|kv_a_mqa|kv_b)\.bias$")
 
 
 def _query_scale(model: Model) -> object:
@@ -460,6 +469,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("routed_scaling_factor route_scale moe_router_scaling_factor", _expert_scale),
     Setting("topk_method", _group_choice, frozenset({"deepseek2"})),
     # attention
+    Setting("attention_bias qkv_bias use_qkv_bias add_qkv_bias", _attention_bias),
     Setting("clip_qkv", _clamp),
     _nested("attn_config", "softmax_scale", None, "mpt"),
     _nested("attn_config", "prefix_lm", False, "mpt"),

@@ -56,6 +56,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"query_pre_attn_scalar": 128}, "query_pre_attn_scalar"),
     ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar"),
     ("gemma3n", {"final_logit_softcapping": 20.0}, "final_logit_softcapping"),
+    ("llama", {"attention_bias": True}, "attention_bias"),  # and it stores no biases
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
     ("mistral", {"sliding_window": 1024}, "sliding_window"),
