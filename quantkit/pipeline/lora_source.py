@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.formats.gguf import Field, TensorInfo
+from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.lora import LoraFile, open_lora, parse_adapter
 from quantkit.formats.ranges import U8
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.tensor_scale import decoded_as
-from quantkit.pipeline.source import Source
+from quantkit.pipeline.source import Source, SourceView
 from quantkit.types import BY_NAME, TensorType
 
 F32 = npt.NDArray[np.float32]
@@ -34,10 +33,9 @@ _PIECE = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
-class LoraSource:
+class LoraSource(SourceView):
     """A source with ``adapters`` merged, each with the factor of its scale. Tensors that they change are F32."""
 
-    source: Source
     adapters: tuple[tuple[LoraFile, float], ...]
 
     @cached_property
@@ -55,16 +53,8 @@ class LoraSource:
         return {name: BY_NAME["F32" if stored[name].type.name == "F32" else "F16"] for name in self.products}
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        return self.source.paths
-
-    @property
     def inputs(self) -> tuple[Path, ...]:
         return (*self.source.inputs, *(adapter.path for adapter, _ in self.adapters))
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return self.source.fields
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -74,13 +64,6 @@ class LoraSource:
             name: replace(t, type=f32, nbytes=f32.tensor_bytes(t.shape)) if name in self.products else t
             for name, t in self.source.tensors.items()
         }
-
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor as the source stores it."""
-        return self.source.stored(self.source.tensors[tensor.name])
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.source.get(key, default)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.source.fingerprint().encode())
@@ -144,9 +127,6 @@ class LoraSource:
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         return None if tensor.name in self.products else self.source.place(tensor)
-
-    def where(self, tensor: TensorInfo) -> str:
-        return self.source.where(tensor)
 
 
 def _row_factor(adapter: LoraFile, name: str, first: int, n: int) -> F32:

@@ -15,28 +15,23 @@ from typing import Any
 
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.formats.ranges import U8
-from quantkit.pipeline.source import Source
+from quantkit.pipeline.source import SourceView
 
 
 @dataclass(frozen=True, eq=False)
-class PrunedSource:
-    """A source whose tensors ``experts`` names have only these experts, ascending, and whose metadata is ``fields``.
+class PrunedSource(SourceView):
+    """A source whose tensors ``experts`` names have only these experts, ascending.
 
-    ``drop``: tensors that it lacks.
+    ``metadata``: its fields. ``drop``: tensors that it lacks.
     """
 
-    source: Source
     experts: Mapping[str, tuple[int, ...]]
-    fields: dict[str, Field]
+    metadata: dict[str, Field]
     drop: frozenset[str] = frozenset()
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        return self.source.paths
-
-    @property
-    def inputs(self) -> tuple[Path, ...]:
-        return self.source.inputs
+    def fields(self) -> dict[str, Field]:
+        return self.metadata
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -46,7 +41,7 @@ class PrunedSource:
         return self._pruned(self.source.stored(self.source.tensors[tensor.name]))
 
     def get(self, key: str, default: Any = None) -> Any:
-        field = self.fields.get(key)
+        field = self.metadata.get(key)
         return default if field is None else field.value
 
     def fingerprint(self) -> str:
@@ -72,9 +67,6 @@ class PrunedSource:
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         return None if tensor.name in self.experts else self.source.place(self.source.tensors[tensor.name])
-
-    def where(self, tensor: TensorInfo) -> str:
-        return self.source.where(self.source.tensors[tensor.name])
 
     def _pruned(self, tensor: TensorInfo) -> TensorInfo:
         experts = self.experts.get(tensor.name)

@@ -6,6 +6,7 @@ read. Plans, jobs and runs use only this protocol.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,3 +51,35 @@ class Source(Protocol):
 
     def where(self, tensor: TensorInfo) -> str:
         """Return the file of a tensor, for messages."""
+
+
+@dataclass(frozen=True, eq=False)
+class SourceView:
+    """A source that changes some tensors of another while they are read; metadata and files are that one's.
+
+    Subclasses define ``tensors``, ``fingerprint``, ``read`` and ``place``.
+    """
+
+    source: Source
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return self.source.paths
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        return self.source.inputs
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return self.source.fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.source.get(key, default)
+
+    def stored(self, tensor: TensorInfo) -> TensorInfo:
+        """Return the tensor as the source stores it."""
+        return self.source.stored(self.source.tensors[tensor.name])
+
+    def where(self, tensor: TensorInfo) -> str:
+        return self.source.where(self.source.tensors[tensor.name])

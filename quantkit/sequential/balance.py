@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.formats.gguf import Field, TensorInfo, open_model
+from quantkit.formats.gguf import TensorInfo, open_model
 from quantkit.formats.ranges import U8
 from quantkit.model.engine import load
 from quantkit.model.observers import every_token
 from quantkit.model.ops import Graph, Observe, Op
 from quantkit.model.scale_sites import ScaleSite, find_scale_sites
-from quantkit.pipeline.source import Source
+from quantkit.pipeline.source import SourceView
 from quantkit.types import BY_NAME
 
 F32 = npt.NDArray[np.float32]
@@ -128,10 +128,9 @@ def _add_observers(graph: Graph, scalables: Iterable[ScaleSite]) -> list[Op]:
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedSource:
+class BalancedSource(SourceView):
     """A source whose values are multiplied by ``factors``."""
 
-    source: Source
     factors: Sequence[Factors]
 
     @cached_property
@@ -144,18 +143,6 @@ class BalancedSource:
                 result.setdefault(name, []).append((np.reciprocal(item.values), False))
         return result
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return self.source.paths
-
-    @property
-    def inputs(self) -> tuple[Path, ...]:
-        return self.source.inputs
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return self.source.fields
-
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """All tensors; those with factors are F32."""
@@ -165,13 +152,6 @@ class BalancedSource:
         if tensor.name not in self._tensor_factors:
             return tensor
         return replace(tensor, type=BY_NAME["F32"], nbytes=BY_NAME["F32"].tensor_bytes(tensor.shape))
-
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor as the source stores it."""
-        return self.source.stored(self.source.tensors[tensor.name])
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.source.get(key, default)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.source.fingerprint().encode())
@@ -201,6 +181,3 @@ class BalancedSource:
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         return None if tensor.name in self._tensor_factors else self.source.place(tensor)
-
-    def where(self, tensor: TensorInfo) -> str:
-        return self.source.where(tensor)
