@@ -191,7 +191,7 @@ def pages_of(links: list[str]) -> list[str]:
         ("QUANTKIT_CACHE", "reference/environment.html"),
         ("GPTQ", "how-to/error-feedback.html"),
         ("--split-max-size", "how-to/split-join-edit.html"),
-        ("mmproj", "reference/commands/convert.html"),
+        ("mmproj", "how-to/vision.html"),
     ],
 )
 def test_search_finds_pages(browser: Any, address: str, words: str, page: str) -> None:
