@@ -32,6 +32,8 @@ I64 = npt.NDArray[np.int64]
 
 #: Number of values computed at a time, which bounds temporary memory.
 PIECE = 1 << 17
+#: Number of values from which on compiled code rounds them to F16.
+_LONG = PIECE
 
 TYPE_F32, TYPE_F16, TYPE_BF16 = (type_by_name(name) for name in ("F32", "F16", "BF16"))
 #: Dtypes of safetensors whose bytes are those of a GGUF type.
@@ -107,8 +109,11 @@ def from_f32(t: TensorType, values: F32, out: U8) -> None:
     if t is TYPE_F32:
         out.view(np.float32)[...] = values
     elif t is TYPE_F16:
-        with np.errstate(over="ignore"):
-            out.view(np.float16)[...] = values
+        with np.errstate(over="ignore", invalid="ignore"):
+            if values.size >= _LONG and not math.isnan(values.sum(dtype=np.float64)):
+                _round_to_f16(values, out)
+            else:
+                out.view(np.float16)[...] = values
     else:
         bits = np.ascontiguousarray(values).view(np.uint32)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -116,6 +121,13 @@ def from_f32(t: TensorType, values: F32, out: U8) -> None:
         if nan.any():
             rounded = np.where(nan, (bits >> 16) | 64, rounded)
         out.view(np.uint16)[...] = rounded
+
+
+def _round_to_f16(values: F32, out: U8) -> None:
+    """Write values without NaN as F16, many times faster than numpy."""
+    from quantkit.kernels.cpu.encode.floats import encode_f16
+
+    encode_f16(values.reshape(1, -1), np.empty((0, 0), np.float32), out.reshape(1, -1), 0, 1)
 
 
 @dataclass(frozen=True)

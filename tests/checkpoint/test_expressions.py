@@ -77,3 +77,16 @@ def test_float8() -> None:
     assert np.isnan(e4m3[[0x7F, 0xFF]]).all()
     assert (e5m2[0x7B], e5m2[0x7C], e5m2[0x01]) == (57344.0, np.inf, 2.0**-16)
     assert (e8m0[127], e8m0[0]) == (1.0, 2.0**-127)
+
+
+@pytest.mark.parametrize("special", [(), (np.inf, -np.inf, 65519.0, 65520.0, 2.0**-24, 2.0**-25), (np.nan, np.inf)])
+def test_long_runs_are_rounded_to_f16_as_by_numpy(special: tuple[float, ...]) -> None:
+    """Every bit pattern of a float's upper half, so all F16 values, ties between them, and denormals."""
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) * 0x2000 + 0x38001000).view(np.float32)
+    values = np.concatenate([values, ties, values[::-1]])
+    values = np.concatenate([values[np.isfinite(values)], np.array(special, np.float32), np.zeros(1 << 17, np.float32)])
+    out = np.empty(2 * values.size, np.uint8)
+    ex.from_f32(ex.TYPE_F16, values, out)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert out.tobytes() == values.astype(np.float16).tobytes()
