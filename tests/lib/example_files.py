@@ -77,6 +77,11 @@ def write_calibration(path: Path) -> None:
     path.write_bytes(text[:15000].rpartition(b"\n")[0])
 
 
+def write_text(path: Path) -> None:
+    """Write a text from which cook takes passages for calibration, measurement and the check of a search."""
+    path.write_bytes((DATA / "tiny-moe-calibration.txt").read_bytes()[:120000].rpartition(b"\n")[0])
+
+
 def write_texts(path: Path) -> None:
     """Write a directory of two texts."""
     path.mkdir()
@@ -94,7 +99,7 @@ def write_lora(path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "calibration.txt": write_calibration,
-    "text.txt": write_calibration,
+    "text.txt": write_text,
     "texts/": write_texts,
     "my-adapter/": write_lora,
     "Qwen3-30B-A3B/": write_checkpoint,
