@@ -35,7 +35,7 @@ _UNFINISHED = (".part", ".partial", ".incomplete", ".joining", ".join", ".lock",
 
 
 class State(Enum):
-    """Whether a repository has a file: not at all, with the same bytes, or with others."""
+    """State of a file in the repository: missing, with the same bytes, or with different ones."""
 
     NEW = "new"
     PRESENT = "present"

@@ -26,7 +26,7 @@ _BLOCK = 4096
 
 
 class Method(Enum):
-    """Whether an edit writes the header in place, the whole file again, or a copy."""
+    """The way an edit is written: the header in place, the whole file again, or a copy."""
 
     NOTHING = "nothing to do"
     IN_PLACE = "in place"

@@ -1,4 +1,4 @@
-"""Whether a model fits GPUs and memory: ``quantkit fit``.
+"""Estimate the memory of a model on GPUs and the host: ``quantkit fit``.
 
 Weights, caches and states are computed byte for byte as llama.cpp b11434 allocates them, compute buffers by a replay of
 ggml's graph allocator on the engine's graph.

@@ -1,4 +1,4 @@
-"""How far compute buffers are from llama.cpp's, by architecture.
+"""Error bounds of the estimated compute buffers, by architecture, relative to llama.cpp's.
 
 Measured on the models of tests/data/zoo, which are small, so that buffers are all the larger beside weights: contexts
 of 4096 and 32768, with and without flash attention, one sequence and four, caches of f16 and q8_0.

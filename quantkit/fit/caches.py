@@ -63,7 +63,7 @@ class Context:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What one layer keeps of the context."""
+    """KV cache or recurrent state of a layer, in bytes."""
 
     layer: int
     #: ``full``, ``window``, ``latent``, ``indexer``, ``blocks`` or ``state``.

@@ -1,4 +1,4 @@
-"""Where the parts of a model are: layers on GPUs, experts or whole layers in memory, as llama.cpp places them.
+"""Placement of a model: layers on GPUs, experts or whole layers in host memory, as in llama.cpp.
 
 ``-ngl`` counts layers from the last; the output is one more. ``-ncmoe`` keeps the experts of the first layers in
 memory. ``-ts`` has the number of layers of each GPU.

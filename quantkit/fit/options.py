@@ -18,9 +18,9 @@ RUNTIMES = ("llama.cpp", "ik")
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """What the model shares memory with, and how it runs; sizes are bytes, or texts such as "24G" (10^9) and "24GiB".
+    """Memory limits and runtime parameters; sizes are bytes, or texts such as "24G" (10^9) and "24GiB".
 
-    ctx: positions, all sequences together; 0 for those of training, or fewer if only fewer fit the GPUs.
+    ctx: context length of all sequences; 0 for that of training, or the longest that fits the GPUs.
     ctk, ctv: types of keys and values. vram: memory of each GPU. ram: memory of the host; None if it does not matter.
     margin: memory of each GPU that must remain free. parallel: sequences at once; kv_unified: they share one cache.
     server: logits of one token per sequence, as in llama-server, not of a whole batch. types: planned sizes, None for
