@@ -1,8 +1,8 @@
-"""Options, run and report of commands that copy tensors into other files: ``split``, ``join`` and ``stitch``."""
+"""Options, run and report of commands that copy tensors into other files: ``split``, ``join``, ``prune-experts``, .."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quantkit.cli._json import JsonOutput, json_option
@@ -21,8 +21,17 @@ def copy_options(*, delete: str = "") -> Callable[[Any], Any]:
     return options(*delete_source, spool_option, plan_options, json_option())
 
 
-def run_copy_plan(plan: Plan, *, dry_run: bool, json_to: JsonOutput, delete_source: bool, **run: Any) -> None:
-    """Carry out a plan, and print the files."""
+def run_copy_plan(
+    plan: Plan,
+    *,
+    dry_run: bool,
+    json_to: JsonOutput,
+    delete_source: bool = False,
+    summary: Sequence[str] = (),
+    record: Mapping[str, Any] | None = None,
+    **run: Any,
+) -> None:
+    """Carry out a plan, and print the files; before them ``summary``, or for JSON also ``record``."""
     refused = refusal(plan, resume=run["resume"], overwrite=run["overwrite"]) if dry_run else None
     echo_notes(plan.notes)
     result = None
@@ -31,7 +40,8 @@ def run_copy_plan(plan: Plan, *, dry_run: bool, json_to: JsonOutput, delete_sour
         with report.show_progress("continue with --resume"):
             result = run_split(plan, delete_source=delete_source, observer=report, **run)
     verb = "would write" if dry_run else "wrote"
-    lines = [
+    lines = [*summary]
+    lines += [
         f"{verb} {printable(shard.path)}: {len(tensors)} tensors, {format_size(shard.layout.nbytes)}"
         for shard, tensors in zip(plan.shards, _tensors(plan), strict=True)
     ]
@@ -44,6 +54,7 @@ def run_copy_plan(plan: Plan, *, dry_run: bool, json_to: JsonOutput, delete_sour
     json_to.print(
         lambda: "\n".join(lines),
         lambda: {
+            **(record or {}),
             "command": plan.title,
             "files": [
                 {"path": str(shard.path), "bytes": shard.layout.nbytes, "tensors": len(tensors)}

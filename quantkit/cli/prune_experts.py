@@ -7,21 +7,10 @@ from typing import Any
 
 import click
 
-from quantkit.cli._json import JsonOutput, json_option
-from quantkit.cli._options import (
-    SHARD_SIZE,
-    GroupedCommand,
-    echo_notes,
-    option,
-    options,
-    plan_options,
-    spool_option,
-)
+from quantkit.cli._copy_run import copy_options, run_copy_plan
+from quantkit.cli._options import SHARD_SIZE, GroupedCommand, option
 from quantkit.cli._paths import IMATRIX, MODEL, FileOf
-from quantkit.cli._run_report import RunReport, dry_run_line, nodes_line
 from quantkit.formats.remote import located
-from quantkit.names import printable
-from quantkit.units import format_seconds, format_size
 
 
 @click.command("prune-experts", cls=GroupedCommand)
@@ -46,7 +35,7 @@ from quantkit.units import format_seconds, format_size
 )
 @option("--keep-split", group="Files", is_flag=True, help="Write one output shard per input shard.")
 @option("--split-max-size", group="Files", type=SHARD_SIZE, help="Maximum size of a shard (48G).")
-@options(spool_option, plan_options, json_option())
+@copy_options()
 def command(
     source: Path,
     output: Path,
@@ -57,8 +46,6 @@ def command(
     keep_split: bool,
     split_max_size: int | None,
     spool: Path | None,
-    dry_run: bool,
-    json_to: JsonOutput,
     **run: Any,
 ) -> None:
     """Write a MoE model with fewer experts.
@@ -73,8 +60,7 @@ def command(
     quantkit prune-experts m.gguf out.gguf --keep 75% --imatrix imatrix.gguf
     quantkit prune-experts imatrix.gguf out-imatrix.gguf --experts out.gguf
     """
-    from quantkit.pipeline.run import refusal
-    from quantkit.prune import plan_prune_experts, run_prune
+    from quantkit.prune import plan_prune_experts
 
     prune = plan_prune_experts(
         source,
@@ -86,30 +72,9 @@ def command(
         keep_split=keep_split,
         split_max_size=split_max_size,
     )
-    plan = prune.plan
-    refused = refusal(plan, resume=run["resume"], overwrite=run["overwrite"]) if dry_run else None
-    echo_notes(plan.notes)
-    result = None
-    if not dry_run:
-        report = RunReport(plan, quiet=json_to.only)
-        with report.show_progress("continue with --resume"):
-            result = run_prune(prune, observer=report, **run)
     size = len(next(iter(prune.experts.values())))
     lines = [f"{len(prune.experts)} layers: {size} of {prune.n_expert} experts, by {prune.criterion}"]
     for layer, _, removed, share in prune.as_table().rows:
         score = "" if share is None else f"  ({share:.1%} of the score)"
         lines.append(f"  {layer}: without {removed}{score}")
-    verb = "would write" if dry_run else "wrote"
-    lines += [f"{verb} {printable(s.path)}: {format_size(s.layout.nbytes)}" for s in plan.shards]
-    if result is None:
-        lines.append(dry_run_line(refused))
-    else:
-        lines.append("already complete" if result.was_complete else format_seconds(result.seconds))
-        lines += nodes_line(result)
-    json_to.print(
-        lambda: "\n".join(lines),
-        lambda: (
-            prune.as_dict()
-            | {"written": result is not None, "refused": refused, "seconds": result.seconds if result else None}
-        ),
-    )
+    run_copy_plan(prune.plan, summary=lines, record=prune.as_dict(), **run)
