@@ -113,9 +113,9 @@ def _text(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> str:
 
 
 def _paired(pair: PairedAccuracy) -> list[str]:
-    needed = f"{pair.tasks_needed:,}" if pair.tasks_needed is not None else "-"
+    n_tasks = f"{pair.tasks_needed:,}" if pair.tasks_needed is not None else "-"
     interval = _percent_interval(*pair.interval(), sign="+")
-    return [f"{pair.flips}", f"{100 * pair.difference:+.2f}", interval, f"{pair.p_value:.3f}", needed]
+    return [f"{pair.flips}", f"{100 * pair.difference:+.2f}", interval, f"{pair.p_value:.3f}", n_tasks]
 
 
 def _percent_interval(low: float, high: float, sign: str = "") -> str:
@@ -154,10 +154,10 @@ def _model_dict(result: TaskScores, base: TaskScores | None) -> dict[str, Any]:
 
 def _pair_dict(pair: PairedAccuracy) -> dict[str, Any]:
     return {
-        "gained": pair.gained,
-        "lost": pair.lost,
+        "gains": pair.gains,
+        "losses": pair.losses,
         "flips": pair.flips,
-        "changed_answers": pair.changed,
+        "changes": pair.changes,
         "difference": pair.difference,
         "interval": list(pair.interval()),
         "p_value": pair.p_value,

@@ -42,36 +42,36 @@ class Accuracy(NamedTuple):
 class PairedAccuracy(NamedTuple):
     """Two models on the same ``n`` tasks.
 
-    ``gained`` and ``lost`` are the tasks that only the second and only the first answers correctly, ``changed`` those
+    ``gains`` and ``losses`` are the tasks that only the second and only the first answers correctly, ``changes`` those
     with another answer, correct or not.
     """
 
     n: int
-    gained: int
-    lost: int
-    changed: int
+    gains: int
+    losses: int
+    changes: int
 
     @property
     def flips(self) -> int:
         """Tasks whose answer turns correct or wrong."""
-        return self.gained + self.lost
+        return self.gains + self.losses
 
     @property
     def difference(self) -> float:
         """The difference of the accuracies."""
-        return (self.gained - self.lost) / self.n
+        return (self.gains - self.losses) / self.n
 
     def interval(self) -> tuple[float, float]:
         """Return the ends of the 95 % interval of the difference."""
-        n, gained, lost = self.n + 2, self.gained + 0.5, self.lost + 0.5
-        difference = (gained - lost) / n
-        half = Z_95 * math.sqrt(gained + lost - (gained - lost) ** 2 / n) / n
+        n, gains, losses = self.n + 2, self.gains + 0.5, self.losses + 0.5
+        difference = (gains - losses) / n
+        half = Z_95 * math.sqrt(gains + losses - (gains - losses) ** 2 / n) / n
         return max(-1.0, difference - half), min(1.0, difference + half)
 
     @property
     def p_value(self) -> float:
         """The probability of a difference at least as large between equal models, by McNemar's exact test."""
-        n, k = self.flips, min(self.gained, self.lost)
+        n, k = self.flips, min(self.gains, self.losses)
         logs = (math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(k + 1))
         return min(1.0, 2 * math.fsum(math.exp(log - n * math.log(2)) for log in logs))
 
@@ -105,5 +105,5 @@ def compare_accuracies(
     if not len(arrays[0]) or any(a.shape != arrays[0].shape for a in arrays):
         raise RecipeError(f"the models answered other tasks: shapes {[a.shape for a in arrays]}", "QK-E203")
     base, model, base_answers, model_answers = arrays
-    changed = np.asarray(base_answers) != np.asarray(model_answers)
-    return PairedAccuracy(len(base), int((~base & model).sum()), int((base & ~model).sum()), int(changed.sum()))
+    changes = np.asarray(base_answers) != np.asarray(model_answers)
+    return PairedAccuracy(len(base), int((~base & model).sum()), int((base & ~model).sum()), int(changes.sum()))

@@ -77,7 +77,7 @@ def kind_of(data: bytes) -> str:
 def _hellaswag(data: bytes, name: str, notes: list[str]) -> Iterator[Question]:
     lines = data.removesuffix(b"\n").split(b"\n")
     if len(lines) % 6:
-        raise FormatError(f"{name}: {len(lines)} lines, not a multiple of 6: this is no file of HellaSwag", "QK-E101")
+        raise FormatError(f"{name}: {len(lines)} lines, not a multiple of 6, as HellaSwag has them", "QK-E101")
     for i in range(0, len(lines), 6):
         context, label, *endings = lines[i : i + 6]
         if not re.fullmatch(rb"\s*[0-3]\s*", label):

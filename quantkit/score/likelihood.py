@@ -74,14 +74,14 @@ def _sequences(task: Sequence[Choice], start: int, shares_prompts: bool) -> list
     if not shares_prompts:
         empty = np.empty(0, np.int32), np.empty((0, 3), np.int32)
         return [
-            _Sequence(empty[0], (_needed(choice.tokens, rows),), (empty[1], rows))
+            _Sequence(empty[0], (_trim(choice.tokens, rows),), (empty[1], rows))
             for choice, rows in zip(task, predictions, strict=True)
         ]
     n = min(common_prefix([choice.tokens for choice in task]), min(choice.first for choice in task))
     in_prefix = [rows[:, 0] < n for rows in predictions]
     of_prefix = np.concatenate([rows[mask] for rows, mask in zip(predictions, in_prefix, strict=True)])
     of_suffixes = [rows[~mask] for rows, mask in zip(predictions, in_prefix, strict=True)]
-    suffixes = tuple(_needed(c.tokens, rows)[n:] for c, rows in zip(task, of_suffixes, strict=True))
+    suffixes = tuple(_trim(c.tokens, rows)[n:] for c, rows in zip(task, of_suffixes, strict=True))
     return [_Sequence(task[0].tokens[:n], suffixes, (of_prefix, *of_suffixes))]
 
 
@@ -89,13 +89,13 @@ def _predictions(task: Sequence[Choice], i: int, start: int) -> I32:
     """Return the predictions in the tokens of a choice, int32 [n, 3], in the order of positions."""
     choice = task[i]
     first = choice.first if choice.predictor is None else choice.first + 1
-    rows = [(at - 1, int(choice.tokens[at]), start + i) for at in range(first, choice.end)]
+    rows = [(k - 1, int(choice.tokens[k]), start + i) for k in range(first, choice.end)]
     last = len(choice.tokens) - 1
     rows += [(last, int(c.tokens[c.first]), start + j) for j, c in enumerate(task) if c.predictor == i]
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def _needed(tokens: I32, predictions: I32) -> I32:
+def _trim(tokens: I32, predictions: I32) -> I32:
     """Return tokens without those after the last prediction."""
     return tokens[: int(predictions[:, 0].max(initial=-1)) + 1]
 
@@ -133,7 +133,9 @@ def _decode(session: Session, parts: Sequence[tuple[int, int, I32, I32]], sums: 
     numbers = np.repeat(np.array([part[0] for part in parts], np.int32), [len(part[2]) for part in parts])
     starts = np.cumsum([0, *(len(part[2]) for part in parts[:-1])])
     offsets = [start - length for start, (_, length, _, _) in zip(starts, parts, strict=True)]
-    predictions = np.concatenate([p + np.array([at, 0, 0]) for at, (_, _, _, p) in zip(offsets, parts, strict=True)])
+    predictions = np.concatenate(
+        [p + np.array([offset, 0, 0]) for offset, (_, _, _, p) in zip(offsets, parts, strict=True)]
+    )
     outputs = np.zeros(len(tokens), bool)
     outputs[predictions[:, 0]] = True
     if not outputs.any():

@@ -4,7 +4,7 @@ As llama.cpp b11434 perplexity.cpp does. HellaSwag and multiple choice score all
 choices. WinoGrande scores the tokens after the word of the choice but the last, or, where few follow, after the common
 prefix; there it predicts the first token of the second choice from the last token of the first, by mistake, and so does
 this module: its scores are those that people compare. Requests score the tokens after those of the prompt, as
-lm-evaluation-harness does (models/huggingface.py, _encode_pair).
+lm-evaluation-harness does (_encode_pair of its class TemplateLM).
 """
 
 from __future__ import annotations

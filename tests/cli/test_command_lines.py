@@ -23,6 +23,7 @@ from quantkit.cli._compat_options import _IGNORED, _REFUSED, _parsed
 from quantkit.cli._guesses import ALIASES, ANSWERS, answer
 from quantkit.cli._options import is_compatible_only
 from quantkit.quantize import quantize
+from task_files import hellaswag
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(DATA / "tiny-moe-calibration.txt", place / "calibration-data.txt")
     (place / "tt.txt").write_text("attn_v=q8_0\n")
     (place / "meta.json").write_text('{"general.name": "Tiny"}')
-    (place / "hellaswag.txt").touch()
+    (place / "hellaswag.txt").write_bytes(hellaswag(3))
     write_checkpoint(place / "Model")
     write_adapter("llama", place / "ad")
     write_base("llama", place / "tiny")

@@ -18,7 +18,7 @@ _ENDINGS = (
     "is",
     "looks at the sky; it is going to rain, so they go home before the others.",
 )
-_THINGS = ("cup", "box", "letter", "horse", "piano", "stone")
+_OBJECTS = ("cup", "box", "letter", "horse", "piano", "stone")
 
 
 def hellaswag(n: int, seed: int = 0) -> bytes:
@@ -34,7 +34,7 @@ def winogrande(n: int, seed: int = 0) -> bytes:
     """Return CSV: some sentences quoted, some with the blank near the end, one line that is no task."""
     rng, lines = np.random.default_rng(seed), list[str]()
     for i in range(n):
-        a, b = rng.choice(_THINGS, 2, replace=False)
+        a, b = rng.choice(_OBJECTS, 2, replace=False)
         sentence = (
             f'"The {a}, which was old, did not fit into the {b} because the _ was too large for it."',
             f"I carried the {a} and left the {b} because I like the _.",

@@ -123,10 +123,10 @@ def test_likelihoods_are_those_of_whole_sequences(model: Any, is_shared: bool) -
             logits = np.asarray(model.forward(choice.tokens), np.float64)
             log_p.append(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
         for i, choice in enumerate(task):
-            rows = [(i, at - 1, at) for at in range(choice.first, choice.end)]
+            rows = [(i, token - 1, token) for token in range(choice.first, choice.end)]
             if choice.predictor is not None:
                 rows[0] = (choice.predictor, -1, choice.first)
-            expected.append(sum(log_p[k][at, choice.tokens[token]] for k, at, token in rows))
+            expected.append(sum(log_p[k][row, choice.tokens[token]] for k, row, token in rows))
     np.testing.assert_allclose(sums, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -190,8 +190,8 @@ def test_the_interval_of_a_difference_covers_it() -> None:
     rng, hits = np.random.default_rng(1), 0
     for _ in range(400):
         base = rng.random(120) < 0.7
-        other = np.where(rng.random(120) < 0.15, rng.random(120) < 0.5, base)
-        low, high = compare_accuracies(base, other, base, other).interval()
+        second = np.where(rng.random(120) < 0.15, rng.random(120) < 0.5, base)
+        low, high = compare_accuracies(base, second, base, second).interval()
         hits += low <= 0.15 * (0.5 - 0.7) <= high
     assert 0.92 < hits / 400 < 0.98
 
