@@ -23,7 +23,6 @@ USUAL_COUNTS = {
 #: Projectors of mmproj files that no checkpoint can be made of, and what is lost.
 NOT_EXPORTED = {
     "cogvlm": "files of text models lack the weights that the model has for images",
-    "gemma4a": "the scales of queries are stored after their softplus",
     "hunyuanvl": "files lack the position of the class token",
     "janus_pro": "files lack the parts that generate images",
     "minicpmv4_6": "at 4x, files lack the merger of the encoder",
@@ -42,7 +41,8 @@ class HfEncoders:
     names and settings of the text model within the whole. Tensors have the first name of the name map that begins with
     one of ``names``, in their order, or that of ``kinds``; then the inverses of the rules of ``MMPROJ`` are applied.
     ``set_config`` sets vision_config and the settings of the whole, ``preprocessor`` returns preprocessor_config.json;
-    both are converted again, and must give the keys of the file.
+    both are converted again, and must give the keys of the file. Either projector may be of sound; a file with both has
+    ``audio_projector``, too.
     """
 
     projector: str
@@ -55,8 +55,15 @@ class HfEncoders:
     text_class: str = ""
     #: The class of the whole, if it has several rows, one for each class of text models.
     architecture: str = ""
+    #: The projector of sound of a file with two encoders.
+    audio_projector: str = ""
     #: Whether a file is of this class, if others have its projector, too.
     matches: Callable[[ClipMetadata], bool] = field(default=lambda meta: True)
+
+    @property
+    def projectors(self) -> tuple[str, ...]:
+        """The projectors of a file with all encoders."""
+        return (self.projector, *([self.audio_projector] if self.audio_projector else []))
 
 
 def image_values(meta: ClipMetadata, processor: str) -> Json:

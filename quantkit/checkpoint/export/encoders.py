@@ -31,6 +31,8 @@ from quantkit.formats.gguf.rules import short
 _OF_FILE = ("general.", "quantkit.", "quantize.")
 #: Beginnings of the names of tensors of layers, and of keys.
 _PARTS = {"v": "vision", "a": "audio"}
+#: The end of the name of a range of clipped activations.
+_RANGE = r"\.(?:in|out)put_m(?:ax|in)"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -114,7 +116,7 @@ class Encoders:
 
     def _checkpoint_name(self, name: str, kinds: Mapping[str, str]) -> str:
         """Return the checkpoint's name of a file's tensor, before rules are inverted."""
-        match = re.fullmatch(r"(.*?)((?:\.weight|\.bias)(?:\.\d+)?)?", name)
+        match = re.fullmatch(rf"(.*?)((?:\.weight|\.bias)(?:\.\d+)?|{_RANGE})?", name)
         assert match is not None
         stem, suffix = match[1], match[2] or ""
         number = _NUMBER.search(stem)
@@ -185,7 +187,7 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
     names = [
         name
         for name, row in HF_ENCODERS.items()
-        if (row.projector,) == types and ARCHITECTURES[row.text_class or name].arch == text.arch and row.matches(meta)
+        if types in ((row.projector,), row.projectors) and ARCHITECTURES[row.text_class or name].arch == text.arch and row.matches(meta)
     ]
     possible = names
     if requested is not None:
@@ -224,8 +226,8 @@ def _encoders_of(context: Context) -> MmprojConfig:
 
 
 def _shape(shape: Iterable[int]) -> list[int]:
-    """Return a shape, innermost first, without dimensions of 1 at its end."""
-    extents = list(shape)
+    """Return a shape, innermost first, without dimensions of 1 at its end; [1] for that of a scalar."""
+    extents = list(shape) or [1]
     while len(extents) > 1 and extents[-1] == 1:
         extents.pop()
     return extents

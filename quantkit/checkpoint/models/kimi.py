@@ -455,31 +455,37 @@ def _kimi_vl_preprocessor(meta: ClipMetadata) -> Json:
 
 
 def _set_k25(meta: ClipMetadata, config: Json) -> None:
-    """Describe MoonViT of K2.5, whose positions in time are computed."""
+    """Describe MoonViT of K2.5, whose positions in time are computed, by the names of remote code and of transformers.
+
+    Of remote code's names transformers 5.18.0 reads none, so it takes a released model's sizes from its own defaults. The
+    converter permutes heads by num_attention_heads, which is not among remote code's: both assume 16.
+    """
     height, width = meta.shape("v.position_embd.weight")[:2]
     scale = meta.number(".vision.projector.scale_factor")
-    names = {
-        "embedding_length": "vt_hidden_size",
-        "feed_forward_length": "vt_intermediate_size",
-        "block_count": "vt_num_hidden_layers",
-        "attention.head_count": "vt_num_attention_heads",
-        "patch_size": "patch_size",
-    }
-    vision = meta.counts(names)
-    config["vision_config"] = vision | {
-        "init_pos_emb_height": height,
-        "init_pos_emb_width": width,
-        "init_pos_emb_time": meta.model.get("vision.pos_emb_time", 4),
-        "merge_kernel_size": [scale, scale],
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmerger",
-        "pos_emb_type": "divided_fixed",
-        "projector_hidden_act": hidden_act(meta),
-        "projector_ln_eps": meta.get(".vision.attention.layer_norm_epsilon"),
-        "mm_hidden_size": vision["vt_hidden_size"],
-        "text_hidden_size": meta.number(".vision.projection_dim"),
-    }
-    add_token_ids(meta, config, media_placeholder_token_id="<|media_pad|>")
+    time = meta.model.get("vision.pos_emb_time", 4)
+    counts = {name: count for name, count in meta.counts(USUAL_COUNTS).items() if name != "image_size"}
+    heads = counts.pop("num_attention_heads")
+    patch = counts.pop("patch_size")
+    epsilon = meta.get(".vision.attention.layer_norm_epsilon")
+    config["vision_config"] = (
+        counts
+        | {f"vt_{name}": count for name, count in {**counts, "num_attention_heads": heads}.items()}
+        | {"pos_emb_height": height, "pos_emb_width": width, "pos_emb_time": time}
+        | {"init_pos_emb_height": height, "init_pos_emb_width": width, "init_pos_emb_time": time}
+        | {
+            "patch_size": patch,
+            "merge_kernel_size": [scale, scale],
+            "merge_type": "sd2_tpool",
+            "mm_projector_type": "patchmerger",
+            "pos_emb_type": "divided_fixed",
+            "projector_hidden_act": hidden_act(meta),
+            "projector_ln_eps": epsilon,
+            "mm_hidden_size": counts["hidden_size"],
+            "text_hidden_size": meta.number(".vision.projection_dim"),
+        }
+    )
+    config |= {"projection_hidden_size": counts["hidden_size"], "projection_layer_norm_eps": epsilon}
+    add_token_ids(meta, config, media_placeholder_token_id="<|media_pad|>", image_token_id="<|media_pad|>")
 
 
 def _k25_preprocessor(meta: ClipMetadata) -> Json:
