@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
 import checkpoints  # noqa: E402
+from loadable import describe_loadable  # noqa: E402
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT  # noqa: E402
 
 #: Models whose logits differ by less are the same.
@@ -162,7 +163,7 @@ def write_whole(names: list[str], out: Path) -> list[str]:
     from quantkit.export import ExportOptions, export
 
     for name in names:
-        checkpoint = checkpoints.write_checkpoint(name, out / "drawn")
+        checkpoint = checkpoints.write_description(describe_loadable(name), out / "drawn")
         exported, options = out / "exported" / name, checkpoints.describe(name).convert_keywords()
         shutil.rmtree(exported, ignore_errors=True)
         exported.parent.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from refusals import check_refused, refuses
 
 import checkpoints
+from loadable import describe_loadable
 from quantkit.checkpoint.hf_encoders import NOT_EXPORTED
 from quantkit.checkpoint.mmproj import read_preprocessor
 from quantkit.checkpoint.registry import HF_ENCODERS
@@ -50,6 +51,13 @@ CLASSES = {
     "mm-kimi-k2.5": ["KimiK25ForConditionalGeneration"],
     "mm-minimax-m3": ["MiniMaxM3SparseForConditionalGeneration"],
     "mm-gemma4": ["Gemma4ForConditionalGeneration"],
+    "mm-gemma4-audio": ["Gemma4ForConditionalGeneration"],
+    "mm-gemma4-unified": ["Gemma4UnifiedForConditionalGeneration"],
+    "mm-exaone4.5": ["Exaone4_5_ForConditionalGeneration"],
+    "mm-granite4-vision": ["Granite4VisionForConditionalGeneration"],
+    "mm-deepseek-ocr": ["DeepseekOCRForCausalLM"],
+    "mm-unlimited-ocr": ["UnlimitedOCRForCausalLM"],
+    "mm-deepseek-ocr2": ["DeepseekOCR2ForCausalLM"],
     "mm-lighton-ocr": ["LightOnOCRForConditionalGeneration"],
     "mm-minicpm-v4.6": ["MiniCPMV4_6ForConditionalGeneration"],
     "mm-voxtral": ["VoxtralForConditionalGeneration"],
@@ -65,7 +73,7 @@ TEXTS = {
     "internlm2": ["InternVLChatModel-InternLM2"],
 }
 #: Tensors of a checkpoint that transformers' class lacks, and that neither file has: beginnings of names.
-UNUSED = ("vision_tower.vision_model.head.", "mtp.")
+UNUSED = ("vision_tower.vision_model.head.", "model.vision_tower.vision_model.head.", "mtp.")
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -79,7 +87,7 @@ def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def both_files(name: str, folder: Path, outtype: str = "bf16") -> tuple[Path, Path, Path]:
     """Return a checkpoint, its text model and its mmproj file."""
-    checkpoint = checkpoints.write_checkpoint(name, folder)
+    checkpoint = checkpoints.write_description(describe_loadable(name), folder)
     options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
     (text,) = convert(checkpoint, folder / "text.gguf", None, options).paths
     (mmproj,) = convert_mmproj(checkpoint, folder / "mmproj.gguf", outtype).paths

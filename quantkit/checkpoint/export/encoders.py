@@ -54,7 +54,7 @@ class Encoders:
         config["architectures"] = [self.hf.architecture or self.name]
         self.hf.set_config(self.meta, config)
         if self.hf.text_class:
-            config[self.hf.text.text_key]["architectures"] = [self.hf.text_class]
+            config[self.hf.text.text_key].setdefault("architectures", [self.hf.text_class])
         return without_null(self.hf.preprocessor(self.meta))
 
     def tensors(self, folder: Path, text: Mapping[str, Expression]) -> dict[str, Expression]:

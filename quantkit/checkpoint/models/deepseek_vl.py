@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import ForceType
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import TYPE_F32, Expression, Shaped
+from quantkit.checkpoint.hf_encoders import HfEncoders, image_values
 from quantkit.checkpoint.mmproj import (
     USE_GELU,
     USE_SILU,
@@ -22,6 +24,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
+from quantkit.checkpoint.models import deepseek
 from quantkit.checkpoint.rules import Rename, Split, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.errors import FormatError
@@ -91,12 +94,16 @@ def _prepend_dimension(tensor: Tensor, context: Context) -> Expression:
     return Shaped(tensor.x, (1, *tensor.x.shape))
 
 
+def _drop_dimension(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, tensor.x.shape[1:]) if len(tensor.x.shape) > 1 else tensor.x
+
+
 _OCR = Mmproj(
     _ocr_keys("deepseekocr", 9),
     tensors=r"^(?!lm_head\.|model\.(embed_tokens|layers|norm)\.)",
     stored=(Rename(r"(pos_embed|rel_pos_h|rel_pos_w)$", r"\1.weight"),),
     rules=(
-        Transform(r"view_seperator$", _prepend_dimension, None),
+        Transform(r"view_seperator$", _prepend_dimension, _drop_dimension),
         ForceType(r"\.embeddings\.|pos_embed|\.rel_pos_[hw]|\.neck\.|\.net_", TYPE_F32),
     ),
     patch_config=_patch_ocr,
@@ -181,4 +188,118 @@ MMPROJ = {
     "UnlimitedOCRForCausalLM": replace(_OCR, keys=_ocr_keys("deepseekocr", 32)),
     "DeepseekOCR2ForCausalLM": _OCR2,
     "DeepseekV4ForCausalLM": _V4,
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _sam_config(meta: ClipMetadata) -> Json:
+    """Return the settings of SAM's encoder by the names of remote code; layers of whole images have longer tables."""
+    layers = meta.number(".vision.sam.block_count")
+    positions = [meta.shape(f"v.sam.blk.{i}.attn.pos_h.weight")[0] for i in range(layers)]
+    windowed = 2 * meta.number(".vision.window_size") - 1
+    return {
+        "downsample_channels": [meta.shape(f"v.sam.net_{i}.weight")[0] for i in (2, 3)],
+        "global_attn_indexes": [i for i, count in enumerate(positions) if count != windowed],
+        "heads": meta.number(".vision.sam.head_count"),
+        "layers": layers,
+        "width": meta.number(".vision.sam.embedding_length"),
+    }
+
+
+def _sam_image_size(meta: ClipMetadata) -> int:
+    return meta.shape("v.sam.pos_embd.weight")[1] * meta.shape("v.sam.patch_embd.weight")[-1]
+
+
+def _set_ocr(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoders of DeepSeek-OCR: SAM's, then CLIP's."""
+    clip = {
+        "heads": meta.number(".vision.attention.head_count"),
+        "image_size": meta.number(".vision.image_size"),
+        "layers": meta.number(".vision.block_count"),
+        "patch_size": meta.number(".vision.patch_size"),
+        "width": meta.number(".vision.embedding_length"),
+    }
+    config["vision_config"] = {
+        "model_type": "vision",
+        "model_name": "deeplip_b_l",
+        "image_size": _sam_image_size(meta),
+        "width": {"clip-l-14-224": clip, "sam_vit_b": _sam_config(meta)},
+    }
+    config["language_config"]["architectures"] = ["DeepseekV2ForCausalLM"]
+
+
+def _set_ocr2(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoders of DeepSeek-OCR-2, SAM's, then Qwen2's, by the names of remote code and of transformers."""
+    sam, width = _sam_config(meta), meta.number(".vision.embedding_length")
+    qwen2 = {
+        "num_attention_heads": meta.number(".vision.attention.head_count"),
+        "intermediate_size": meta.number(".vision.feed_forward_length"),
+    }
+    layers, patch = meta.number(".vision.block_count"), meta.number(".vision.patch_size")
+    config["vision_config"] = {
+        "model_type": "vision",
+        "model_name": "deepencoderv2",
+        "image_size": meta.number(".vision.image_size"),
+        "layers": layers,
+        "patch_size": patch,
+        **qwen2,
+        "width": {"sam_vit_b": sam, "qwen2-0-5b": {"dim": width}},
+        "sam_config": {
+            "hidden_size": sam["width"],
+            "num_hidden_layers": sam["layers"],
+            "num_attention_heads": sam["heads"],
+            "image_size": _sam_image_size(meta),
+            "patch_size": meta.shape("v.sam.patch_embd.weight")[-1],
+            "output_channels": meta.shape("v.sam.neck.0.weight")[0],
+            "mlp_dim": meta.shape("v.sam.blk.0.mlp.lin1.weight")[0],
+            "window_size": meta.number(".vision.window_size"),
+            "global_attn_indexes": sam["global_attn_indexes"],
+            "downsample_channels": sam["downsample_channels"],
+        },
+        "encoder_config": {
+            **qwen2,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": meta.number(".vision.attention.head_count_kv"),
+        },
+    }
+    text = config["language_config"]
+    text["architectures"] = ["DeepseekV2ForCausalLM"]
+    kinds = ["dense" if i < text["first_k_dense_replace"] else "sparse" for i in range(text["num_hidden_layers"])]
+    config["text_config"] = text | {"model_type": "deepseek_ocr2_text", "mlp_layer_types": kinds}
+
+
+def _ocr_preprocessor(meta: ClipMetadata) -> Json:
+    values = image_values(meta, "DeepseekVLV2Processor")
+    if (factor := meta.get(".vision.projector.scale_factor")) is not None:
+        side = meta.number(".vision.image_size") // max(1, meta.number(".vision.patch_size")) // max(1, factor)
+        values["image_seq_length"] = side**2
+    return values
+
+
+_OCR_TEXT = replace(deepseek.CLASSES["DeepseekOCRForCausalLM"], note="")
+_OCR_ENCODERS = HfEncoders(
+    "deepseekocr",
+    replace(_OCR_TEXT, note="DeepseekOCRForCausalLM is a class of remote code: copy the *.py files and auto_map"),
+    "model.sam_model. model.vision_model. model.projector model.image_newline model.view_seperator",
+    _set_ocr,
+    _ocr_preprocessor,
+    matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 9,
+)
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "DeepseekOCRForCausalLM": _OCR_ENCODERS,
+    "UnlimitedOCRForCausalLM": replace(
+        _OCR_ENCODERS, matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 32
+    ),
+    "DeepseekOCR2ForCausalLM": replace(
+        _OCR_ENCODERS,
+        projector="deepseekocr2",
+        text=replace(_OCR_TEXT, outer_type="deepseek_ocr2"),
+        names="model.sam_model. model.qwen2_model. model.projector model.view_seperator",
+        set_config=_set_ocr2,
+        text_class="DeepseekOCRForCausalLM",
+        matches=lambda meta: True,
+    ),
 }

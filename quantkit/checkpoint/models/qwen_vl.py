@@ -370,14 +370,15 @@ def _set_qwen2(meta: ClipMetadata, config: Json) -> None:
     _add_tokens(meta, config)
 
 
-def _set_qwen25(meta: ClipMetadata, config: Json) -> None:
+def set_qwen25(meta: ClipMetadata, config: Json) -> None:
     """Describe the tower of Qwen2.5-VL; layers with full attention have a period."""
     vision = _blocks(meta, "hidden_size")
-    period = meta.number(".vision.n_wa_pattern")
+    period = meta.get(".vision.n_wa_pattern")
+    full = [] if period is None else list(range(int(period) - 1, vision["depth"], max(1, int(period))))
     config["vision_config"] = vision | {
         "intermediate_size": meta.number(".vision.feed_forward_length"),
         "out_hidden_size": meta.shape("mm.2.weight")[0],
-        "fullatt_block_indexes": list(range(period - 1, vision["depth"], max(1, period))),
+        "fullatt_block_indexes": full,
         "image_size": meta.number(".vision.image_size"),
     }
     _add_tokens(meta, config)
@@ -395,13 +396,14 @@ def _set_qwen3(meta: ClipMetadata, config: Json) -> None:
     _add_tokens(meta, config)
 
 
-def _preprocessor(meta: ClipMetadata) -> Json:
+def qwen_preprocessor(meta: ClipMetadata) -> Json:
     vision = _blocks(meta, "hidden_size")
     sizes = {"merge_size": vision["spatial_merge_size"], "temporal_patch_size": vision["temporal_patch_size"]}
     return image_values(meta, "Qwen2VLImageProcessor") | {"patch_size": vision["patch_size"]} | sizes
 
 
-_QWEN2_KINDS = {"v.post_ln": "visual.merger.ln_q"}
+QWEN25_NAMES = "visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj visual."
+QWEN2_KINDS = {"v.post_ln": "visual.merger.ln_q"}
 _QWEN3_KINDS = {
     "v.post_ln": "visual.merger.norm",
     "mm.0": "visual.merger.linear_fc1",
@@ -413,7 +415,7 @@ _QWEN3_ENCODERS = HfEncoders(
     qwen.CLASSES["Qwen3VLForConditionalGeneration"],
     "visual.blocks.*.mlp.linear visual.",
     _set_qwen3,
-    _preprocessor,
+    qwen_preprocessor,
     _QWEN3_KINDS,
 )
 _QWEN35 = qwen3_next.CLASSES["Qwen3_5MoeForConditionalGeneration"]
@@ -423,16 +425,16 @@ HF_ENCODERS: dict[str, HfEncoders] = {
         qwen.CLASSES["Qwen2VLForConditionalGeneration"],
         "visual.blocks.*.mlp.fc visual.",
         _set_qwen2,
-        _preprocessor,
-        _QWEN2_KINDS,
+        qwen_preprocessor,
+        QWEN2_KINDS,
     ),
     "Qwen2_5_VLForConditionalGeneration": HfEncoders(
         "qwen2.5vl_merger",
         qwen.CLASSES["Qwen2_5_VLForConditionalGeneration"],
-        "visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj visual.",
-        _set_qwen25,
-        _preprocessor,
-        _QWEN2_KINDS,
+        QWEN25_NAMES,
+        set_qwen25,
+        qwen_preprocessor,
+        QWEN2_KINDS,
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_ENCODERS,
     "Qwen3VLMoeForConditionalGeneration": replace(
