@@ -20,15 +20,36 @@ USUAL_COUNTS = {
     "patch_size": "patch_size",
 }
 
-#: Projectors of mmproj files that no checkpoint can be made of, and what is lost.
+#: A note on classes that transformers lacks.
+REMOTE_NOTE = "is a class of remote code: copy the *.py files and auto_map from the original"
+
+#: Projectors of mmproj files that no checkpoint can be made of, some beside one architecture, and what is lost.
 NOT_EXPORTED = {
     "cogvlm": "files of text models lack the weights that the model has for images",
+    "gemma3na": "files lack the norms of the audio encoder's first convolutions",
+    "gemma3nv": "files lack the norms of the audio encoder's first convolutions",
+    "glm5v": "the text model's files have its attention split, and lack the padding of A_log",
+    "granite_speech": "files lack the statistics of the batch norms, which are folded into their weights",
     "hunyuanvl": "files lack the position of the class token",
     "janus_pro": "files lack the parts that generate images",
+    "lfm2a": "files lack the transformer that generates sounds, and the statistics of the batch norms",
+    "meralion": "llama.cpp's converter makes no file of its text model",
+    "mimo_audio": "files lack the decoder of the audio tokenizer, and the averages of its codebooks",
     "minicpmv4_6": "at 4x, files lack the merger of the encoder",
+    "muse-glimmer": "files have the sum of the convolutions of two frames, not each",
+    "nemotron_v2_vl": "files lack the patches of videos, and the positions are resized to those of one image size",
     "paddleocr": "files lack the packing positions",
+    "parakeet": "files lack the patches of videos of the vision encoder beside it",
+    "phi4": "files lack the last layer of the encoder, its head and its norm",
+    "pockettts_gen": "the embeddings contain what the latents were projected to",
+    "pockettts_spkenc": "the embeddings contain what the latents were projected to",
     "qwen2.5o": "files lack the talker and its vocoder",
-    "qwen3a": "files lack the talker and its vocoder, or the model nests its parts in thinker_config",
+    "qwen2vl_merger llama": "files lack the norm that Sarashina 2.2 Vision has after its projector",
+    "qwen3a": "files of Qwen3-Omni lack the talker and its vocoder",
+    "qwen3tts_gen": "two layers of the text model are folded into its embeddings",
+    "qwen3tts_spkenc": "two layers of the text model are folded into its embeddings",
+    "qwen3vl_merger clef": "the head of Clef is another file",
+    "qwen3vl_merger qwen4exp": "the text model's files have the shards of the embeddings of n-grams joined",
     "ultravox": "its text model is a checkpoint of its own",
 }
 
@@ -73,6 +94,18 @@ def image_values(meta: ClipMetadata, processor: str) -> Json:
         "do_normalize": True,
         "image_mean": meta.get(".vision.image_mean"),
         "image_std": meta.get(".vision.image_std"),
+    }
+
+
+def audio_preprocessor(meta: ClipMetadata) -> Json:
+    """Return the settings of Whisper's feature extractor."""
+    return {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": meta.number(".audio.num_mel_bins"),
+        "sampling_rate": 16000,
+        "hop_length": 160,
+        "n_fft": 400,
+        "chunk_length": 30,
     }
 
 

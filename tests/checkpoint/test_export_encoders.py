@@ -58,6 +58,13 @@ CLASSES = {
     "mm-deepseek-ocr": ["DeepseekOCRForCausalLM"],
     "mm-unlimited-ocr": ["UnlimitedOCRForCausalLM"],
     "mm-deepseek-ocr2": ["DeepseekOCR2ForCausalLM"],
+    "mm-deepseek-v4": ["DeepseekV4ForCausalLM"],
+    "mm-dots-ocr": ["DotsOCRForCausalLM"],
+    "mm-youtu-vl": ["YoutuVLForConditionalGeneration"],
+    "mm-bailing-moe-v3-vl": ["BailingMoeV3VLForConditionalGeneration"],
+    "mm-dots3-note": ["Dots3NoteForCausalLM"],
+    "mm-glm-asr": ["GlmasrModel"],
+    "mm-qwen3-asr": ["Qwen3ASRForConditionalGeneration"],
     "mm-lighton-ocr": ["LightOnOCRForConditionalGeneration"],
     "mm-minicpm-v4.6": ["MiniCPMV4_6ForConditionalGeneration"],
     "mm-voxtral": ["VoxtralForConditionalGeneration"],
@@ -73,7 +80,7 @@ TEXTS = {
     "internlm2": ["InternVLChatModel-InternLM2"],
 }
 #: Tensors of a checkpoint that transformers' class lacks, and that neither file has: beginnings of names.
-UNUSED = ("vision_tower.vision_model.head.", "model.vision_tower.vision_model.head.", "mtp.")
+UNUSED = ("vision_tower.vision_model.head.", "model.vision_tower.vision_model.head.", "mtp.", "siglip2.vision_model.embeddings.unknown.")
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -21,7 +21,7 @@ from quantkit.checkpoint.export.biases import set_biases
 from quantkit.checkpoint.export.card import card_files
 from quantkit.checkpoint.export.classes import find_class, tensor_names_of
 from quantkit.checkpoint.export.comparison import compare_keys
-from quantkit.checkpoint.export.config import check_keys, make_config, nest_text_config, token_ids
+from quantkit.checkpoint.export.config import check_keys, make_config, nest_text_config, text_config_of, token_ids
 from quantkit.checkpoint.export.encoders import find_encoders
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor, read_tensors
@@ -219,7 +219,7 @@ def _open(
         parts, options = split_tensors(read_tensors(model, kinds), kinds, hf_class.names, config)
         tensors = _tensors(meta, parts, row, hf_class, Context(config, names))
         f32_names, as_stored = _check_round_trip(parts, row, tensors, Context(config, names), target_type)
-        set_biases(values[hf_class.text_key] if hf_class.outer_type else values, name, tensors, meta.path)
+        set_biases(text_config_of(values, hf_class), name, tensors, meta.path)
         files["config.json"] = _json(values)
         notes += check_keys(model, row, config)  # last, because rules also replace values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)

@@ -5,13 +5,14 @@ Facts of llama.cpp b11434, conversion/deepseek.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import ForceType
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import TYPE_F32, Expression, Shaped
-from quantkit.checkpoint.hf_encoders import HfEncoders, image_values
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, image_values
 from quantkit.checkpoint.mmproj import (
     USE_GELU,
     USE_SILU,
@@ -24,7 +25,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.models import deepseek
+from quantkit.checkpoint.models import deepseek, deepseek4
 from quantkit.checkpoint.rules import Rename, Split, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.errors import FormatError
@@ -159,6 +160,10 @@ def _patch_v4(config: MmprojConfig) -> None:
         config.preprocessor.values.setdefault(name, [0.5] * 3)
 
 
+def _as_linear(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, (tensor.x.shape[0], math.prod(tensor.x.shape[1:])))
+
+
 def _as_convolution(tensor: Tensor, context: Context) -> Expression:
     """Return the linear layer over patches as a convolution: [out, channels, height, width]."""
     assert isinstance(context.config, MmprojConfig)
@@ -176,7 +181,7 @@ _V4 = Mmproj(
     ),
     tensors=r"^(vision\.|aligner\.|image_)",
     rules=(
-        Transform(r"^vision\.patch_embed\.proj\.weight$", _as_convolution, None),
+        Transform(r"^vision\.patch_embed\.proj\.weight$", _as_convolution, _as_linear),
         Split(r"\.mlp\.w1\.", (".mlp.w1_gate.", ".mlp.w1_up.")),
     ),
     vision_config=_v4_vision,
@@ -271,6 +276,25 @@ def _set_ocr2(meta: ClipMetadata, config: Json) -> None:
     config["text_config"] = text | {"model_type": "deepseek_ocr2_text", "mlp_layer_types": kinds}
 
 
+def _set_v4(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of DeepSeek V4, beside the settings of the text model."""
+    config |= {
+        "vision_n_layers": meta.number(".vision.block_count"),
+        "vision_dim": meta.number(".vision.embedding_length"),
+        "vision_n_heads": meta.number(".vision.attention.head_count"),
+        "vision_inter_dim": meta.number(".vision.feed_forward_length"),
+        "vision_patch_size": meta.number(".vision.patch_size"),
+        "vision_downsample_ratio": meta.number(".vision.projector.scale_factor"),
+        "vision_min_pixels": meta.number(".vision.image_min_pixels"),
+        "vision_rope_theta": 10000.0,
+        **_V4_LIMITS,
+    }
+
+
+def _v4_preprocessor(meta: ClipMetadata) -> Json:
+    return {name: meta.get(f".vision.{name}") for name in ("image_mean", "image_std")}
+
+
 def _ocr_preprocessor(meta: ClipMetadata) -> Json:
     values = image_values(meta, "DeepseekVLV2Processor")
     if (factor := meta.get(".vision.projector.scale_factor")) is not None:
@@ -282,8 +306,9 @@ def _ocr_preprocessor(meta: ClipMetadata) -> Json:
 _OCR_TEXT = replace(deepseek.CLASSES["DeepseekOCRForCausalLM"], note="")
 _OCR_ENCODERS = HfEncoders(
     "deepseekocr",
-    replace(_OCR_TEXT, note="DeepseekOCRForCausalLM is a class of remote code: copy the *.py files and auto_map"),
-    "model.sam_model. model.vision_model. model.projector model.image_newline model.view_seperator",
+    replace(_OCR_TEXT, note=f"DeepseekOCRForCausalLM {REMOTE_NOTE}"),
+    "model.sam_model. model.vision_model.transformer. model.vision_model.embeddings. model.vision_model.pre_layrnorm "
+    "model.projector model.image_newline model.view_seperator",
     _set_ocr,
     _ocr_preprocessor,
     matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 9,
@@ -301,5 +326,15 @@ HF_ENCODERS: dict[str, HfEncoders] = {
         set_config=_set_ocr2,
         text_class="DeepseekOCRForCausalLM",
         matches=lambda meta: True,
+    ),
+    "DeepseekV4ForCausalLM": HfEncoders(
+        "deepseek4v",
+        replace(
+            deepseek4.CLASSES["DeepseekV4ForCausalLM"],
+            note="DeepseekV4ForCausalLM of transformers loads the text model only, without the tower",
+        ),
+        "vision. aligner. image_",
+        _set_v4,
+        _v4_preprocessor,
     ),
 }

@@ -15,6 +15,7 @@ from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
 from quantkit.checkpoint.hf_encoders import (
+    REMOTE_NOTE,
     USUAL_COUNTS,
     HfEncoders,
     add_token_ids,
@@ -35,7 +36,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.models import deepseek, minimax
+from quantkit.checkpoint.models import deepseek, glm, minimax
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import (
     Drop,
@@ -435,9 +436,6 @@ MMPROJ: dict[str, Mmproj] = {
 
 # --- export ----------------------------------------------------------------------------------------------------------
 
-_REMOTE_NOTE = "is a class of remote code: copy the *.py files and auto_map from the original"
-
-
 def _set_kimi_vl(meta: ClipMetadata, config: Json) -> None:
     """Describe MoonViT; its positions are a square."""
     side = math.isqrt(meta.shape("v.position_embd.weight")[0])
@@ -499,7 +497,10 @@ _TEXT = deepseek.CLASSES["DeepseekV3ForCausalLM"]
 _TOWER = "vision_tower.encoder.blocks. vision_tower.encoder.final_layernorm vision_tower.patch_embed."
 _K25_ENCODERS = HfEncoders(
     "kimik25",
-    of_text_class(_TEXT, "kimi_k25", note=f"KimiK25ForConditionalGeneration {_REMOTE_NOTE}"),
+    of_text_class(_TEXT, "kimi_k25", note=(
+            "transformers 5.18 has KimiK25ForConditionalGeneration as Kimi_K25ForConditionalGeneration; older versions "
+            f"have none: it {REMOTE_NOTE}"
+        )),
     f"{_TOWER} mm_projector.",
     _set_k25,
     _k25_preprocessor,
@@ -508,11 +509,19 @@ _K25_ENCODERS = HfEncoders(
 HF_ENCODERS: dict[str, HfEncoders] = {
     "KimiVLForConditionalGeneration": HfEncoders(
         "kimivl",
-        of_text_class(_TEXT, "kimi_vl", note=f"KimiVLForConditionalGeneration {_REMOTE_NOTE}"),
+        of_text_class(_TEXT, "kimi_vl", note=f"KimiVLForConditionalGeneration {REMOTE_NOTE}"),
         f"{_TOWER} multi_modal_projector.",
         _set_kimi_vl,
         _kimi_vl_preprocessor,
         {"mm.input_norm": "multi_modal_projector.pre_norm"},
     ),
     "KimiK25ForConditionalGeneration": _K25_ENCODERS,
+    "Glm5vForConditionalGeneration": replace(
+        _K25_ENCODERS,
+        text=of_text_class(
+            glm.CLASSES["GlmMoeDsaForCausalLM"], "glm5v", note=f"Glm5vForConditionalGeneration {REMOTE_NOTE}"
+        ),
+        kinds={"mm.1": "mm_projector.linear_1", "mm.2": "mm_projector.linear_2", **_K25_ENCODERS.kinds},
+        text_class="GlmMoeDsaForCausalLM",
+    ),
 }
