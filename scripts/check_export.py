@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
 import checkpoints  # noqa: E402
-from loadable import describe_loadable  # noqa: E402
+from loadable import STEP_SIZES, describe_loadable  # noqa: E402
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT  # noqa: E402
 
 #: Models whose logits differ by less are the same.
@@ -160,10 +160,12 @@ def compare(names: list[str], out: Path) -> list[str]:
 
 def write_whole(names: list[str], out: Path) -> list[str]:
     """Export checkpoints with their encoders; return none, as a class without a row is no failure."""
+    from quantkit.checkpoint.models import step
     from quantkit.convert import ConvertOptions, convert, convert_mmproj
     from quantkit.errors import QuantkitError
     from quantkit.export import ExportOptions, export
 
+    step._STEP_SIZES = STEP_SIZES
     for name in names:
         checkpoint = checkpoints.write_description(describe_loadable(name), out / "drawn")
         exported, options = out / "exported" / name, checkpoints.describe(name).convert_keywords()

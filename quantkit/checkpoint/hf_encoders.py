@@ -35,6 +35,7 @@ NOT_EXPORTED = {
     "lfm2a": "files lack the transformer that generates sounds, and the statistics of the batch norms",
     "meralion": "llama.cpp's converter makes no file of its text model",
     "mimo_audio": "files lack the decoder of the audio tokenizer, and the averages of its codebooks",
+    "mimovl": "files of the audio encoder lack the decoder of its tokenizer, and the averages of its codebooks",
     "minicpmv4_6": "at 4x, files lack the merger of the encoder",
     "muse-glimmer": "files have the sum of the convolutions of two frames, not each",
     "nemotron_v2_vl": "files lack the patches of videos, and the positions are resized to those of one image size",

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import checkpoints
 
+#: Sizes of Step's encoder that are not those of the release: for ``quantkit.checkpoint.models.step._STEP_SIZES``.
+STEP_SIZES = (2, 16, 64, 3)
+
 
 def describe_loadable(name: str) -> checkpoints.Description:
     """Return the description of a checkpoint that transformers can load, if it has its class."""
@@ -27,4 +30,8 @@ def describe_loadable(name: str) -> checkpoints.Description:
         tensors.pop("model.vision_tower.{vit_merger.pre_norm|vit_merger.linear_1}.bias")
         tensors |= {f"{merger}pre_norm.bias": [256], f"{merger}linear_1.bias": [width]}
         tensors |= {f"{merger}linear_1.weight": [width, 256], f"{merger}linear_2.weight": [64, width]}
+    if name.startswith("mm-step3"):
+        _, side, width, layers = STEP_SIZES
+        sizes = {"image_size": side, "patch_size": 4, "width": width, "layers": layers, "heads": 4, "mlp_ratio": 1.5}
+        config["vision_config"] = config["vision_config"] | sizes
     return replace(description, config=config, tensors=tensors)
