@@ -27,8 +27,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
-import checkpoints  # noqa: E402
 from loadable import STEP_SIZES, describe_loadable  # noqa: E402
+
+import checkpoints  # noqa: E402
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT  # noqa: E402
 
 #: Models whose logits differ by less are the same.

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from loadable import STEP_SIZES, describe_loadable
 from refusals import check_refused, refuses
 
 import checkpoints
-from loadable import STEP_SIZES, describe_loadable
 from quantkit.checkpoint.hf_encoders import NOT_EXPORTED
 from quantkit.checkpoint.mmproj import read_preprocessor
 from quantkit.checkpoint.models import step
@@ -97,7 +97,12 @@ ENCODERS = {
     "mm-dots3-note": ("vision_encoder.", "audio_encoder."),
 }
 #: Tensors of a checkpoint that transformers' class lacks, and that neither file has: beginnings of names.
-UNUSED = ("vision_tower.vision_model.head.", "model.vision_tower.vision_model.head.", "mtp.", "siglip2.vision_model.embeddings.unknown.")
+UNUSED = (
+    "vision_tower.vision_model.head.",
+    "model.vision_tower.vision_model.head.",
+    "mtp.",
+    "siglip2.vision_model.embeddings.unknown.",
+)
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -193,7 +193,9 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
     names = [
         name
         for name, row in HF_ENCODERS.items()
-        if types in ((row.projector,), row.projectors) and ARCHITECTURES[row.text_class or name].arch == text.arch and row.matches(meta)
+        if types in ((row.projector,), row.projectors)
+        and ARCHITECTURES[row.text_class or name].arch == text.arch
+        and row.matches(meta)
     ]
     possible = names
     if requested is not None:

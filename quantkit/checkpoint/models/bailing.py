@@ -28,6 +28,7 @@ from quantkit.checkpoint.expressions import (
     value_bytes,
     values_in,
 )
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, of_text_class
 from quantkit.checkpoint.key_rows import (
     VOCAB_SIZE,
     Always,
@@ -38,7 +39,6 @@ from quantkit.checkpoint.key_rows import (
     SwigluLimits,
     rotary_width,
 )
-from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, of_text_class
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import Mmproj, MmprojConfig, projector
 from quantkit.checkpoint.models import deepseek, kimi, llama, qwen_vl

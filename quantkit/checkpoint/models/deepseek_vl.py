@@ -315,9 +315,7 @@ _OCR_ENCODERS = HfEncoders(
 )
 HF_ENCODERS: dict[str, HfEncoders] = {
     "DeepseekOCRForCausalLM": _OCR_ENCODERS,
-    "UnlimitedOCRForCausalLM": replace(
-        _OCR_ENCODERS, matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 32
-    ),
+    "UnlimitedOCRForCausalLM": replace(_OCR_ENCODERS, matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 32),
     "DeepseekOCR2ForCausalLM": replace(
         _OCR_ENCODERS,
         projector="deepseekocr2",

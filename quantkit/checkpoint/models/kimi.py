@@ -436,6 +436,7 @@ MMPROJ: dict[str, Mmproj] = {
 
 # --- export ----------------------------------------------------------------------------------------------------------
 
+
 def _set_kimi_vl(meta: ClipMetadata, config: Json) -> None:
     """Describe MoonViT; its positions are a square."""
     side = math.isqrt(meta.shape("v.position_embd.weight")[0])
@@ -455,7 +456,7 @@ def _kimi_vl_preprocessor(meta: ClipMetadata) -> Json:
 def _set_k25(meta: ClipMetadata, config: Json) -> None:
     """Describe MoonViT of K2.5, whose positions in time are computed, by the names of remote code and of transformers.
 
-    Of remote code's names transformers 5.18.0 reads none, so it takes a released model's sizes from its own defaults. The
+    Of remote code's names transformers 5.18.0 reads none: sizes of a released model are its defaults. The
     converter permutes heads by num_attention_heads, which is not among remote code's: both assume 16.
     """
     height, width = meta.shape("v.position_embd.weight")[:2]
@@ -497,10 +498,14 @@ _TEXT = deepseek.CLASSES["DeepseekV3ForCausalLM"]
 _TOWER = "vision_tower.encoder.blocks. vision_tower.encoder.final_layernorm vision_tower.patch_embed."
 _K25_ENCODERS = HfEncoders(
     "kimik25",
-    of_text_class(_TEXT, "kimi_k25", note=(
+    of_text_class(
+        _TEXT,
+        "kimi_k25",
+        note=(
             "transformers 5.18 has KimiK25ForConditionalGeneration as Kimi_K25ForConditionalGeneration; older versions "
             f"have none: it {REMOTE_NOTE}"
-        )),
+        ),
+    ),
     f"{_TOWER} mm_projector.",
     _set_k25,
     _k25_preprocessor,

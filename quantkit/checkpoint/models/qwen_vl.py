@@ -421,6 +421,8 @@ _QWEN3_ENCODERS = HfEncoders(
     _QWEN3_KINDS,
 )
 _QWEN35 = qwen3_next.CLASSES["Qwen3_5MoeForConditionalGeneration"]
+
+
 def _set_qwen3_asr(meta: ClipMetadata, config: Json) -> None:
     """Describe the encoder of Qwen3-ASR. Files lack the lengths of its windows: these are those of the release."""
     thinker = config["thinker_config"]
