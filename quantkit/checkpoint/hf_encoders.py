@@ -29,7 +29,6 @@ NOT_EXPORTED = {
     "gemma3na": "files lack the norms of the audio encoder's first convolutions",
     "gemma3nv": "files lack the norms of the audio encoder's first convolutions",
     "glm5v": "the text model's files have its attention split, and lack the padding of A_log",
-    "granite_speech": "files lack the statistics of the batch norms, which are folded into their weights",
     "hunyuanvl": "files lack the position of the class token",
     "janus_pro": "files lack the parts that generate images",
     "lfm2a": "files lack the transformer that generates sounds, and the statistics of the batch norms",

@@ -56,6 +56,8 @@ CLASSES = {
     "mm-gemma4-unified": ["Gemma4UnifiedForConditionalGeneration"],
     "mm-exaone4.5": ["Exaone4_5_ForConditionalGeneration"],
     "mm-granite4-vision": ["Granite4VisionForConditionalGeneration"],
+    "mm-granite-speech": ["GraniteSpeechForConditionalGeneration"],
+    "mm-granite-speech-plus": ["GraniteSpeechPlusForConditionalGeneration"],
     "mm-deepseek-ocr": ["DeepseekOCRForCausalLM"],
     "mm-unlimited-ocr": ["UnlimitedOCRForCausalLM"],
     "mm-deepseek-ocr2": ["DeepseekOCR2ForCausalLM"],
@@ -106,8 +108,13 @@ UNUSED = (
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return dtype, shape and bytes of each tensor of a checkpoint."""
-    stored = {name: t for shard in read_checkpoint(folder) for name, t in shard.items() if not name.startswith(UNUSED)}
+    """Return dtype, shape and bytes of each tensor of a checkpoint, without batch norms, whose statistics are lost."""
+    stored = {
+        name: t
+        for shard in read_checkpoint(folder)
+        for name, t in shard.items()
+        if not name.startswith(UNUSED) and ".batch_norm." not in name
+    }
     return {
         name: (t.dtype, tuple(t.shape), t.path.read_bytes()[t.offset : t.offset + t.nbytes])
         for name, t in stored.items()

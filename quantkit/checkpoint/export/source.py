@@ -366,7 +366,9 @@ def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) ->
 
 
 def _cast_tower(x: Expression, target_type: TensorType) -> Expression:
-    """Cast a tensor of an encoder to ``target_type``, if that loses no values, or if it was quantized."""
+    """Cast a tensor of an encoder to ``target_type``, if that loses no values, or if it was quantized; not integers."""
+    if x.type not in (TYPE_F32, TYPE_F16, TYPE_BF16):
+        return x
     quantized = any(part.dtype not in ("F32", "F16", "BF16") for part in x.parts())
     return cast(x, target_type) if quantized or target_type is TYPE_F32 or _is_exact(x, target_type) else x
 

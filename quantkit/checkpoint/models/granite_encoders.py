@@ -12,8 +12,8 @@ from typing import Any
 
 from quantkit.checkpoint.batch_norm import FoldBatchNorm
 from quantkit.checkpoint.config import Json
-from quantkit.checkpoint.encoder_rules import ForceType, remove_axis
-from quantkit.checkpoint.export.clip_metadata import ClipMetadata
+from quantkit.checkpoint.encoder_rules import ForceType, add_axes, remove_axis
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
 from quantkit.checkpoint.expressions import TYPE_F32, Expression
 from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values, of_text_class
 from quantkit.checkpoint.keys import Keys
@@ -29,7 +29,7 @@ from quantkit.checkpoint.mmproj import (
 )
 from quantkit.checkpoint.models import granite
 from quantkit.checkpoint.models.granite import projectors
-from quantkit.checkpoint.rules import Drop, Split, Transform
+from quantkit.checkpoint.rules import Drop, Split, Transform, unsqueeze_channels
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -94,9 +94,9 @@ _SPEECH = Mmproj(
     rules=(
         ForceType(r"^(?=.*(encoder|projector))(?=.*\.conv).*\.weight", TYPE_F32),
         FoldBatchNorm(r"encoder\.layers\.\d+\.conv\.batch_norm\.", 4),
-        Split(r"(?<=\.attn\.)to_kv(?=\.weight)", ("to_k", "to_v")),
-        Transform(r"(up|down)_conv.*\.weight$", _squeeze_column, None),
-        Transform(r"depth_conv.*\.weight$", _squeeze_channel, None),
+        Split(r"\.attn\.to_kv\.", (".attn.to_k.", ".attn.to_v.")),
+        Transform(r"(up|down)_conv.*\.weight$", _squeeze_column, add_axes(0, 1)),
+        Transform(r"depth_conv.*\.weight$", _squeeze_channel, unsqueeze_channels),
     ),
     vision=False,
     audio=True,
@@ -220,12 +220,78 @@ def _set_granite4(meta: ClipMetadata, config: Json) -> None:
     add_token_ids(meta, config, image_token_id="<image>")
 
 
+def _set_speech(meta: ClipMetadata, config: Json) -> None:
+    """Describe the conformer of Granite Speech and its Q-Former. The release's adapter is a file of its own."""
+    hidden = meta.number(".audio.embedding_length")
+    config["encoder_config"] = without_null(
+        {
+            "model_type": "granite_speech_encoder",
+            "input_dim": meta.number(".audio.num_mel_bins"),
+            "num_layers": meta.number(".audio.block_count"),
+            "hidden_dim": hidden,
+            "feedforward_mult": meta.number(".audio.feed_forward_length") // max(1, hidden),
+            "num_heads": meta.number(".audio.attention.head_count"),
+            "dim_head": meta.shape("a.blk.0.attn_rel_pos_emb")[1],
+            "output_dim": meta.shape("a.enc_ctc_out.weight")[0],
+            "context_size": meta.number(".audio.chunk_size"),
+            "max_pos_emb": meta.number(".audio.max_pos_emb"),
+            "conv_kernel_size": meta.number(".audio.conv_kernel_size"),
+            "conv_expansion_factor": meta.shape("a.blk.0.conv_dw.weight")[0] // max(1, hidden),
+            "cat_hidden_layers": meta.get(".audio.feature_layer"),
+        }
+    )
+    config["projector_config"] = {
+        "model_type": "blip_2_qformer",
+        "num_hidden_layers": sum(name.endswith(".self_attn_q.weight") for name in meta.model.tensors),
+        "hidden_size": meta.shape("a.proj_query")[2],
+        "encoder_hidden_size": meta.shape("a.proj_blk.0.cross_attn_k.weight")[1],
+        "num_attention_heads": meta.number(".audio.projector.head_count"),
+        "intermediate_size": meta.shape("a.proj_blk.0.ffn_up.weight")[0],
+        "cross_attention_frequency": 1,
+    }
+    config |= {
+        "window_size": meta.number(".audio.projector.window_size"),
+        "downsample_rate": meta.number(".audio.projector.downsample_rate"),
+        "has_lora_adapter": False,
+    }
+    add_token_ids(meta, config, audio_token_index="<|audio|>")
+
+
+def _speech_preprocessor(meta: ClipMetadata) -> Json:
+    return {
+        "feature_extractor_type": "GraniteSpeechFeatureExtractor",
+        "projector_window_size": meta.number(".audio.projector.window_size"),
+        "projector_downsample_rate": meta.number(".audio.projector.downsample_rate"),
+        "sampling_rate": 16000,
+    }
+
+
+def _speech_encoders(model_type: str, *, plus: bool) -> HfEncoders:
+    """Return the row of a class; ``plus``: the projector also gets the outputs of other layers."""
+    return HfEncoders(
+        "granite_speech",
+        of_text_class(
+            granite.CLASSES["GraniteForCausalLM"],
+            model_type,
+            note="the statistics of batch norms are others, with which they compute the same",
+        ),
+        "encoder.layers.*.attn. encoder.layers.*.ff encoder.layers.*.conv. encoder.layers.*.post_norm encoder.input_linear "
+        "encoder.out projector.",
+        _set_speech,
+        _speech_preprocessor,
+        text_class="GraniteForCausalLM",
+        matches=lambda meta: bool(meta.get(".audio.feature_layer")) is plus,
+    )
+
+
 def _granite4_preprocessor(meta: ClipMetadata) -> Json:
     side = meta.number(".vision.image_size")
     return image_values(meta, "Granite4VisionImageProcessor") | {"size": {"height": side, "width": side}}
 
 
 HF_ENCODERS: dict[str, HfEncoders] = {
+    "GraniteSpeechForConditionalGeneration": _speech_encoders("granite_speech", plus=False),
+    "GraniteSpeechPlusForConditionalGeneration": _speech_encoders("granite_speech_plus", plus=True),
     "Granite4VisionForConditionalGeneration": HfEncoders(
         "granite4_vision",
         of_text_class(
