@@ -275,8 +275,8 @@ def _speech_encoders(model_type: str, *, plus: bool) -> HfEncoders:
             model_type,
             note="the statistics of batch norms are others, with which they compute the same",
         ),
-        "encoder.layers.*.attn. encoder.layers.*.ff encoder.layers.*.conv. encoder.layers.*.post_norm encoder.input_linear "
-        "encoder.out projector.",
+        "encoder.layers.*.attn. encoder.layers.*.ff encoder.layers.*.conv. encoder.layers.*.post_norm "
+        "encoder.input_linear encoder.out projector.",
         _set_speech,
         _speech_preprocessor,
         text_class="GraniteForCausalLM",
