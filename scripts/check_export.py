@@ -93,8 +93,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mmproj", action="store_true", help="whole models, with their encoders")
     args = parser.parse_intermixed_args()
-    every = checkpoints.TOWERS if args.mmproj else checkpoints.NAMES
-    names = args.names or [name for name in every if checkpoints.describe(name).quantized is None]
+    described = checkpoints.TOWERS if args.mmproj else checkpoints.NAMES
+    names = args.names or [name for name in described if checkpoints.describe(name).quantized is None]
     if args.mmproj:
         n_failed = (write_whole if args.what == "write" else compare_whole)(names, args.out)
     else:

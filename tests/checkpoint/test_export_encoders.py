@@ -149,9 +149,9 @@ def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path, monkeypa
     assert after == before
     expected = REQUESTED.get(name, CLASSES[name][0])
     assert json.loads((out / "config.json").read_text())["architectures"] == [expected]
-    stored, written = map(read_preprocessor, (checkpoint, out))
+    stored, exported = map(read_preprocessor, (checkpoint, out))
     for key in {"image_mean", "image_std"} & stored.keys():
-        assert np.float32(written[key]).tolist() == np.float32(stored[key]).tolist()
+        assert np.float32(exported[key]).tolist() == np.float32(stored[key]).tolist()
     options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
     (text_again,) = convert(out, tmp_path / "text-2.gguf", None, options).paths
     (mmproj_again,) = convert_mmproj(out, tmp_path / "mmproj-2.gguf", "bf16").paths
@@ -213,9 +213,9 @@ def test_every_class_has_a_checkpoint() -> None:
 def test_every_projector_has_a_class_or_a_reason() -> None:
     """And no reason is of a projector that convert does not write, or beside an architecture that has a class."""
     exported = {kind for row in HF_ENCODERS.values() for kind in row.projectors}
-    written = {kind for row in (*MMPROJ.values(), *NATIVE_MMPROJ.values()) for kind in row.projectors}
+    converted = {kind for row in (*MMPROJ.values(), *NATIVE_MMPROJ.values()) for kind in row.projectors}
     reasons = {place.partition(" ")[0] for place in NOT_EXPORTED}
-    assert written == exported | reasons
+    assert converted == exported | reasons
     pairs = {f"{row.projector} {ARCHITECTURES[row.text_class or name].arch}" for name, row in HF_ENCODERS.items()}
     assert not pairs & NOT_EXPORTED.keys()
 

@@ -266,8 +266,8 @@ def _speech_preprocessor(meta: ClipMetadata) -> Json:
     }
 
 
-def _speech_encoders(model_type: str, *, plus: bool) -> HfEncoders:
-    """Return the row of a class; ``plus``: the projector also gets the outputs of other layers."""
+def _speech_encoders(model_type: str, *, has_layers: bool) -> HfEncoders:
+    """Return the row of a class; ``has_layers``: the projector also gets the outputs of other layers."""
     return HfEncoders(
         "granite_speech",
         of_text_class(
@@ -280,7 +280,7 @@ def _speech_encoders(model_type: str, *, plus: bool) -> HfEncoders:
         _set_speech,
         _speech_preprocessor,
         text_class="GraniteForCausalLM",
-        matches=lambda meta: bool(meta.get(".audio.feature_layer")) is plus,
+        matches=lambda meta: bool(meta.get(".audio.feature_layer")) is has_layers,
     )
 
 
@@ -290,8 +290,8 @@ def _granite4_preprocessor(meta: ClipMetadata) -> Json:
 
 
 HF_ENCODERS: dict[str, HfEncoders] = {
-    "GraniteSpeechForConditionalGeneration": _speech_encoders("granite_speech", plus=False),
-    "GraniteSpeechPlusForConditionalGeneration": _speech_encoders("granite_speech_plus", plus=True),
+    "GraniteSpeechForConditionalGeneration": _speech_encoders("granite_speech", has_layers=False),
+    "GraniteSpeechPlusForConditionalGeneration": _speech_encoders("granite_speech_plus", has_layers=True),
     "Granite4VisionForConditionalGeneration": HfEncoders(
         "granite4_vision",
         of_text_class(
