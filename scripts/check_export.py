@@ -1,13 +1,16 @@
 """Check that transformers loads the checkpoints of `quantkit export`, and that they are the same models.
 
-    PYTHON scripts/check_export.py write --out DIR [NAME ...]
-    TRANSFORMERS scripts/check_export.py compare --out DIR [NAME ...]
+    PYTHON scripts/check_export.py write --out DIR [--mmproj] [NAME ...]
+    TRANSFORMERS scripts/check_export.py compare --out DIR [--mmproj] [NAME ...]
 
 ``write``, run with quantkit's PYTHON, generates every checkpoint (tests/lib/checkpoints.py), converts it to float32 and
 exports that: DIR/drawn/NAME and DIR/exported/NAME, with the ids of ``TEXTS`` by quantkit's own tokenizer. ``compare``,
 run with 4.57.6 and with 5.18.0 of transformers, checks the checkpoints that each can run: it loads both, and prints the
 NMSE of the logits of a prompt, weights that differ, and whether the tokenizer gives the same ids. It exits with 1 if a
 model computes something else.
+
+With --mmproj both are the whole models of checkpoints with encoders: every weight must be there and equal, and so must
+be all settings of both configurations but those of ``_SETTINGS``.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
+
+from loadable import STEP_SIZES, describe_loadable  # noqa: E402
 
 import checkpoints  # noqa: E402
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT  # noqa: E402
@@ -67,6 +72,18 @@ _OPTIONAL_KEYS = (
     *("mtp.", "model.visual.", "vision_tower.", "model.vision", "multi_modal_", "model.multi_modal_", "lm_head."),
     *("model.projector.", "pooler.", "cls.predictions.", "model.vqmodel."),
 )
+#: Classes of llama.cpp's converter, and their names in transformers.
+_CLASS_NAMES = {
+    "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
+}
+#: transformers' class of this name has other names of tensors, or no encoders.
+_OTHER_LAYOUT = ("DeepseekV4ForCausalLM", "Qwen3ASRForConditionalGeneration")
+#: Parts of names of weights that no file has: unused heads, and batch norms, which have other statistics.
+_OTHER_WEIGHTS = ("vision_tower.head.", "vision_tower.vision_model.head.", ".batch_norm.")
+#: Settings that no file has.
+_SETTINGS = ("architectures", "torch_dtype", "dtype", "transformers_version", "quantkit_version", "initializer_range")
 
 
 def main() -> None:
@@ -74,9 +91,14 @@ def main() -> None:
     parser.add_argument("what", choices=("write", "compare"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mmproj", action="store_true", help="whole models, with their encoders")
     args = parser.parse_intermixed_args()
-    names = args.names or [name for name in checkpoints.NAMES if checkpoints.describe(name).quantized is None]
-    n_failed = (write if args.what == "write" else compare)(names, args.out)
+    described = checkpoints.TOWERS if args.mmproj else checkpoints.NAMES
+    names = args.names or [name for name in described if checkpoints.describe(name).quantized is None]
+    if args.mmproj:
+        n_failed = (write_whole if args.what == "write" else compare_whole)(names, args.out)
+    else:
+        n_failed = (write if args.what == "write" else compare)(names, args.out)
     if n_failed:
         sys.exit(f"{len(n_failed)} differ: {' '.join(n_failed)}")
 
@@ -134,6 +156,84 @@ def compare(names: list[str], out: Path) -> list[str]:
             traceback.print_exc()
         failures += [] if ok else [name]
     return failures
+
+
+def write_whole(names: list[str], out: Path) -> list[str]:
+    """Export checkpoints with their encoders; return none, as a class without a row is no failure."""
+    from quantkit.checkpoint.models import step
+    from quantkit.convert import ConvertOptions, convert, convert_mmproj
+    from quantkit.errors import QuantkitError
+    from quantkit.export import ExportOptions, export
+
+    step._STEP_SIZES = STEP_SIZES
+    for name in names:
+        checkpoint = checkpoints.write_description(describe_loadable(name), out / "drawn")
+        exported, options = out / "exported" / name, checkpoints.describe(name).convert_keywords()
+        shutil.rmtree(exported, ignore_errors=True)
+        exported.parent.mkdir(exist_ok=True)
+        try:
+            (text,) = convert(checkpoint, out / "text.gguf", None, ConvertOptions(**options, outtype="bf16")).paths
+            (mmproj,) = convert_mmproj(checkpoint, out / "mmproj.gguf", "bf16").paths
+            export(text, exported, ExportOptions(mmproj=mmproj))
+        except QuantkitError as e:
+            print("REFUSED", name, e, flush=True)
+        for file in ("text.gguf", "mmproj.gguf"):
+            (out / file).unlink(missing_ok=True)
+    return []
+
+
+def compare_whole(names: list[str], out: Path) -> list[str]:
+    """Load whole models; return those that differ from their originals, or do not load."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    failures = []
+    for name in names:
+        exported = out / "exported" / name
+        if not exported.exists():
+            continue
+        config = json.loads((exported / "config.json").read_text())
+        class_name = _CLASS_NAMES.get(config["architectures"][0], config["architectures"][0])
+        if not hasattr(transformers, class_name) or class_name in _OTHER_LAYOUT:
+            print("no class", name, class_name, sep="  ", flush=True)
+            continue
+        try:
+            cls = getattr(transformers, class_name)
+            model, info = cls.from_pretrained(exported, dtype=torch.bfloat16, output_loading_info=True)
+            bad = {key: sorted(map(str, keys))[:3] for key, keys in info.items() if keys and key != "error_msgs"}
+            notes = []
+            try:
+                notes = whole_differences(cls.from_pretrained(out / "drawn" / name, dtype=torch.bfloat16), model)
+            except Exception as error:  # an original in the format of remote code
+                notes = [f"alone: {type(error).__name__} {str(error)[:120]}"]
+            ok = not bad and not any(note.startswith("weights") for note in notes)
+            print("same" if ok else "DIFFERENT", name, class_name, bad or "", *notes, sep="  ", flush=True)
+        except Exception as error:
+            ok = False
+            print("FAILED", name, class_name, type(error).__name__, str(error)[:300], sep="  ", flush=True)
+        failures += [] if ok else [name]
+    return failures
+
+
+def whole_differences(original: Any, exported: Any) -> list[str]:
+    """Return notes on weights and settings that differ."""
+    import torch
+
+    a, b = original.state_dict(), exported.state_dict()
+    differ = [key for key in a if key not in b or not torch.equal(a[key], b[key])]
+    differ = [key for key in differ if not any(part in key for part in _OTHER_WEIGHTS)]
+    notes = [f"weights differ: {differ[:3]}"] if differ else []
+    for part in ("vision_config", "audio_config", "text_config", ""):
+        configs = [getattr(model.config, part, None) if part else model.config for model in (original, exported)]
+        before, after = ({} if config is None else config.to_dict() for config in configs)
+        keys = [
+            key
+            for key in before
+            if not key.startswith("_") and not isinstance(before[key], dict) and before[key] != after.get(key)
+        ]
+        notes += [f"{part}.{key}: {before[key]}, not {after.get(key)}" for key in keys if key not in _SETTINGS]
+    return notes
 
 
 def is_supported(description: checkpoints.Description, exported: Path) -> bool:

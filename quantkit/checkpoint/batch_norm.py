@@ -8,14 +8,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Expression, from_f32, read_f32, value_bytes
-from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.expressions import (
+    TYPE_F16,
+    TYPE_F32,
+    Constant,
+    Expression,
+    Zeros,
+    from_f32,
+    read_f32,
+    value_bytes,
+)
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
-from quantkit.types import TensorType
+from quantkit.types import TensorType, type_by_name
 
 #: Kinds of a batch norm's tensors.
 _KINDS = ("weight", "bias", "running_mean", "running_var")
+_I64 = type_by_name("I64")
+#: Its sum with the epsilon is 1 in float32.
+_UNIT_VARIANCE = float(np.float32(1) - np.float32(1e-5))
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,11 @@ class BatchNorm:
 
 
 @dataclass(frozen=True)
-class FoldBatchNorm(OneWayRule):
+class FoldBatchNorm(Rule):
     """Folds the statistics of a layer's batch norm into its weight and bias.
+
+    The inverse is a norm with other statistics, a mean of 0 and a variance that is 1 with the epsilon, which computes
+    the same.
 
     A batch norm is complete with ``count`` tensors; ``pattern`` matches their names up to the kind.
     """
@@ -85,6 +100,19 @@ class FoldBatchNorm(OneWayRule):
         return [
             replace(tensor, name=f"{stem}weight", x=BatchNorm(weight, var)),
             replace(tensor, name=f"{stem}bias", x=BatchNorm(weight, var, bias, mean)),
+        ]
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        match = re.search(self.pattern, tensor.name)
+        if match is None or tensor.name[match.end() :] != "weight":
+            return None
+        stem, n = tensor.name[: match.end()], tensor.x.shape[0]
+        mean, var = Constant((0.0,) * n), Constant((_UNIT_VARIANCE,) * n)
+        return [
+            tensor,
+            replace(tensor, name=f"{stem}running_mean", x=mean),
+            replace(tensor, name=f"{stem}running_var", x=var),
+            replace(tensor, name=f"{stem}num_batches_tracked", x=Zeros((), _I64)),
         ]
 
     @staticmethod

@@ -187,10 +187,14 @@ _RANGES = (".input_max", ".input_min", ".output_max", ".output_min")
 
 
 @dataclass(frozen=True)
-class NameRanges(OneWayRule):
+class NameRanges(Rule):
     """Names the ranges of clipped activations after the weight of their layer."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         stem, dot, end = tensor.name.rpartition(".")
         name = context.names.find(stem) if dot + end in _RANGES else None
         return None if name is None else (replace(tensor, name_in_file=name + dot + end),)
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Return a range as a scalar."""
+        return (replace(tensor, x=Shaped(tensor.x, ())),) if tensor.name.endswith(_RANGES) else None

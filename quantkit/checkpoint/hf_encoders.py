@@ -20,16 +20,36 @@ USUAL_COUNTS = {
     "patch_size": "patch_size",
 }
 
-#: Projectors of mmproj files that no checkpoint can be made of, and what is lost.
+#: A note on classes that transformers lacks.
+REMOTE_NOTE = "is a class of remote code: copy the *.py files and auto_map from the original"
+
+#: Projectors of mmproj files that no checkpoint can be made of, some beside one architecture, and what is lost.
 NOT_EXPORTED = {
     "cogvlm": "files of text models lack the weights that the model has for images",
-    "gemma4a": "the scales of queries are stored after their softplus",
+    "gemma3na": "files lack the norms of the audio encoder's first convolutions",
+    "gemma3nv": "files lack the norms of the audio encoder's first convolutions",
+    "glm5v": "the text model's files have its attention split, and lack the padding of A_log",
     "hunyuanvl": "files lack the position of the class token",
     "janus_pro": "files lack the parts that generate images",
+    "lfm2a": "files lack the transformer that generates sounds, and the statistics of the batch norms",
+    "meralion": "llama.cpp's converter makes no file of its text model",
+    "mimo_audio": "files lack the decoder of the audio tokenizer, and the averages of its codebooks",
+    "mimovl": "files of the audio encoder lack the decoder of its tokenizer, and the averages of its codebooks",
     "minicpmv4_6": "at 4x, files lack the merger of the encoder",
+    "muse-glimmer": "files have the sum of the convolutions of two frames, not each",
+    "nemotron_v2_vl": "files lack the patches of videos, and the positions are resized to those of one image size",
     "paddleocr": "files lack the packing positions",
+    "parakeet": "files lack the patches of videos of the vision encoder beside it",
+    "phi4": "files lack the last layer of the encoder, its head and its norm",
+    "pockettts_gen": "the embeddings contain what the latents were projected to",
+    "pockettts_spkenc": "the embeddings contain what the latents were projected to",
     "qwen2.5o": "files lack the talker and its vocoder",
-    "qwen3a": "files lack the talker and its vocoder, or the model nests its parts in thinker_config",
+    "qwen2vl_merger llama": "files lack the norm that Sarashina 2.2 Vision has after its projector",
+    "qwen3a": "files of Qwen3-Omni lack the talker and its vocoder",
+    "qwen3tts_gen": "two layers of the text model are folded into its embeddings",
+    "qwen3tts_spkenc": "two layers of the text model are folded into its embeddings",
+    "qwen3vl_merger clef": "the head of Clef is another file",
+    "qwen3vl_merger qwen4exp": "the text model's files have the shards of the embeddings of n-grams joined",
     "ultravox": "its text model is a checkpoint of its own",
 }
 
@@ -42,7 +62,8 @@ class HfEncoders:
     names and settings of the text model within the whole. Tensors have the first name of the name map that begins with
     one of ``names``, in their order, or that of ``kinds``; then the inverses of the rules of ``MMPROJ`` are applied.
     ``set_config`` sets vision_config and the settings of the whole, ``preprocessor`` returns preprocessor_config.json;
-    both are converted again, and must give the keys of the file.
+    both are converted again, and must give the keys of the file. Either projector may be of sound; a file with both has
+    ``audio_projector``, too.
     """
 
     projector: str
@@ -55,8 +76,15 @@ class HfEncoders:
     text_class: str = ""
     #: The class of the whole, if it has several rows, one for each class of text models.
     architecture: str = ""
+    #: The projector of sound of a file with two encoders.
+    audio_projector: str = ""
     #: Whether a file is of this class, if others have its projector, too.
     matches: Callable[[ClipMetadata], bool] = field(default=lambda meta: True)
+
+    @property
+    def projectors(self) -> tuple[str, ...]:
+        """The projectors of a file with all encoders."""
+        return (self.projector, *([self.audio_projector] if self.audio_projector else []))
 
 
 def image_values(meta: ClipMetadata, processor: str) -> Json:
@@ -66,6 +94,18 @@ def image_values(meta: ClipMetadata, processor: str) -> Json:
         "do_normalize": True,
         "image_mean": meta.get(".vision.image_mean"),
         "image_std": meta.get(".vision.image_std"),
+    }
+
+
+def audio_preprocessor(meta: ClipMetadata) -> Json:
+    """Return the settings of Whisper's feature extractor."""
+    return {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": meta.number(".audio.num_mel_bins"),
+        "sampling_rate": 16000,
+        "hop_length": 160,
+        "n_fft": 400,
+        "chunk_length": 30,
     }
 
 

@@ -106,7 +106,8 @@ class HfClass:
     synthetic: Callable[[ModelMetadata], Iterable[Tensor]] = field(default=lambda meta: ())
     #: A note on every export as this class.
     note: str = ""
-    #: The model type of a multimodal model with this text model, and the key of config.json under which it is there.
+    #: The model type of a multimodal model with this text model, and the key of config.json under which it is there,
+    #: with points between the keys of nested objects.
     outer_type: str = ""
     text_key: str = "text_config"
     #: Whether a file of the architecture is of this class. Classes with a condition are checked first.

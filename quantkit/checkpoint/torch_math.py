@@ -40,6 +40,21 @@ def softplus(x: F32) -> F32:
     return result
 
 
+def inverse_softplus(y: F32) -> F32:
+    """Return x of y = log(1 + exp(x)): the nearest BF16 value if its softplus is ``y`` to two units in the last place.
+
+    Stored values are BF16 in nearly all checkpoints, and the last bits of a softplus differ between libraries. Of the
+    values near 0 that have one softplus it is 0.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        exact = np.asarray(y, np.float64)
+        x: F32 = np.where(y > 20, y, (exact + np.log(-np.expm1(-exact))).astype(np.float32))
+        bits = x.view(np.uint32)
+        short = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).view(np.float32)
+        result: F32 = np.where(np.abs(softplus(short) - y) <= 2 * np.spacing(np.abs(y)), short, x)
+    return np.where(y == softplus(np.zeros_like(y)), np.float32(0), result)
+
+
 def _polynomial(x: F32, coefficients: tuple[float, ...]) -> F32:
     """Return a polynomial of ``x`` by Horner's rule, from the highest power on."""
     value = np.full_like(x, coefficients[0])

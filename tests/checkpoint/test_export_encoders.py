@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from loadable import STEP_SIZES, describe_loadable
 from refusals import check_refused, refuses
 
 import checkpoints
 from quantkit.checkpoint.hf_encoders import NOT_EXPORTED
 from quantkit.checkpoint.mmproj import read_preprocessor
-from quantkit.checkpoint.registry import HF_ENCODERS
+from quantkit.checkpoint.models import step
+from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS, MMPROJ, NATIVE_MMPROJ
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, convert_mmproj
 from quantkit.errors import QuantkitError, TypeNotSupported
@@ -50,27 +52,69 @@ CLASSES = {
     "mm-kimi-k2.5": ["KimiK25ForConditionalGeneration"],
     "mm-minimax-m3": ["MiniMaxM3SparseForConditionalGeneration"],
     "mm-gemma4": ["Gemma4ForConditionalGeneration"],
+    "mm-gemma4-audio": ["Gemma4ForConditionalGeneration"],
+    "mm-gemma4-unified": ["Gemma4UnifiedForConditionalGeneration"],
+    "mm-exaone4.5": ["Exaone4_5_ForConditionalGeneration"],
+    "mm-granite4-vision": ["Granite4VisionForConditionalGeneration"],
+    "mm-granite-speech": ["GraniteSpeechForConditionalGeneration"],
+    "mm-granite-speech-plus": ["GraniteSpeechPlusForConditionalGeneration"],
+    "mm-deepseek-ocr": ["DeepseekOCRForCausalLM"],
+    "mm-unlimited-ocr": ["UnlimitedOCRForCausalLM"],
+    "mm-deepseek-ocr2": ["DeepseekOCR2ForCausalLM"],
+    "mm-deepseek-v4": ["DeepseekV4ForCausalLM"],
+    "mm-dots-ocr": ["DotsOCRForCausalLM"],
+    "mm-youtu-vl": ["YoutuVLForConditionalGeneration"],
+    "mm-bailing-moe-v3-vl": ["BailingMoeV3VLForConditionalGeneration"],
+    "mm-dots3-note": ["Dots3NoteForCausalLM"],
+    "mm-step3-vl": ["StepVLForConditionalGeneration"],
+    "mm-step3p7": ["Step3p7ForConditionalGeneration"],
+    "mm-glm-asr": ["GlmasrModel"],
+    "mm-qwen3-asr": ["Qwen3ASRForConditionalGeneration"],
     "mm-lighton-ocr": ["LightOnOCRForConditionalGeneration"],
     "mm-minicpm-v4.6": ["MiniCPMV4_6ForConditionalGeneration"],
     "mm-voxtral": ["VoxtralForConditionalGeneration"],
     "mm-qwen2-audio": ["Qwen2AudioForConditionalGeneration"],
     "mm-audio-flamingo3": ["AudioFlamingo3ForConditionalGeneration"],
 }
+#: Classes whose encoders are exported as those of another class.
+SAME_ENCODERS = {
+    "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
+    "InternVisionModel": "InternVLForConditionalGeneration",
+    "MiniMaxM3VLForConditionalGeneration": "MiniMaxM3SparseForConditionalGeneration",
+    "OpenJevModel": "Qwen3_5ForConditionalGeneration",
+    "Qwen2VLModel": "Qwen2VLForConditionalGeneration",
+}
 #: Checkpoints of remote code, which are exported as a class of transformers unless theirs is requested.
 REQUESTED = {"mm-internvl3": "InternVLChatModel"}
-#: Other text models beside InternViT, and the rows of their classes.
+#: Other text models beside InternViT or MoonViT, and the rows of their classes.
 TEXTS = {
     "qwen3": ["InternVLForConditionalGeneration-Qwen3", "InternVLChatModel-Qwen3"],
     "qwen3-moe": ["InternVLForConditionalGeneration-Qwen3Moe", "InternVLChatModel-Qwen3Moe"],
     "internlm2": ["InternVLChatModel-InternLM2"],
+    "glm-moe-dsa": ["Glm5vForConditionalGeneration"],
+}
+#: Encoders of checkpoints whose text model has other values: quantized, or with scaled norms.
+ENCODERS = {
+    "mm-deepseek-v4": ("vision.", "aligner.", "image_"),
+    "mm-dots3-note": ("vision_encoder.", "audio_encoder."),
 }
 #: Tensors of a checkpoint that transformers' class lacks, and that neither file has: beginnings of names.
-UNUSED = ("vision_tower.vision_model.head.", "mtp.")
+UNUSED = (
+    "vision_tower.vision_model.head.",
+    "model.vision_tower.vision_model.head.",
+    "mtp.",
+    "siglip2.vision_model.embeddings.unknown.",
+)
 
 
 def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return dtype, shape and bytes of each tensor of a checkpoint."""
-    stored = {name: t for shard in read_checkpoint(folder) for name, t in shard.items() if not name.startswith(UNUSED)}
+    """Return dtype, shape and bytes of each tensor of a checkpoint, without batch norms, whose statistics are lost."""
+    stored = {
+        name: t
+        for shard in read_checkpoint(folder)
+        for name, t in shard.items()
+        if not name.startswith(UNUSED) and ".batch_norm." not in name
+    }
     return {
         name: (t.dtype, tuple(t.shape), t.path.read_bytes()[t.offset : t.offset + t.nbytes])
         for name, t in stored.items()
@@ -79,7 +123,7 @@ def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def both_files(name: str, folder: Path, outtype: str = "bf16") -> tuple[Path, Path, Path]:
     """Return a checkpoint, its text model and its mmproj file."""
-    checkpoint = checkpoints.write_checkpoint(name, folder)
+    checkpoint = checkpoints.write_description(describe_loadable(name), folder)
     options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
     (text,) = convert(checkpoint, folder / "text.gguf", None, options).paths
     (mmproj,) = convert_mmproj(checkpoint, folder / "mmproj.gguf", outtype).paths
@@ -92,20 +136,26 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path) -> None:
+def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "_STEP_SIZES", STEP_SIZES)
     checkpoint, text, mmproj = both_files(name, tmp_path)
     out = tmp_path / "out"
     export(text, out, ExportOptions(mmproj=mmproj, architecture=REQUESTED.get(name)))
-    assert contents(out) == contents(checkpoint)
+    before, after = contents(checkpoint), contents(out)
+    if name in ENCODERS:
+        before, after = (
+            {key: x for key, x in values.items() if key.startswith(ENCODERS[name])} for values in (before, after)
+        )
+    assert after == before
     expected = REQUESTED.get(name, CLASSES[name][0])
     assert json.loads((out / "config.json").read_text())["architectures"] == [expected]
-    before, after = map(read_preprocessor, (checkpoint, out))
-    for key in {"image_mean", "image_std"} & before.keys():
-        assert np.float32(after[key]).tolist() == np.float32(before[key]).tolist()
+    stored, exported = map(read_preprocessor, (checkpoint, out))
+    for key in {"image_mean", "image_std"} & stored.keys():
+        assert np.float32(exported[key]).tolist() == np.float32(stored[key]).tolist()
     options = ConvertOptions(outtype="bf16", **checkpoints.describe(name).convert_keywords())
     (text_again,) = convert(out, tmp_path / "text-2.gguf", None, options).paths
     (mmproj_again,) = convert_mmproj(out, tmp_path / "mmproj-2.gguf", "bf16").paths
-    for file, copy in ((text, text_again), (mmproj, mmproj_again)):
+    for file, copy in ((text, text_again), (mmproj, mmproj_again))[name in ENCODERS :]:
         assert tensors_of(copy) == tensors_of(file)
     assert clip_keys(mmproj_again) == clip_keys(mmproj)
 
@@ -114,16 +164,23 @@ def test_the_checkpoint_is_that_of_the_files(name: str, tmp_path: Path) -> None:
 def test_encoders_beside_several_classes_of_text_models(name: str, row: str, tmp_path: Path) -> None:
     description = checkpoints.describe(name)
     width = description.config["hidden_size"]
-    encoders = checkpoints.describe("mm-internvl3")
-    llm = encoders.config["llm_config"] | {"hidden_size": width}
-    tensors = encoders.tensors | {"mlp1.1.weight": [width, 256], "mlp1.3.weight": [width, width]}
-    tensors |= {f"mlp1.{i}.bias": [width] for i in (1, 3)}
-    encoders = replace(encoders, config=encoders.config | {"llm_config": llm}, tensors=tensors)
-    (mmproj,) = convert_mmproj(checkpoints.write_description(encoders, tmp_path), tmp_path / "m.gguf", "bf16").paths
+    if row.startswith("Glm5v"):
+        encoders, part = checkpoints.describe("mm-glm5v"), "text_config"
+        shapes = {"mm_projector.linear_2.weight": [width, 256], "mm_projector.linear_2.bias": [width]}
+    else:
+        encoders, part = checkpoints.describe("mm-internvl3"), "llm_config"
+        shapes = {"mlp1.1.weight": [width, 256], "mlp1.3.weight": [width, width]}
+        shapes |= {f"mlp1.{i}.bias": [width] for i in (1, 3)}
+    config = encoders.config | {part: encoders.config[part] | {"hidden_size": width}}
+    encoders = replace(encoders, config=config, tensors=encoders.tensors | shapes)
+    checkpoint = checkpoints.write_description(encoders, tmp_path)
+    (mmproj,) = convert_mmproj(checkpoint, tmp_path / "m.gguf", "bf16").paths
     options = ConvertOptions(outtype="bf16", **description.convert_keywords())
     (text,) = convert(checkpoints.write_description(description, tmp_path), tmp_path / "t.gguf", None, options).paths
     out = tmp_path / "out"
     export(text, out, ExportOptions(mmproj=mmproj, architecture=row))
+    towers = {key: x for key, x in contents(checkpoint).items() if key.startswith(("vision_tower.", "mm_projector."))}
+    assert towers.items() <= contents(out).items()
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == [row.partition("-")[0]]
     assert plan_export(text, tmp_path / "x", ExportOptions(mmproj=mmproj, architecture=row.partition("-")[0]))
@@ -151,6 +208,28 @@ def test_every_class_has_a_checkpoint() -> None:
     rows = [line.split() for line in CliRunner().invoke(cli, ["export", "--list"]).stdout.splitlines()]
     (row,) = [row for row in rows if row[:1] == ["mistral3"]]
     assert row[-1] == "Mistral3ForConditionalGeneration"
+
+
+def test_every_projector_has_a_class_or_a_reason() -> None:
+    """And no reason is of a projector that convert does not write, or beside an architecture that has a class."""
+    exported = {kind for row in HF_ENCODERS.values() for kind in row.projectors}
+    converted = {kind for row in (*MMPROJ.values(), *NATIVE_MMPROJ.values()) for kind in row.projectors}
+    reasons = {place.partition(" ")[0] for place in NOT_EXPORTED}
+    assert converted == exported | reasons
+    pairs = {f"{row.projector} {ARCHITECTURES[row.text_class or name].arch}" for name, row in HF_ENCODERS.items()}
+    assert not pairs & NOT_EXPORTED.keys()
+
+
+def test_every_class_has_a_row_or_a_reason() -> None:
+    """By its own name, or because one of its projectors has a reason, or its files are another's."""
+    names = {row.architecture or name for name, row in HF_ENCODERS.items()}
+    archs = {name: ARCHITECTURES[name].arch if name in ARCHITECTURES else "" for name in MMPROJ}
+    places = {
+        name: {place for kind in row.projectors for place in (kind, f"{kind} {archs[name]}")}
+        for name, row in MMPROJ.items()
+    }
+    assert {name for name in MMPROJ.keys() - names if not places[name] & NOT_EXPORTED.keys()} == SAME_ENCODERS.keys()
+    assert {name.partition("-")[0] for name in SAME_ENCODERS.values()} <= names
 
 
 def test_another_class_of_the_same_files(tmp_path: Path) -> None:
@@ -250,7 +329,13 @@ def test_refusals_of_the_command(qwen: tuple[Path, Path, Path], tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "projector"),
-    [("mm-janus", "janus_pro"), ("mm-gemma4-audio", "gemma4a"), ("mm-minicpm-v4.6-4x", "minicpmv4_6")],
+    [
+        ("mm-janus", "janus_pro"),
+        ("mm-gemma3n", "gemma3nv"),
+        ("mm-minicpm-v4.6-4x", "minicpmv4_6"),
+        ("mm-sarashina2-vision", "qwen2vl_merger llama"),
+        ("mm-clef", "qwen3vl_merger clef"),
+    ],
 )
 def test_a_class_without_a_row_is_named(name: str, projector: str, tmp_path: Path) -> None:
     """With what the files lack."""

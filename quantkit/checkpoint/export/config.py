@@ -77,7 +77,17 @@ def nest_text_config(config: Json, hf_class: HfClass) -> Json:
     outer_keys = ("architectures", "torch_dtype", "quantkit_version", "vision_config", "backbone_hidden_size")
     outer = {key: config.pop(key) for key in outer_keys if key in config}
     tied = config["tie_word_embeddings"]
-    return outer | {"model_type": hf_class.outer_type, "tie_word_embeddings": tied, hf_class.text_key: config}
+    nested = config
+    for key in reversed(hf_class.text_key.split(".")):
+        nested = {key: nested}
+    return outer | {"model_type": hf_class.outer_type, "tie_word_embeddings": tied, **nested}
+
+
+def text_config_of(values: Json, hf_class: HfClass) -> Json:
+    """Return the configuration of the text model within config.json."""
+    for key in hf_class.text_key.split(".") if hf_class.outer_type else ():
+        values = values[key]
+    return values
 
 
 def _vocab_size(model: GGUFFile) -> int:

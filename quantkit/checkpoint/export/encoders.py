@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.checkpoint.config import Json, read_config
 from quantkit.checkpoint.encoders import encoder_tensors
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
+from quantkit.checkpoint.export.config import text_config_of
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor
 from quantkit.checkpoint.expressions import Expression
@@ -31,6 +32,8 @@ from quantkit.formats.gguf.rules import short
 _OF_FILE = ("general.", "quantkit.", "quantize.")
 #: Beginnings of the names of tensors of layers, and of keys.
 _PARTS = {"v": "vision", "a": "audio"}
+#: The end of the name of a range of clipped activations.
+_RANGE = r"\.(?:in|out)put_m(?:ax|in)"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -52,7 +55,7 @@ class Encoders:
         config["architectures"] = [self.hf.architecture or self.name]
         self.hf.set_config(self.meta, config)
         if self.hf.text_class:
-            config[self.hf.text.text_key]["architectures"] = [self.hf.text_class]
+            text_config_of(config, self.hf.text).setdefault("architectures", [self.hf.text_class])
         return without_null(self.hf.preprocessor(self.meta))
 
     def tensors(self, folder: Path, text: Mapping[str, Expression]) -> dict[str, Expression]:
@@ -84,9 +87,12 @@ class Encoders:
         return tensors
 
     def _check_layers(self) -> None:
-        """Raise FormatError if a layer lacks a tensor that another has."""
+        """Raise FormatError if a layer lacks a tensor that another has; with experts, feed-forward layers differ."""
         layers: dict[tuple[str, str], set[int]] = {}
+        has_experts = any("_exps." in name for name in self.meta.model.tensors)
         for name in self.meta.model.tensors:
+            if has_experts and re.match(r"v\.blk\.\d+\.(ffn_|exp_)", name):
+                continue
             if match := re.fullmatch(r"([va])\.blk\.(\d{1,9})\.(.*)", name):
                 layers.setdefault((match[1], match[3]), set()).add(int(match[2]))
         for (part, kind), numbers in layers.items():
@@ -103,6 +109,8 @@ class Encoders:
             if name in extra:
                 continue
             tensor = Tensor(self._checkpoint_name(name, kinds), x, None)
+            if tensor.name in extra:
+                continue
             for original in invert_rules((*row.stored, *row.rules), tensor, context):
                 if original.name in tensors:
                     raise context.fail(original, f"{original.name} would occur twice", "QK-E107")
@@ -114,7 +122,7 @@ class Encoders:
 
     def _checkpoint_name(self, name: str, kinds: Mapping[str, str]) -> str:
         """Return the checkpoint's name of a file's tensor, before rules are inverted."""
-        match = re.fullmatch(r"(.*?)((?:\.weight|\.bias)(?:\.\d+)?)?", name)
+        match = re.fullmatch(rf"(.*?)((?:\.weight|\.bias)(?:\.\d+)?|{_RANGE})?", name)
         assert match is not None
         stem, suffix = match[1], match[2] or ""
         number = _NUMBER.search(stem)
@@ -185,14 +193,17 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
     names = [
         name
         for name, row in HF_ENCODERS.items()
-        if (row.projector,) == types and ARCHITECTURES[row.text_class or name].arch == text.arch and row.matches(meta)
+        if types in ((row.projector,), row.projectors)
+        and ARCHITECTURES[row.text_class or name].arch == text.arch
+        and row.matches(meta)
     ]
     possible = names
     if requested is not None:
         names = [name for name in names if requested in (name, HF_ENCODERS[name].architecture)]
     if not names:
         supported = f"; choose one of {', '.join(possible)}" if possible else ""
-        reason = next((f" ({NOT_EXPORTED[kind]})" for kind in types if kind in NOT_EXPORTED), "")
+        places = [place for kind in types for place in (f"{kind} {text.arch}", kind)]
+        reason = next((f" ({NOT_EXPORTED[place]})" for place in places if place in NOT_EXPORTED), "")
         request = "" if requested is None else f" as {short(requested)}"
         raise TypeNotSupported(
             f"{path}: encoders with the projector {', '.join(types) or 'unknown'} beside a text model of "
@@ -224,8 +235,8 @@ def _encoders_of(context: Context) -> MmprojConfig:
 
 
 def _shape(shape: Iterable[int]) -> list[int]:
-    """Return a shape, innermost first, without dimensions of 1 at its end."""
-    extents = list(shape)
+    """Return a shape, innermost first, without dimensions of 1 at its end; [1] for that of a scalar."""
+    extents = list(shape) or [1]
     while len(extents) > 1 and extents[-1] == 1:
         extents.pop()
     return extents

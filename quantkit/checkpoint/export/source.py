@@ -21,7 +21,7 @@ from quantkit.checkpoint.export.biases import set_biases
 from quantkit.checkpoint.export.card import card_files
 from quantkit.checkpoint.export.classes import find_class, tensor_names_of
 from quantkit.checkpoint.export.comparison import compare_keys
-from quantkit.checkpoint.export.config import check_keys, make_config, nest_text_config, token_ids
+from quantkit.checkpoint.export.config import check_keys, make_config, nest_text_config, text_config_of, token_ids
 from quantkit.checkpoint.export.encoders import find_encoders
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor, read_tensors
@@ -219,7 +219,7 @@ def _open(
         parts, options = split_tensors(read_tensors(model, kinds), kinds, hf_class.names, config)
         tensors = _tensors(meta, parts, row, hf_class, Context(config, names))
         f32_names, as_stored = _check_round_trip(parts, row, tensors, Context(config, names), target_type)
-        set_biases(values[hf_class.text_key] if hf_class.outer_type else values, name, tensors, meta.path)
+        set_biases(text_config_of(values, hf_class), name, tensors, meta.path)
         files["config.json"] = _json(values)
         notes += check_keys(model, row, config)  # last, because rules also replace values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
@@ -366,7 +366,9 @@ def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) ->
 
 
 def _cast_tower(x: Expression, target_type: TensorType) -> Expression:
-    """Cast a tensor of an encoder to ``target_type``, if that loses no values, or if it was quantized."""
+    """Cast a tensor of an encoder to ``target_type``, if that loses no values, or if it was quantized; not integers."""
+    if x.type not in (TYPE_F32, TYPE_F16, TYPE_BF16):
+        return x
     quantized = any(part.dtype not in ("F32", "F16", "BF16") for part in x.parts())
     return cast(x, target_type) if quantized or target_type is TYPE_F32 or _is_exact(x, target_type) else x
 

@@ -5,6 +5,7 @@ Facts of llama.cpp b11434, conversion/bailingmoe.py, conversion/bailingmoe3.py.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import NameInFile
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import (
     Expression,
@@ -26,6 +28,7 @@ from quantkit.checkpoint.expressions import (
     value_bytes,
     values_in,
 )
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, of_text_class
 from quantkit.checkpoint.key_rows import (
     VOCAB_SIZE,
     Always,
@@ -278,7 +281,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def _rename_output(config: Config, name: str) -> str:
     """Rename the output matrix of full attention, which differs from that of delta attention."""
-    match = re.fullmatch(r"(model\.layers\.(\d+)\.attention\.)(?:dense|o_proj)(\..*)", name)
+    match = re.fullmatch(r"(model\.(?:language_model\.)?layers\.(\d+)\.attention\.)(?:dense|o_proj)(\..*)", name)
     if match is None:
         return name
     return f"{match[1]}{'dense' if is_attention_layer(config, int(match[2])) else 'o_proj'}{match[3]}"
@@ -338,5 +341,43 @@ MMPROJ: dict[str, Mmproj] = {
             NameInFile(r"^visual\.merger\.norm\.(weight|bias)$", r"mm.input_norm.\1"),
         ),
         patch_config=_patch_ling,
+    ),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_sections(meta: ModelMetadata, config: Json) -> None:
+    """Set the sections of rope, which this class has outside of its scaling."""
+    config["mrope_section"] = (config.pop("rope_scaling", None) or {}).get("mrope_section")
+
+
+def _set_ling(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Qwen3-VL, whose merger only norms; the projector is outside of it."""
+    qwen_vl.set_qwen3(meta, config)
+    width = config["vision_config"]["hidden_size"]
+    merged = meta.shape("mm.0.weight")[1] // max(1, width)
+    config["vision_config"] |= {
+        "disable_merger_proj": True,
+        "out_hidden_size": width,
+        "spatial_merge_size": math.isqrt(merged),
+    }
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "BailingMoeV3VLForConditionalGeneration": HfEncoders(
+        "ling3vl",
+        of_text_class(
+            CLASSES["BailingMoeV3ForCausalLM"],
+            "bailing_moe_v3_vl",
+            "model.language_model.",
+            config_setters=(_set_sections,),
+            note=f"BailingMoeV3VLForConditionalGeneration {REMOTE_NOTE}",
+        ),
+        qwen_vl.QWEN3_NAMES,
+        _set_ling,
+        qwen_vl.qwen_preprocessor,
+        {"mm.0": "linear_proj.0", "mm.2": "linear_proj.2", "mm.input_norm": "visual.merger.norm"},
     ),
 }

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import DropUnknown
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, Transposed, concatenate, take
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.mmproj import Activation, EncoderKey, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama
@@ -371,5 +373,39 @@ MMPROJ: dict[str, Mmproj] = {
         tensors=r"^(?!lm_head\.|model\.(layers|embed_tokens|norm)\.)",
         rules=(DropUnknown(),),
         patch_config=_default_image_size,
+    ),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_youtu(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Youtu-VL, SigLIP 2 with windows, beside the settings of the text model."""
+    config["vision_config"] = (
+        meta.counts(USUAL_COUNTS)
+        | {
+            "model_type": "siglip2_vision_model",
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+            "spatial_merge_size": meta.number(".vision.spatial_merge_size"),
+            "fullatt_block_indexes": meta.get(".vision.wa_layer_indexes"),
+        }
+        | without_null({"window_size": meta.get(".vision.window_size")})
+    )
+    add_token_ids(meta, config, image_token_id="<|image_pad|>")
+
+
+def _youtu_preprocessor(meta: ClipMetadata) -> Json:
+    return image_values(meta, "Siglip2ImageProcessorFast") | {"patch_size": meta.number(".vision.patch_size")}
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "YoutuVLForConditionalGeneration": HfEncoders(
+        "youtuvl",
+        HfClass("youtu_vl", defaults=LATENT_V3_DEFAULTS, note=f"YoutuVLForConditionalGeneration {REMOTE_NOTE}"),
+        "siglip2. merger.",
+        _set_youtu,
+        _youtu_preprocessor,
     ),
 }

@@ -5,11 +5,14 @@ Facts of llama.cpp b11434, conversion/deepseek.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import ForceType
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import TYPE_F32, Expression, Shaped
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, image_values
 from quantkit.checkpoint.mmproj import (
     USE_GELU,
     USE_SILU,
@@ -22,6 +25,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
+from quantkit.checkpoint.models import deepseek, deepseek4
 from quantkit.checkpoint.rules import Rename, Split, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.errors import FormatError
@@ -91,12 +95,16 @@ def _prepend_dimension(tensor: Tensor, context: Context) -> Expression:
     return Shaped(tensor.x, (1, *tensor.x.shape))
 
 
+def _drop_dimension(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, tensor.x.shape[1:]) if len(tensor.x.shape) > 1 else tensor.x
+
+
 _OCR = Mmproj(
     _ocr_keys("deepseekocr", 9),
     tensors=r"^(?!lm_head\.|model\.(embed_tokens|layers|norm)\.)",
     stored=(Rename(r"(pos_embed|rel_pos_h|rel_pos_w)$", r"\1.weight"),),
     rules=(
-        Transform(r"view_seperator$", _prepend_dimension, None),
+        Transform(r"view_seperator$", _prepend_dimension, _drop_dimension),
         ForceType(r"\.embeddings\.|pos_embed|\.rel_pos_[hw]|\.neck\.|\.net_", TYPE_F32),
     ),
     patch_config=_patch_ocr,
@@ -152,6 +160,10 @@ def _patch_v4(config: MmprojConfig) -> None:
         config.preprocessor.values.setdefault(name, [0.5] * 3)
 
 
+def _as_linear(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, (tensor.x.shape[0], math.prod(tensor.x.shape[1:])))
+
+
 def _as_convolution(tensor: Tensor, context: Context) -> Expression:
     """Return the linear layer over patches as a convolution: [out, channels, height, width]."""
     assert isinstance(context.config, MmprojConfig)
@@ -169,7 +181,7 @@ _V4 = Mmproj(
     ),
     tensors=r"^(vision\.|aligner\.|image_)",
     rules=(
-        Transform(r"^vision\.patch_embed\.proj\.weight$", _as_convolution, None),
+        Transform(r"^vision\.patch_embed\.proj\.weight$", _as_convolution, _as_linear),
         Split(r"\.mlp\.w1\.", (".mlp.w1_gate.", ".mlp.w1_up.")),
     ),
     vision_config=_v4_vision,
@@ -181,4 +193,146 @@ MMPROJ = {
     "UnlimitedOCRForCausalLM": replace(_OCR, keys=_ocr_keys("deepseekocr", 32)),
     "DeepseekOCR2ForCausalLM": _OCR2,
     "DeepseekV4ForCausalLM": _V4,
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _sam_config(meta: ClipMetadata) -> Json:
+    """Return the settings of SAM's encoder by the names of remote code; layers of whole images have longer tables."""
+    layers = meta.number(".vision.sam.block_count")
+    positions = [meta.shape(f"v.sam.blk.{i}.attn.pos_h.weight")[0] for i in range(layers)]
+    windowed = 2 * meta.number(".vision.window_size") - 1
+    return {
+        "downsample_channels": [meta.shape(f"v.sam.net_{i}.weight")[0] for i in (2, 3)],
+        "global_attn_indexes": [i for i, count in enumerate(positions) if count != windowed],
+        "heads": meta.number(".vision.sam.head_count"),
+        "layers": layers,
+        "width": meta.number(".vision.sam.embedding_length"),
+    }
+
+
+def _sam_image_size(meta: ClipMetadata) -> int:
+    return meta.shape("v.sam.pos_embd.weight")[1] * meta.shape("v.sam.patch_embd.weight")[-1]
+
+
+def _set_ocr(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoders of DeepSeek-OCR: SAM's, then CLIP's."""
+    clip = {
+        "heads": meta.number(".vision.attention.head_count"),
+        "image_size": meta.number(".vision.image_size"),
+        "layers": meta.number(".vision.block_count"),
+        "patch_size": meta.number(".vision.patch_size"),
+        "width": meta.number(".vision.embedding_length"),
+    }
+    config["vision_config"] = {
+        "model_type": "vision",
+        "model_name": "deeplip_b_l",
+        "image_size": _sam_image_size(meta),
+        "width": {"clip-l-14-224": clip, "sam_vit_b": _sam_config(meta)},
+    }
+    config["language_config"]["architectures"] = ["DeepseekV2ForCausalLM"]
+
+
+def _set_ocr2(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoders of DeepSeek-OCR-2, SAM's, then Qwen2's, by the names of remote code and of transformers."""
+    sam, width = _sam_config(meta), meta.number(".vision.embedding_length")
+    qwen2 = {
+        "num_attention_heads": meta.number(".vision.attention.head_count"),
+        "intermediate_size": meta.number(".vision.feed_forward_length"),
+    }
+    layers, patch = meta.number(".vision.block_count"), meta.number(".vision.patch_size")
+    config["vision_config"] = {
+        "model_type": "vision",
+        "model_name": "deepencoderv2",
+        "image_size": meta.number(".vision.image_size"),
+        "layers": layers,
+        "patch_size": patch,
+        **qwen2,
+        "width": {"sam_vit_b": sam, "qwen2-0-5b": {"dim": width}},
+        "sam_config": {
+            "hidden_size": sam["width"],
+            "num_hidden_layers": sam["layers"],
+            "num_attention_heads": sam["heads"],
+            "image_size": _sam_image_size(meta),
+            "patch_size": meta.shape("v.sam.patch_embd.weight")[-1],
+            "output_channels": meta.shape("v.sam.neck.0.weight")[0],
+            "mlp_dim": meta.shape("v.sam.blk.0.mlp.lin1.weight")[0],
+            "window_size": meta.number(".vision.window_size"),
+            "global_attn_indexes": sam["global_attn_indexes"],
+            "downsample_channels": sam["downsample_channels"],
+        },
+        "encoder_config": {
+            **qwen2,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": meta.number(".vision.attention.head_count_kv"),
+        },
+    }
+    text = config["language_config"]
+    text["architectures"] = ["DeepseekV2ForCausalLM"]
+    kinds = ["dense" if i < text["first_k_dense_replace"] else "sparse" for i in range(text["num_hidden_layers"])]
+    config["text_config"] = text | {"model_type": "deepseek_ocr2_text", "mlp_layer_types": kinds}
+
+
+def _set_v4(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of DeepSeek V4, beside the settings of the text model."""
+    config |= {
+        "vision_n_layers": meta.number(".vision.block_count"),
+        "vision_dim": meta.number(".vision.embedding_length"),
+        "vision_n_heads": meta.number(".vision.attention.head_count"),
+        "vision_inter_dim": meta.number(".vision.feed_forward_length"),
+        "vision_patch_size": meta.number(".vision.patch_size"),
+        "vision_downsample_ratio": meta.number(".vision.projector.scale_factor"),
+        "vision_min_pixels": meta.number(".vision.image_min_pixels"),
+        "vision_rope_theta": 10000.0,
+        **_V4_LIMITS,
+    }
+
+
+def _v4_preprocessor(meta: ClipMetadata) -> Json:
+    return {name: meta.get(f".vision.{name}") for name in ("image_mean", "image_std")}
+
+
+def _ocr_preprocessor(meta: ClipMetadata) -> Json:
+    values = image_values(meta, "DeepseekVLV2Processor")
+    if (factor := meta.get(".vision.projector.scale_factor")) is not None:
+        side = meta.number(".vision.image_size") // max(1, meta.number(".vision.patch_size")) // max(1, factor)
+        values["image_seq_length"] = side**2
+    return values
+
+
+_OCR_TEXT = replace(deepseek.CLASSES["DeepseekOCRForCausalLM"], note="")
+_OCR_ENCODERS = HfEncoders(
+    "deepseekocr",
+    replace(_OCR_TEXT, note=f"DeepseekOCRForCausalLM {REMOTE_NOTE}"),
+    "model.sam_model. model.vision_model.transformer. model.vision_model.embeddings. model.vision_model.pre_layrnorm "
+    "model.projector model.image_newline model.view_seperator",
+    _set_ocr,
+    _ocr_preprocessor,
+    matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 9,
+)
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "DeepseekOCRForCausalLM": _OCR_ENCODERS,
+    "UnlimitedOCRForCausalLM": replace(_OCR_ENCODERS, matches=lambda meta: meta.get(".vision.preproc_max_tiles") == 32),
+    "DeepseekOCR2ForCausalLM": replace(
+        _OCR_ENCODERS,
+        projector="deepseekocr2",
+        text=replace(_OCR_TEXT, outer_type="deepseek_ocr2"),
+        names="model.sam_model. model.qwen2_model. model.projector model.view_seperator",
+        set_config=_set_ocr2,
+        text_class="DeepseekOCRForCausalLM",
+        matches=lambda meta: True,
+    ),
+    "DeepseekV4ForCausalLM": HfEncoders(
+        "deepseek4v",
+        replace(
+            deepseek4.CLASSES["DeepseekV4ForCausalLM"],
+            note="DeepseekV4ForCausalLM of transformers loads the text model only, without the tower",
+        ),
+        "vision. aligner. image_",
+        _set_v4,
+        _v4_preprocessor,
+    ),
 }

@@ -5,10 +5,14 @@ Facts of llama.cpp b11434, conversion/dotsocr.py, conversion/dots3.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.expressions import TYPE_F32, stack
+from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
+from quantkit.checkpoint.expressions import TYPE_F32, Shaped, stack, take
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.mmproj import (
     PIXELS,
     USE_SILU,
@@ -20,8 +24,9 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
+from quantkit.checkpoint.models import dots, qwen
 from quantkit.checkpoint.rules import Rename, Split
-from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -43,7 +48,7 @@ _DOTS_OCR = Mmproj(
     rules=(
         Rename(r"^vision_tower\.(blocks\..*\.mlp\.)", r"visual.\1"),
         *(
-            Rename(rf"^(visual\..*)\.{old}\b", rf"\1.{new}")
+            Rename(rf"^(visual\..*)\.{old}\.", rf"\1.{new}.")
             for old, new in (("fc1", "gate_proj"), ("fc2", "down_proj"), ("fc3", "up_proj"))
         ),
     ),
@@ -125,7 +130,7 @@ def _capacity(config: MmprojConfig) -> int:
 
 
 @dataclass(frozen=True)
-class _StackPyramid(OneWayRule):
+class _StackPyramid(Rule):
     """Stacks the experts of a layer, whose number depends on the layer."""
 
     weights: tuple[str, ...] = ("fc1", "fc2", "fc3")
@@ -151,6 +156,23 @@ class _StackPyramid(OneWayRule):
             name = f"vision_encoder.blocks.{layer}.mlp.experts.{weight}.weight"
             merged.append(replace(tensor, name=name, x=stack(experts)))
         return merged
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Return the tensors of single experts."""
+        match = re.fullmatch(r"(vision_encoder\.blocks\.(\d+)\.mlp\.experts)\.(fc[123])\.weight", tensor.name)
+        if match is None:
+            return None
+        n, shape = self._count(int(match[2]), context), tensor.x.shape
+        if len(shape) != 3 or shape[0] != n:
+            raise context.fail(tensor, f"its shape {list(shape)} does not match {n} experts")
+        return [
+            replace(
+                tensor,
+                name=f"{match[1]}.{expert}.{match[3]}.weight",
+                x=Shaped(take(tensor.x, 0, range(expert, expert + 1)), shape[1:]),
+            )
+            for expert in range(n)
+        ]
 
     def missing(self, waiting: Collection[str], place: int | str, context: Context) -> str:
         """Return the number of experts that a layer should have."""
@@ -179,8 +201,8 @@ _NOTE = Mmproj(
     tensors=r"^(vision|audio)_encoder\.",
     rules=(
         Rename(r"(\.gate_weight|\.router_bias)$", r"\1.weight"),
-        Split(r"(\.speech_encoder\.layers\..*)\.fc1\.", (r"\1.fc1_gate.", r"\1.fc1_up.")),
         _StackPyramid(),
+        Split(r"(?<=\d)\.fc1\.", (".fc1_gate.", ".fc1_up.")),
     ),
     audio=True,
     forced=tuple((part, TYPE_F32) for part in (".ffn_gate_inp.", ".exp_probs_b.", ".conv2d", "a.conv_out")),
@@ -192,4 +214,93 @@ _NOTE = Mmproj(
 MMPROJ = {
     "DotsOCRForCausalLM": _DOTS_OCR,
     **dict.fromkeys(("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration"), _NOTE),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_dots_ocr(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of dots.ocr, beside the settings of the text model."""
+    vision = {name: count for name, count in meta.counts(USUAL_COUNTS).items() if name != "image_size"}
+    config["vision_config"] = vision | {
+        "embed_dim": vision["hidden_size"],
+        "num_channels": meta.shape("v.patch_embd.weight")[1],
+        "rms_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "spatial_merge_size": meta.number(".vision.projector.scale_factor"),
+        "temporal_patch_size": 1,
+        "post_norm": meta.has("mm.post_norm.weight"),
+        "use_bias": meta.has("v.blk.0.attn_qkv.bias"),
+    }
+    add_token_ids(meta, config, image_token_id="<|imgpad|>")
+
+
+def _dots_ocr_preprocessor(meta: ClipMetadata) -> Json:
+    sizes = {
+        "patch_size": meta.number(".vision.patch_size"),
+        "merge_size": meta.number(".vision.projector.scale_factor"),
+        "temporal_patch_size": 1,
+    }
+    limits = {f"{end}_pixels": meta.number(f".vision.image_{end}_pixels") for end in ("min", "max")}
+    return image_values(meta, "Qwen2VLImageProcessor") | sizes | limits
+
+
+def _set_note(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoders of dots3-note. Settings without a key have the only values that llama.cpp computes."""
+    counts = {key: name for key, name in USUAL_COUNTS.items() if key != "image_size"}
+    experts = meta.get(".vision.expert_count_per_layer") or []
+    config["vision_config"] = meta.counts(counts) | {
+        "embed_dim": meta.number(".vision.embedding_length"),
+        "hidden_size": meta.number(".vision.projection_dim"),
+        "num_channels": meta.shape("v.patch_embd.weight")[1],
+        "rms_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+        "spatial_merge_size": meta.number(".vision.spatial_merge_size"),
+        "pyramid_num_routed": [count or -1 for count in experts],
+        "capacity_factor": float(meta.number(".vision.expert_used_count")),
+        **{name: value for name, (value, _) in _VISION_SETTINGS.items()},
+    }
+    whisper = {stored: meta.number(f".audio.{key}") for key, stored in _WHISPER_KEYS.items()}
+    config["audio_config"] = {name: value for name, (value, _) in _AUDIO_SETTINGS.items()} | {
+        "rope_parameters": {name: value for name, (value, _) in _ROPE_SETTINGS.items()},
+        "whisper_config": whisper | {name: value for name, (value, _) in _WHISPER_SETTINGS.items()},
+    }
+
+
+_WHISPER_KEYS = {
+    "embedding_length": "d_model",
+    "feed_forward_length": "encoder_ffn_dim",
+    "attention.head_count": "encoder_attention_heads",
+    "block_count": "encoder_layers",
+    "num_mel_bins": "num_mel_bins",
+}
+
+
+def _note_preprocessor(meta: ClipMetadata) -> Json:
+    limits = {f"{end}_pixels": meta.number(f".vision.image_{end}_pixels") for end in ("min", "max")}
+    return {"vision_config": {name: meta.get(f".vision.{name}") for name in ("image_mean", "image_std")} | limits}
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "DotsOCRForCausalLM": HfEncoders(
+        "dots_ocr",
+        replace(
+            qwen.CLASSES["Qwen2ForCausalLM"],
+            model_type="dots_ocr",
+            defaults={"attention_bias": True},
+            note=f"DotsOCRForCausalLM {REMOTE_NOTE}",
+        ),
+        "visual.blocks.*.mlp.gate_proj visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj "
+        "vision_tower.blocks. vision_tower.patch_embed.patchifier. vision_tower.merger. vision_tower.post_trunk_norm",
+        _set_dots_ocr,
+        _dots_ocr_preprocessor,
+    ),
+    "Dots3NoteForCausalLM": HfEncoders(
+        "dots3note_v",
+        replace(dots.CLASSES["Dots3NoteForCausalLM"], note=f"Dots3NoteForCausalLM {REMOTE_NOTE}"),
+        "vision_encoder.blocks. vision_encoder.patch_embed. vision_encoder.post_trunk_norm vision_encoder.adapter. "
+        "audio_encoder.dots_encoder. audio_encoder.audio_adapter.",
+        _set_note,
+        _note_preprocessor,
+        audio_projector="dots3note_a",
+    ),
 }

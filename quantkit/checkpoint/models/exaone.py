@@ -13,7 +13,9 @@ from functools import partial
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import SplitFrames
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.hf_encoders import HfEncoders
 from quantkit.checkpoint.key_rows import (
     VOCAB_SIZE,
     Always,
@@ -199,5 +201,36 @@ MMPROJ: dict[str, Mmproj] = {
         ),
         stored=qwen_vl.QWEN3_STORED,
         rules=(SplitFrames(r"patch_embed\.proj\.weight"),),
+    ),
+}
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_exaone45(meta: ClipMetadata, config: Json) -> None:
+    """Describe the tower of Qwen2.5-VL, with fewer keys than queries."""
+    qwen_vl.set_qwen25(meta, config)
+    config["vision_config"] |= {
+        "model_type": "exaone4_5_vision",
+        "num_key_value_heads": meta.get(".vision.attention.head_count_kv"),
+        "window_size": meta.get(".vision.window_size"),
+        "rms_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+    }
+
+
+def _exaone45_preprocessor(meta: ClipMetadata) -> Json:
+    limits = {f"{end}_pixels": meta.number(f".vision.image_{end}_pixels") for end in ("min", "max")}
+    return qwen_vl.qwen_preprocessor(meta) | limits
+
+
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Exaone4_5_ForConditionalGeneration": HfEncoders(
+        "exaone4_5",
+        CLASSES["Exaone4_5_ForConditionalGeneration"],
+        qwen_vl.QWEN25_NAMES,
+        _set_exaone45,
+        _exaone45_preprocessor,
+        qwen_vl.QWEN2_KINDS,
     ),
 }

@@ -39,9 +39,9 @@ from quantkit.checkpoint.mmproj import (
     projector,
 )
 from quantkit.checkpoint.models import gemma
-from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, minus_one, plus_one
+from quantkit.checkpoint.rules import Change, Drop, Rename, Transform, minus_one, plus_one, unsqueeze_channels
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
-from quantkit.checkpoint.torch_math import softplus
+from quantkit.checkpoint.torch_math import inverse_softplus, softplus
 from quantkit.errors import FormatError
 
 _VISION, _AUDIO = "clip.vision.projector_type", "clip.audio.projector_type"
@@ -185,21 +185,37 @@ class _Softplus(ByValue):
         return softplus(x)
 
 
+@dataclass(frozen=True)
+class _InverseSoftplus(ByValue):
+    """The value of each softplus: a BF16 value if there is one, as in a checkpoint."""
+
+    def compute(self, x: F32) -> F32:
+        return inverse_softplus(x)
+
+
 def _softplus(tensor: Tensor, context: Context) -> Expression:
     """Return the scale of queries or keys, which is stored before its softplus."""
     return _Softplus(tensor.x)
 
 
+def _inverse_softplus(tensor: Tensor, context: Context) -> Expression:
+    """Return the scale before its softplus."""
+    return _InverseSoftplus(tensor.x)
+
+
 @dataclass(frozen=True)
 class _DropLinear(Rule):
-    """Drops the name of the layer within a clipped one."""
+    """Drops the name of the layer within a clipped one. ``clipped``: the names of those that have one."""
+
+    pattern: str
+    clipped: str
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
-        name = tensor.name.replace(".linear.weight", ".weight")
+        name = re.sub(r"\.linear\.", ".", tensor.name) if re.search(self.pattern, tensor.name) else tensor.name
         return None if name == tensor.name else (replace(tensor, name=name),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        name = re.sub(r"(\.layers\..*_proj)\.weight$", r"\1.linear.weight", tensor.name)
+        name = re.sub(rf"({self.pattern}.*\.({self.clipped}))\.weight$", r"\1.linear.weight", tensor.name)
         return None if name == tensor.name else (replace(tensor, name=name),)
 
 
@@ -232,12 +248,12 @@ _GEMMA_4 = Mmproj(
         ForceType(r"position_embedding_table", TYPE_F32),
         ForceType(r"^(?=.*(audio_tower|embed_audio)).*(\.conv|_conv.*\.weight|\.weight.*_conv)", TYPE_F32),
         Rename(r"model\.audio_tower\.", "conformer."),
-        Rename(rf"({_CONFORMER}.*?)\.linear\.", r"\1."),
-        Rename(rf"({_CONFORMER}.*per_dim(_key)?_scale)$", r"\1.weight"),
-        Transform(r"per_dim(_key)?_scale\.weight$", _softplus, None),
-        Transform(r"lconv1d\.depthwise_conv1d.*\.weight$", remove_axis(1), None),
+        _DropLinear(_CONFORMER, r"ffw_layer_[12]|linear_(start|end)|[qkv]_proj|post"),
+        Rename(r"(per_dim_scale|per_dim_key_scale)$", r"\1.weight"),
+        Transform(r"per_dim(_key)?_scale\.weight$", _softplus, _inverse_softplus),
+        Transform(r"lconv1d\.depthwise_conv1d.*\.weight$", remove_axis(1), unsqueeze_channels),
         Rename(r"model\.vision_tower\.encoder\.", "vision_model.model."),
-        _DropLinear(),
+        _DropLinear(r"^vision_model\.model\.layers\.", r"\w+_proj"),
         Rename(r"(layer_scalar|position_embedding_table)$", r"\1.weight"),
         Transform(r"patch_embedder\.input_proj\.weight$", _convolve_patches, _flatten_patches),
         NameRanges(),
@@ -258,7 +274,7 @@ def _patch_unified(config: MmprojConfig) -> None:
         encoder.values |= dict.fromkeys(("intermediate_size", "num_layers", "num_attention_heads"), 0)
 
 
-def _colours_first(last: int) -> Change:
+def _colours_first(last: int, *, inverse: bool = False) -> Change:
     """Return the change from colours of pixels to pixels of colours, in the last dimension of ``last``."""
 
     def change(tensor: Tensor, context: Context) -> Expression:
@@ -268,14 +284,15 @@ def _colours_first(last: int) -> Change:
             side = vision.number("model_patch_size")
         else:
             side = vision.number("patch_size") * vision.number("pooling_kernel_size")
-        outer = tensor.x.shape[:last]
-        return Shaped(Transposed(Shaped(tensor.x, (*outer, side * side, 3))), (*outer, side * side * 3))
+        outer, pixels = tensor.x.shape[:last], (side * side, 3)
+        x = Shaped(tensor.x, (*outer, *(pixels[::-1] if inverse else pixels)))
+        return Shaped(Transposed(x), (*outer, side * side * 3))
 
     return change
 
 
 def _axes_first(tensor: Tensor, context: Context) -> Expression:
-    """Return position embeddings of [positions, axes, width] as [axes, positions, width]."""
+    """Return position embeddings of [positions, axes, width] as [axes, positions, width], or the reverse."""
     positions, axes, width = tensor.x.shape
     rows = Shaped(tensor.x, (positions * axes, width))
     columns = tuple(range(axis, positions * axes, axes) for axis in range(axes))
@@ -286,11 +303,11 @@ _GEMMA_4_UNIFIED = replace(
     _GEMMA_4,
     keys=(*_GEMMA_4.keys, projector("gemma4uv", _VISION), projector("gemma4ua", _AUDIO)),
     rules=(
-        Transform(r"pos_embedding$", _axes_first, None),
+        Transform(r"pos_embedding$", _axes_first, _axes_first),
         Rename(r"pos_embedding$", "pos_embedding.weight"),
         Rename(r"\.pos_norm\.", ".patch_ln3."),
-        Transform(r"patch_dense\.weight", _colours_first(1), None),
-        Transform(r"patch_ln1\.(weight|bias)", _colours_first(0), None),
+        Transform(r"patch_dense\.weight", _colours_first(1), _colours_first(1, inverse=True)),
+        Transform(r"patch_ln1\.(weight|bias)", _colours_first(0), _colours_first(0, inverse=True)),
         *_GEMMA_4.rules,
     ),
     patch_config=_patch_unified,
@@ -343,9 +360,35 @@ def _set_gemma4(meta: ClipMetadata, config: Json) -> None:
         "rms_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
         "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
         "standardize": meta.has("v.std_bias") or meta.has("v.std_scale"),
-        "use_clipped_linears": any(name.endswith(".input_max") for name in meta.model.tensors),
+        "use_clipped_linears": _is_clipped(meta, "v."),
     }
-    config["audio_config"] = None
+    config["audio_config"] = _gemma4_audio(meta) if meta.get(".has_audio_encoder") else None
+    _add_gemma4_tokens(meta, config)
+
+
+def _is_clipped(meta: ClipMetadata, prefix: str) -> bool:
+    """Return whether an encoder's activations have ranges."""
+    return any(name.startswith(prefix) and name.endswith(".input_max") for name in meta.model.tensors)
+
+
+def _gemma4_audio(meta: ClipMetadata) -> Json:
+    epsilon = meta.get(".audio.attention.layer_norm_epsilon")
+    return {
+        "model_type": "gemma4_audio",
+        "hidden_size": meta.number(".audio.embedding_length"),
+        "num_hidden_layers": meta.number(".audio.block_count"),
+        "num_attention_heads": meta.number(".audio.attention.head_count"),
+        "input_feat_size": meta.number(".audio.num_mel_bins"),
+        "subsampling_conv_channels": [meta.shape(f"a.conv1d.{i}.weight")[0] for i in range(2)],
+        "conv_kernel_size": meta.shape("a.blk.0.conv_dw.weight")[-1],
+        "output_proj_dims": meta.shape("a.pre_encode.out.weight")[0],
+        "rms_norm_eps": epsilon,
+        "layer_norm_eps": epsilon,
+        "use_clipped_linears": _is_clipped(meta, "a."),
+    }
+
+
+def _add_gemma4_tokens(meta: ClipMetadata, config: Json) -> None:
     add_token_ids(
         meta,
         config,
@@ -353,6 +396,9 @@ def _set_gemma4(meta: ClipMetadata, config: Json) -> None:
         boi_token_id="<|image>",
         eoi_token_id="<image|>",
         video_token_id="<|video|>",
+        audio_token_id="<|audio|>",
+        boa_token_id="<|audio>",
+        eoa_token_index="<audio|>",
     )
 
 
@@ -360,16 +406,64 @@ def _gemma4_preprocessor(meta: ClipMetadata) -> Json:
     return image_values(meta, "Gemma4ImageProcessor") | {"patch_size": meta.number(".vision.patch_size")}
 
 
+def _set_unified(meta: ClipMetadata, config: Json) -> None:
+    """Describe the embedders of Gemma 4 Unified; a patch of the model is a square of pooled patches of colours."""
+    width, values = meta.shape("v.patch_embd.weight")[:2]
+    patch, side = meta.number(".vision.patch_size"), math.isqrt(values // 3)
+    vision_epsilon, audio_epsilon = (meta.get(f".{part}.attention.layer_norm_epsilon") for part in ("vision", "audio"))
+    config["vision_config"] = {
+        "model_type": "gemma4_unified_vision",
+        "mm_embed_dim": width,
+        "output_proj_dims": meta.shape("mm.input_projection.weight")[1],
+        "patch_size": patch,
+        "pooling_kernel_size": side // max(1, patch),
+        "model_patch_size": side,
+        "mm_posemb_size": meta.shape("v.position_embd.weight")[1],
+        "rms_norm_eps": vision_epsilon,
+        "layer_norm_eps": vision_epsilon,
+    }
+    config["audio_config"] = {
+        "model_type": "gemma4_unified_audio",
+        "audio_embed_dim": meta.number(".audio.embedding_length"),
+        "rms_norm_eps": audio_epsilon,
+        "layer_norm_eps": audio_epsilon,
+    }
+    _add_gemma4_tokens(meta, config)
+
+
+#: Names of Gemma 4's conformer; others are of Gemma 3n's.
+_GEMMA4_AUDIO = (
+    "conformer.layers.*.self_attn.q conformer.layers.*.self_attn.k conformer.layers.*.self_attn.v "
+    "conformer.layers.*.self_attn.post conformer.layers.*.self_attn.per_dim conformer.layers.*.self_attn.relative "
+    "conformer.layers.*.feed_forward1.ffw conformer.layers.*.feed_forward1.p "
+    "conformer.layers.*.feed_forward2.ffw conformer.layers.*.feed_forward2.p "
+    "conformer.layers.*.lconv1d. conformer.layers.*.norm_out conformer.layers.*.norm_p conformer.output_proj "
+    "conformer.subsample_conv_projection. model.embed_audio."
+)
 HF_ENCODERS: dict[str, HfEncoders] = {
     "Gemma4ForConditionalGeneration": HfEncoders(
         "gemma4v",
         of_text_class(gemma.CLASSES["Gemma4ForCausalLM"], "gemma4", "model.language_model."),
         "vision_model.model.layers.*.mlp.up_proj vision_model.model.layers.*.mlp.down_proj vision_model.model. "
         "model.vision_tower.patch_embedder.input_proj model.vision_tower.patch_embedder. model.vision_tower.std_ "
-        "model.embed_vision.",
+        f"model.embed_vision. {_GEMMA4_AUDIO}",
         _set_gemma4,
         _gemma4_preprocessor,
         {"v.*ln2": "vision_model.model.layers.*.pre_feedforward_layernorm"},
+        audio_projector="gemma4a",
+    ),
+    "Gemma4UnifiedForConditionalGeneration": HfEncoders(
+        "gemma4uv",
+        of_text_class(
+            gemma.CLASSES["Gemma4ForCausalLM"],
+            "gemma4_unified",
+            "model.language_model.",
+            model_type="gemma4_unified_text",
+        ),
+        "model.vision_embedder. model.embed_vision. model.embed_audio.",
+        _set_unified,
+        _gemma4_preprocessor,
+        audio_projector="gemma4ua",
     ),
     "Gemma3ForConditionalGeneration": HfEncoders(
         "gemma3",

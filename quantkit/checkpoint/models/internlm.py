@@ -13,6 +13,7 @@ from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata, without_null
 from quantkit.checkpoint.expressions import TYPE_F32, concatenate, permute_heads, take
 from quantkit.checkpoint.hf_encoders import (
+    REMOTE_NOTE,
     USUAL_COUNTS,
     HfEncoders,
     add_token_ids,
@@ -266,7 +267,7 @@ def _internvl_chat_preprocessor(meta: ClipMetadata) -> Json:
 
 
 _MLP_KINDS = {f"mm.model.mlp.{i}": f"mlp1.{i}" for i in (0, 1, 3)}
-_REMOTE_NOTE = "InternVLChatModel is a class of remote code: copy its *.py files and auto_map from the original"
+_REMOTE_NOTE = f"InternVLChatModel {REMOTE_NOTE}"
 #: The classes of text models, and the ends of the names of their rows.
 _TEXTS = {
     "Qwen2ForCausalLM": (qwen.CLASSES["Qwen2ForCausalLM"], ""),

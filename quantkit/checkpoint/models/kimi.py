@@ -15,6 +15,7 @@ from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
 from quantkit.checkpoint.hf_encoders import (
+    REMOTE_NOTE,
     USUAL_COUNTS,
     HfEncoders,
     add_token_ids,
@@ -35,7 +36,7 @@ from quantkit.checkpoint.mmproj import (
     layer_norm_epsilon,
     projector,
 )
-from quantkit.checkpoint.models import deepseek, minimax
+from quantkit.checkpoint.models import deepseek, glm, minimax
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import (
     Drop,
@@ -435,8 +436,6 @@ MMPROJ: dict[str, Mmproj] = {
 
 # --- export ----------------------------------------------------------------------------------------------------------
 
-_REMOTE_NOTE = "is a class of remote code: copy the *.py files and auto_map from the original"
-
 
 def _set_kimi_vl(meta: ClipMetadata, config: Json) -> None:
     """Describe MoonViT; its positions are a square."""
@@ -455,31 +454,37 @@ def _kimi_vl_preprocessor(meta: ClipMetadata) -> Json:
 
 
 def _set_k25(meta: ClipMetadata, config: Json) -> None:
-    """Describe MoonViT of K2.5, whose positions in time are computed."""
+    """Describe MoonViT of K2.5, whose positions in time are computed, by the names of remote code and of transformers.
+
+    Of remote code's names transformers 5.18.0 reads none: sizes of a released model are its defaults. The
+    converter permutes heads by num_attention_heads, which is not among remote code's: both assume 16.
+    """
     height, width = meta.shape("v.position_embd.weight")[:2]
     scale = meta.number(".vision.projector.scale_factor")
-    names = {
-        "embedding_length": "vt_hidden_size",
-        "feed_forward_length": "vt_intermediate_size",
-        "block_count": "vt_num_hidden_layers",
-        "attention.head_count": "vt_num_attention_heads",
-        "patch_size": "patch_size",
-    }
-    vision = meta.counts(names)
-    config["vision_config"] = vision | {
-        "init_pos_emb_height": height,
-        "init_pos_emb_width": width,
-        "init_pos_emb_time": meta.model.get("vision.pos_emb_time", 4),
-        "merge_kernel_size": [scale, scale],
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmerger",
-        "pos_emb_type": "divided_fixed",
-        "projector_hidden_act": hidden_act(meta),
-        "projector_ln_eps": meta.get(".vision.attention.layer_norm_epsilon"),
-        "mm_hidden_size": vision["vt_hidden_size"],
-        "text_hidden_size": meta.number(".vision.projection_dim"),
-    }
-    add_token_ids(meta, config, media_placeholder_token_id="<|media_pad|>")
+    time = meta.model.get("vision.pos_emb_time", 4)
+    counts = {name: count for name, count in meta.counts(USUAL_COUNTS).items() if name != "image_size"}
+    heads = counts.pop("num_attention_heads")
+    patch = counts.pop("patch_size")
+    epsilon = meta.get(".vision.attention.layer_norm_epsilon")
+    config["vision_config"] = (
+        counts
+        | {f"vt_{name}": count for name, count in {**counts, "num_attention_heads": heads}.items()}
+        | {"pos_emb_height": height, "pos_emb_width": width, "pos_emb_time": time}
+        | {"init_pos_emb_height": height, "init_pos_emb_width": width, "init_pos_emb_time": time}
+        | {
+            "patch_size": patch,
+            "merge_kernel_size": [scale, scale],
+            "merge_type": "sd2_tpool",
+            "mm_projector_type": "patchmerger",
+            "pos_emb_type": "divided_fixed",
+            "projector_hidden_act": hidden_act(meta),
+            "projector_ln_eps": epsilon,
+            "mm_hidden_size": counts["hidden_size"],
+            "text_hidden_size": meta.number(".vision.projection_dim"),
+        }
+    )
+    config |= {"projection_hidden_size": counts["hidden_size"], "projection_layer_norm_eps": epsilon}
+    add_token_ids(meta, config, media_placeholder_token_id="<|media_pad|>", image_token_id="<|media_pad|>")
 
 
 def _k25_preprocessor(meta: ClipMetadata) -> Json:
@@ -493,7 +498,14 @@ _TEXT = deepseek.CLASSES["DeepseekV3ForCausalLM"]
 _TOWER = "vision_tower.encoder.blocks. vision_tower.encoder.final_layernorm vision_tower.patch_embed."
 _K25_ENCODERS = HfEncoders(
     "kimik25",
-    of_text_class(_TEXT, "kimi_k25", note=f"KimiK25ForConditionalGeneration {_REMOTE_NOTE}"),
+    of_text_class(
+        _TEXT,
+        "kimi_k25",
+        note=(
+            "transformers 5.18 has KimiK25ForConditionalGeneration as Kimi_K25ForConditionalGeneration; older versions "
+            f"have none: it {REMOTE_NOTE}"
+        ),
+    ),
     f"{_TOWER} mm_projector.",
     _set_k25,
     _k25_preprocessor,
@@ -502,11 +514,19 @@ _K25_ENCODERS = HfEncoders(
 HF_ENCODERS: dict[str, HfEncoders] = {
     "KimiVLForConditionalGeneration": HfEncoders(
         "kimivl",
-        of_text_class(_TEXT, "kimi_vl", note=f"KimiVLForConditionalGeneration {_REMOTE_NOTE}"),
+        of_text_class(_TEXT, "kimi_vl", note=f"KimiVLForConditionalGeneration {REMOTE_NOTE}"),
         f"{_TOWER} multi_modal_projector.",
         _set_kimi_vl,
         _kimi_vl_preprocessor,
         {"mm.input_norm": "multi_modal_projector.pre_norm"},
     ),
     "KimiK25ForConditionalGeneration": _K25_ENCODERS,
+    "Glm5vForConditionalGeneration": replace(
+        _K25_ENCODERS,
+        text=of_text_class(
+            glm.CLASSES["GlmMoeDsaForCausalLM"], "glm5v", note=f"Glm5vForConditionalGeneration {REMOTE_NOTE}"
+        ),
+        kinds={"mm.1": "mm_projector.linear_1", "mm.2": "mm_projector.linear_2", **_K25_ENCODERS.kinds},
+        text_class="GlmMoeDsaForCausalLM",
+    ),
 }

@@ -16,9 +16,10 @@ import numpy as np
 from quantkit.checkpoint import vector_math
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, SplitFrames, add_axes
+from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Array
-from quantkit.checkpoint.hf_encoders import HfEncoders, add_token_ids, image_values
+from quantkit.checkpoint.hf_encoders import HfEncoders, add_token_ids, audio_preprocessor, image_values
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import (
     MERGE_SIZE,
@@ -32,7 +33,7 @@ from quantkit.checkpoint.mmproj import (
     projector,
 )
 from quantkit.checkpoint.models import qwen, qwen3_next
-from quantkit.checkpoint.rules import Rename, Split, Transform
+from quantkit.checkpoint.rules import Rename, Split, Transform, flatten
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -278,8 +279,8 @@ _OMNI3_RULES = (
         Rename(rf"(^visual\.(?:deepstack_merger_list|merger)\..*)\b{old}\b", rf"\1{new}")
         for old, new in (("ln_q", "norm"), (r"mlp\.0", "linear_fc1"), (r"mlp\.2", "linear_fc2"))
     ),
-    Transform(r"^audio_tower\..*conv2d.*\.bias$", add_axes(0, 2), None),
-    Transform(r"^audio_tower\..*conv[12]\.bias", add_axes(0, 1), None),
+    Transform(r"^audio_tower\..*conv2d.*\.bias$", add_axes(0, 2), flatten),
+    Transform(r"^audio_tower\..*conv[12]\.bias", add_axes(0, 1), flatten),
     _F16_CONVOLUTIONS,
     *QWEN3_VL.rules,
 )
@@ -370,20 +371,21 @@ def _set_qwen2(meta: ClipMetadata, config: Json) -> None:
     _add_tokens(meta, config)
 
 
-def _set_qwen25(meta: ClipMetadata, config: Json) -> None:
+def set_qwen25(meta: ClipMetadata, config: Json) -> None:
     """Describe the tower of Qwen2.5-VL; layers with full attention have a period."""
     vision = _blocks(meta, "hidden_size")
-    period = meta.number(".vision.n_wa_pattern")
+    period = meta.get(".vision.n_wa_pattern")
+    full = [] if period is None else list(range(int(period) - 1, vision["depth"], max(1, int(period))))
     config["vision_config"] = vision | {
         "intermediate_size": meta.number(".vision.feed_forward_length"),
         "out_hidden_size": meta.shape("mm.2.weight")[0],
-        "fullatt_block_indexes": list(range(period - 1, vision["depth"], max(1, period))),
+        "fullatt_block_indexes": full,
         "image_size": meta.number(".vision.image_size"),
     }
     _add_tokens(meta, config)
 
 
-def _set_qwen3(meta: ClipMetadata, config: Json) -> None:
+def set_qwen3(meta: ClipMetadata, config: Json) -> None:
     """Describe the tower of Qwen3-VL and Qwen3.5."""
     flags = meta.get(".vision.is_deepstack_layers") or []
     config["vision_config"] = _blocks(meta, "hidden_size") | {
@@ -395,13 +397,15 @@ def _set_qwen3(meta: ClipMetadata, config: Json) -> None:
     _add_tokens(meta, config)
 
 
-def _preprocessor(meta: ClipMetadata) -> Json:
+def qwen_preprocessor(meta: ClipMetadata) -> Json:
     vision = _blocks(meta, "hidden_size")
     sizes = {"merge_size": vision["spatial_merge_size"], "temporal_patch_size": vision["temporal_patch_size"]}
     return image_values(meta, "Qwen2VLImageProcessor") | {"patch_size": vision["patch_size"]} | sizes
 
 
-_QWEN2_KINDS = {"v.post_ln": "visual.merger.ln_q"}
+QWEN25_NAMES = "visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj visual."
+QWEN2_KINDS = {"v.post_ln": "visual.merger.ln_q"}
+QWEN3_NAMES = "visual.blocks.*.mlp.linear visual."
 _QWEN3_KINDS = {
     "v.post_ln": "visual.merger.norm",
     "mm.0": "visual.merger.linear_fc1",
@@ -411,28 +415,66 @@ _QWEN3_KINDS = {
 _QWEN3_ENCODERS = HfEncoders(
     "qwen3vl_merger",
     qwen.CLASSES["Qwen3VLForConditionalGeneration"],
-    "visual.blocks.*.mlp.linear visual.",
-    _set_qwen3,
-    _preprocessor,
+    QWEN3_NAMES,
+    set_qwen3,
+    qwen_preprocessor,
     _QWEN3_KINDS,
 )
 _QWEN35 = qwen3_next.CLASSES["Qwen3_5MoeForConditionalGeneration"]
+
+
+def _set_qwen3_asr(meta: ClipMetadata, config: Json) -> None:
+    """Describe the encoder of Qwen3-ASR. Files lack the lengths of its windows: these are those of the release."""
+    thinker = config["thinker_config"]
+    thinker["model_type"] = "qwen3_asr"
+    thinker["audio_config"] = {
+        "model_type": "qwen3_asr_audio_encoder",
+        "d_model": meta.number(".audio.embedding_length"),
+        "encoder_ffn_dim": meta.number(".audio.feed_forward_length"),
+        "encoder_layers": meta.number(".audio.block_count"),
+        "num_hidden_layers": meta.number(".audio.block_count"),
+        "encoder_attention_heads": meta.number(".audio.attention.head_count"),
+        "num_mel_bins": meta.number(".audio.num_mel_bins"),
+        "downsample_hidden_size": meta.shape("a.conv2d.1.weight")[0],
+        "output_dim": meta.shape("mm.a.mlp.2.weight")[0],
+        "max_source_positions": meta.shape("a.position_embd.weight")[0],
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "n_window": 50,
+        "n_window_infer": 800,
+        "conv_chunksize": 500,
+    }
+    add_token_ids(
+        meta, thinker, audio_token_id="<|audio_pad|>", audio_start_token_id="<|audio_start|>",
+        audio_end_token_id="<|audio_end|>",
+    )  # fmt: skip
+
+
+_QWEN3_ASR_TEXT = replace(
+    qwen.CLASSES["Qwen3VLForConditionalGeneration"],
+    model_type="qwen3_asr_text",
+    config_setters=(config_values.interleave_sections,),
+    renames=((r"^", "thinker."),),
+    outer_type="qwen3_asr",
+    text_key="thinker_config.text_config",
+    note="Qwen3-ASR's names are those of Qwen's own package qwen-asr; transformers 5.18 has others",
+)
 HF_ENCODERS: dict[str, HfEncoders] = {
     "Qwen2VLForConditionalGeneration": HfEncoders(
         "qwen2vl_merger",
         qwen.CLASSES["Qwen2VLForConditionalGeneration"],
         "visual.blocks.*.mlp.fc visual.",
         _set_qwen2,
-        _preprocessor,
-        _QWEN2_KINDS,
+        qwen_preprocessor,
+        QWEN2_KINDS,
     ),
     "Qwen2_5_VLForConditionalGeneration": HfEncoders(
         "qwen2.5vl_merger",
         qwen.CLASSES["Qwen2_5_VLForConditionalGeneration"],
-        "visual.blocks.*.mlp.up_proj visual.blocks.*.mlp.down_proj visual.",
-        _set_qwen25,
-        _preprocessor,
-        _QWEN2_KINDS,
+        QWEN25_NAMES,
+        set_qwen25,
+        qwen_preprocessor,
+        QWEN2_KINDS,
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_ENCODERS,
     "Qwen3VLMoeForConditionalGeneration": replace(
@@ -443,4 +485,12 @@ HF_ENCODERS: dict[str, HfEncoders] = {
         text=replace(qwen3_next.CLASSES["Qwen3_5ForCausalLM"], renames=_QWEN35.renames, outer_type="qwen3_5"),
     ),
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_ENCODERS, text=_QWEN35),
+    "Qwen3ASRForConditionalGeneration": HfEncoders(
+        "qwen3a",
+        _QWEN3_ASR_TEXT,
+        "audio_tower.",
+        _set_qwen3_asr,
+        audio_preprocessor,
+        {"a.post_ln": "audio_tower.ln_post"},
+    ),
 }

@@ -16,11 +16,14 @@ import numpy as np
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.encoder_rules import NameInFile
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.clip_metadata import ClipMetadata
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import TYPE_F32, Constant, Expression
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import WINDOW, Computed, Copied, SetKeys, SwigluLimits
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import SCALE_FACTOR, Mmproj, MmprojConfig, constant, layer_norm_epsilon, projector
+from quantkit.checkpoint.models import qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
 from quantkit.checkpoint.rules import Rename, Transform, minus_one, plus_one, squeeze, unchanged
@@ -258,3 +261,51 @@ _STEP_VL = Mmproj(
 MMPROJ: dict[str, Mmproj] = dict.fromkeys(
     ("StepVLForConditionalGeneration", "Step3p7ForConditionalGeneration"), _STEP_VL
 )
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _set_step(meta: ClipMetadata, config: Json) -> None:
+    """Describe the perception encoder of Step, whose feed-forward width is a ratio."""
+    width = meta.number(".vision.embedding_length")
+    config["vision_config"] = {
+        "model_type": "perception_encoder",
+        "width": width,
+        "layers": meta.number(".vision.block_count"),
+        "heads": meta.number(".vision.attention.head_count"),
+        "image_size": meta.number(".vision.image_size"),
+        "patch_size": meta.number(".vision.patch_size"),
+        "mlp_ratio": meta.number(".vision.feed_forward_length") / max(1, width),
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": meta.get(".vision.attention.layer_norm_epsilon"),
+    }
+    config["understand_projector_stride"] = math.isqrt(meta.number(SCALE_FACTOR))
+    add_token_ids(meta, config, image_token_id="<im_patch>")
+
+
+_STEP_ENCODERS = HfEncoders(
+    "step3vl",
+    CLASSES["Step3p7ForConditionalGeneration"],
+    "vision_model.transformer.resblocks. vision_model.conv1 vision_model.positional_embedding vision_model.ln_pre",
+    _set_step,
+    lambda meta: image_values(meta, "Step3VisionProcessor"),
+    {
+        "v.position_embd": "vision_model.positional_embedding",
+        "mm.0": "vision_model.vit_downsampler1",
+        "mm.1": "vision_model.vit_downsampler2",
+        "mm.model.fc": "vit_large_projector",
+    },
+)
+HF_ENCODERS: dict[str, HfEncoders] = {
+    "Step3p7ForConditionalGeneration": _STEP_ENCODERS,
+    "StepVLForConditionalGeneration": replace(
+        _STEP_ENCODERS,
+        text=replace(
+            qwen.CLASSES["Qwen3ForCausalLM"],
+            outer_type="step_robotics",
+            note=f"StepVLForConditionalGeneration {REMOTE_NOTE}",
+        ),
+        text_class="Qwen3ForCausalLM",
+    ),
+}

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.encoder_rules import ForceType, NameInFile, add_axes, squeeze_last
 from quantkit.checkpoint.export.clip_metadata import ClipMetadata
-from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Shaped, take
-from quantkit.checkpoint.hf_encoders import HfEncoders, add_token_ids, of_text_class
+from quantkit.checkpoint.expressions import TYPE_F16, TYPE_F32, Shaped, stack, take
+from quantkit.checkpoint.hf_encoders import REMOTE_NOTE, HfEncoders, add_token_ids, audio_preprocessor, of_text_class
 from quantkit.checkpoint.mmproj import EncoderKey, Mmproj, MmprojConfig, constant, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama, qwen
 from quantkit.checkpoint.rules import Drop, Rename, Transform
-from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 
 
 def _patch(config: MmprojConfig) -> None:
@@ -62,8 +62,11 @@ _MERALION = replace(
 )
 
 
+_BOUNDARIES = ("model.vision.boi", "model.vision.eoi")
+
+
 @dataclass(frozen=True)
-class _SplitBoundaries(OneWayRule):
+class _SplitBoundaries(Rule):
     """Splits the embeddings of the begin and the end of audio, which have the names of those of an image."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
@@ -74,8 +77,16 @@ class _SplitBoundaries(OneWayRule):
             raise context.fail(tensor, f"its shape {list(shape)} is not that of two embeddings")
         return [
             replace(tensor, name=name, x=Shaped(take(tensor.x, 0, range(i, i + 1)), shape[1:]))
-            for i, name in enumerate(("model.vision.boi", "model.vision.eoi"))
+            for i, name in enumerate(_BOUNDARIES)
         ]
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Stack the embeddings again."""
+        if tensor.name not in _BOUNDARIES:
+            return None
+        name = "audio_encoder.audio_bos_eos_token.weight"
+        parts = context.gather(self, name, tensor.name, tensor, len(_BOUNDARIES))
+        return () if parts is None else (replace(tensor, name=name, x=stack([parts[part].x for part in _BOUNDARIES])),)
 
 
 _PROJECTOR = r"^(audio\.multi_modal_projector\..*?)"
@@ -85,11 +96,11 @@ _GLM_ASR = replace(
     stored=(
         Drop(r"^(model|lm_head)\."),
         Rename(r"^audio_encoder\.whisper\.", "audio_tower."),
-        Rename(r"audio_encoder\.(?=(layer_norm|proj)\.)", "audio_encoder.adapting."),
-        Rename(r"^audio_encoder\.adapting\.", "audio.multi_modal_projector."),
-        Rename(_PROJECTOR + r"\blayer_norm\.", r"\1ln_pre."),
-        Rename(_PROJECTOR + r"\b0\.", r"\1linear_1."),
-        Rename(_PROJECTOR + r"\b2\.", r"\1linear_2."),
+        Rename(r"audio_encoder\.(?=(layer_norm|proj)\.)", "audio_encoder.adapting.", foreign=True),
+        Rename(r"^audio_encoder\.adapting\.", "audio.multi_modal_projector.", foreign=True),
+        Rename(_PROJECTOR + r"\blayer_norm\.", r"\1ln_pre.", foreign=True),
+        Rename(_PROJECTOR + r"\b0\.", r"\1linear_1.", foreign=True),
+        Rename(_PROJECTOR + r"\b2\.", r"\1linear_2.", foreign=True),
     ),
     rules=(_SplitBoundaries(), *_WHISPER.rules),
 )
@@ -154,15 +165,10 @@ def _set_flamingo(meta: ClipMetadata, config: Json) -> None:
     add_token_ids(meta, config, audio_token_id="<sound>")
 
 
-def _audio_preprocessor(meta: ClipMetadata) -> Json:
-    return {
-        "feature_extractor_type": "WhisperFeatureExtractor",
-        "feature_size": meta.number(".audio.num_mel_bins"),
-        "sampling_rate": 16000,
-        "hop_length": 160,
-        "n_fft": 400,
-        "chunk_length": 30,
-    }
+def _set_glm_asr(meta: ClipMetadata, config: Json) -> None:
+    """Describe Whisper's encoder, which has rope here."""
+    config["whisper_config"] = _encoder(meta, 1) | {"model_type": "whisper"}
+    config |= {"merge_factor": meta.number(_STACK_FACTOR), "use_rope": True, "mlp_adapter_act": "gelu"}
 
 
 _TOWER = "audio.multi_modal_projector. audio_tower."
@@ -172,20 +178,38 @@ HF_ENCODERS: dict[str, HfEncoders] = {
         of_text_class(llama.CLASSES["LlamaForCausalLM"], "voxtral"),
         _TOWER,
         _set_voxtral,
-        _audio_preprocessor,
+        audio_preprocessor,
     ),
     "Qwen2AudioForConditionalGeneration": HfEncoders(
         "qwen2a",
         of_text_class(qwen.CLASSES["Qwen2ForCausalLM"], "qwen2_audio"),
         _TOWER,
         _set_qwen2_audio,
-        _audio_preprocessor,
+        audio_preprocessor,
     ),
     "AudioFlamingo3ForConditionalGeneration": HfEncoders(
         "musicflamingo",
         of_text_class(qwen.CLASSES["Qwen2ForCausalLM"], "audioflamingo3"),
         _TOWER,
         _set_flamingo,
-        _audio_preprocessor,
+        audio_preprocessor,
+    ),
+    "GlmasrModel": HfEncoders(
+        "glma",
+        replace(
+            llama.CLASSES["LlamaForCausalLM"],
+            outer_type="Glmasr",
+            text_key="lm_config",
+            note=f"GlmasrModel {REMOTE_NOTE}; transformers 5.18 has other names, which llama.cpp does not convert",
+        ),
+        "audio_tower. model.vision.",
+        _set_glm_asr,
+        audio_preprocessor,
+        {
+            "mm.a.norm_pre": "audio_encoder.layer_norm",
+            "mm.a.mlp.1": "audio_encoder.adapting.0",
+            "mm.a.mlp.2": "audio_encoder.adapting.2",
+        },
+        text_class="LlamaForCausalLM",
     ),
 }
