@@ -15,7 +15,7 @@ from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.formats.gguf import Field
 from quantkit.formats.gguf.rules import GGML_DIMS
 from quantkit.loaders import Problem, ProblemKind, architectures, describe, load
-from quantkit.loaders.libmtmd import missing_tensors
+from quantkit.loaders.libmtmd import kind_of, missing_tensors
 from quantkit.names import printable, shorten
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType
@@ -159,8 +159,11 @@ def encoder_notes(fields: Mapping[str, Field], tensors: Iterable[Entry]) -> list
     )
     if not unwritten:
         return []
-    names = ", ".join(unwritten)
-    return [f"llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py: it lacks {names}"]
+    names = ", ".join(dict.fromkeys(map(kind_of, unwritten)))
+    remedy = "; --mistral-format writes it, from consolidated*.safetensors" if "v.token_embd.img_break" in unwritten else ""
+    return [
+        f"llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py: it lacks {names}{remedy}"
+    ]
 
 
 def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -> Runtime:

@@ -300,7 +300,12 @@ def test_encoders_without_layers_or_tensors_are_refused(name: str, pattern: str,
 
 @pytest.mark.parametrize(
     ("name", "lacks"),
-    [("mm-mistral3", "v.token_embd.img_break"), ("mm-lfm2-vl-feature", "mm.1.bias"), ("mm-lfm2-vl", "")],
+    [
+        ("mm-mistral3", "v.token_embd.img_break"),
+        ("mm-lfm2-vl-feature", "mm.1.bias"),
+        ("mm-granite-speech", "a.blk.*.conv_norm.weight"),
+        ("mm-lfm2-vl", ""),
+    ],
 )
 def test_files_that_libmtmd_does_not_open_have_a_note(name: str, lacks: str, tmp_path: Path) -> None:
     notes = plan_mmproj(checkpoints.write_checkpoint(name, tmp_path), tmp_path / "out.gguf").notes
