@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.errors import FormatError
 from quantkit.formats.experts import GATE, MERGED, UP
-from quantkit.formats.gguf import Field
+from quantkit.formats.gguf import Field, ValueType
 from quantkit.formats.gguf.rules import GGML_DIMS
 from quantkit.loaders import Problem, ProblemKind, architectures, describe, load
 from quantkit.loaders.libmtmd import kind_of, missing_tensors
@@ -152,18 +152,28 @@ def _check_encoders(fields: Mapping[str, Field], names: set[str], subject: str) 
         )
 
 
+_NOT_OPENED = "llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py"
+#: The row of Pixtral's token at the end of a row of patches.
+_BREAK = "v.token_embd.img_break"
+
+
 def encoder_notes(fields: Mapping[str, Field], tensors: Iterable[Entry]) -> list[str]:
     """Return notes on an mmproj file that llama.cpp does not open, as the reference's is."""
     _, unwritten = missing_tensors(
         {key: field.value for key, field in fields.items()}, {name for name, _, _ in tensors}
     )
-    if not unwritten:
-        return []
-    names = ", ".join(dict.fromkeys(map(kind_of, unwritten)))
-    remedy = "; --mistral-format writes it, from consolidated*.safetensors" if "v.token_embd.img_break" in unwritten else ""
-    return [
-        f"llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py: it lacks {names}{remedy}"
-    ]
+    notes = []
+    if unwritten:
+        names = ", ".join(dict.fromkeys(map(kind_of, unwritten)))
+        remedy = "; --mistral-format writes it, from consolidated*.safetensors" if _BREAK in unwritten else ""
+        notes.append(f"{_NOT_OPENED}: it lacks {names}{remedy}")
+    for key in ("clip.vision.image_mean", "clip.vision.image_std"):
+        if key in fields and fields[key].item_type is not ValueType.FLOAT32:
+            name = key.rpartition(".")[2]
+            notes.append(
+                f"{_NOT_OPENED}: {key} has integers; write {name} of preprocessor_config.json with decimals, as in 0.0"
+            )
+    return notes
 
 
 def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -> Runtime:

@@ -231,8 +231,15 @@ def replace_file(checkpoint: Path, folder: Path, file: str, text: str | None) ->
         ("processor_config.json", "{", "QK-E111 processor_config.json"),
         ("processor_config.json", '{"image_processor": {"image_std": null}}', "QK-E112 image_std"),
         ("preprocessor_config.json", '{"image_mean": [1e999, 0, 0], "image_std": [1, 1, 1]}', "QK-E112 image_mean"),
+        ("preprocessor_config.json", '{"image_mean": [0.5], "image_std": [1, 1, 1]}', "QK-E112 image_mean"),
+        ("preprocessor_config.json", '{"image_mean": [0, 0, 0], "image_std": [1, 0, 1]}', "QK-E112 image_std"),
         ("preprocessor_config.json", "\0", "QK-E111 preprocessor_config.json"),
         ("config.json", '{"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": 3}', "QK-E112"),
+        (
+            "config.json",
+            '{"architectures": ["Qwen2VLForConditionalGeneration"], "hidden_size": 64, "vision_config": {"depth": 1, "patch_size": 0}}',
+            "QK-E112 patch_size",
+        ),
     ],
 )
 def test_a_broken_preprocessor_is_one_error(
@@ -240,6 +247,16 @@ def test_a_broken_preprocessor_is_one_error(
 ) -> None:
     with refuses(FormatError, refusal):
         plan_mmproj(replace_file(checkpoint, tmp_path, file, text), tmp_path)
+
+
+@with_checkpoint("mm-qwen2-vl")
+def test_integers_for_channels_have_a_note(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """The reference writes them as integers, too, and libmtmd opens no such file."""
+    settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    text = json.dumps(settings | {"image_mean": [0, 0, 0], "image_std": [1.0, 1.0, 1.0]})
+    notes = plan_mmproj(replace_file(checkpoint, tmp_path, "preprocessor_config.json", text), tmp_path).notes
+    assert ["image_mean" in note for note in notes] == [True]
+    assert plan_mmproj(checkpoint, tmp_path).notes == ()
 
 
 @with_checkpoint("mm-qwen2-vl")
