@@ -32,7 +32,6 @@ from quantkit.errors import QuantkitError  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.loaders.libmtmd import PROJECTORS, kind_of  # noqa: E402
 
-
 #: The names of tensors that the converter gives, and those that the library asks for, by projector.
 ASKED_FOR = {"granite_speech": ("conv_norm_var", "conv_norm")}
 

@@ -75,7 +75,9 @@ def main() -> None:
             for key, flag in flags.items():
                 settings[key].add(flag)
         common = {key: next(iter(values)) for key, values in settings.items() if len(values) == 1}
-        kinds = set.intersection(*(kinds_in_every_layer(name for name, _, _ in plan.entries) for _, plan in checkpoints_of_class))
+        kinds = set.intersection(
+            *(kinds_in_every_layer(name for name, _, _ in plan.entries) for _, plan in checkpoints_of_class)
+        )
         for _, plan in checkpoints_of_class:
             kinds &= optional_kinds(plan, kinds)
         table.pop(architecture, None)

@@ -116,7 +116,8 @@ class Key:
 class EncoderKey:
     """A key of an encoder: the first of ``names`` in its configuration, else ``default``, else an error.
 
-    ``section``: the part of the configuration: vision, audio, model, preprocessor. ``positive``: a runtime divides by it.
+    ``section``: the part of the configuration: vision, audio, model, preprocessor. ``positive``: a runtime divides by
+    it.
     """
 
     key: str
@@ -265,9 +266,7 @@ VISION_KEYS: tuple[SetMmprojKeys, ...] = (
     EncoderKey(".vision.embedding_length", "hidden_size width vt_hidden_size"),
     EncoderKey(".vision.feed_forward_length", "intermediate_size vt_intermediate_size"),
     EncoderKey(".vision.block_count", LAYER_COUNTS),
-    EncoderKey(
-        ".vision.attention.head_count", "num_attention_heads num_heads heads vt_num_attention_heads", positive=True
-    ),
+    EncoderKey(".vision.attention.head_count", "num_attention_heads num_heads heads vt_num_attention_heads"),
     channel_values("image_mean"),
     channel_values("image_std"),
 )

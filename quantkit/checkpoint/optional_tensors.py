@@ -45,8 +45,8 @@ def absent_tensors(opened: Checkpoint) -> list[str]:
     if not absent:
         return []
     return [
-        f"{folder}: no layer has {', '.join(absent)}, as those of {config.architecture} have; llama.cpp loads the file, "
-        "and its results are wrong: compare the tensors' names with those of the release"
+        f"{folder}: no layer has {', '.join(absent)}, as those of {config.architecture} have; llama.cpp loads the "
+        "file, and its results are wrong: compare the tensors' names with those of the release"
     ]
 
 

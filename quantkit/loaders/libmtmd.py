@@ -23,6 +23,8 @@ _UNWRITTEN = {
     "lfm2": ("mm.1.bias", "mm.2.bias"),
     "granite_speech": ("a.blk.*.conv_norm.bias", "a.blk.*.conv_norm.weight"),
 }
+#: More layers than any encoder has: a number beyond is that of a damaged file.
+_MOST_LAYERS = 1 << 12
 #: Prefix of the tensors of an encoder's layers, and the key of their number.
 _LAYERS = {"v.blk": "clip.vision.block_count", "a.blk": "clip.audio.block_count"}
 
@@ -77,7 +79,7 @@ def _layers(
     for prefix, key in _LAYERS.items():
         count = metadata.get(key)
         if isinstance(count, int) and not projectors & _UNCOUNTED:
-            layers[prefix] = {i: set() for i in range(count)}
+            layers[prefix] = {i: set() for i in range(min(count, _MOST_LAYERS))}
     for name in names:
         if match := re.match(r"(.*?\bblk)\.(\d{1,9})\.", name):
             layers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(kind_of(name))

@@ -186,6 +186,8 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
     part = _PARTS.get(_text(fields, "general.type")) or _PARTS.get(arch)
     gaps: tuple[Problem, ...] = ()
     not_checked = part or ""
+    if arch == CLIP and tree == "mainline" and len(fields) > 1:
+        problems += _encoder_problems(fields, {tensor for tensor, _, _ in entries})
     if not part and arch not in architectures(name):
         problems.insert(0, f"no architecture {printable(arch)}")
     elif not part:
@@ -201,6 +203,19 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
         first = shorten(printable(long_names[0]), 40)
         problems.append(f"{len(long_names)} tensor names are longer than {_MAX_TENSOR_NAME} bytes ({first})")
     return Runtime(name, tuple(problems), not_checked, gaps, unknown, long_names, on_cpu, arch in _DRAFTS)
+
+
+def _encoder_problems(fields: Mapping[str, Field], names: set[str]) -> list[str]:
+    """Return what an mmproj file lacks that llama.cpp requires, in words."""
+    lacking = dict.fromkeys(
+        kind_of(name)
+        for part in missing_tensors({key: field.value for key, field in fields.items()}, names)
+        for name in part
+    )
+    if not lacking:
+        return []
+    others = f" and {len(lacking) - 2} others" if len(lacking) > 2 else ""
+    return [f"it lacks {', '.join(list(lacking)[:2])}{others}"]
 
 
 def _words(gaps: Sequence[Problem]) -> list[str]:

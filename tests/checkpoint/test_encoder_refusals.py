@@ -61,6 +61,7 @@ def write(folder: Path, architecture: str, vision: Json, model: Json) -> None:
     [
         ("InternVisionModel", {"hidden_act": "relu"}, {"downsample_ratio": 0.5}, "QK-E305 relu"),
         ("InternVisionModel", {}, {"downsample_ratio": 0}, "QK-E112 downsample_ratio 0"),
+        ("InternVisionModel", {"patch_size": 0}, {"downsample_ratio": 0.5}, "QK-E112 patch_size 0"),
         ("InternVisionModel", {"image_size": []}, {"downsample_ratio": 0.5}, "QK-E112 config.json"),
         ("Llama4ForConditionalGeneration", {"hidden_act": "silu", "pixel_shuffle_ratio": 0.5}, {}, "QK-E305 silu"),
         ("Mistral3ForConditionalGeneration", {"model_type": "siglip"}, {}, "QK-E305 siglip"),

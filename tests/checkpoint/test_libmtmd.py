@@ -6,6 +6,7 @@ The files have the bytes of the reference's (test_mmproj.py), so it computes the
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gguf_digests import digests
 from libllama import LibllamaError
 from quantkit.convert import ConvertOptions, convert, convert_mmproj, plan_mmproj
 from quantkit.formats.gguf import open_gguf
+from quantkit.formats.gguf.projectors import image_tokens, text_width
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("services_in_process")]
 
@@ -110,11 +112,28 @@ def check(embeddings: Embeddings, mmproj: Path, without: set[str] | None = None)
     """Check that every encoder of a file has embeddings; ``without``: those that the library does not compute."""
     with open_gguf(mmproj) as file:
         kinds = {kind for kind, encoder in KINDS.items() if file.get(f"clip.has_{encoder}_encoder")}
+        tokens = image_tokens({key: field.value for key, field in file.fields.items()}, file.tensors)
+        width = text_width({key: field.value for key, field in file.fields.items()}, file.tensors)
     assert embeddings.keys() == kinds - (without or set())
     for x in embeddings.values():
         assert np.isfinite(x).all()
         assert x.shape[0] > 0
         assert x.std() > 0
+        assert width is None or x.shape[1] % width == 0
+    if "image" in embeddings:
+        check_tokens(tokens, embeddings["image"].shape[0])
+
+
+def check_tokens(shown: int | str | None, tokens: int) -> None:
+    """Check the number of tokens that ``inspect`` shows against the library's."""
+    if isinstance(shown, int):
+        assert tokens == shown
+        return
+    assert shown is not None
+    if match := re.match(r"(\d+) to (\d+)", shown):
+        assert int(match[1]) <= tokens <= int(match[2])
+    elif match := re.match(r"(\d+) per tile", shown):
+        assert tokens >= int(match[1])
 
 
 @pytest.mark.parametrize("name", WIDE)

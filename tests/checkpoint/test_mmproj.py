@@ -235,11 +235,6 @@ def replace_file(checkpoint: Path, folder: Path, file: str, text: str | None) ->
         ("preprocessor_config.json", '{"image_mean": [0, 0, 0], "image_std": [1, 0, 1]}', "QK-E112 image_std"),
         ("preprocessor_config.json", "\0", "QK-E111 preprocessor_config.json"),
         ("config.json", '{"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": 3}', "QK-E112"),
-        (
-            "config.json",
-            '{"architectures": ["Qwen2VLForConditionalGeneration"], "hidden_size": 64, "vision_config": {"depth": 1, "patch_size": 0}}',
-            "QK-E112 patch_size",
-        ),
     ],
 )
 def test_a_broken_preprocessor_is_one_error(
@@ -313,6 +308,14 @@ def test_encoders_without_layers_or_tensors_are_refused(name: str, pattern: str,
     with refuses(FormatError, "QK-E105", lacks):
         plan_mmproj(checkpoint, tmp_path / "out.gguf", "Q8_0")
     plan_mmproj(checkpoint, tmp_path / "out.gguf", None, ConvertOptions(allow_incomplete=True))
+
+
+def test_layers_that_config_json_claims_are_refused_at_once(tmp_path: Path) -> None:
+    description = checkpoints.describe("mm-qwen2-vl")
+    vision = description.config["vision_config"] | {"depth": 10**9}
+    changed = replace(description, config=description.config | {"vision_config": vision})
+    with refuses(FormatError, "QK-E105", "v.blk.3.*"):
+        plan_mmproj(checkpoints.write_description(changed, tmp_path), tmp_path / "out.gguf")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tensors that llama.cpp loads a file without, and that every layer of the class has: a note, with --strict an error."""
+"""Tensors that llama.cpp loads a file without, and every layer of the class has: a note, or with --strict an error."""
 
 from __future__ import annotations
 

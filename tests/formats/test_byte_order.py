@@ -8,13 +8,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import adapters
 import big_endian
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from refusals import refuses
 
+import adapters
 import checkpoints
 from quantkit.cli import cli
 from quantkit.compare import compare

@@ -48,8 +48,8 @@ def find_class(meta: ModelMetadata, name: str | None = None) -> tuple[str, Archi
     class_name = name or next((item for item in classes if _matches(CLASSES[item], meta)), None)
     if class_name is None and meta.get(".target_layers") is not None:
         raise TypeNotSupported(
-            f"{meta.path}: {short(meta.arch)} is a draft model, of which only the GGUF form is written; export its target, "
-            "and use the draft's checkpoint as it was released",
+            f"{meta.path}: {short(meta.arch)} is a draft model, which is not exported: export its target, and use the "
+            "draft's checkpoint as it was released",
             "QK-E304",
         )
     if class_name is None:
