@@ -4,7 +4,7 @@ checkpoint.
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
-    PYTHON scripts/make_convert_goldens.py {towers,wide,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME..]
+    PYTHON scripts/make_convert_goldens.py {towers,wide,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME]
 
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,

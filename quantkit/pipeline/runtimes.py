@@ -206,7 +206,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
 
 
 def _encoder_problems(fields: Mapping[str, Field], names: set[str]) -> list[str]:
-    """Return what an mmproj file lacks that llama.cpp requires, in words."""
+    """Return the tensors that an mmproj file lacks and llama.cpp requires, in words."""
     lacking = dict.fromkeys(
         kind_of(name)
         for part in missing_tensors({key: field.value for key, field in fields.items()}, names)

@@ -138,7 +138,7 @@ def check_tokens(shown: int | str | None, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", WIDE)
 def test_towers_of_real_width(name: str, other_text: Path, llama_bin: Path, tmp_path: Path) -> None:
-    """The bytes are the reference's, and the other class of these encoders has the same file but for its names."""
+    """The bytes are the reference's, and the other class of these encoders has the same tensors and keys."""
     checkpoint, options = checkpoints.write_checkpoint(name, tmp_path), ConvertOptions(outtype="f16")
     (mmproj,) = convert_mmproj(checkpoint, tmp_path / "mm.gguf", None, options).paths
     assert digests(mmproj)["sha256"] == WIDE[name]["f16"]["sha256"]
