@@ -214,8 +214,8 @@ def _encoder_problems(fields: Mapping[str, Field], names: set[str]) -> list[str]
     )
     if not lacking:
         return []
-    others = f" and {len(lacking) - 2} others" if len(lacking) > 2 else ""
-    return [f"it lacks {', '.join(list(lacking)[:2])}{others}"]
+    count = f" and {len(lacking) - 2} others" if len(lacking) > 2 else ""
+    return [f"it lacks {', '.join(list(lacking)[:2])}{count}"]
 
 
 def _words(gaps: Sequence[Problem]) -> list[str]:
