@@ -124,15 +124,15 @@ def check(embeddings: Embeddings, mmproj: Path, without: set[str] | None = None)
         check_tokens(tokens, embeddings["image"].shape[0])
 
 
-def check_tokens(shown: int | str | None, tokens: int) -> None:
+def check_tokens(expected: int | str | None, tokens: int) -> None:
     """Check the number of tokens that ``inspect`` shows against the library's."""
-    if isinstance(shown, int):
-        assert tokens == shown
+    if isinstance(expected, int):
+        assert tokens == expected
         return
-    assert shown is not None
-    if match := re.match(r"(\d+) to (\d+)", shown):
+    assert expected is not None
+    if match := re.match(r"(\d+) to (\d+)", expected):
         assert int(match[1]) <= tokens <= int(match[2])
-    elif match := re.match(r"(\d+) per tile", shown):
+    elif match := re.match(r"(\d+) per tile", expected):
         assert tokens >= int(match[1])
 
 
