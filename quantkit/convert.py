@@ -19,6 +19,7 @@ from quantkit.checkpoint.fusions import FUSIONS
 from quantkit.checkpoint.general import fill_template
 from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT
 from quantkit.checkpoint.open_mmproj import open_mmproj
+from quantkit.checkpoint.optional_tensors import absent_tensors
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.checkpoint.registry import ARCHITECTURES, MMPROJ
 from quantkit.errors import RecipeError, TypeNotSupported
@@ -306,7 +307,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
     )
     opened = open_checkpoint(folder, open_options)
-    losses = [*opened.omissions, *unsupported_settings(opened)]
+    losses = [*opened.omissions, *absent_tensors(opened), *unsupported_settings(opened)]
     if losses and options.strict:
         raise TypeNotSupported(
             "; ".join(losses) + "; --strict does not allow this loss: omit --strict to convert without it", "QK-E305"

@@ -46,6 +46,8 @@ class Row:
     target: str | None = None
     #: Tensors in files of their own: path to names and shapes.
     parts: Json = field(default_factory=dict)
+    #: After how many values those of a tensor repeat, for wide models: drawing them takes long.
+    period: int | None = None
 
 
 # --- vocabularies ----------------------------------------------------------------------------------------------------

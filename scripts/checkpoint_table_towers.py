@@ -448,6 +448,12 @@ _PIXTRAL: Json = {
     "num_attention_heads": 4, "head_dim": 16, "image_size": 32, "patch_size": 4, "rope_theta": 10000.0}  # fmt: skip
 _PIXTRAL_IMAGES = preprocessor(_CLIP, "PixtralImageProcessor", patch_size={"height": 4, "width": 4},
                                size={"longest_edge": 1540})  # fmt: skip
+_PIXTRAL_TOWER = (
+    shapes_in("vision_tower.transformer.layers.{0-2}.", "attention_norm:64 ffn_norm:64 attention.q_proj:64x64"
+       " attention.k_proj:64x64 attention.v_proj:64x64 attention.o_proj:64x64 feed_forward.gate_proj:96x64"
+       " feed_forward.up_proj:96x64 feed_forward.down_proj:64x96")
+    | shapes_in("vision_tower.", "ln_pre:64 patch_conv:64x3x4x4")
+)  # fmt: skip
 _MISTRAL = NARROW | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e9}
 _INTERN: Json = {
     "architectures": ["InternVisionModel"], "model_type": "intern_vit_6b", "hidden_act": "gelu", "hidden_size": 64,
@@ -538,11 +544,15 @@ _WIDELY_USED_ROWS = (
     stand_in("mm-pixtral-break", "LlavaForConditionalGeneration", TEXT | {
         "model_type": "llava", "text_config": TEXT | {"model_type": "mistral"}, "image_token_index": 582,
         "vision_config": _PIXTRAL | {"hidden_act": "gelu"}},
-        text_of() | shapes_in("vision_tower.transformer.layers.{0-2}.", "attention_norm:64 ffn_norm:64 attention.q_proj:64x64"
-            " attention.k_proj:64x64 attention.v_proj:64x64 attention.o_proj:64x64 feed_forward.gate_proj:96x64"
-            " feed_forward.up_proj:96x64 feed_forward.down_proj:64x96")
-        | shapes_in("vision_tower.", "ln_pre:64 patch_conv:64x3x4x4")
+        text_of() | _PIXTRAL_TOWER
         | shapes_in("multi_modal_projector.", "linear_1:64x64+ linear_2:64x64+"), _PIXTRAL_IMAGES, vocab=TEKKEN),
+    # So does Mistral Small 3.1 under these names.
+    stand_in("mm-mistral3-break", "Mistral3ForConditionalGeneration", TEXT | {
+        "model_type": "mistral3", "text_config": TEXT | {"model_type": "mistral"}, "image_token_index": 582,
+        "spatial_merge_size": 2, "vision_config": _PIXTRAL | {"hidden_act": "silu"}},
+        text_of() | _PIXTRAL_TOWER
+        | shapes_in("multi_modal_projector.", "norm:64 patch_merger.merging_layer:64x256 linear_1:64x64 linear_2:64x64"),
+        _PIXTRAL_IMAGES, vocab=TEKKEN),
     _native("mm-pixtral-native", {"image_break_token_id": 12}, {}),
     # As Mistral Small 3.1: patches are merged, and the number of a token is in tekken.json alone.
     _native("mm-pixtral-native-merge", {
@@ -1139,3 +1149,43 @@ _OTHER_ROWS = (
 )  # fmt: skip
 
 TOWERS = _QWEN_ROWS + _OMNI_ROWS + _GEMMA_ROWS + _WIDELY_USED_ROWS + _SIGLIP_ROWS + _SOUND_ROWS + _OTHER_ROWS
+
+# --- The only sizes that the converter accepts ----------------------------------------------------------------------
+
+_BASES = {row.name: row for row in _OTHER_ROWS}
+
+
+def _wide(name: str, base: str, config: Json, tensors: Shapes) -> Row:
+    """Return a row of encoders alone with the published number and width of layers; their hidden layers have 32
+    values."""
+    row = _BASES[base]
+    return replace(row, name=name, args=row.args | config, more=tensors, outtypes=("f16",), period=8191, shards=1)
+
+
+_WIDE_STEP3 = (
+    shapes_in("vision_model.transformer.resblocks.{0-46}.", "ln_1:1536+ ln_2:1536+ ls_1.gamma!:1536 ls_2.gamma!:1536"
+       " attn.in_proj_weight!:4608x1536 attn.in_proj_bias!:4608 attn.out_proj:1536x1536+ mlp.c_fc:32x1536+"
+       " mlp.c_proj:1536x32+")
+    | shapes_in("vision_model.", "conv1:1536x3x91x91 positional_embedding!:64x1536 ln_pre:1536+"
+         " vit_downsampler1:64x1536x3x3+ vit_downsampler2:96x64x3x3+")
+    | shapes_in("", "vit_large_projector:64x96")
+)  # fmt: skip
+_WIDE_RADIO = (
+    shapes_in(f"{_RADIO}model.blocks.{{0-31}}.", "norm1:1280+ norm2:1280+ attn.qkv:3840x1280+ attn.proj:1280x1280+"
+       " mlp.fc1:32x1280+ mlp.fc2:1280x32+")
+    | shapes_in(f"{_RADIO}model.patch_generator.", "cls_token.token!:8x1280 embedder:1280x192"
+         " video_embedder:1280x384")
+    | shapes_in("mlp1.", "0:5120 1:64x5120 3:64x64")
+)  # fmt: skip
+#: Patches of 91 pixels, 64 an image.
+_WIDE_PATCHES: Json = {"vision_config": _STEP3_VISION | {"patch_size": 91}}
+
+WIDE = (
+    _wide("wide-step3-vl", "mm-step3-vl", _WIDE_PATCHES, _WIDE_STEP3),
+    # The grid of positions is shrunk from eight patches by eight to the image's four by four. Filters of Mel bands are
+    # those of 512 samples, as llama.cpp requires.
+    _wide("wide-radio", "mm-radio", {},
+          _WIDE_RADIO | shapes_in(f"{_RADIO}model.patch_generator.", "pos_embed!:1x64x1280")
+          | {name: x for name, x in _BASES["mm-radio"].more.items() if name.startswith("sound_")}
+          | shapes_in("sound_encoder.encoder.feature_extractor.featurizer.", "fb!:1x128x257 window!:400")),
+)  # fmt: skip

@@ -25,7 +25,7 @@ from checkpoint_table_decoders import NAMED
 from checkpoint_table_drafts import ADAPTERS, DRAFTS
 from checkpoint_table_encoders import ENCODERS
 from checkpoint_table_mixtures import OTHERS
-from checkpoint_table_towers import TOWERS
+from checkpoint_table_towers import TOWERS, WIDE
 
 from checkpoint_table import BASE, QUANTIZED, ROWS, SPARSE, VARIANTS, Json, Quantized, Row, Variant
 
@@ -46,7 +46,7 @@ def describe(row: Row, fold_names: bool = False) -> Json:
     patterns = compact(tensors) | row.more
     text: Json = {"config": config, "vocab": row.vocab, "tensors": fold(patterns) if fold_names else patterns}
     defaults = Row(name="", model="", vocab={})
-    for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized", "target", "parts"):
+    for key in ("dtype", "f32", "shards", "files", "options", "outtypes", "quantized", "target", "parts", "period"):
         if (value := getattr(row, key)) != getattr(defaults, key):
             text[key] = value
     if fold_names and row.parts:
@@ -182,7 +182,7 @@ def main() -> None:
         for row in ROWS + NAMED + ENCODERS + OTHERS + CLASSES
         if row.version in (0, version)
     }
-    for folder, rows in {"towers": TOWERS, "drafts": DRAFTS, "adapters": ADAPTERS}.items():
+    for folder, rows in {"towers": TOWERS, "wide": WIDE, "drafts": DRAFTS, "adapters": ADAPTERS}.items():
         jobs |= {
             f"{folder}/{row.name}": partial(describe, row, fold_names=True)
             for row in rows

@@ -4,7 +4,7 @@ checkpoint.
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
-    PYTHON scripts/make_convert_goldens.py {towers,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py {towers,wide,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME]
 
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,
@@ -15,7 +15,8 @@ tests/data/real-vocabularies.json, and prints the seconds. The reference runs th
 --remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
 (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
 ``towers`` enters the hashes of --mmproj of every type, and of the text model in bf16, in tests/data/mmproj-sha256.json;
-for a checkpoint that the reference cannot convert, the last line of the error. ``drafts`` does the same for draft
+for a checkpoint that the reference cannot convert, the last line of the error. ``wide`` enters the hash of --mmproj in
+f16 of towers of real width in tests/data/wide-sha256.json. ``drafts`` does the same for draft
 models and tests/data/draft-sha256.json, ``adapters`` for models that are adapters and tests/data/adapter-sha256.json: a
 folder takes the place of the repository of their base.
 
@@ -55,6 +56,7 @@ from gguf_digests import digests  # noqa: E402
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
 VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
 TOWERS = ROOT / "tests" / "data" / "mmproj-sha256.json"
+WIDE = ROOT / "tests" / "data" / "wide-sha256.json"
 DRAFTS = ROOT / "tests" / "data" / "draft-sha256.json"
 ADAPTERS = ROOT / "tests" / "data" / "adapter-sha256.json"
 #: Types of mmproj files and of draft models.
@@ -71,7 +73,7 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "drafts", "adapters"))
+    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "wide", "drafts", "adapters"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
@@ -85,6 +87,7 @@ def main() -> None:
         "vocabularies": (make_vocabularies, real_files.VOCABULARIES),
         "logits": (make_logits, checkpoints.NAMES),
         "towers": (make_towers, checkpoints.TOWERS),
+        "wide": (make_wide, checkpoints.WIDE),
         "drafts": (make_drafts, checkpoints.DRAFTS),
         "adapters": (make_adapters, checkpoints.ADAPTERS),
     }[args.what]
@@ -132,6 +135,20 @@ def make_towers(names: list[str], args: argparse.Namespace) -> list[str]:
         write_readme()
         for key in ("text", *TOWER_TYPES):
             print(name, key, row[key].get("error") or (row[key].get("file", ""), row[key]["bytes"]), flush=True)
+    return failures
+
+
+def make_wide(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert towers of real width to f16; return those that the reference cannot."""
+    program, failures = load_reference(args), []
+    for name in names:
+        description, source = checkpoints.describe(name), args.checkpoints / name
+        shutil.rmtree(source, ignore_errors=True)
+        checkpoints.write_description(description, args.checkpoints)
+        file = converted(program, description, source, args.out / name, ["--mmproj", "--outtype", "f16"])
+        failures += [name] if "error" in file else []
+        enter(WIDE, {name: {"f16": file}})
+        print(name, file.get("error") or (file["file"], file["bytes"]), flush=True)
     return failures
 
 

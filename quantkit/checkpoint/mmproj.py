@@ -116,7 +116,8 @@ class Key:
 class EncoderKey:
     """A key of an encoder: the first of ``names`` in its configuration, else ``default``, else an error.
 
-    ``section``: the part of the configuration: vision, audio, model, preprocessor.
+    ``section``: the part of the configuration: vision, audio, model, preprocessor. ``positive``: a runtime divides by
+    it.
     """
 
     key: str
@@ -125,6 +126,7 @@ class EncoderKey:
     section: str = "vision"
     default: Any = None
     optional: bool = False
+    positive: bool = False
 
     def __call__(self, keys: Keys, config: MmprojConfig) -> None:
         part: Config = getattr(config, self.section)
@@ -140,6 +142,10 @@ class EncoderKey:
         value = self.default if name is None else part[name]
         if value is None:
             raise FormatError(f"{part.path}: {name} of the {self.section} encoder is null", "QK-E112")
+        if self.positive and isinstance(value, (int, float)) and not value > 0:
+            raise FormatError(
+                f"{part.path}: {name} of the {self.section} encoder is {short(value)}, and must be positive", "QK-E112"
+            )
         getattr(keys, self.kind)(self.key, value)
 
 
@@ -232,17 +238,20 @@ def layer_norm_epsilon(names: str, default: float | None = None, section: str = 
 
 
 def channel_values(name: str) -> Key:
-    """Return the row of a setting of the preprocessor with a number for each channel of an image."""
+    """Return the row of a setting of the preprocessor with a number for each channel of an image, by which llama.cpp
+    shifts (image_mean) or divides (image_std)."""
 
     def compute(config: MmprojConfig) -> list[float]:
         part = config.preprocessor
         values = part.get(name)
-        if not isinstance(values, list) or not values or any(type(value) not in (int, float) for value in values):
+        if not isinstance(values, list) or len(values) < 3 or any(type(value) not in (int, float) for value in values):
             raise FormatError(
-                f"{part.path}: {name} is {short(values)}, not a number for each channel; the file comes with the "
-                "checkpoint",
+                f"{part.path}: {name} is {short(values)}, not a number for each of three channels; the file comes with "
+                "the checkpoint",
                 "QK-E112",
             )
+        if name == "image_std" and not all(value > 0 for value in values):
+            raise FormatError(f"{part.path}: image_std is {short(values)}: all must be positive", "QK-E112")
         return values
 
     return Key(f".vision.{name}", compute, "array")
@@ -253,7 +262,7 @@ VISION_KEYS: tuple[SetMmprojKeys, ...] = (
     constant(".has_vision_encoder", True, "flag"),
     Key(".vision.projection_dim", lambda config: config.text_width),
     EncoderKey(".vision.image_size", "image_size"),
-    EncoderKey(".vision.patch_size", "patch_size"),
+    EncoderKey(".vision.patch_size", "patch_size", positive=True),
     EncoderKey(".vision.embedding_length", "hidden_size width vt_hidden_size"),
     EncoderKey(".vision.feed_forward_length", "intermediate_size vt_intermediate_size"),
     EncoderKey(".vision.block_count", LAYER_COUNTS),

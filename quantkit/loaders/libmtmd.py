@@ -16,9 +16,15 @@ from typing import Any
 PROJECTORS = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
 #: Projectors whose encoders have layers of several kinds, and those whose number of layers is not that of the key.
 _UNEVEN, _UNCOUNTED = frozenset({"dots3note_v", "gemma3nv"}), frozenset({"gemma3nv", "qwen3tts_spkenc"})
-#: Tensors that the reference does not write for some models: [IMG_BREAK]'s row of a text model in language_model, the
-#: biases of projectors that have none.
-_UNWRITTEN = {"pixtral": ("v.token_embd.img_break",), "lfm2": ("mm.1.bias", "mm.2.bias")}
+#: Kinds of tensors that the reference does not write for some models: [IMG_BREAK]'s row of a text model in
+#: language_model, the biases of projectors that have none, a norm that it gives another name.
+_UNWRITTEN = {
+    "pixtral": ("v.token_embd.img_break",),
+    "lfm2": ("mm.1.bias", "mm.2.bias"),
+    "granite_speech": ("a.blk.*.conv_norm.bias", "a.blk.*.conv_norm.weight"),
+}
+#: More layers than any encoder has: a number beyond is that of a damaged file.
+_MOST_LAYERS = 1 << 12
 #: Prefix of the tensors of an encoder's layers, and the key of their number.
 _LAYERS = {"v.blk": "clip.vision.block_count", "a.blk": "clip.audio.block_count"}
 
@@ -61,7 +67,7 @@ def missing_tensors(metadata: Mapping[str, Any], names: Collection[str]) -> tupl
         for kind in sorted(set().union(*rows.values()) - kinds)
     )
     missing = list(dict.fromkeys([*lacking, *uneven]))
-    unwritten = [name for name in missing if any(name in _UNWRITTEN.get(item, ()) for item in projectors)]
+    unwritten = [name for name in missing if any(kind_of(name) in _UNWRITTEN.get(x, ()) for x in projectors)]
     return [name for name in missing if name not in unwritten], unwritten
 
 
@@ -73,7 +79,7 @@ def _layers(
     for prefix, key in _LAYERS.items():
         count = metadata.get(key)
         if isinstance(count, int) and not projectors & _UNCOUNTED:
-            layers[prefix] = {i: set() for i in range(count)}
+            layers[prefix] = {i: set() for i in range(min(count, _MOST_LAYERS))}
     for name in names:
         if match := re.match(r"(.*?\bblk)\.(\d{1,9})\.", name):
             layers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(kind_of(name))

@@ -12,10 +12,10 @@ from typing import Any
 
 from quantkit.errors import FormatError
 from quantkit.formats.experts import GATE, MERGED, UP
-from quantkit.formats.gguf import Field
+from quantkit.formats.gguf import Field, ValueType
 from quantkit.formats.gguf.rules import GGML_DIMS
 from quantkit.loaders import Problem, ProblemKind, architectures, describe, load
-from quantkit.loaders.libmtmd import missing_tensors
+from quantkit.loaders.libmtmd import kind_of, missing_tensors
 from quantkit.names import printable, shorten
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType
@@ -152,15 +152,28 @@ def _check_encoders(fields: Mapping[str, Field], names: set[str], subject: str) 
         )
 
 
+_NOT_OPENED = "llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py"
+#: The row of Pixtral's token at the end of a row of patches.
+_BREAK = "v.token_embd.img_break"
+
+
 def encoder_notes(fields: Mapping[str, Field], tensors: Iterable[Entry]) -> list[str]:
     """Return notes on an mmproj file that llama.cpp does not open, as the reference's is."""
     _, unwritten = missing_tensors(
         {key: field.value for key, field in fields.items()}, {name for name, _, _ in tensors}
     )
-    if not unwritten:
-        return []
-    names = ", ".join(unwritten)
-    return [f"llama.cpp b11434 does not open this mmproj file, as that of convert_hf_to_gguf.py: it lacks {names}"]
+    notes = []
+    if unwritten:
+        names = ", ".join(dict.fromkeys(map(kind_of, unwritten)))
+        remedy = "; --mistral-format writes it, from consolidated*.safetensors" if _BREAK in unwritten else ""
+        notes.append(f"{_NOT_OPENED}: it lacks {names}{remedy}")
+    for key in ("clip.vision.image_mean", "clip.vision.image_std"):
+        if key in fields and fields[key].item_type is not ValueType.FLOAT32:
+            name = key.rpartition(".")[2]
+            notes.append(
+                f"{_NOT_OPENED}: {key} has integers; write {name} of preprocessor_config.json with decimals, as in 0.0"
+            )
+    return notes
 
 
 def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -> Runtime:
@@ -173,6 +186,8 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
     part = _PARTS.get(_text(fields, "general.type")) or _PARTS.get(arch)
     gaps: tuple[Problem, ...] = ()
     not_checked = part or ""
+    if arch == CLIP and tree == "mainline" and len(fields) > 1:
+        problems += _encoder_problems(fields, {tensor for tensor, _, _ in entries})
     if not part and arch not in architectures(name):
         problems.insert(0, f"no architecture {printable(arch)}")
     elif not part:
@@ -188,6 +203,19 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
         first = shorten(printable(long_names[0]), 40)
         problems.append(f"{len(long_names)} tensor names are longer than {_MAX_TENSOR_NAME} bytes ({first})")
     return Runtime(name, tuple(problems), not_checked, gaps, unknown, long_names, on_cpu, arch in _DRAFTS)
+
+
+def _encoder_problems(fields: Mapping[str, Field], names: set[str]) -> list[str]:
+    """Return the tensors that an mmproj file lacks and llama.cpp requires, in words."""
+    lacking = dict.fromkeys(
+        kind_of(name)
+        for part in missing_tensors({key: field.value for key, field in fields.items()}, names)
+        for name in part
+    )
+    if not lacking:
+        return []
+    count = f" and {len(lacking) - 2} others" if len(lacking) > 2 else ""
+    return [f"it lacks {', '.join(list(lacking)[:2])}{count}"]
 
 
 def _words(gaps: Sequence[Problem]) -> list[str]:

@@ -145,6 +145,7 @@ def test_the_bytes_are_the_references(name: str, checkpoint: Path, in_f32: Calla
 def test_only_settings_without_a_key_are_reported_as_lost(name: str, checkpoint: Path, tmp_path: Path) -> None:
     notes = plan_convert(checkpoint, tmp_path / "x.gguf", None, options_of(checkpoints.describe(name))).notes
     assert checkpoints.settings_in(notes) == checkpoints.OMISSIONS.get(name, set())
+    assert not any("no layer has" in note for note in notes)
 
 
 @pytest.mark.parametrize("checkpoint", [BLOCKS], indirect=True)

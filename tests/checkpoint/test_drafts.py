@@ -21,9 +21,11 @@ from gguf_digests import differences, digests
 from libllama import Libllama
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, plan_convert
-from quantkit.errors import FormatError, QuantkitError
+from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
+from quantkit.export import export
 from quantkit.formats.gguf import open_gguf
 from quantkit.inspect import inspect
+from quantkit.lora import convert_lora
 from quantkit.pipeline.runtimes import runtimes
 from quantkit.quantize import QuantizeOptions, quantize
 
@@ -146,6 +148,39 @@ def test_the_engine_refuses_a_draft(folder: Path) -> None:
     result = run("perplexity", "-m", converted("dflash", folder), "-f", text)
     assert result.exit_code == 1
     check_refused(result.output, "QK-E306 dflash")
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash2", "dspark-draft"])
+def test_a_draft_is_not_exported(name: str, folder: Path, tmp_path: Path) -> None:
+    with refuses(TypeNotSupported, "QK-E304", "draft", "target"):
+        export(converted(name, folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash2", "dspark-draft"])
+def test_a_lora_adapter_of_a_draft_is_merged(name: str, folder: Path, tmp_path: Path) -> None:
+    """Into its checkpoint while that is converted, and as a GGUF file of its own."""
+    source, options = options_of(name, folder, outtype="f32")
+    module = next(x for x, _ in checkpoints.expand(checkpoints.describe(name).tensors) if "down_proj" in x)
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(shape).astype("<f4") for shape in ((4, 128), (64, 4)))
+    (adapter := tmp_path / "adapter").mkdir()
+    factors = [
+        (module.replace("weight", f"lora_{letter}.weight"), "F32", x.shape, x.tobytes())
+        for letter, x in (("A", a), ("B", b))
+    ]
+    checkpoints.write_safetensors(adapter / "adapter_model.safetensors", factors)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    convert_lora(adapter, tmp_path / "lora.gguf", base=source)
+    (plain,) = convert(source, tmp_path / "plain.gguf", None, options).paths
+    (merged,) = convert(source, tmp_path / "merged.gguf", None, replace(options, merge_lora=(str(adapter),))).paths
+    weight = "blk.0.ffn_down.weight"
+    with open_gguf(plain) as before, open_gguf(merged) as after, open_gguf(tmp_path / "lora.gguf") as lora:
+        assert set(lora.tensors) == {f"{weight}.lora_a", f"{weight}.lora_b"}
+        assert [x for x in before.tensors if not np.array_equal(before.data(x), after.data(x))] == [weight]
+        old, new = (file.data(weight).view("<f4").reshape(64, 128) for file in (before, after))
+        np.testing.assert_allclose(new - old, 2 * b @ a, atol=2e-6)
 
 
 def test_a_target_is_needed_by_drafts_alone(folder: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def write(folder: Path, architecture: str, vision: Json, model: Json) -> None:
     """Write a checkpoint of one tensor."""
     config: Json = {"architectures": [architecture], "hidden_size": 8, "vision_config": _SIZES | vision} | model
     (folder / "config.json").write_text(json.dumps(config))
-    settings: Json = {"image_mean": [0.5], "image_std": [0.5], "min_pixels": 4, "max_pixels": 8}
+    settings: Json = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "min_pixels": 4, "max_pixels": 8}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     tensors = [
@@ -61,6 +61,7 @@ def write(folder: Path, architecture: str, vision: Json, model: Json) -> None:
     [
         ("InternVisionModel", {"hidden_act": "relu"}, {"downsample_ratio": 0.5}, "QK-E305 relu"),
         ("InternVisionModel", {}, {"downsample_ratio": 0}, "QK-E112 downsample_ratio 0"),
+        ("InternVisionModel", {"patch_size": 0}, {"downsample_ratio": 0.5}, "QK-E112 patch_size 0"),
         ("InternVisionModel", {"image_size": []}, {"downsample_ratio": 0.5}, "QK-E112 config.json"),
         ("Llama4ForConditionalGeneration", {"hidden_act": "silu", "pixel_shuffle_ratio": 0.5}, {}, "QK-E305 silu"),
         ("Mistral3ForConditionalGeneration", {"model_type": "siglip"}, {}, "QK-E305 siglip"),

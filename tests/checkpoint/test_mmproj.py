@@ -231,6 +231,8 @@ def replace_file(checkpoint: Path, folder: Path, file: str, text: str | None) ->
         ("processor_config.json", "{", "QK-E111 processor_config.json"),
         ("processor_config.json", '{"image_processor": {"image_std": null}}', "QK-E112 image_std"),
         ("preprocessor_config.json", '{"image_mean": [1e999, 0, 0], "image_std": [1, 1, 1]}', "QK-E112 image_mean"),
+        ("preprocessor_config.json", '{"image_mean": [0.5], "image_std": [1, 1, 1]}', "QK-E112 image_mean"),
+        ("preprocessor_config.json", '{"image_mean": [0, 0, 0], "image_std": [1, 0, 1]}', "QK-E112 image_std"),
         ("preprocessor_config.json", "\0", "QK-E111 preprocessor_config.json"),
         ("config.json", '{"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": 3}', "QK-E112"),
     ],
@@ -240,6 +242,16 @@ def test_a_broken_preprocessor_is_one_error(
 ) -> None:
     with refuses(FormatError, refusal):
         plan_mmproj(replace_file(checkpoint, tmp_path, file, text), tmp_path)
+
+
+@with_checkpoint("mm-qwen2-vl")
+def test_integers_for_channels_have_a_note(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """The reference writes them as integers, too, and libmtmd opens no such file."""
+    settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    text = json.dumps(settings | {"image_mean": [0, 0, 0], "image_std": [1.0, 1.0, 1.0]})
+    notes = plan_mmproj(replace_file(checkpoint, tmp_path, "preprocessor_config.json", text), tmp_path).notes
+    assert ["image_mean" in note for note in notes] == [True]
+    assert plan_mmproj(checkpoint, tmp_path).notes == ()
 
 
 @with_checkpoint("mm-qwen2-vl")
@@ -298,9 +310,22 @@ def test_encoders_without_layers_or_tensors_are_refused(name: str, pattern: str,
     plan_mmproj(checkpoint, tmp_path / "out.gguf", None, ConvertOptions(allow_incomplete=True))
 
 
+def test_layers_that_config_json_claims_are_refused_at_once(tmp_path: Path) -> None:
+    description = checkpoints.describe("mm-qwen2-vl")
+    vision = description.config["vision_config"] | {"depth": 10**9}
+    changed = replace(description, config=description.config | {"vision_config": vision})
+    with refuses(FormatError, "QK-E105", "v.blk.3.*"):
+        plan_mmproj(checkpoints.write_description(changed, tmp_path), tmp_path / "out.gguf")
+
+
 @pytest.mark.parametrize(
     ("name", "lacks"),
-    [("mm-mistral3", "v.token_embd.img_break"), ("mm-lfm2-vl-feature", "mm.1.bias"), ("mm-lfm2-vl", "")],
+    [
+        ("mm-mistral3", "v.token_embd.img_break"),
+        ("mm-lfm2-vl-feature", "mm.1.bias"),
+        ("mm-granite-speech", "a.blk.*.conv_norm.weight"),
+        ("mm-lfm2-vl", ""),
+    ],
 )
 def test_files_that_libmtmd_does_not_open_have_a_note(name: str, lacks: str, tmp_path: Path) -> None:
     notes = plan_mmproj(checkpoints.write_checkpoint(name, tmp_path), tmp_path / "out.gguf").notes

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from refusals import refuses
 
+import adapters
 import checkpoints
 from quantkit.cli import cli
 from quantkit.compare import compare
@@ -23,6 +24,7 @@ from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.hash import hash as model_hash
 from quantkit.inspect import inspect
+from quantkit.lora import convert_lora
 from quantkit.model.engine import load
 from quantkit.options.edit import EditOptions
 from quantkit.pipeline.worker import Worker
@@ -40,6 +42,15 @@ MISTRAL = {
 }
 #: Of convert_hf_to_gguf.py --mmproj --bigendian --outtype f16, of the checkpoint "mm-internvl3".
 INTERNVL = "40b3e014fe766f87524b09e48e4a8334d383adb34c5e45ed92cfe0026871efdd"
+#: Of convert_lora_to_gguf.py --bigendian, of adapters by name and type; it writes BF16 and Q8_0 little-endian, too.
+ADAPTERS = {
+    ("llama", "f32"): "38d341de7d4aee94b97318824dacc109734b0407df325ab5a57c6c4e6745f806",
+    ("llama", "f16"): "de0018438655d23ca9e44f0d7e6841893414ca8e14e6205399bfc4ddc9404ca1",
+    ("llama", "bf16"): None,
+    ("llama", "q8_0"): None,
+    ("llama-alora", "f32"): "4eb7f780e3efedad0b2b129a7a2054c70b0c1c401346693534d3a821252f3496",
+    ("gemma3-towers", "f32"): "49576137b1bf407b5fdcb49c099aafe3358a00630cbbe91322f1cc6da7efddc1",
+}
 COPY = {"no_provenance": True, "allow_incomplete": True}
 
 
@@ -100,6 +111,24 @@ def test_conversions_have_the_reference_s_bytes(outtype: str, mistral: Path, tmp
     options = ConvertOptions(outtype=outtype, bigendian=True)
     convert(mistral, tmp_path / "big.gguf", None, options)
     assert sha256(tmp_path / "big.gguf") == MISTRAL[outtype]
+
+
+@pytest.mark.parametrize(("name", "outtype"), ADAPTERS)
+def test_adapters_have_the_reference_s_bytes(name: str, outtype: str, tmp_path: Path) -> None:
+    adapter, expected = adapters.ADAPTERS[name], ADAPTERS[name, outtype]
+    source, base = adapters.write_adapter(adapter, tmp_path / "a"), adapters.write_base(adapter, tmp_path / "b")
+    paths = [tmp_path / "little.gguf", tmp_path / "big.gguf"]
+    for path in paths:
+        convert_lora(source, path, base=base, outtype=outtype, bigendian=path.stem == "big")
+    assert expected in (None, sha256(paths[1]))
+    with open_gguf(paths[0]) as little, open_gguf(paths[1]) as big:
+        assert (little.big_endian, big.big_endian) == (False, True)
+        assert {t.type.name for t in big.tensors.values()} >= {outtype.upper()}
+        assert {key: field.value for key, field in little.fields.items()} == {
+            key: field.value for key, field in big.fields.items()
+        }
+        assert little.tensors == big.tensors
+        assert all(np.array_equal(little.data(t), big.data(t)) for t in big.tensors)
 
 
 def test_an_mmproj_file_has_the_reference_s_bytes(tmp_path: Path) -> None:

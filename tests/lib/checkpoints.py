@@ -30,10 +30,11 @@ import numpy.typing as npt
 DESCRIPTIONS = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = tuple(sorted(path.stem for path in DESCRIPTIONS.glob("*.json")))
 #: Checkpoints with towers for images and sound (tests/data/mmproj-sha256.json), draft models
-#: (tests/data/draft-sha256.json), and models that are adapters (tests/data/adapter-sha256.json).
-TOWERS, DRAFTS, ADAPTERS = (
+#: (tests/data/draft-sha256.json), models that are adapters (tests/data/adapter-sha256.json), and towers of the only
+#: width that llama.cpp's converter accepts, with a hidden layer of 32 values (tests/data/wide-sha256.json).
+TOWERS, DRAFTS, ADAPTERS, WIDE = (
     tuple(sorted(path.stem for path in (DESCRIPTIONS / folder).glob("*.json")))
-    for folder in ("towers", "drafts", "adapters")
+    for folder in ("towers", "drafts", "adapters", "wide")
 )
 
 Json = dict[str, Any]
@@ -96,6 +97,8 @@ class Description:
     target: str | None = None
     #: Tensors in files of their own: path to patterns and shapes.
     parts: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    #: After how many values those of a tensor repeat; None: never.
+    period: int | None = None
 
     def convert_keywords(self) -> Json:
         """Return the options of the conversion, with the names of quantkit.convert.ConvertOptions.
@@ -112,7 +115,7 @@ class Description:
 
 def describe(name: str) -> Description:
     """Return the description of a checkpoint."""
-    folders = {"towers": TOWERS, "drafts": DRAFTS, "adapters": ADAPTERS}
+    folders = {"towers": TOWERS, "drafts": DRAFTS, "adapters": ADAPTERS, "wide": WIDE}
     folder = next((folder for folder, names in folders.items() if name in names), ".")
     text: Json = json.loads((DESCRIPTIONS / folder / f"{name}.json").read_text())
     for key in {"f32", "options", "outtypes"} & text.keys():
@@ -221,6 +224,9 @@ def stored_tensors(description: Description) -> Iterator[tuple[str, str, Shape, 
     if description.quantized is not None:
         from quantized_checkpoints import quantize  # a scheme of its own
     for name, shape in expand(description.tensors):
+        if description.period is not None and math.prod(shape) > description.period:
+            yield name, *_repeated(f"{description.name}/{name}", name, shape, description)
+            continue
         x = draw(f"{description.name}/{name}", name, shape)
         if description.quantized is not None and (stored := quantize(description.quantized, name, x)) is not None:
             yield from stored
@@ -234,6 +240,15 @@ def stored_tensors(description: Description) -> Iterator[tuple[str, str, Shape, 
             continue
         dtype = "float32" if name.endswith(description.f32 or ("\n",)) else description.dtype
         yield name, *encode(x, dtype)
+
+
+def _repeated(key: str, name: str, shape: Shape, description: Description) -> tuple[str, Shape, bytes]:
+    """Return safetensors' dtype, shape and bytes of a tensor whose values repeat."""
+    scale, shift = _spread(name, shape)
+    period = uniform(key, (description.period or 1,)) * np.float32(scale) + np.float32(shift)
+    dtype, _, data = encode(period, description.dtype)
+    nbytes = math.prod(shape) * (len(data) // period.size)
+    return dtype, shape, (data * -(-nbytes // len(data)))[:nbytes]
 
 
 #: Tensors of integers: ends of names.
@@ -262,12 +277,17 @@ def _numbers(text: str) -> list[str]:
 
 def draw(key: str, name: str, shape: Shape) -> npt.NDArray[np.float32]:
     """Return float32 weights: uniform steps in [-1, 1), scaled and shifted by the kind of tensor."""
+    scale, shift = _spread(name, shape)
+    return uniform(key, shape) * np.float32(scale) + np.float32(shift)
+
+
+def uniform(key: str, shape: Shape) -> npt.NDArray[np.float32]:
+    """Return float32 steps in [-1, 1)."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
     n = int(np.prod(shape))
     words = np.random.Philox(key=seed).random_raw((n + 3) // 4).astype("<u8").view("<u2")[:n]
-    u = ((words.astype(np.float32) - 32767.5) / np.float32(32768)).reshape(shape)
-    scale, shift = _spread(name, shape)
-    return u * np.float32(scale) + np.float32(shift)
+    steps: npt.NDArray[np.float32] = ((words.astype(np.float32) - 32767.5) / np.float32(32768)).reshape(shape)
+    return steps
 
 
 def _spread(name: str, shape: Shape) -> tuple[float, float]:

@@ -35,7 +35,7 @@ from libllama import REFUSED, LibllamaError, Mainline, Server, defaults, open_mo
 
 Embeddings = dict[str, npt.NDArray[np.float32]]
 
-#: Width and height of the image in pixels, and samples of the sound.
+#: Width and height of an image in pixels, and samples of the sound.
 IMAGE, SAMPLES = (40, 24), 16000
 
 
@@ -47,13 +47,13 @@ class Libmtmd:
     threads: int = 1
     timeout: int = 60
 
-    def encode(self, mmproj: Path, text: Path) -> Embeddings:
+    def encode(self, mmproj: Path, text: Path, size: tuple[int, int] = IMAGE) -> Embeddings:
         """Return the embeddings [tokens, n] of the image and of the sound, of what ``mmproj`` has towers for.
 
-        Raises LibllamaError.
+        ``size``: width and height of the image in pixels. Raises LibllamaError.
         """
-        question = (peer(self.lib), Path(__file__), Path(libllama.__file__), self.threads, mmproj, text)
-        with np.load(io.BytesIO(answer(lambda: self._encode(mmproj, text), *question))) as arrays:
+        question = (peer(self.lib), Path(__file__), Path(libllama.__file__), self.threads, mmproj, text, size)
+        with np.load(io.BytesIO(answer(lambda: self._encode(mmproj, text, size), *question))) as arrays:
             return dict(arrays)
 
     def opens(self, mmproj: Path) -> bool:
@@ -62,10 +62,10 @@ class Libmtmd:
             arguments = [str(mmproj), "-", "-"]
             return _server(self.lib.resolve()).run(arguments, Path(folder, "log"), self.timeout) == 0
 
-    def _encode(self, mmproj: Path, text: Path) -> bytes:
+    def _encode(self, mmproj: Path, text: Path, size: tuple[int, int]) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder, "out.npz"), Path(folder, "log")
-            arguments = [str(mmproj), str(text), str(out), "--threads", str(self.threads)]
+            arguments = [str(mmproj), str(text), str(out), "--threads", str(self.threads), "--size", *map(str, size)]
             status = _server(self.lib.resolve()).run(arguments, log, self.timeout)
             if status != 0:
                 output = log.read_text(errors="replace")
@@ -160,11 +160,11 @@ class Mtmd:
             print(f"{mmproj}: the file was refused", file=sys.stderr)
             sys.exit(REFUSED)
 
-    def bitmaps(self) -> Iterator[tuple[str, int]]:
-        """Yield name and bitmap of each input that the file has towers for."""
+    def bitmaps(self, size: tuple[int, int]) -> Iterator[tuple[str, int]]:
+        """Yield name and bitmap of each input that the file has towers for; ``size``: width and height of the image."""
         random = np.random.default_rng(0)
         if self.c.mtmd_support_vision(self.context):
-            width, height = IMAGE
+            width, height = size
             pixels = random.integers(0, 256, (height, width, 3), np.uint8)
             yield "image", self.c.mtmd_bitmap_init(width, height, pixels.ctypes.data)
         if self.c.mtmd_support_audio(self.context):
@@ -197,6 +197,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("text", type=Path, help="the text model (GGUF)")
     parser.add_argument("out", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N")
+    parser.add_argument("--size", type=int, nargs=2, default=IMAGE, metavar=("WIDTH", "HEIGHT"))
     return parser
 
 
@@ -206,7 +207,7 @@ def execute(mtmd: Mtmd, options: argparse.Namespace) -> None:
     mtmd.open(options.mmproj, text, options.threads)
     if text is None:
         return
-    embeddings = {kind: mtmd.encode(kind, bitmap) for kind, bitmap in mtmd.bitmaps()}
+    embeddings = {kind: mtmd.encode(kind, bitmap) for kind, bitmap in mtmd.bitmaps(options.size)}
     with options.out.open("wb") as file:
         np.savez(file, **embeddings)
 

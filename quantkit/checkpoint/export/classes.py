@@ -46,6 +46,12 @@ def find_class(meta: ModelMetadata, name: str | None = None) -> tuple[str, Archi
         like = f"; choose one of {', '.join(classes)}" if classes else ""
         raise TypeNotSupported(f"{meta.path}: {short(meta.arch)} is not exported as {short(name)}{like}", "QK-E304")
     class_name = name or next((item for item in classes if _matches(CLASSES[item], meta)), None)
+    if class_name is None and meta.get(".target_layers") is not None:
+        raise TypeNotSupported(
+            f"{meta.path}: {short(meta.arch)} is a draft model, which is not exported: export its target, and use the "
+            "draft's checkpoint as it was released",
+            "QK-E304",
+        )
     if class_name is None:
         raise TypeNotSupported(
             f"{meta.path}: the architecture {short(meta.arch)} is not exported by this version; see `quantkit export "
