@@ -118,7 +118,7 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
         opened = _open(path, stack)
         notes: list[str] = []
         companions = _companion_bytes(options, stack, notes)
-        model = _estimator(opened, options, companions)
+        model = estimator_of(opened, options, companions)
         planned_type = _model_type(options)
         if planned_type is not None:
             model = model.with_weights(_quantized(opened, planned_type, options, model))
@@ -154,7 +154,8 @@ def _open(path: Path, stack: ExitStack) -> Source:
     )
 
 
-def _estimator(source: Source, options: FitOptions, companions: int) -> Estimator:
+def estimator_of(source: Source, options: FitOptions, companions: int = 0) -> Estimator:
+    """Return the estimator of an open model. Raises TypeNotSupported for an architecture without a graph."""
     opened = cast(GGUFFile, source)  # the engine reads metadata and shapes alone
     graph, h = build_graph(opened), HParams(opened)
     weights = weights_of(
@@ -174,7 +175,7 @@ def _companion_bytes(options: FitOptions, stack: ExitStack, notes: list[str]) ->
         draft = stack.enter_context(open_model(options.draft))
         weights = sum(tensor.nbytes for tensor in draft.tensors.values())
         try:
-            estimator = _estimator(draft, replace(options, vram=()), 0)
+            estimator = estimator_of(draft, replace(options, vram=()), 0)
         except QuantkitError:
             notes.append(
                 "the cache and the compute buffer of the draft, which runs only beside its target, are not counted"

@@ -111,6 +111,13 @@ def solve(
     raise ResourceError("the solver's results exceed the limits by rounding errors: change the target slightly")
 
 
+def relaxed_cost(costs: Sequence[F64], limits: Sequence[Limit]) -> float | None:
+    """Return the cost of the linear relaxation, a lower bound for all answers; None if the limits allow none."""
+    check_extras(SEARCH)
+    relaxation = _Program(costs, limits, ()).relax()
+    return None if relaxation is None else relaxation[0]
+
+
 class _Program:
     """The program, with the choices of all rows in one array: ``row`` of each, ``first`` choice of each row."""
 
