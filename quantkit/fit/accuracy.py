@@ -6,6 +6,8 @@ of 4096 and 32768, with and without flash attention, one sequence and four, cach
 
 from __future__ import annotations
 
+#: The note on buffers of GPUs.
+GPU_NOTE = "compute buffers of GPUs are estimates: the same graph as on the CPU, not compared with a GPU's log"
 #: Architectures whose buffers differ by less than 3 %, most of them not at all.
 CLOSE = frozenset(
     """

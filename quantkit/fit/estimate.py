@@ -11,7 +11,7 @@ from typing import cast
 from quantkit.arguments import checked
 from quantkit.checkpoint import OpenOptions, open_checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.fit.accuracy import accuracy_note
+from quantkit.fit.accuracy import GPU_NOTE, accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
 from quantkit.fit.caches import PAD, Context
 from quantkit.fit.command import command_line
@@ -219,7 +219,7 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
 
 def _notes(model: Estimator, options: FitOptions, planned_type: str | None) -> Iterator[str]:
     if options.gpus:
-        yield "compute buffers of GPUs are estimates: the same graph as on the CPU, not compared with a GPU's log"
+        yield GPU_NOTE
     if (note := accuracy_note(model.h.arch)) is not None:
         yield note
     if options.runtime == "ik":

@@ -29,7 +29,7 @@ class Finder:
         self.space, self.options = space, space.options
         self.notes: list[str] = []
         self._errors: list[Weights] = [np.array([c.error for c in group.choices]) for group in space.choice_groups]
-        self._klds: list[Weights] = [np.array([c.kld for c in group.choices]) for group in space.choice_groups]
+        self.klds: list[Weights] = [np.array([c.kld for c in group.choices]) for group in space.choice_groups]
         self._smooth: list[Weights] = [
             np.array([c.kld - c.flips for c in group.choices]) for group in space.choice_groups
         ]
@@ -47,7 +47,7 @@ class Finder:
         if self.options.target_kld is None:
             has_kink, quadrature = self.space.combination.kink > 0, self.space.quadrature
             objectives += [self._errors] if has_kink and quadrature else []
-            objectives += [self._klds] if has_kink or quadrature else []
+            objectives += [self.klds] if has_kink or quadrature else []
         while len(exclusions) < count:
             allocation = self._best_for_target(exclusions, objectives[len(exclusions) % len(objectives)])
             if allocation is None:
@@ -173,7 +173,7 @@ class Finder:
         """
         if costs is not None or not self.space.quadrature:
             return self.solve(costs or self._errors, limits, exclusions)
-        answer = self.solve(self._klds, limits, exclusions)
+        answer = self.solve(self.klds, limits, exclusions)
         for _ in range(MAX_TANGENTS if answer is not None else 0):
             assert answer is not None
             better = self.solve(self._tangent_costs(answer.picks), limits, exclusions)
@@ -192,7 +192,7 @@ class Finder:
             return self._errors
         root = self._flips_root(picks)
         if not root:
-            return self._klds
+            return self.klds
         return [smooth + squares / (2 * root) for smooth, squares in zip(self._smooth, self._squares, strict=True)]
 
     def kld_gradient(self, picks: Sequence[int]) -> list[Weights]:

@@ -112,9 +112,15 @@ def solve(
 
 
 def relaxed_cost(costs: Sequence[F64], limits: Sequence[Limit]) -> float | None:
-    """Return the cost of the linear relaxation, a lower bound for all answers; None if the limits allow none."""
+    """Return the cost of the linear relaxation, a lower bound for all answers; None if the limits allow none.
+
+    If HiGHS does not decide, which happens near the limits of what is possible, the bound is minus infinity.
+    """
     check_extras(SEARCH)
-    relaxation = _Program(costs, limits, ()).relax()
+    try:
+        relaxation = _Program(costs, limits, ()).relax()
+    except ResourceError:
+        return -math.inf
     return None if relaxation is None else relaxation[0]
 
 
