@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantkit.fit.allocator import Tensor, buffer_size
 from quantkit.fit.caches import CacheShapes, Context, has_cache
-from quantkit.fit.nodes import Batch, Mask, Nodes, emit, in_ggml_order
+from quantkit.fit.nodes import Batch, BlockIndexer, Mask, Nodes, emit, in_ggml_order
 from quantkit.model import ops
 from quantkit.model.hparams import HParams
 from quantkit.model.ops import Graph, Op, Value
@@ -94,7 +94,16 @@ def _batch(graph: Graph, h: HParams, context: Context) -> Batch:
         n_positions=4 if h.arch in _SECTIONS else 1,
         n_vectors=1 + h.int("n_deepstack_layers", 0),
         no_cache=not has_cache(graph),
+        block_indexer=_block_indexer(h, context),
     )
+
+
+def _block_indexer(h: HParams, context: Context) -> BlockIndexer | None:
+    """Return the indexer of blocks of MiniMax M3, which needs a cache of its own for each sequence."""
+    if h.arch != "minimax-m3" or (context.n_parallel > 1 and context.kv_unified):
+        return None
+    names = ("head_count", "key_length", "block_size", "top_k")
+    return BlockIndexer(h.int("leading_dense_block_count", 0), *(h.int(f"attention.indexer.{name}") for name in names))
 
 
 def _rotated(graph: Graph, batch: Batch) -> Iterator[Value]:

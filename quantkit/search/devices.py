@@ -8,7 +8,7 @@ better than the best answer, which is then that of all layouts.
 Compute buffers depend on the types of experts in memory, which a GPU copies for large batches: an answer that is too
 large with its own buffers is solved again with these.
 
-Several GPUs are first solved as one of the same size in total. Where its answer does not divide into whole layers, the
+Several GPUs are first solved as one of the same size in total. If no division of its answer into whole layers fits, the
 division with the least excess is solved with a limit for each GPU.
 """
 
@@ -39,7 +39,7 @@ from quantkit.units import format_size
 
 #: Default bound of the divergence of --aim speed and balance, in divergences of --aim quality.
 _LOSS = 1.5
-#: How often a layout is solved again with larger buffers, and layers are divided again.
+#: Maximum number of solutions of a layout, each with the buffers or the division of layers of the one before.
 _ROUNDS = 16
 #: Relative difference of costs that counts.
 _TOLERANCE = 1e-9
