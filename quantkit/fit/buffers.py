@@ -58,12 +58,13 @@ def compute_bytes(
     batch = _batch(plan.graph, h, context)
     masks = {cache: _mask(shapes, context, cache) for cache in plan.graph.caches}
     rotated = set(_rotated(plan.graph, batch))
+    split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = Nodes(batch, masks, shapes.widest_v, rotated)
+        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split)
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
@@ -88,7 +89,8 @@ def _batch(graph: Graph, h: HParams, context: Context) -> Batch:
         n_outputs=context.n_outputs,
         n_seqs=context.n_parallel,
         flash_attn=context.flash_attn and h.arch not in WITHOUT_FLASH_ATTENTION,
-        k_rotation=_k_rotation({k for k, _ in heads}, context.k_type),
+        # Latent keys are not rotated (llm_graph_input_attn_k).
+        k_rotation=0 if latent else _k_rotation({k for k, _ in heads}, context.k_type),
         v_rotation=0 if latent else _v_rotation({v for _, v in heads}, context.v_type),
         mixed=h.arch not in _UNMIXED,
         n_positions=4 if h.arch in _SECTIONS else 1,

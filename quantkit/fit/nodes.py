@@ -75,13 +75,22 @@ class Nodes:
     """Nodes of a part of the graph: ``ops`` on one device."""
 
     def __init__(
-        self, batch: Batch, masks: Mapping[Cache, Mask], widest_v: int, rotated: Collection[Value] = ()
+        self,
+        batch: Batch,
+        masks: Mapping[Cache, Mask],
+        widest_v: int,
+        rotated: Collection[Value] = (),
+        split: Collection[Value] = (),
     ) -> None:
         self.batch = batch
         self.masks = masks
         self.widest_v = widest_v
         #: Values that are multiplied by a Hadamard matrix.
         self.rotated = rotated
+        #: Values of which columns are read, not whole rows.
+        self.split = split
+        #: Ropes of the last columns of these, which are rotated when they are read.
+        self.unrotated: dict[Value, ops.Rope] = {}
         self.inputs: list[Tensor] = []
         self.nodes: list[Tensor] = []
         self.tensors: dict[Value, Tensor] = {}
@@ -277,6 +286,11 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
         x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
         nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, shape=x.shape, in_place=True)
         return
+    if op.out in nodes.split:
+        # Latent attention multiplies the first columns, and joins the product with the rotated ones.
+        nodes.tensors[op.out] = x
+        nodes.unrotated[op.out] = op
+        return
     # Rope of the last columns: their view is rotated and joined with the others.
     n_rot, n_rows = op.config.n_rot, nodes.rows(op.x) * (op.x.width // op.head)
     part = nodes.view(x, (n_rot, n_rows))
@@ -288,6 +302,10 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
 @EMIT.register(ops.Take)
 def _take(nodes: Nodes, op: ops.Take) -> None:
     x = nodes.tensor(op.x)
+    rope = nodes.unrotated.get(op.x)
+    if rope is not None and op.start % op.period == rope.start:
+        nodes.out(op.out, nodes.view(x))
+        return
     nodes.tensors[op.out] = nodes.view(x, nodes.shape(op.out))
 
 
