@@ -232,8 +232,8 @@ def _needs_host_speeds(
     path: Path | None, *, fit: tuple[int, ...], aim: str, bandwidth: tuple[int, ...], **_: Any
 ) -> bool:
     """Return whether --fit uses the speeds of types: the bandwidths of all GPUs are given, but not that of the host."""
-    wanted = path is not None or aim != "quality" or bool(bandwidth)
-    return bool(fit) and wanted and len(bandwidth) == len(fit) - 1
+    has_use = path is not None or aim != "quality" or bool(bandwidth)
+    return bool(fit) and has_use and len(bandwidth) == len(fit) - 1
 
 
 def _speeds(

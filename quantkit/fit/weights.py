@@ -69,15 +69,15 @@ def weights_of(sizes: Iterable[tuple[str, int]], n_layer: int) -> Weights:
     """Return the weights of a model from the names and bytes of its tensors."""
     tensors = dict(sizes)
     dense, experts = [0] * n_layer, [0] * n_layer
-    others = dict.fromkeys((Part.INPUTS, Part.OUTPUT, Part.UNLOADED), 0)
+    sums = dict.fromkeys((Part.INPUTS, Part.OUTPUT, Part.UNLOADED), 0)
     for name, nbytes in tensors.items():
         part, layer = part_of(name, n_layer)
-        if part in others:
-            others[part] += nbytes
+        if part in sums:
+            sums[part] += nbytes
         else:
             (experts if part is Part.EXPERTS else dense)[layer] += nbytes
     tied = 0 if "output.weight" in tensors else tensors.get("token_embd.weight", 0)
-    inputs, output, unloaded = others.values()
+    inputs, output, unloaded = sums.values()
     return Weights(tuple(dense), tuple(experts), inputs, output, tied, unloaded, tensors)
 
 

@@ -96,20 +96,20 @@ class DeviceFinder:
         """Yield up to ``count`` allocations for the aim, best first, all for the layout of the first."""
         goal, best = self._aim()
         exclusions: list[Exclusion] = []
-        found: FitAnswer | None = best
-        while found is not None:
-            allocation = self._allocation(found)
+        result: FitAnswer | None = best
+        while result is not None:
+            allocation = self._allocation(result)
             if not exclusions:
                 self.finder.note_limits(allocation)
                 self.notes.extend(self._notes())
             yield allocation
-            exclusions.append(Exclusion(found.picks, self.finder.min_difference))
+            exclusions.append(Exclusion(result.picks, self.finder.min_difference))
             if len(exclusions) == count:
                 return
-            found = self._solve_placement(best.placement, goal, exclusions)
+            result = self._solve_placement(best.placement, goal, exclusions)
 
     def _notes(self) -> Iterator[str]:
-        if self.rates.known:
+        if self.rates.is_known:
             yield (
                 f"tokens per second are a prediction: the time to read the weights of a token ({self.rates}), "
                 "without caches, computation and transfers"
@@ -197,9 +197,9 @@ class DeviceFinder:
                 break
             if best is not None and self.space.quadrature and not self._may_improve(placement, goal, best):
                 continue
-            found = self._solve_placement(placement, goal)
-            if found is not None and (best is None or found.value < best.value * (1 - _TOLERANCE)):
-                best = found
+            result = self._solve_placement(placement, goal)
+            if result is not None and (best is None or result.value < best.value * (1 - _TOLERANCE)):
+                best = result
         return best
 
     @cached_property
@@ -252,10 +252,10 @@ class DeviceFinder:
             answer = self._solve_goal(placement, self._limits(placement, reserve), goal, exclusions)
             if answer is None:
                 return None
-            needed = self._reserve(placement, self._weights(answer.picks))
-            if all(n <= r for n, r in zip(needed, reserve, strict=True)):
+            own_reserve = self._reserve(placement, self._weights(answer.picks))
+            if all(n <= r for n, r in zip(own_reserve, reserve, strict=True)):
                 return answer
-            larger = [max(pair) for pair in zip(needed, reserve, strict=True)]
+            larger = [max(pair) for pair in zip(own_reserve, reserve, strict=True)]
             if all(limit.total(answer.picks) <= limit.most for limit in self._limits(placement, larger)):
                 return answer
             reserve = larger
@@ -289,9 +289,11 @@ class DeviceFinder:
         gpus = self.model.gpus if len(placement.layout.counts) == len(self.model.gpus) else self._pool.gpus
         capacities = (self.fit_options.host, *gpus[: placement.n_devices - 1])
         limits = []
-        for device, (most, fixed, other) in enumerate(zip(capacities, placement.fixed_bytes, reserve, strict=True)):
+        for device, (most, fixed, reserve_bytes) in enumerate(
+            zip(capacities, placement.fixed_bytes, reserve, strict=True)
+        ):
             assert most is not None
-            limits.append(Limit(placement.nbytes[device], most - fixed - other))
+            limits.append(Limit(placement.nbytes[device], most - fixed - reserve_bytes))
         return limits
 
     def _smallest_reserve(self, placement: Placement) -> list[int]:
@@ -338,22 +340,22 @@ class DeviceFinder:
         if devices is None:
             return None
         layout, value = placement.layout, self._value(placement, answer.picks, goal)
-        chosen = self.model.with_weights(self._weights(answer.picks)).best_layout(self.context)
-        if chosen != layout and (better := self._devices_that_fit(chosen, answer.picks)) is not None:
-            layout, devices = chosen, better
+        fit_layout = self.model.with_weights(self._weights(answer.picks)).best_layout(self.context)
+        if fit_layout != layout and (better := self._devices_that_fit(fit_layout, answer.picks)) is not None:
+            layout, devices = fit_layout, better
         return FitAnswer(answer, value, placement, layout, devices)
 
-    def _allocation(self, found: FitAnswer) -> Allocation:
-        allocation = self.finder.allocation(found.answer)
-        placement = Placement(self.space, found.layout, self.rates)
+    def _allocation(self, result: FitAnswer) -> Allocation:
+        allocation = self.finder.allocation(result.answer)
+        placement = Placement(self.space, result.layout, self.rates)
         fit = DeviceFit(
             self.context.n_ctx,
-            found.layout.gpu_layers,
-            found.layout.cpu_moe,
-            found.layout.counts if len(found.layout.counts) > 1 else (),
-            found.devices,
-            command_line(Path("OUT.gguf"), found.layout, self.context, self.fit_options),
-            placement.total_seconds(found.picks) if self.rates.known else None,
+            result.layout.gpu_layers,
+            result.layout.cpu_moe,
+            result.layout.counts if len(result.layout.counts) > 1 else (),
+            result.devices,
+            command_line(Path("OUT.gguf"), result.layout, self.context, self.fit_options),
+            placement.total_seconds(result.picks) if self.rates.is_known else None,
         )
         return replace(allocation, fit=fit)
 

@@ -26,7 +26,7 @@ class Rates:
         self.gpus = options.bandwidth[:n_gpus]
         self.host = options.bandwidth[n_gpus] if len(options.bandwidth) > n_gpus else None
         self.speeds: Mapping[str, float] = options.speeds
-        self.known = options.has_bandwidths
+        self.is_known = options.has_bandwidths
 
     def rate(self, device: int, type_name: str) -> float:
         """Return the bytes per second of a device, 0 being the host; a type that was not measured is the slowest."""
@@ -77,7 +77,7 @@ class Placement:
         for tensor in tensors:
             for device, nbytes, read in self._copies(tensor):
                 sums[device] += nbytes
-                seconds += read / self.rates.rate(device, tensor.type.name) if self.rates.known else 0.0
+                seconds += read / self.rates.rate(device, tensor.type.name) if self.rates.is_known else 0.0
         return sums, seconds
 
     def _copies(self, tensor: PlannedTensor) -> Iterator[tuple[int, int, int]]:
@@ -95,8 +95,8 @@ class Placement:
 
 def model_weights(space: Space, picks: Sequence[int], n_layer: int) -> ModelWeights:
     """Return the weights of an answer as ``fit`` counts them."""
-    chosen = [group.choices[pick].tensors for group, pick in zip(space.choice_groups, picks, strict=True)]
-    tensors = [tensor for part in (*chosen, space.fixed_tensors) for tensor in part]
+    choices = [group.choices[pick].tensors for group, pick in zip(space.choice_groups, picks, strict=True)]
+    tensors = [tensor for part in (*choices, space.fixed_tensors) for tensor in part]
     return weights_of((pair for tensor in tensors for pair in _source_sizes(tensor)), n_layer)
 
 

@@ -132,16 +132,16 @@ def test_the_file_fits_by_the_same_line(tiny_moe: Path, tmp_path: Path) -> None:
     run = CliRunner().invoke(cli, [*line, "-o", str(recipe), "--json", "-"])
     assert run.exit_code == 0, run.output
     (allocation,) = json.loads(run.stdout)["allocations"]
-    found = allocation["fit"]
-    assert found["cpu_moe"] > 0
-    assert all(device["fits"] for device in found["devices"])
-    assert found["command"] in recipe.read_text()
+    prediction = allocation["fit"]
+    assert prediction["cpu_moe"] > 0
+    assert all(device["fits"] for device in prediction["devices"])
+    assert prediction["command"] in recipe.read_text()
     quantkit.quantize(tiny_moe, out, allocation["type"], QuantizeOptions(recipe=(recipe,)))
     run = CliRunner().invoke(cli, ["fit", str(out), "--vram", "14M", "--ram", "7600K", *devices, "--json"])
     result = json.loads(run.stdout)
     assert result["fits"]
-    assert result["devices"] == found["devices"]
-    assert result["command"].replace(str(out), "OUT.gguf") == found["command"]
+    assert result["devices"] == prediction["devices"]
+    assert result["command"].replace(str(out), "OUT.gguf") == prediction["command"]
 
 
 def test_two_gpus_and_the_aims(tmp_path: Path) -> None:
