@@ -74,7 +74,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "lora": {"convert", "options", "quantize"},
         "recipes": {"quantize"},
         "sensitivity": {"calibration", "evaluate", "imatrix", "options", "quantize", "sequential"},
-        "search": {"calibration", "evaluate", "options", "quantize", "recipes", "sensitivity"},
+        "search": {"calibration", "evaluate", "fit", "options", "quantize", "recipes", "sensitivity"},
         "report": {"bench", "calibration", "compare", "evaluate", "imatrix", "inspect", "recipes", "sensitivity"},
         "cook": {
             *("calibration", "convert", "evaluate", "imatrix", "inspect", "quantize", "recipes", "report", "search"),

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantkit.arguments import Option
-from quantkit.cli._options import CHUNKS, SHARD_SIZE, SIZE, option, project_names
+from quantkit.cli._options import CHUNKS, SHARD_SIZE, SIZE, SIZES, TOKENS, option, project_names
 from quantkit.cli._paths import IMATRIX_FILE, IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place, complete_types
 
 #: Value of an option that is given without its optional file.
@@ -37,6 +37,10 @@ def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) 
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
+def _as_tuple(ctx: click.Context, param: click.Parameter, value: tuple[int, ...] | None) -> tuple[int, ...]:
+    return value or ()
+
+
 def _to_float(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return float(value)
 
@@ -55,6 +59,8 @@ _KINDS: dict[str, dict[str, Any]] = {
         "flag_value": "",
     },
     "size": {"type": SIZE},
+    "sizes": {"type": SIZES, "multiple": False, "callback": _as_tuple},
+    "tokens": {"type": TOKENS},
     "shard size": {"type": SHARD_SIZE},
     "chunks": {"type": CHUNKS},
     "layers": {},

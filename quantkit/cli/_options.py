@@ -52,6 +52,41 @@ class Size(_Int):
 
 SIZE = Size()
 
+
+class Sizes(_Ints):
+    """Sizes with commas between them: 24G,64G."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(parse_size(part) for part in str(value).split(","))
+        except ValueError as e:
+            self.fail(str(e), param, ctx)
+
+
+SIZES = Sizes()
+
+
+class Tokens(_Int):
+    """A number of tokens, also as 32k: 32 times 1024."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).lower()
+        number = text.removesuffix("k")
+        if not number.isdecimal():
+            self.fail(f"{value!r} is not a number of tokens; write 32768 or 32k", param, ctx)
+        return int(number) * (1024 if text.endswith("k") else 1)
+
+
+TOKENS = Tokens()
+
 #: The smallest shard size that is accepted without a unit.
 _MIN_BARE = 100_000
 

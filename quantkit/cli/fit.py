@@ -4,60 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from quantkit.cli._devices import device_dicts, device_table
 from quantkit.cli._json import JsonOutput, json_option
-from quantkit.cli._options import SIZE, GroupedCommand, echo_notes, option, setting
+from quantkit.cli._options import SIZE, SIZES, TOKENS, GroupedCommand, echo_notes, option, setting
 from quantkit.cli._paths import MODEL, TEXT_FILE, Place
 from quantkit.cli._table import fold, table
-from quantkit.fit import Device, Fit, FitOptions, fit
+from quantkit.fit import Fit, FitOptions, fit
 from quantkit.model.kv_types import KV_TYPES
 from quantkit.names import printable
-from quantkit.units import format_size, parse_size
-
-if TYPE_CHECKING:
-    _Number = click.ParamType[int]
-    _Numbers = click.ParamType[tuple[int, ...]]
-else:  # before click 8.5 it is not generic
-    _Number = _Numbers = click.ParamType
+from quantkit.units import format_size
 
 _DEVICES, _RUN, _TYPES, _FILES = "Devices", "Run", "Tensor types", "Files"
 
 
-class _Count(_Number):
-    """A number, also as 32k: 32 times 1024."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).lower()
-        number = text.removesuffix("k")
-        if not number.isdecimal():
-            self.fail(f"{value!r} is not a number of tokens; write 32768 or 32k", param, ctx)
-        return int(number) * (1024 if text.endswith("k") else 1)
-
-
-class _Sizes(_Numbers):
-    """Sizes with commas between them."""
-
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(parse_size(part) for part in str(value).split(","))
-        except ValueError as e:
-            self.fail(str(e), param, ctx)
-
-
 @click.command("fit", cls=GroupedCommand)
 @click.argument("source", metavar="MODEL", type=Place(local=False))
-@option("--vram", group=_DEVICES, type=_Sizes(), metavar="SIZE[,SIZE]", help="Memory of each GPU (24G,24G).")
+@option("--vram", group=_DEVICES, type=SIZES, metavar="SIZE[,SIZE]", help="Memory of each GPU (24G,24G).")
 @option("--ram", group=_DEVICES, type=SIZE, metavar="SIZE", help="Memory of the host (64G).")
 @setting(
     "--margin",
@@ -73,7 +39,7 @@ class _Sizes(_Numbers):
     "--ctx-size",
     "ctx",
     group=_RUN,
-    type=_Count(),
+    type=TOKENS,
     default=0,
     metavar="N",
     help="Context of all sequences (32k).",
@@ -167,7 +133,7 @@ def command(
 
 
 def _text(result: Fit) -> str:
-    parts = [_summary(result), _device_table(result.devices), _cache_table(result)]
+    parts = [_summary(result), device_table(result.devices), _cache_table(result)]
     if result.sizes:
         parts.append(_size_table(result))
     return "\n\n".join(parts + [result.command])
@@ -186,20 +152,6 @@ def _summary(result: Fit) -> str:
 
 def _is_limited(result: Fit) -> bool:
     return any(device.limit is not None for device in result.devices)
-
-
-def _device_table(devices: Sequence[Device]) -> str:
-    rows = [
-        (
-            d.name,
-            *(format_size(n) if n else "" for n in (d.weights, d.cache, d.compute, d.companions)),
-            format_size(d.nbytes),
-            "" if d.limit is None else format_size(d.limit),
-            "" if d.fits else "too much",
-        )
-        for d in devices
-    ]
-    return table(["device", "weights", "cache", "compute ~", "mmproj, draft", "total", "limit", ""], rows)
 
 
 def _cache_table(result: Fit) -> str:
@@ -238,19 +190,7 @@ def as_dict(result: Fit) -> dict[str, Any]:
         "longest_ctx": result.longest,
         "fits": result.fits,
         "bytes": result.nbytes,
-        "devices": [
-            {
-                "name": d.name,
-                "weights": d.weights,
-                "cache": d.cache,
-                "compute": d.compute,
-                "mmproj_and_draft": d.companions,
-                "bytes": d.nbytes,
-                "limit": d.limit,
-                "fits": d.fits,
-            }
-            for d in result.devices
-        ],
+        "devices": device_dicts(result.devices),
         "caches": [{"kind": c.kind, "layers": c.layers, "cells": c.cells, "bytes": c.nbytes} for c in result.caches],
         "gpu_layers": result.gpu_layers,
         "cpu_moe": result.cpu_moe,

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from quantkit.cli._declared_options import declared_options
+from quantkit.cli._devices import device_dicts, device_table
 from quantkit.cli._evaluation import json_option, report
 from quantkit.cli._options import (
     CACHE_VARIABLE,
@@ -38,10 +39,10 @@ from quantkit.extras import SEARCH
 from quantkit.formats.outputs import atomic_write, check_apart, read_whole
 from quantkit.formats.remote import located
 from quantkit.names import printable
-from quantkit.options.search import LIMITS, MODEL, SOLVER, TARGET
+from quantkit.options.search import DEVICES, LIMITS, MODEL, SOLVER, TARGET
 from quantkit.progress import Progress, ProgressCallback
 from quantkit.recipes.dialects import text_of
-from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
+from quantkit.search import Allocation, Check, DeviceFit, Front, SearchOptions, SearchResult, search, search_front
 from quantkit.search.find import load_measurements, model_path, with_imatrix
 from quantkit.search.restrict import option_type
 from quantkit.sensitivity.file import Sensitivity
@@ -69,7 +70,7 @@ _search_options = options(
         group=LIMITS,
         type=_FILE,
         metavar="FILE",
-        help="GB/s by type, as JSON, for --min-speed.  [default: measured]",
+        help="GB/s by type, as JSON, for --min-speed and --fit.  [default: measured]",
     ),
     option(
         "--check",
@@ -104,6 +105,7 @@ _search_options = options(
     ),
     setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Number of sizes in the front."),
     option("--plot", group=_FRONT, type=_NEW, metavar="FILE", help="Plot the front: .svg, .png or .pdf."),
+    *declared_options(SearchOptions, (DEVICES,)),
     option(
         "-o",
         "--output",
@@ -142,13 +144,20 @@ def command(
     an integer program finds the best allocation. The size is that of the whole
     file; the recipe yields exactly this size, never above the target.
 
+    With --fit the weights fit GPUs and host memory beside caches and compute
+    buffers, in the layout that it prints as options of llama.cpp. --aim quality
+    finds the least divergence, speed the most predicted tokens per second within
+    --max-kld, balance the least sum of both losses, each as a share of the
+    difference between these two.
+
     \b
     quantkit sensitivity -m model.gguf -f text.txt --imatrix im.gguf -o S.json
     quantkit search -s S.json --target-size 12.3G --imatrix im.gguf -o my.recipe
     quantkit quantize model.gguf out.gguf Q4_K -r my.recipe --imatrix im.gguf
     quantkit search -s S.json --imatrix im.gguf --front front.csv --plot front.svg
+    quantkit search -s S.json --imatrix im.gguf --fit 24G,64G -c 32k -o my.recipe
     """
-    targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]
+    targets = [name for name in ("target_size", "target_bpw", "target_kld", "fit") if values[name] not in (None, ())]
     _check_usage(targets, check, base, output, front_to, plot)
     kind = None if plot is None else check_plot(plot)
     sensitivities = load_measurements(sensitivity)
@@ -159,7 +168,7 @@ def command(
     check_apart(outputs, inputs)
     output, front_to, plot, json_file = (p and claim(p, *inputs, overwrite=overwrite) for p in outputs)
     quiet = json_to == "-"
-    if values["min_speed"] is not None:
+    if values["min_speed"] is not None or _needs_host_speeds(speeds, **values):
         values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, quiet=quiet)
     requested = with_imatrix(SearchOptions(**values), sensitivities, sensitivity, source)
     result: dict[str, Any] = {}
@@ -199,7 +208,7 @@ def _check_usage(
     targets: list[str], check: int | None, base: Path | None, output: Path | None, front: Path | None, plot: Path | None
 ) -> None:
     if len(targets) > 1 or (not targets and front is None and plot is None):
-        raise click.UsageError("give one of --target-size, --target-bpw and --target-kld, or --front FILE")
+        raise click.UsageError("give one of --target-size, --target-bpw, --target-kld and --fit, or --front FILE")
     if not targets and (output is not None or check is not None):
         raise click.UsageError("--output and --check apply to one allocation: give its target")
     if (check is None) != (base is None):
@@ -217,6 +226,14 @@ def _show(bar: Bar) -> ProgressCallback:
         bar.update(now.current, now.total, "" if now.current > 1 else now.text)
 
     return show
+
+
+def _needs_host_speeds(
+    path: Path | None, *, fit: tuple[int, ...], aim: str, bandwidth: tuple[int, ...], **_: Any
+) -> bool:
+    """Return whether --fit uses the speeds of types: the bandwidths of all GPUs are given, but not that of the host."""
+    has_use = path is not None or aim != "quality" or bool(bandwidth)
+    return bool(fit) and has_use and len(bandwidth) == len(fit) - 1
 
 
 def _speeds(
@@ -263,11 +280,22 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
         lines.append(PLUS_MINUS)
     lines += [
         f"read per token: {format_size(best.footprint.read)}",
+        *_fit_lines(best),
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
     ]
     return text_of([(rule.pattern, rule.type) for rule in best.rules], [*map(printable, lines)], "ours")
+
+
+def _fit_lines(best: Allocation) -> list[str]:
+    """Return comments on the memory and the speed of an allocation of --fit, and the command of llama.cpp."""
+    if best.fit is None:
+        return []
+    fit = best.fit
+    sizes = ", ".join(f"{d.name} {format_size(d.nbytes)} of {format_size(d.limit or 0)}" for d in fit.devices)
+    speed = [f"predicted tokens per second: {fit.tokens_per_second:.1f}"] if fit.tokens_per_second else []
+    return [f"fits with a context of {fit.ctx}: {sizes}", *speed, f"run the file: {fit.command}"]
 
 
 def _shortfall(best: Allocation) -> str:
@@ -300,6 +328,10 @@ def _text(outcome: SearchResult, recipe: str = "") -> str:
         rows = [_allocation_row(allocation) for allocation in outcome.allocations]
         lines += ["", table(["bytes", "predicted", "measured"], rows, left=0)]
         lines += [PLUS_MINUS] if any(allocation.check is not None for allocation in outcome.allocations) else []
+    if best.fit is not None:
+        speed = best.fit.tokens_per_second
+        lines += [f"predicted speed {speed:.1f} tokens per second"] if speed else []
+        lines += ["", device_table(best.fit.devices), "", best.fit.command]
     counts = Counter(t.name for t in best.types.values())
     lines += ["", "groups: " + ", ".join(f"{n} {name}" for name, n in counts.most_common())]
     return "\n".join([*lines, *(["", recipe.rstrip("\n")] if recipe else [])])
@@ -330,6 +362,19 @@ def _allocation_dict(allocation: Allocation) -> dict[str, Any]:
         "type": allocation.type_name,
         "rules": [f"{rule.pattern} = {rule.type}" for rule in allocation.rules],
         "types": {group: t.name for group, t in allocation.types.items()},
+        **({} if allocation.fit is None else {"fit": _fit_dict(allocation.fit)}),
+    }
+
+
+def _fit_dict(fit: DeviceFit) -> dict[str, Any]:
+    return {
+        "ctx": fit.ctx,
+        "gpu_layers": fit.gpu_layers,
+        "cpu_moe": fit.cpu_moe,
+        "tensor_split": list(fit.tensor_split),
+        "devices": device_dicts(fit.devices),
+        "command": fit.command,
+        "predicted_tokens_per_second": fit.tokens_per_second,
     }
 
 

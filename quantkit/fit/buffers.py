@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantkit.fit.allocator import Tensor, buffer_size
 from quantkit.fit.caches import CacheShapes, Context, has_cache
-from quantkit.fit.nodes import Batch, Mask, Nodes, emit, in_ggml_order
+from quantkit.fit.nodes import Batch, BlockIndexer, Mask, Nodes, emit, in_ggml_order
 from quantkit.model import ops
 from quantkit.model.hparams import HParams
 from quantkit.model.ops import Graph, Op, Value
@@ -58,12 +58,13 @@ def compute_bytes(
     batch = _batch(plan.graph, h, context)
     masks = {cache: _mask(shapes, context, cache) for cache in plan.graph.caches}
     rotated = set(_rotated(plan.graph, batch))
+    split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = Nodes(batch, masks, shapes.widest_v, rotated)
+        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split)
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
@@ -88,13 +89,23 @@ def _batch(graph: Graph, h: HParams, context: Context) -> Batch:
         n_outputs=context.n_outputs,
         n_seqs=context.n_parallel,
         flash_attn=context.flash_attn and h.arch not in WITHOUT_FLASH_ATTENTION,
-        k_rotation=_k_rotation({k for k, _ in heads}, context.k_type),
+        # Latent keys are not rotated (llm_graph_input_attn_k).
+        k_rotation=0 if latent else _k_rotation({k for k, _ in heads}, context.k_type),
         v_rotation=0 if latent else _v_rotation({v for _, v in heads}, context.v_type),
         mixed=h.arch not in _UNMIXED,
         n_positions=4 if h.arch in _SECTIONS else 1,
         n_vectors=1 + h.int("n_deepstack_layers", 0),
         no_cache=not has_cache(graph),
+        block_indexer=_block_indexer(h, context),
     )
+
+
+def _block_indexer(h: HParams, context: Context) -> BlockIndexer | None:
+    """Return the indexer of blocks of MiniMax M3, which needs a cache of its own for each sequence."""
+    if h.arch != "minimax-m3" or (context.n_parallel > 1 and context.kv_unified):
+        return None
+    names = ("head_count", "key_length", "block_size", "top_k")
+    return BlockIndexer(h.int("leading_dense_block_count", 0), *(h.int(f"attention.indexer.{name}") for name in names))
 
 
 def _rotated(graph: Graph, batch: Batch) -> Iterator[Value]:

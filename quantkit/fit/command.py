@@ -47,4 +47,4 @@ def _experts_in_memory(layout: Layout, options: FitOptions) -> list[str]:
     if options.runtime == "llama.cpp":
         return ["-ncmoe", str(layout.cpu_moe)]
     layers = r"\d+" if layout.cpu_moe >= layout.n_layer else "|".join(map(str, range(layout.cpu_moe)))
-    return ["-ot", rf"blk\.({layers})\.ffn_(up|down|gate)_exps=CPU"]
+    return ["-ot", rf"blk\.({layers})\.ffn_(up|down|gate|gate_up)_exps=CPU"]

@@ -11,7 +11,7 @@ from typing import cast
 from quantkit.arguments import checked
 from quantkit.checkpoint import OpenOptions, open_checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.fit.accuracy import accuracy_note
+from quantkit.fit.accuracy import GPU_NOTE, accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
 from quantkit.fit.caches import PAD, Context
 from quantkit.fit.command import command_line
@@ -118,7 +118,7 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
         opened = _open(path, stack)
         notes: list[str] = []
         companions = _companion_bytes(options, stack, notes)
-        model = _estimator(opened, options, companions)
+        model = estimator_of(opened, options, companions)
         planned_type = _model_type(options)
         if planned_type is not None:
             model = model.with_weights(_quantized(opened, planned_type, options, model))
@@ -154,7 +154,8 @@ def _open(path: Path, stack: ExitStack) -> Source:
     )
 
 
-def _estimator(source: Source, options: FitOptions, companions: int) -> Estimator:
+def estimator_of(source: Source, options: FitOptions, companions: int = 0) -> Estimator:
+    """Return the estimator of an open model. Raises TypeNotSupported for an architecture without a graph."""
     opened = cast(GGUFFile, source)  # the engine reads metadata and shapes alone
     graph, h = build_graph(opened), HParams(opened)
     weights = weights_of(
@@ -174,7 +175,7 @@ def _companion_bytes(options: FitOptions, stack: ExitStack, notes: list[str]) ->
         draft = stack.enter_context(open_model(options.draft))
         weights = sum(tensor.nbytes for tensor in draft.tensors.values())
         try:
-            estimator = _estimator(draft, replace(options, vram=()), 0)
+            estimator = estimator_of(draft, replace(options, vram=()), 0)
         except QuantkitError:
             notes.append(
                 "the cache and the compute buffer of the draft, which runs only beside its target, are not counted"
@@ -218,7 +219,7 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
 
 def _notes(model: Estimator, options: FitOptions, planned_type: str | None) -> Iterator[str]:
     if options.gpus:
-        yield "compute buffers of GPUs are estimates: the same graph as on the CPU, not compared with a GPU's log"
+        yield GPU_NOTE
     if (note := accuracy_note(model.h.arch)) is not None:
         yield note
     if options.runtime == "ik":

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from quantkit.fit.buffers import Schedule, compute_bytes, schedule
 from quantkit.fit.caches import CacheShapes, Context, LayerMemory, cache_shapes, layer_memory
-from quantkit.fit.weights import Weights, is_expert
+from quantkit.fit.weights import Part, Weights, is_expert, part_of
 from quantkit.model.hparams import HParams
 from quantkit.model.ops import Embed, Graph, Lookup, Op
 
@@ -40,6 +40,15 @@ class Layout:
         for gpu, count in enumerate(self.counts, 1):
             order += [gpu] * count
         return tuple(order)
+
+    def device_of(self, name: str) -> int | None:
+        """Return the device of a tensor; None if it is not loaded. Tied embeddings are also on the output's device."""
+        part, layer = part_of(name, self.n_layer)
+        if part is Part.UNLOADED:
+            return None
+        if part is Part.INPUTS or part is Part.EXPERTS and layer < self.cpu_moe:
+            return 0
+        return self.devices[-1 if part is Part.OUTPUT else layer]
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,15 @@ class Estimator:
 
     def with_weights(self, weights: Weights) -> Estimator:
         """Return an estimator of the same model with tensors of other types."""
+        return self._with(weights=weights)
+
+    def with_gpus(self, gpus: tuple[int, ...]) -> Estimator:
+        """Return an estimator of the same model for other GPUs."""
+        return self._with(gpus=gpus)
+
+    def _with(self, **changes: object) -> Estimator:
         variant = object.__new__(Estimator)
-        variant.__dict__ |= {**self.__dict__, "weights": weights, "_computed": {}}
+        variant.__dict__ |= {**self.__dict__, "_computed": {}, **changes}
         return variant
 
     def layers(self, context: Context) -> list[LayerMemory]:
@@ -187,7 +203,7 @@ class Estimator:
         compute = max(size for device, size in self._compute(single, context).items() if device)
         counts = [0] * len(self.gpus)
         gpu, used = 0, compute + self.companions
-        for nbytes in self._layer_bytes(gpu_layers, cpu_moe, context):
+        for nbytes in self.layer_bytes(gpu_layers, cpu_moe, context):
             while gpu < len(self.gpus) and used + nbytes > self.gpus[gpu]:
                 gpu, used = gpu + 1, compute
             if gpu == len(self.gpus):
@@ -197,7 +213,8 @@ class Estimator:
         layout = Layout(n, tuple(counts), cpu_moe)
         return layout if all(device.fits for device in self.devices(layout, context)[1:]) else None
 
-    def _layer_bytes(self, gpu_layers: int, cpu_moe: int, context: Context) -> Iterator[int]:
+    def layer_bytes(self, gpu_layers: int, cpu_moe: int, context: Context) -> Iterator[int]:
+        """Yield the bytes of each layer on the GPUs, weights and cache; the output is the last."""
         n = self.weights.n_layer
         cache = [0] * n
         for part in self.layers(context):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from quantkit.fit.allocator import Tensor
 from quantkit.model import ops
 from quantkit.model.ops import Cache, Graph, Op, OpTable, Value
+from quantkit.units import round_up
 
 F32 = I32 = 4
 F16 = 2
@@ -28,6 +29,24 @@ class Mask:
     n_stream: int = 1
     #: ``full``, ``window`` or ``indexer``: caches of different kinds have masks of their own.
     kind: str = "full"
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """An indexer that selects blocks of keys for each group of heads (MiniMax M3), in layers from ``first`` on.
+
+    Scores are by position, not by cell; at the start llama.cpp reserves those of 256 positions.
+    """
+
+    first: int
+    n_head: int
+    width: int
+    block: int
+    top_k: int
+
+    @property
+    def n_positions(self) -> int:
+        return round_up(256, self.block)
 
 
 @dataclass(frozen=True)
@@ -49,25 +68,38 @@ class Batch:
     n_vectors: int = 1
     #: There is no cache: tokens attend to those of the batch.
     no_cache: bool = False
+    block_indexer: BlockIndexer | None = None
 
 
 class Nodes:
     """Nodes of a part of the graph: ``ops`` on one device."""
 
     def __init__(
-        self, batch: Batch, masks: Mapping[Cache, Mask], widest_v: int, rotated: Collection[Value] = ()
+        self,
+        batch: Batch,
+        masks: Mapping[Cache, Mask],
+        widest_v: int,
+        rotated: Collection[Value] = (),
+        split: Collection[Value] = (),
     ) -> None:
         self.batch = batch
         self.masks = masks
         self.widest_v = widest_v
         #: Values that are multiplied by a Hadamard matrix.
         self.rotated = rotated
+        #: Values of which columns are read, not whole rows.
+        self.split = split
+        #: Ropes of the last columns of these, which are rotated when they are read.
+        self.unrotated: dict[Value, ops.Rope] = {}
         self.inputs: list[Tensor] = []
         self.nodes: list[Tensor] = []
         self.tensors: dict[Value, Tensor] = {}
         self._masks: dict[Mask, Tensor] = {}
         #: Keys and values of this batch, where there is no cache.
         self.keys: dict[Cache, list[Tensor]] = {}
+        #: Inputs of the indexer of blocks, and the mask as f32, which all its layers share.
+        self.block_inputs: tuple[Tensor, ...] = ()
+        self.float_mask: Tensor | None = None
 
     # ------------------------------------------------ tensors
 
@@ -86,6 +118,12 @@ class Nodes:
     def view(self, x: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
         """Append a view of a tensor."""
         tensor = Tensor(0, shape, (x,), view_of=x.view_of or x)
+        self.nodes.append(tensor)
+        return tensor
+
+    def overwritten(self, x: Tensor, *sources: Tensor) -> Tensor:
+        """Append a node that writes into x."""
+        tensor = Tensor(0, x.shape, (x, *sources), view_of=x.view_of or x)
         self.nodes.append(tensor)
         return tensor
 
@@ -248,6 +286,11 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
         x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
         nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, shape=x.shape, in_place=True)
         return
+    if op.out in nodes.split:
+        # Latent attention multiplies the first columns, and joins the product with the rotated ones.
+        nodes.tensors[op.out] = x
+        nodes.unrotated[op.out] = op
+        return
     # Rope of the last columns: their view is rotated and joined with the others.
     n_rot, n_rows = op.config.n_rot, nodes.rows(op.x) * (op.x.width // op.head)
     part = nodes.view(x, (n_rot, n_rows))
@@ -259,6 +302,10 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
 @EMIT.register(ops.Take)
 def _take(nodes: Nodes, op: ops.Take) -> None:
     x = nodes.tensor(op.x)
+    rope = nodes.unrotated.get(op.x)
+    if rope is not None and op.start % op.period == rope.start:
+        nodes.out(op.out, nodes.view(x))
+        return
     nodes.tensors[op.out] = nodes.view(x, nodes.shape(op.out))
 
 
@@ -320,7 +367,10 @@ def _attention(nodes: Nodes, op: ops.Attention) -> None:
     q = nodes.tensor(op.q)
     if op.selected is not None:
         mask = _selected_mask(nodes, op.selected, mask)
-    if nodes.batch.flash_attn:
+    indexer = nodes.batch.block_indexer
+    if nodes.batch.flash_attn and indexer is not None and op.layer >= indexer.first:
+        y = _block_attention(nodes, op, indexer, q, mask)
+    elif nodes.batch.flash_attn:
         y = nodes.node(nodes.nbytes(op.out), q, mask, *nodes.keys.get(op.cache, ()), shape=nodes.shape(op.out))
     else:
         y = _plain_attention(nodes, op, q, mask)
@@ -333,8 +383,7 @@ def _selected_mask(nodes: Nodes, selected: Value, mask: Tensor) -> Tensor:
     """Add the mask of the selected keys: -inf, zeros in their places, plus the causal mask."""
     mask_copy = nodes.node(mask.nbytes, mask)
     zeros = nodes.node(nodes.nbytes(selected))
-    unmasked = Tensor(0, (), (mask_copy, zeros, nodes.tensor(selected)), view_of=mask_copy)
-    nodes.nodes.append(unmasked)
+    unmasked = nodes.overwritten(mask_copy, zeros, nodes.tensor(selected))
     return nodes.node(mask.nbytes, unmasked, mask)
 
 
@@ -345,6 +394,43 @@ def _indexer(nodes: Nodes, op: ops.LightningIndexer) -> None:
     scores = nodes.node(F32 * n_kv * nodes.batch.n_tokens, q, nodes.tensor(op.weights), nodes.mask(op.cache))
     top = nodes.node(nodes.nbytes(op.out), scores)
     nodes.out(op.out, top)
+
+
+def _block_attention(nodes: Nodes, op: ops.Attention, indexer: BlockIndexer, q: Tensor, mask: Tensor) -> Tensor:
+    """Add attention to the keys of selected blocks: a mask of all cells for each group of heads (minimax-m3.cpp)."""
+    cells, n_tokens = nodes.masks[op.cache], nodes.batch.n_tokens
+    n, n_head, n_positions = n_tokens // cells.n_stream, indexer.n_head, indexer.n_positions
+    n_blocks = n_positions // indexer.block
+    top_k = min(indexer.top_k, n_blocks)
+    if not nodes.block_inputs:
+        sizes = (F32 * n_blocks * n_tokens, F32 * n_positions * n_tokens, I32 * n_positions * cells.n_stream)
+        nodes.block_inputs = tuple(map(nodes.input, (*sizes, I32 * cells.n_kv * cells.n_stream, I64 * n_tokens)))
+    bias, visible, slots, blocks, rows = nodes.block_inputs
+    key = nodes.node(F32 * indexer.width * n_tokens)
+    nodes.node(0, key, rows)
+    queries = nodes.node(F32 * indexer.width * n_head * n_tokens)
+    parts = []
+    for _ in range(cells.n_stream):
+        keys = nodes.node(F32 * indexer.width * n_positions, slots)
+        scores = nodes.node(F32 * n_positions * n_head * n, keys, queries)
+        best = nodes.node(F32 * n_blocks * n_head * n, nodes.overwritten(scores, visible))
+        selected = nodes.node(I32 * top_k * n_head * n, nodes.like(best, bias))
+        zeros = nodes.node(F32 * top_k * n_head * n, selected)
+        masked = nodes.node(F16 * n_blocks * n, nodes.node(F32 * n_blocks * n, bias))
+        masked = nodes.node(F16 * n_blocks * n_head * n, masked)
+        by_head = nodes.node(masked.nbytes, nodes.overwritten(masked, nodes.like(zeros), selected))
+        by_block = nodes.node(masked.nbytes, by_head)
+        by_cell = nodes.node(F32 * n * n_head * cells.n_kv, by_block, blocks)
+        by_cell = nodes.node(by_cell.nbytes, by_cell)
+        if nodes.float_mask is None:
+            nodes.float_mask = nodes.node(F32 * cells.n_kv * n_tokens, mask)
+        full = nodes.node(by_cell.nbytes // 2, nodes.overwritten(by_cell, nodes.float_mask))
+        heads = nodes.node(nodes.nbytes(op.out) // cells.n_stream, q, full)
+        parts.append(nodes.node(heads.nbytes, heads))
+    y = parts[0]
+    for part in parts[1:]:
+        y = nodes.node(y.nbytes + part.nbytes, y, part)
+    return nodes.reshaped(y, nodes.shape(op.out))
 
 
 def _plain_attention(nodes: Nodes, op: ops.Attention, q: Tensor, mask: Tensor) -> Tensor:

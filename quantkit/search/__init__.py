@@ -7,8 +7,18 @@ search_front  the allocations of least divergence at many sizes, and llama-quant
 from __future__ import annotations
 
 from quantkit.options.search import SearchOptions
-from quantkit.search.allocation import Allocation, Check
+from quantkit.search.allocation import Allocation, Check, DeviceFit
 from quantkit.search.find import SearchResult, search
 from quantkit.search.sweep import Front, PresetPoint, search_front
 
-__all__ = ["Allocation", "Check", "Front", "PresetPoint", "SearchOptions", "SearchResult", "search", "search_front"]
+__all__ = [
+    "Allocation",
+    "Check",
+    "DeviceFit",
+    "Front",
+    "PresetPoint",
+    "SearchOptions",
+    "SearchResult",
+    "search",
+    "search_front",
+]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.errors import RecipeError
 from quantkit.evaluate import Kld, kld
+from quantkit.fit import Device
 from quantkit.formats.logits import open_logits
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.recipe import Rule
@@ -19,12 +20,32 @@ from quantkit.types import TensorType
 
 
 @dataclass(frozen=True)
+class DeviceFit:
+    """Memory of an allocation by device, and the command that places it so.
+
+    ``seconds``: predicted time to read the weights of a token; None: the speed of a device is unknown.
+    """
+
+    ctx: int
+    gpu_layers: int
+    cpu_moe: int
+    tensor_split: tuple[int, ...]
+    devices: tuple[Device, ...]
+    command: str
+    seconds: float | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.seconds is None else 1 / self.seconds
+
+
+@dataclass(frozen=True)
 class Allocation:
     """A type for every group, by name, and the file that it gives.
 
     ``kld``: predicted nats per token. ``footprint``: of all tensors. ``type_name``: TYPE of the plan. ``gap``: upper
     bound of the optimum's lower divergence, if the solver ran out of time. ``picks``: index of the choice of each
-    choice group. ``check``: the measured divergence.
+    choice group. ``check``: the measured divergence. ``fit``: its memory, of a search with ``fit``.
     """
 
     types: Mapping[str, TensorType]
@@ -37,6 +58,7 @@ class Allocation:
     gap: float
     picks: tuple[int, ...]
     check: Kld | None = None
+    fit: DeviceFit | None = None
 
     @property
     def nbytes(self) -> int:

@@ -48,6 +48,10 @@ class Combination:
         """Return the divergence of groups with the sum s of additive parts: scale * (s + kink * sqrt(s))."""
         return self.scale * (additive_sum + self.kink * math.sqrt(max(additive_sum, 0.0)))
 
+    def slope(self, additive_sum: float) -> float:
+        """Return the derivative of ``total``; it falls with the sum."""
+        return self.scale * (1 + (self.kink / (2 * math.sqrt(additive_sum)) if additive_sum > 0 else 0.0))
+
     def inverse(self, kld: float) -> float:
         """Return the sum of additive parts that gives the divergence ``kld``: the inverse of ``total``."""
         return self.additive_part(kld / self.scale)

@@ -111,6 +111,19 @@ def solve(
     raise ResourceError("the solver's results exceed the limits by rounding errors: change the target slightly")
 
 
+def relaxed_cost(costs: Sequence[F64], limits: Sequence[Limit]) -> float | None:
+    """Return the cost of the linear relaxation, a lower bound for all answers; None if the limits allow none.
+
+    If HiGHS does not decide, which happens near the limits of what is possible, the bound is minus infinity.
+    """
+    check_extras(SEARCH)
+    try:
+        relaxation = _Program(costs, limits, ()).relax()
+    except ResourceError:
+        return -math.inf
+    return None if relaxation is None else relaxation[0]
+
+
 class _Program:
     """The program, with the choices of all rows in one array: ``row`` of each, ``first`` choice of each row."""
 

@@ -60,7 +60,7 @@ class Choice:
 
     ``kld``: divergence, in nats; ``error``: its additive part (``Combination``); ``types``: the type of each tensor, by
     name. ``flips``: the part of the divergence that is proportional to the error; ``squares``: the sum of its
-    squares over the groups.
+    squares over the groups. ``tensors``: those of the file.
     """
 
     type: TensorType
@@ -70,6 +70,7 @@ class Choice:
     types: Mapping[str, TensorType]
     flips: float = 0.0
     squares: float = 0.0
+    tensors: tuple[PlannedTensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -255,9 +256,10 @@ class Space:
         return {name: group.name for group in self.groups for name in group.tensors}
 
     def _fixed_footprint(self, tensors: Iterable[PlannedTensor]) -> Footprint:
-        """Return the footprint of the tensors of no group; set ``pinned_types``, for those that need a rule to keep
-        their type."""
+        """Return the footprint of the tensors of no group; set ``fixed_tensors``, and ``pinned_types`` for those that
+        need a rule to keep their type."""
         ungrouped = [t for t in tensors if not self._owners(t)]
+        self.fixed_tensors = tuple(ungrouped)
         self.pinned_types = {
             t.name: t.type for t in ungrouped if len(t.shape) > 1 and t.name in self._encodable and is_target(t.type)
         }
@@ -273,9 +275,13 @@ class Space:
         plans = (self.plan(name, ()) for name in ("Q8_0", "Q4_0"))
         return frozenset(t.name for plan in plans for t in plan.tensors if t.encoder)
 
-    def footprint(self, tensor: PlannedTensor) -> Footprint:
+    def read_bytes(self, tensor: PlannedTensor) -> int:
+        """Return the bytes of a tensor that a token reads."""
         share = self._read_share(tensor)
-        read = -(-tensor.nbytes * share.numerator // share.denominator)
+        return -(-tensor.nbytes * share.numerator // share.denominator)
+
+    def footprint(self, tensor: PlannedTensor) -> Footprint:
+        read = self.read_bytes(tensor)
         speeds = self.options.speeds
         seconds = read / 1e9 / speeds.get(tensor.type.name, min(speeds.values())) if speeds else 0.0
         return Footprint(round_up(tensor.nbytes, self._alignment), tensor.nbytes, read, seconds)
@@ -326,7 +332,8 @@ class Space:
             flips = [k * self.predictor.flips(g.name, t) for k, g in zip(klds, groups, strict=True)]
             squares = math.fsum(value**2 for value in flips)
             footprint = sum(map(self.footprint, tensors), Footprint())
-            choices.append(Choice(t, math.fsum(klds), error, footprint, types, math.fsum(flips), squares))
+            kld = math.fsum(klds)
+            choices.append(Choice(t, kld, error, footprint, types, math.fsum(flips), squares, tuple(tensors)))
         return ChoiceGroup(tuple(groups), tuple(sorted(choices, key=lambda c: (c.footprint.data, c.error))))
 
     # --- allocations ---

@@ -20,7 +20,8 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
 from quantkit.progress import Progress, ProgressCallback
 from quantkit.search.allocation import Allocation
-from quantkit.search.find import Finder, load_measurements, model_path, sensitivity_files, with_imatrix
+from quantkit.search.find import load_measurements, model_path, sensitivity_files, with_imatrix
+from quantkit.search.finder import Finder
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity
 from quantkit.types import TensorType

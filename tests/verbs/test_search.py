@@ -34,7 +34,7 @@ from quantkit.progress import Progress
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.search import Check, SearchOptions, search
 from quantkit.search.combine import Combination, MeasuredAllocation, fit_combination
-from quantkit.search.find import Finder
+from quantkit.search.finder import Finder
 from quantkit.search.predict import Predictor
 from quantkit.search.solve import Exclusion, Limit, solve
 from quantkit.search.space import Space
