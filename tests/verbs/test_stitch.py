@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from refusals import refuses
-from small_models import llama_fields, llama_tensors, write_model
 
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
@@ -18,7 +17,7 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.split import join, split
 from quantkit.stitch import plan_stitch, stitch
-
+from small_models import llama_fields, llama_tensors, write_model
 
 DATA = Path(__file__).parents[1] / "data"
 SOURCE, IMATRIX = DATA / "tiny-moe-bf16.gguf", DATA / "tiny-moe-imatrix.gguf"
