@@ -1,6 +1,6 @@
 """Train the MoE of 64 experts that prune.py measures, from a smaller one by Drop-Upcycling (arXiv 2502.19261).
 
-    scripts/train_experts.py CHECKPOINT OUT [--experts 64] [--used 6] [--layers 2] [--steps 1500] [--documents 2048]
+    scripts/train_experts.py CHECKPOINT OUT [--experts 64] [--used 6] [--layers 2] [--steps 250] [--documents 512]
 
 Needs torch and transformers. CHECKPOINT is that of tiny-moe: its embeddings, attention and first layers are copied; an
 expert is a copy of one of its experts of which half of the hidden columns are random, and the router is random. The
@@ -59,8 +59,8 @@ def main() -> None:
     p.add_argument("--experts", type=int, default=64)
     p.add_argument("--used", type=int, default=6)
     p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--steps", type=int, default=1500)
-    p.add_argument("--documents", type=int, default=2048)
+    p.add_argument("--steps", type=int, default=250)
+    p.add_argument("--documents", type=int, default=512)
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()
 
@@ -84,9 +84,8 @@ def main() -> None:
     documents = sample(source.eval(), args.documents)
     experts = [x for name, x in model.named_parameters() if ".mlp." in name]
     rest_of_model = [x for name, x in model.named_parameters() if ".mlp." not in name]
-    optimizer = torch.optim.AdamW(
-        [{"params": experts, "lr": 1e-3}, {"params": rest_of_model, "lr": 2e-4}], betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    groups = [{"params": experts, "lr": 1e-3}, {"params": rest_of_model, "lr": 2e-4}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     start, rates = time.monotonic(), [group["lr"] for group in optimizer.param_groups]
     for step in range(args.steps):
         share = step / args.steps
