@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError, ResourceError, os_error_code
 from quantkit.formats.files import File, check_unchanged
-from quantkit.formats.gguf import open_first_shard, parse_split_path, split_path
+from quantkit.formats.gguf import open_first_shard, open_gguf, parse_split_path, split_path
 from quantkit.formats.hub_repository import RemoteFile, Repository
 from quantkit.formats.locks import drop_lock, take_lock
 from quantkit.formats.outputs import lock_path
@@ -247,7 +247,8 @@ def _complete(path: Path) -> tuple[list[Path], tuple[str, ...]]:
         )
     if path.suffix != ".gguf":
         return [_hold_file(path)], ()
-    model, n_missing = open_first_shard(path)
+    split = parse_split_path(path)
+    model, n_missing = open_first_shard(path) if split is not None and split[1] == 0 else (open_gguf(path), 0)
     with model:
         if journal_path(Path(model.paths[0])).exists():
             raise ResourceError(

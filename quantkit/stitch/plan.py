@@ -10,11 +10,11 @@ from typing import Unpack
 import numpy as np
 
 from quantkit.arguments import checked
-from quantkit.errors import FormatError, RecipeError
+from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.gguf import SPLIT_KEYS, Field, GGUFFile, TensorInfo, ValueType
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.ranges import U8
-from quantkit.formats.remote import located
+from quantkit.formats.remote import URL, located
 from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.recipe import Rule, read_recipe
 from quantkit.pipeline.row_slices import whole_tensor
@@ -84,6 +84,8 @@ def plan_stitch(
     if files and recipe is None:
         raise RecipeError(f"{files[0]}: which tensors to take from it? Give --recipe FILE", "QK-E202")
     rules = read_recipe(located(recipe)) if recipe is not None else []
+    if files and not _exists(base) and _exists(output):
+        raise ResourceError(f"{base} does not exist, and {output} does: the output comes last", "QK-E401")
     with ExitStack() as stack:
         places = dict.fromkeys(map(located, (base, *files, *(take or {}).values())))
         parts = {place: open_part(place, stack) for place in places}
@@ -113,6 +115,11 @@ def plan_stitch(
             identity=f"{__version__} stitch {source.fingerprint()}",
             reads=[path for part in source.parts for path in part.paths],
         )
+
+
+def _exists(place: str | Path) -> bool:
+    path = located(place)
+    return isinstance(path, URL) or path.exists()
 
 
 def _open(first: Part, selection: Mapping[str, Part], stack: ExitStack) -> StitchedSource:

@@ -147,6 +147,8 @@ def test_the_first_shard_alone(tiny_moe: Path, tmp_path: Path) -> None:
             edit(first, options=EditOptions(set=change_of))
     copy = edit(first, tmp_path / "c.gguf", change("Copy")).outputs
     assert [path.name for path in copy] == [first.name.replace("m-", "c-")]
+    shutil.copy(moved[-1], tmp_path)
+    assert plan_edit(tmp_path / moved[-1].name, options=change("Third")).outputs == (first,)
     with refuses(FormatError, "QK-E104", first.name):
         edit(moved[-1], options=change("x"))
     shutil.copy(first, away)

@@ -197,7 +197,7 @@ def test_refusals_of_a_recipe(quants: dict[str, Path], tmp_path: Path) -> None:
         stitch(quants["Q8_0"], out, {"attn": quants["Q4_0"]}, files=[quants["Q4_0"]])
     with refuses(RecipeError, "QK-E207"):
         stitch(quants["Q8_0"], out, recipe=recipe, files=[IMATRIX])
-    with refuses(FormatError, "QK-E401"):
+    with refuses(ResourceError, "QK-E401"):
         stitch(out, quants["Q8_0"], recipe=recipe, files=[quants["Q4_0"]])
     with refuses(ResourceError, "QK-E403"):
         stitch(quants["Q8_0"], quants["IQ3_K"], recipe=recipe, files=[*quants.values()], overwrite=True)

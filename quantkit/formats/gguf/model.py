@@ -234,18 +234,21 @@ def open_shards(path: str | os.PathLike[str], *, header_only: bool) -> list[Shar
 
 
 def open_first_shard(path: str | os.PathLike[str]) -> tuple[GGUFFile, int]:
-    """Open a model like ``open_gguf``; if other shards do not lie beside the first one, which must be given, it alone.
+    """Open a model like ``open_gguf``, given any shard; if others than the first do not lie beside it, the first alone.
 
     Returns the file and the number of missing shards.
     """
     location = located(path)
     split = parse_split_path(location)
-    if split is None or split[1] != 0 or isinstance(location, URL):
+    if split is None or isinstance(location, URL):
         return open_gguf(path), 0
     prefix, _, count = split
+    first = split_path(prefix, 0, count)
     missing = sum(not split_path(prefix, i, count).exists() for i in range(1, count))
-    shard = read_shard(location, 0, header_only=False)
-    if not missing or (_split_int(shard, "split.no", 0), _split_int(shard, "split.count", 1)) != (0, count):
+    if not missing or not first.exists():
+        return open_gguf(path), 0
+    shard = read_shard(first, 0, header_only=False)
+    if (_split_int(shard, "split.no", 0), _split_int(shard, "split.count", 1)) != (0, count):
         return open_gguf(path), 0
     return GGUFFile([shard], header_only=False), missing
 
