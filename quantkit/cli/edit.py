@@ -158,11 +158,12 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     else:
         line = f"{first}{f' and {len(plan.outputs) - 1} more shards' * (len(plan.outputs) > 1)}, {size}"
     lines = [f"{'would write' if dry_run else 'wrote'} {line}"]
-    others = len(plan.sources) - 1 + plan.missing
-    if plan.method is not Method.COPY and others:
+    n_unchanged = len(plan.sources) - 1 + plan.missing
+    if plan.method is not Method.COPY and n_unchanged:
         lines.append(
-            f"the other {others} shard{'s' if others > 1 else ''} of the model stay{'' if others > 1 else 's'}"
-            " as before"
+            "the other shard of the model stays as before"
+            if n_unchanged == 1
+            else f"the other {n_unchanged} shards of the model stay as before"
         )
     return lines
 

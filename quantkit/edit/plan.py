@@ -134,15 +134,15 @@ def _check_local(source: str | Path) -> None:
         name = split_path(split[0], 0, split[2]).name
     advice = "download it first"
     if url.scheme == "hf":
-        owner, _, rest = folder.removeprefix("hf://").partition("/")
-        repository, _, parent = rest.partition("/")
+        owner, _, place_in_owner = folder.removeprefix("hf://").partition("/")
+        repository, _, parent = place_in_owner.partition("/")
         place, path = f"{owner}/{repository.partition('@')[0]}", f"{parent}/{name}" if parent else name
         advice = f"hf download {place} {path} --local-dir . && quantkit edit {path} .. && "
         advice += f"quantkit upload {place} {path} --folder {parent or '.'} --overwrite"
     elif url.scheme == "s3":
         advice = f"aws s3 cp {folder}/{name} {name} && quantkit edit {name} .. && aws s3 cp {name} {folder}/{name}"
-    others = "" if split is None else "; the other shards are not needed"
-    raise ResourceError(f"{url}: edit changes local files: {advice}{others}", "QK-E412")
+    addition = "" if split is None else "; the other shards are not needed"
+    raise ResourceError(f"{url}: edit changes local files: {advice}{addition}", "QK-E412")
 
 
 def _choose_method(header: Header, fields: list[Field], has_changes: bool, reserve: int | None) -> tuple[Method, bytes]:

@@ -69,8 +69,8 @@ def map_type(path: Path, entries: Iterable[MapEntry]) -> TensorType | None:
     Some tensors have another type: norms, and matrices whose rows do not fit.
     """
     names = [_MAP_TYPE.fullmatch(path.name), *(_SHARD_TYPE.search(entry.path.name) for entry in entries)]
-    known = [match[1] for match in names if match is not None and has_type(match[1])]
-    return type_by_name(known[0]) if known else None
+    type_names = [match[1] for match in names if match is not None and has_type(match[1])]
+    return type_by_name(type_names[0]) if type_names else None
 
 
 def open_entries(path: Path, entries: Iterable[MapEntry], metadata_of: MapEntry | None = None) -> GGUFFile:

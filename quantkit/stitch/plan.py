@@ -89,20 +89,20 @@ def plan_stitch(
     with ExitStack() as stack:
         places = dict.fromkeys(map(located, (base, *files, *(take or {}).values())))
         parts = {place: open_part(place, stack) for place in places}
-        first, *others = (parts[located(place)] for place in (base, *files))
+        first, *more_parts = (parts[located(place)] for place in (base, *files))
         names = list(first.names)
-        taken = select_by_pattern(names, [(text, parts[located(place)]) for text, place in (take or {}).items()])
+        by_pattern = select_by_pattern(names, [(text, parts[located(place)]) for text, place in (take or {}).items()])
         notes: list[str] = []
         selection = dict.fromkeys(names, first)
         if recipe is not None:
             metadata = first.open((), stack, with_metadata=True)
-            check_models(metadata.get, [first, *others])
-            undecided = [tensor for name, tensor in first.tensors.items() if name not in taken]
-            selection |= select_by_recipe(undecided, metadata.get, rules, [first, *others])
+            check_models(metadata.get, [first, *more_parts])
+            undecided = [tensor for name, tensor in first.tensors.items() if name not in by_pattern]
+            selection |= select_by_recipe(undecided, metadata.get, rules, [first, *more_parts])
             notes = lint(names, rules)
-        selection |= taken
+        selection |= by_pattern
         source = _open(first, selection, stack)
-        notes += [*_count(selection), *_differences(source, taken)]
+        notes += [*_count(selection), *_differences(source, by_pattern)]
         tensors = [OutputTensor(t.name, t.shape, t.type, "copied", (whole_tensor(t),)) for t in source.tensors.values()]
         return plan_output(
             source,
@@ -127,7 +127,7 @@ def _open(first: Part, selection: Mapping[str, Part], stack: ExitStack) -> Stitc
     names: dict[Part, set[str]] = {first: set()}
     for name, part in selection.items():
         names.setdefault(part, set()).add(name)
-    files = {part: part.open(chosen, stack, with_metadata=part is first) for part, chosen in names.items()}
+    files = {part: part.open(tensors, stack, with_metadata=part is first) for part, tensors in names.items()}
     for name, part in selection.items():
         tensor = files[part].tensors[name]
         shape = (files[first] if name in files[first].tensors else first).tensors[name].shape
@@ -141,21 +141,21 @@ def _open(first: Part, selection: Mapping[str, Part], stack: ExitStack) -> Stitc
 
 
 def _count(selection: Mapping[str, Part]) -> list[str]:
-    """Return how many tensors come from each file."""
+    """Return the number of tensors from each file."""
     counts: dict[Part, int] = {}
     for part in selection.values():
         counts[part] = counts.get(part, 0) + 1
     return [f"{n} tensors from {part.path}" for part, n in counts.items()]
 
 
-def _differences(source: StitchedSource, taken: Mapping[str, Part]) -> list[str]:
+def _differences(source: StitchedSource, by_pattern: Mapping[str, Part]) -> list[str]:
     """Return a warning for each file that has other F32 tensors than the base: quants of a model have the same."""
     warnings = []
     for part in source.parts:
         names = [
             name
             for name, tensor in source.base.tensors.items()
-            if name not in taken and tensor.type.name == "F32" and _is_alike(part.tensors.get(name), tensor)
+            if name not in by_pattern and tensor.type.name == "F32" and _is_alike(part.tensors.get(name), tensor)
         ]
         for name in names[:: len(names) // _SAMPLES + 1]:
             if not np.array_equal(_bytes(source.base, name), _bytes(part, name)):
@@ -167,8 +167,8 @@ def _differences(source: StitchedSource, taken: Mapping[str, Part]) -> list[str]
     return warnings
 
 
-def _is_alike(tensor: TensorInfo | None, other: TensorInfo) -> bool:
-    return tensor is not None and (tensor.type, tensor.shape) == (other.type, other.shape)
+def _is_alike(tensor: TensorInfo | None, reference: TensorInfo) -> bool:
+    return tensor is not None and (tensor.type, tensor.shape) == (reference.type, reference.shape)
 
 
 def _bytes(file: GGUFFile, name: str) -> U8:

@@ -15,7 +15,7 @@ from quantkit.pipeline.recipe import Rule, lint_rules
 from quantkit.stitch.parts import Part
 
 #: Tensors that a message lists.
-_LISTED = 5
+_MAX_NAMES = 5
 
 
 def select_by_pattern(names: Sequence[str], take: Sequence[tuple[str, Part]]) -> dict[str, Part]:
@@ -53,9 +53,10 @@ def select_by_recipe(
             types = dict.fromkeys(p.tensors[tensor.name].type.name for p in parts if tensor.name in p.names)
             missing.append(f"{tensor.name} in {verdicts[0].type} (there is {', '.join(types)})")
     if missing:
-        suffix = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        suffix = f" and {len(missing) - _MAX_NAMES} more" if len(missing) > _MAX_NAMES else ""
         raise RecipeError(
-            f"no file has {', '.join(missing[:_LISTED])}{suffix}: give a file with these types, or change the recipe",
+            f"no file has {', '.join(missing[:_MAX_NAMES])}{suffix}: give a file with these types, or change the "
+            "recipe",
             "QK-E217",
         )
     return selection

@@ -135,13 +135,13 @@ def test_only_the_first_shard_changes(tiny_moe: Path, tmp_path: Path) -> None:
 def test_the_first_shard_alone(tiny_moe: Path, tmp_path: Path) -> None:
     """Where the others are missing, its header changes, and checks see its tensors only."""
     quantize(tiny_moe, tmp_path / "m.gguf", "COPY", QuantizeOptions(split_max_size=6 << 20))
-    first, *others = sorted(tmp_path.iterdir())
-    (away := tmp_path / "away").mkdir()
-    moved = [path.rename(away / path.name) for path in others]
+    first, *later = sorted(tmp_path.iterdir())
+    (folder := tmp_path / "away").mkdir()
+    moved = [path.rename(folder / path.name) for path in later]
     result = CliRunner().invoke(cli, ["edit", str(first), "--name", "Tiny", "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert (record["files"], record["missing_shards"], len(record["notes"])) == ([str(first)], len(others), 1)
+    assert (record["files"], record["missing_shards"], len(record["notes"])) == ([str(first)], len(later), 1)
     for change_of, code in (({"qwen3moe.block_count": 7}, "QK-E305"), ({"qwen3moe.embedding_length": 512}, "QK-E305")):
         with refuses(RecipeError, code):
             edit(first, options=EditOptions(set=change_of))
@@ -151,7 +151,7 @@ def test_the_first_shard_alone(tiny_moe: Path, tmp_path: Path) -> None:
     assert plan_edit(tmp_path / moved[-1].name, options=change("Third")).outputs == (first,)
     with refuses(FormatError, "QK-E104", first.name):
         edit(moved[-1], options=change("x"))
-    shutil.copy(first, away)
+    shutil.copy(first, folder)
     assert values_of(moved[-1])["general.name"] == "Tiny"
     assert tensors_of(moved[-1]) == tensors_of(tiny_moe)
 

@@ -21,7 +21,7 @@ from small_models import llama_fields, llama_tensors, write_model
 
 DATA = Path(__file__).parents[1] / "data"
 SOURCE, IMATRIX = DATA / "tiny-moe-bf16.gguf", DATA / "tiny-moe-imatrix.gguf"
-#: As quant_assign.py of GGUF-Tool-Suite writes it.
+#: As GGUF-Tool-Suite writes it.
 RECIPE = r"""
 ## Quant mix recipe created using Thireus' GGUF Tool Suite - https://gguf.thireus.com/
 
@@ -172,14 +172,14 @@ def test_a_recipe_selects_from_maps(quants: dict[str, Path], tmp_path: Path) -> 
         (q4.parent / shards[name]).unlink()
     stitch(q8, tmp_path / "t.gguf", recipe=recipe, files=[iq3, q4])
     assert tensors_of(tmp_path / "t.gguf") == tensors
-    lost = q4.parent / shards["blk.2.ffn_down_exps.weight"]
-    lost.rename(tmp_path / lost.name)
-    with refuses(FormatError, "QK-E104", lost.name):
+    absent = q4.parent / shards["blk.2.ffn_down_exps.weight"]
+    absent.rename(tmp_path / absent.name)
+    with refuses(FormatError, "QK-E104", absent.name):
         stitch(q8, tmp_path / "u.gguf", recipe=recipe, files=[iq3, q4])
-    # quant_downloader.sh puts the shards into one folder, under the name of the first type.
+    # GGUF-Tool-Suite downloads the shards into one folder, under the name of the first type.
     for name in is_low | is_middle:
         folder = tmp_path / "iq3" if name in is_low else tmp_path / "q4"
-        shard = tmp_path / lost.name if name == "blk.2.ffn_down_exps.weight" else folder / shards[name]
+        shard = tmp_path / absent.name if name == "blk.2.ffn_down_exps.weight" else folder / shards[name]
         kind = "IQ3_K" if name in is_low else "Q4_0"
         shutil.copy(str(shard).replace("-Q4_0-", f"-{kind}-"), tmp_path / "q8" / shards[name].replace("Q4_0", "Q8_0"))
     join(tmp_path / "q8" / "tiny-THIREUS-Q8_0-SPECIAL_TENSOR-00001-of-00052.gguf", tmp_path / "j.gguf")

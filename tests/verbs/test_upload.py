@@ -224,11 +224,11 @@ def test_the_first_shard_alone_is_edited_and_sent(hub: ModelHub, folder: Path, t
     text = " ".join(message.split()).partition(": ")[2].partition("files: ")[2].partition(";")[0]
     commands = [shlex.split(command) for command in text.split(" && ")]
     assert [command[:2] for command in commands] == [["hf", "download"], ["quantkit", "edit"], ["quantkit", "upload"]]
-    (here := tmp_path / "here").mkdir()
+    (local := tmp_path / "here").mkdir()
     environment = {**hub.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
     program = [str(Path(sys.executable).parent / "hf"), *commands[0][1:]]
-    subprocess.run(program, cwd=here, env=environment, check=True, capture_output=True, timeout=120)
-    shard = here / commands[1][2]
+    subprocess.run(program, cwd=local, env=environment, check=True, capture_output=True, timeout=120)
+    shard = local / commands[1][2]
     plan = edit(shard, options=EditOptions(name="Corrected"))
     assert (plan.missing, plan.outputs, len(plan.notes)) == (2, (shard,), 1)
     hub.puts.clear()
