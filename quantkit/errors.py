@@ -98,6 +98,8 @@ CODES = {
         "A draft model is converted without its target, or a target is given for another model.", "Give --target-model-dir DIR, or omit it."),
     "QK-E216": ErrorCode(
         "A model that is an adapter is converted without its base, or a base is given for another model.", "Give --base DIR, or omit it."),
+    "QK-E217": ErrorCode(
+        "No file has a tensor in the type that a recipe gives it.", "Give a file with this type, or change the recipe."),
     # This version cannot do it.
     "QK-E300": ErrorCode("Not supported by this version.", "See the message."),
     "QK-E301": ErrorCode("A tensor type or preset does not exist.", "See `quantkit types`."),

@@ -24,6 +24,7 @@ from quantkit.formats.tokenizer import Tokenizer
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.texts import chat_template
 from quantkit.model.engine import Model
+from quantkit.names import shorten
 
 #: Prompts without ``prompts``: as messages to a model with a chat template, or to be continued.
 MESSAGES = ("What is the capital of France?", "Count from 1 to 10.", "Write a haiku about the sea.")
@@ -99,7 +100,8 @@ def generate(
         prompts: texts; () for a few of quantkit's.
         chat: render each prompt as a message of the user by the file's chat template; None: if it has one.
         system: a message of the system before it.
-        n_predict: maximum tokens of an answer; it ends sooner at the end of a turn.
+        n_predict: maximum tokens of an answer; it ends sooner at the end of a turn, and of the context that the model
+            was trained with.
         temperature: 0 takes the most probable token; above, tokens are drawn from softmax(logits / temperature).
         seed: of the draws.
         on_text: called with the index of a prompt and each piece of its answer.
@@ -123,11 +125,22 @@ def generate(
         texts = list(prompts) or list(MESSAGES if is_chat else BEGINNINGS)
         inputs = [_prompt_tokens(tokenizer, text, template, system) for text in texts]
         sampler = _Sampler(temperature, np.random.Generator(np.random.Philox(seed)))
-        answers = []
+        answers, notes = [], list(opened.notes)
         for i, (text, ids) in enumerate(zip(texts, inputs, strict=True)):
             report = partial(on_text, i) if on_text is not None else _ignore
-            answers.append(_answer(opened, text, ids, n_predict, sampler, report))
-        return Answers(opened.path, is_chat, tuple(answers), tuple(opened.notes))
+            room = opened.n_ctx_train - len(ids)
+            if room < 1:
+                raise RecipeError(
+                    f"the prompt {shorten(repr(text), 60)} has {len(ids)} tokens, and the context has "
+                    f"{opened.n_ctx_train}: shorten it",
+                    "QK-E203",
+                )
+            answers.append(_answer(opened, text, ids, min(n_predict, room), sampler, report))
+            if not answers[-1].end and len(answers[-1].tokens) == room < n_predict:
+                notes.append(
+                    f"the answer to {shorten(repr(text), 60)} ends with the context, {opened.n_ctx_train} tokens"
+                )
+        return Answers(opened.path, is_chat, tuple(answers), tuple(dict.fromkeys(notes)))
 
 
 def _ignore(text: str) -> None:

@@ -208,7 +208,7 @@ def _size(source: Source, n: int, keep: int | float | str) -> int:
         groups = group_count(source)
         size = groups * math.floor(share * n / groups + 0.5)
     else:
-        raise RecipeError(f"--keep {text}: give a number of experts, or a share such as 75%", "QK-E203")
+        raise RecipeError(f"--keep {text}: give a number of experts, or a share below 100%, such as 75%", "QK-E203")
     if not 1 < size < n:
         raise RecipeError(f"--keep {text}: {size} of {n} experts: at least 2, and fewer than all", "QK-E203")
     return size

@@ -125,6 +125,8 @@ def plan_split(
         raise RecipeError(f"--max-tensors {max_tensors}: at least 1", "QK-E203")
     with open_model(source) as model:
         path = resolve_links(model.paths[0] if output is None else located(output))
+        if path.suffix != ".gguf" and path.is_dir():
+            raise ResourceError(f"{output} is a directory; give a name for the shards: {output}/model.gguf", "QK-E120")
         tensors = _copies(model)
         shards = _shards(tensors, 0 if max_size is None else size_of(max_size), max_tensors)
         if shards[-1] == 0 and not no_tensor_first_split:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError, ResourceError, os_error_code
 from quantkit.formats.files import File, check_unchanged
-from quantkit.formats.gguf import open_gguf, parse_split_path
+from quantkit.formats.gguf import open_first_shard, open_gguf, parse_split_path, split_path
 from quantkit.formats.hub_repository import RemoteFile, Repository
 from quantkit.formats.locks import drop_lock, take_lock
 from quantkit.formats.outputs import lock_path
@@ -44,13 +44,17 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UploadFile:
-    """A file to upload: ``path`` here, ``name`` in the repository; ``sha256``, if it was already needed."""
+    """A file to upload: ``path`` here, ``name`` in the repository; ``sha256``, if it was already needed.
+
+    ``missing``: shards of its model that are not here.
+    """
 
     path: Path
     name: str
     nbytes: int
     state: State = State.NEW
     sha256: str | None = None
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,9 @@ def upload(
 ) -> UploadResult:
     """Upload files to a model repository of the Hugging Face Hub, which is created if there is none.
 
-    Shards go into a folder with the name of their model, other files to the top. Files that the repository has with
-    the same bytes are not sent, nor bytes that an interrupted call has sent. After the commit, the digests that the
+    Shards go into a folder with the name of their model, other files to the top. The first shard may be here alone if
+    the repository has the others: it goes beside them. Files that the repository has with the same bytes are not sent,
+    nor bytes that an interrupted call has sent. After the commit, the digests that the
     Hub reports are compared with those of the local files.
 
     Args:
@@ -166,11 +171,13 @@ def plan_upload(
         raise RecipeError(
             f"{repository}: exists and is public: omit --private, or make it private in its settings first", "QK-E201"
         )
-    remote = {} if is_private is None else hub.files([file.name for file in local])
+    exists = is_private is not None
+    local = [_beside_shards(hub, file, _folder(folder), exists=exists) if file.missing else file for file in local]
+    remote = hub.files([file.name for file in local]) if exists else {}
     return UploadPlan(
         repository,
         revision,
-        is_private is not None,
+        exists,
         private if is_private is None else is_private,
         tuple(_with_states(local, remote, threads)),
     )
@@ -220,30 +227,58 @@ def _local_files(files: Sequence[str | Path], card: str | Path | None, folder: s
     """Yield the files, held open, with their names in the repository. Raises FormatError, ResourceError."""
     places = set[Path]()
     for place in files:
-        for path in _complete(Path(place)):
+        paths, missing = _complete(Path(place))
+        for path in paths:
             if path.absolute() not in places:
                 places.add(path.absolute())
-                yield _local_file(path, _repository_name(path, folder))
+                yield replace(_local_file(path, _repository_name(path, folder)), missing=missing)
     if card is not None:
         yield _local_file(_hold_file(Path(card)), CARD)
 
 
-def _complete(path: Path) -> list[Path]:
-    """Return a file, or all shards of its model, after a check that no run is writing them."""
+def _complete(path: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """Return a file, or all shards of its model, after a check that no run is writing them.
+
+    Of a first shard that is here alone, also the names of the other shards.
+    """
     if path.name.endswith(_UNFINISHED):
         raise ResourceError(
             f"{path}: a file that a run has not finished, or its own; name the finished file", "QK-E408"
         )
     if path.suffix != ".gguf":
-        return [_hold_file(path)]
-    with open_gguf(path) as model:
+        return [_hold_file(path)], ()
+    split = parse_split_path(path)
+    model, n_missing = open_first_shard(path) if split is not None and split[1] == 0 else (open_gguf(path), 0)
+    with model:
         if journal_path(Path(model.paths[0])).exists():
             raise ResourceError(
                 f"{journal_path(Path(model.paths[0]))} exists: a run that replaces {path.name} is not finished; "
                 "finish it with --resume",
                 "QK-E408",
             )
-        return [_hold_file(Path(p)) for p in model.paths]
+        return [_hold_file(Path(p)) for p in model.paths], _other_shards(path) if n_missing else ()
+
+
+def _other_shards(path: Path) -> tuple[str, ...]:
+    """Return the names of all shards but the first, whose path is given."""
+    split = parse_split_path(path)
+    return () if split is None else tuple(split_path(split[0], i, split[2]).name for i in range(1, split[2]))
+
+
+def _beside_shards(hub: Repository, file: UploadFile, folder: str | None, *, exists: bool) -> UploadFile:
+    """Return a first shard with its place beside the other shards. Raises FormatError if the repository lacks them."""
+    default = str(PurePosixPath(file.name).parent)
+    folders = [folder] if folder is not None else [default, "", file.path.absolute().parent.name]
+    for parent in dict.fromkeys(folders):
+        names = {f"{parent}/{name}" if parent else name for name in file.missing}
+        if exists and hub.files(sorted(names)).keys() == names:
+            return replace(file, name=f"{parent}/{file.path.name}" if parent else file.path.name)
+    raise FormatError(
+        f"{file.path}: {len(file.missing)} shards are missing, and {hub.name} does not have them in "
+        f"{' or '.join(repr(f or '.') for f in dict.fromkeys(folders))}: {file.missing[0]}, ..; download them, or name "
+        "their folder by --folder",
+        "QK-E104",
+    )
 
 
 def _hold_file(path: Path) -> Path:

@@ -158,8 +158,13 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     else:
         line = f"{first}{f' and {len(plan.outputs) - 1} more shards' * (len(plan.outputs) > 1)}, {size}"
     lines = [f"{'would write' if dry_run else 'wrote'} {line}"]
-    if plan.method is not Method.COPY and len(plan.sources) > 1:
-        lines.append(f"the other {len(plan.sources) - 1} shards stay as they are")
+    n_unchanged = len(plan.sources) - 1 + plan.missing
+    if plan.method is not Method.COPY and n_unchanged:
+        lines.append(
+            "the other shard of the model stays as before"
+            if n_unchanged == 1
+            else f"the other {n_unchanged} shards of the model stay as before"
+        )
     return lines
 
 
@@ -173,7 +178,8 @@ def _as_dict(plan: EditPlan, *, dry_run: bool) -> dict[str, Any]:
         "command": "edit",
         "method": plan.method.name.lower(),
         "changes": [{"key": c.key, "before": field_dict(c.before), "after": field_dict(c.after)} for c in plan.changes],
-        "files": [str(path) for path in plan.outputs],
+        "files": [str(path) for path in (plan.outputs if plan.method is Method.COPY else plan.outputs[:1])],
+        "missing_shards": plan.missing,
         "bytes": plan.nbytes,
         "notes": list(plan.notes),
         "written": not dry_run and plan.method is not Method.NOTHING,

@@ -29,16 +29,19 @@ def check_kinds(changes: Sequence[Change]) -> None:
         )
 
 
-def check_loading(model: GGUFFile, fields: Mapping[str, Field]) -> None:
-    """Raise RecipeError if a runtime loads a model, but not with these fields."""
+def check_loading(model: GGUFFile, fields: Mapping[str, Field], *, is_whole: bool = True) -> None:
+    """Raise RecipeError if a runtime loads a model, but not with these fields.
+
+    Of a model of which shards are missing, any new problem is an error.
+    """
     entries = [(t.name, t.type, t.shape) for t in model.tensors.values()]
     before, after = runtimes(model.fields, entries), runtimes(fields, entries)
     for old, new in zip(before, after, strict=True):
         problems = [problem for problem in new.problems if problem not in old.problems]
-        if old.loads and problems:
+        if (old.loads or not is_whole) and problems:
             raise RecipeError(
-                f"{model.paths[0]}: {new.name} loads this file, and would not load it with these changes: "
-                f"{'; '.join(problems)}; --force writes it anyway",
+                f"{model.paths[0]}: {new.name} would not load this file with these changes: {'; '.join(problems)}; "
+                "--force writes it anyway",
                 "QK-E305",
             )
 

@@ -11,7 +11,7 @@ from quantkit.edit.changes import Change, Editor
 from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
 from quantkit.errors import RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.files import hold
-from quantkit.formats.gguf import Field, open_gguf, parse_split_path, split_path
+from quantkit.formats.gguf import Field, GGUFFile, open_first_shard, parse_split_path, split_path
 from quantkit.formats.gguf.header import Header, check_room
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
@@ -46,6 +46,7 @@ class EditPlan(HtmlTable):
         present: its present header.
         nbytes: the bytes that are written.
         notes: what could not be checked.
+        missing: shards of the model that are not here; none of them changes.
     """
 
     sources: tuple[Path, ...]
@@ -56,6 +57,7 @@ class EditPlan(HtmlTable):
     present: bytes
     nbytes: int
     notes: tuple[str, ...]
+    missing: int = 0
 
     def as_table(self) -> Table:
         """Return the changed keys with their values before and after."""
@@ -77,7 +79,8 @@ def plan_edit(
     if reserve is not None:
         check_room(reserve)
     _check_local(source)
-    with open_gguf(source) as model:
+    model, missing = open_first_shard(source)
+    with model:
         if model.big_endian:
             raise TypeNotSupported(
                 f"{source}: big-endian, and only little-endian headers are edited: quantkit quantize IN OUT COPY "
@@ -87,17 +90,17 @@ def plan_edit(
         editor = Editor(Path(source), model.fields)
         editor.apply(options)
         changes = tuple(editor.changes())
-        notes: list[str] = []
+        notes = _missing_note(model, missing)
         if not force:
             check_kinds(changes)
-            check_loading(model, editor.fields)
-            notes = check_templates(Path(source), changes, dict(token_texts(editor.fields)))
+            check_loading(model, editor.fields, is_whole=not missing)
+            notes += check_templates(Path(source), changes, dict(token_texts(editor.fields)))
         header = Header.from_shard(read_shard(model.paths[0], 0, header_only=True))
         sources, room = tuple(map(hold, model.paths)), model.room
     fields = list(editor.fields.values())
     present = header.encode_present()
     if output is not None:
-        outputs = _outputs(Path(output), len(sources))
+        outputs = _outputs(Path(output), len(sources) + missing)[: len(sources)]
         check_apart(outputs, sources)
         method, new = Method.COPY, header.encode(fields, room=room if reserve is None else reserve)
     else:
@@ -107,7 +110,17 @@ def plan_edit(
     nbytes = 0 if method is Method.NOTHING else len(new)
     if method in (Method.REWRITE, Method.COPY):
         nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
-    return EditPlan(sources, outputs, changes, method, new, present, nbytes, tuple(notes))
+    return EditPlan(sources, outputs, changes, method, new, present, nbytes, tuple(notes), missing)
+
+
+def _missing_note(model: GGUFFile, missing: int) -> list[str]:
+    """Return a note on shards that are not here, whose tensors no check could see."""
+    if not missing:
+        return []
+    return [
+        f"{missing} of {missing + 1} shards are not here: only {model.paths[0].name} is edited, and that a runtime "
+        "still loads the model was checked without the others' tensors"
+    ]
 
 
 def _check_local(source: str | Path) -> None:
@@ -115,17 +128,21 @@ def _check_local(source: str | Path) -> None:
     url = located(source)
     if not isinstance(url, URL):
         return
-    name = url.name
-    repository = "/".join(url.address.removeprefix("hf://").split("/")[:2])
-    steps = {
-        "hf": f"hf download {repository} --include '*.gguf' --local-dir .; quantkit edit; quantkit upload {repository} "
-        f"{name} --overwrite, which sends only changed files",
-        "s3": f"aws s3 cp {url} {name}; quantkit edit; aws s3 cp {name} {url}",
-    }
-    advice = steps.get(url.scheme, "download it first")
-    raise ResourceError(
-        f"{url}: edit changes local files (of a split model all shards are needed): {advice}", "QK-E412"
-    )
+    folder, _, name = url.address.rpartition("/")
+    split = parse_split_path(name)
+    if split is not None:
+        name = split_path(split[0], 0, split[2]).name
+    advice = "download it first"
+    if url.scheme == "hf":
+        owner, _, place_in_owner = folder.removeprefix("hf://").partition("/")
+        repository, _, parent = place_in_owner.partition("/")
+        place, path = f"{owner}/{repository.partition('@')[0]}", f"{parent}/{name}" if parent else name
+        advice = f"hf download {place} {path} --local-dir . && quantkit edit {path} .. && "
+        advice += f"quantkit upload {place} {path} --folder {parent or '.'} --overwrite"
+    elif url.scheme == "s3":
+        advice = f"aws s3 cp {folder}/{name} {name} && quantkit edit {name} .. && aws s3 cp {name} {folder}/{name}"
+    addition = "" if split is None else "; the other shards are not needed"
+    raise ResourceError(f"{url}: edit changes local files: {advice}{addition}", "QK-E412")
 
 
 def _choose_method(header: Header, fields: list[Field], has_changes: bool, reserve: int | None) -> tuple[Method, bytes]:

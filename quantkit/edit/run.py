@@ -12,7 +12,7 @@ import numpy as np
 
 from quantkit.arguments import checked
 from quantkit.edit.plan import EditPlan, Method, plan_edit
-from quantkit.errors import ResourceError
+from quantkit.errors import ResourceError, os_error_code
 from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf.header_journal import replace_header
 from quantkit.formats.outputs import Output, atomic_write
@@ -81,7 +81,7 @@ def run_edit(plan: EditPlan, *, overwrite: bool = False, progress: ProgressCallb
                 shutil.copymode(source, part)
             check_unchanged(plan.sources)
         except OSError as e:
-            raise ResourceError(f"{paths[0]}: {e.strerror or e}; nothing was changed", "QK-E405") from None
+            raise ResourceError(f"{paths[0]}: {e.strerror or e}; nothing was changed", os_error_code(e)) from None
 
 
 class _Copy(NamedTuple):

@@ -95,7 +95,7 @@ def _rule_type(name: str, origin: str) -> TensorType:
     if not name.strip():
         raise RecipeError(f"{origin}: no type after the =", "QK-E204")
     try:
-        return check_target(type_by_name(name))
+        return check_target(type_by_name(name.strip()))
     except TypeNotSupported as e:
         raise RecipeError(f"{origin}: {e.message}", e.code) from None
 

@@ -189,7 +189,7 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
     if arch == CLIP and tree == "mainline" and len(fields) > 1:
         problems += _encoder_problems(fields, {tensor for tensor, _, _ in entries})
     if not part and arch not in architectures(name):
-        problems.insert(0, f"no architecture {printable(arch)}")
+        problems.insert(0, f"no architecture {printable(arch)}" if arch else "general.architecture: missing")
     elif not part:
         shapes = {tensor: shape for tensor, _, shape in entries}
         verdict = None if len(fields) <= 1 else load(name, fields, shapes)

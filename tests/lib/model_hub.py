@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on the loopback interface that takes uploads: repositories, LFS objects, commits.
+"""A Hugging Face Hub on the loopback interface: uploads (repositories, LFS objects, commits), and downloads of files.
 
 Everything is in a folder: ``lfs/SHA256`` has the objects, ``repositories/ORG/NAME/REVISION`` the files of each branch
 after its last commit. A request to write needs ``TOKEN``.
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return function(self, body, *match.groups())
         return self._send(404, {"error": path})
 
-    do_GET = do_POST = do_PUT = _answer
+    do_GET = do_HEAD = do_POST = do_PUT = _answer
 
     def _send(self, status: int, content: Any = None, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(content).encode()
@@ -145,6 +145,24 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         paths = parse_qs(body.decode())["paths"]
         return self._send(200, [_facts(branch, path) for path in paths if (branch / path).is_file()])
+
+    def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
+        branch = self._branch(name, revision)
+        if branch is None:
+            return None
+        if not (branch / path).is_file():
+            return self._send(404, {}, {"X-Error-Code": "EntryNotFound"})
+        data, facts = (branch / path).read_bytes(), _facts(branch, path)
+        self.send_response_only(200)
+        for header, value in {
+            **{"Content-Length": len(data), "ETag": f'"{facts.get("lfs", facts)["oid"]}"', "X-Repo-Commit": "0" * 40},
+            "Content-Type": "application/octet-stream",
+        }.items():
+            self.send_header(header, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+        return None
 
     def preupload(self, body: bytes, name: str, revision: str) -> None:
         branch = self._branch(name, revision)
@@ -222,6 +240,7 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", "/api/validate-yaml", _Handler.validate),
     ("GET", _API, _Handler.info),
     ("POST", f"{_API}/paths-info/(.+)", _Handler.paths_info),
+    *((method, r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", _Handler.resolve) for method in ("GET", "HEAD")),
     ("POST", f"{_API}/preupload/(.+)", _Handler.preupload),
     ("POST", f"{_API}/branch/(.+)", _Handler.branch),
     ("POST", f"{_API}/commit/(.+)", _Handler.commit),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -129,6 +130,30 @@ def test_only_the_first_shard_changes(tiny_moe: Path, tmp_path: Path) -> None:
     copies = edit(shards[0], tmp_path / "c.gguf", change("Copy")).outputs
     assert [path.name for path in copies] == [path.name.replace("m-", "c-") for path in shards]
     assert [path.read_bytes() for path in copies[1:]] == [path.read_bytes() for path in shards[1:]]
+
+
+def test_the_first_shard_alone(tiny_moe: Path, tmp_path: Path) -> None:
+    """Where the others are missing, its header changes, and checks see its tensors only."""
+    quantize(tiny_moe, tmp_path / "m.gguf", "COPY", QuantizeOptions(split_max_size=6 << 20))
+    first, *later = sorted(tmp_path.iterdir())
+    (folder := tmp_path / "away").mkdir()
+    moved = [path.rename(folder / path.name) for path in later]
+    result = CliRunner().invoke(cli, ["edit", str(first), "--name", "Tiny", "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert (record["files"], record["missing_shards"], len(record["notes"])) == ([str(first)], len(later), 1)
+    for change_of, code in (({"qwen3moe.block_count": 7}, "QK-E305"), ({"qwen3moe.embedding_length": 512}, "QK-E305")):
+        with refuses(RecipeError, code):
+            edit(first, options=EditOptions(set=change_of))
+    copy = edit(first, tmp_path / "c.gguf", change("Copy")).outputs
+    assert [path.name for path in copy] == [first.name.replace("m-", "c-")]
+    shutil.copy(moved[-1], tmp_path)
+    assert plan_edit(tmp_path / moved[-1].name, options=change("Third")).outputs == (first,)
+    with refuses(FormatError, "QK-E104", first.name):
+        edit(moved[-1], options=change("x"))
+    shutil.copy(first, folder)
+    assert values_of(moved[-1])["general.name"] == "Tiny"
+    assert tensors_of(moved[-1]) == tensors_of(tiny_moe)
 
 
 # ---------------------------------------------------------------- crashes and other processes
@@ -460,7 +485,7 @@ def test_room_of_quantize_and_convert(tiny_moe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "command"),
     [
-        ("hf://org/name/a/m.gguf", "quantkit upload org/name m.gguf --overwrite"),
+        ("hf://org/name/a/m.gguf", "quantkit upload org/name a/m.gguf --folder a --overwrite"),
         ("s3://bucket/m.gguf", "aws s3 cp m.gguf s3://bucket/m.gguf"),
         ("https://host/m.gguf", "https://host/m.gguf"),
     ],

@@ -41,6 +41,16 @@ def test_greedy_tokens_have_the_largest_logits(tiny_moe: Path) -> None:
     assert generate(tiny_moe, ["Once upon a time"], n_predict=12).answers[0].tokens == answer.tokens
 
 
+def test_an_answer_ends_with_the_context(tiny_moe: Path, tmp_path: Path) -> None:
+    edit(tiny_moe, path := tmp_path / "m.gguf", EditOptions(set={"qwen3moe.context_length": 12}))
+    result = generate(path, ["Once upon a time"], n_predict=50)
+    answer = result.answers[0]
+    assert answer.n_prompt + len(answer.tokens) == 12
+    assert any("12" in note for note in result.notes)
+    with refuses(RecipeError, "QK-E203 12"):
+        generate(path, ["word " * 40])
+
+
 @pytest.mark.peer
 def test_greedy_text_is_that_of_llama_cpp(llama_bin: Path, tiny_moe: Path) -> None:
     arguments = ["-m", tiny_moe, "-p", "Once upon a time", "-n", "24", "--temp", "0", "-no-cnv", "--no-display-prompt"]

@@ -81,6 +81,8 @@ def _names(path: Path) -> list[str]:
 
 
 def test_refusals(tiny_moe: Path, tmp_path: Path) -> None:
+    with refuses(ResourceError, "QK-E120"):
+        split(tiny_moe, tmp_path, max_size="6M")
     cases: list[tuple[dict[str, Any], type[QuantkitError], str]] = [
         ({}, RecipeError, "QK-E201"),
         ({"max_size": "1G", "max_tensors": 3}, RecipeError, "QK-E201"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,9 @@ from refusals import check_refused, refuses
 
 from model_hub import TOKEN, ModelHub, model_hub
 from quantkit.cli import cli
+from quantkit.edit import EditOptions, edit
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
+from quantkit.formats.gguf import open_gguf
 from quantkit.formats.outputs import Output
 from quantkit.split import split
 from quantkit.upload import MAX_FILE, State, plan_upload, run_upload, upload
@@ -182,6 +185,8 @@ def test_only_complete_files_are_sent(hub: ModelHub, folder: Path, tmp_path: Pat
     (folder / "tiny-BF16-00002-of-00003.gguf").rename(tmp_path / "away.gguf")
     with refuses(FormatError, "QK-E104 tiny-BF16-00002-of-00003.gguf"):
         upload(NAME, [folder / "tiny-BF16-00001-of-00003.gguf"])
+    with refuses(FormatError, "QK-E104 tiny-BF16-00002-of-00003.gguf"):
+        upload(NAME, [folder / "tiny-BF16-00003-of-00003.gguf"])
     short = folder / "short.gguf"
     short.write_bytes((folder / "tiny-Q8_0.gguf").read_bytes()[:-1])
     with refuses(FormatError, "QK-E103 short.gguf"):
@@ -207,6 +212,35 @@ def test_only_complete_files_are_sent(hub: ModelHub, folder: Path, tmp_path: Pat
     with refuses(FormatError, "QK-E109 tiny-Q8_0.gguf"):
         run_upload(plan)
     assert hub.puts == []
+
+
+@pytest.mark.parametrize("parent", ["tiny-BF16", "", "BF16"])
+def test_the_first_shard_alone_is_edited_and_sent(hub: ModelHub, folder: Path, tmp_path: Path, parent: str) -> None:
+    """The commands that the refusal of a URL names, from a repository of each layout."""
+    upload(NAME, [folder / "tiny-BF16-00001-of-00003.gguf"], folder=parent or ".")
+    before = {p.name: p.read_bytes() for p in (hub.repository(NAME) / parent).iterdir()}
+    url = f"hf://{NAME}/{parent}/tiny-BF16-00002-of-00003.gguf".replace("//tiny", "/tiny")
+    message = CliRunner().invoke(cli, ["edit", url, "--name", "x"]).output
+    text = " ".join(message.split()).partition(": ")[2].partition("files: ")[2].partition(";")[0]
+    commands = [shlex.split(command) for command in text.split(" && ")]
+    assert [command[:2] for command in commands] == [["hf", "download"], ["quantkit", "edit"], ["quantkit", "upload"]]
+    (local := tmp_path / "here").mkdir()
+    environment = {**hub.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = [str(Path(sys.executable).parent / "hf"), *commands[0][1:]]
+    subprocess.run(program, cwd=local, env=environment, check=True, capture_output=True, timeout=120)
+    shard = local / commands[1][2]
+    plan = edit(shard, options=EditOptions(name="Corrected"))
+    assert (plan.missing, plan.outputs, len(plan.notes)) == (2, (shard,), 1)
+    hub.puts.clear()
+    assert CliRunner().invoke(cli, ["upload", NAME, str(shard), "--folder", parent or "."]).exit_code == 1
+    # Without --folder, the place is where the other shards are.
+    result = CliRunner().invoke(cli, ["upload", NAME, str(shard), "--overwrite"])
+    assert result.exit_code == 0, result.output
+    assert hub.puts == [sha256(shard)]
+    after = {p.name: p.read_bytes() for p in (hub.repository(NAME) / parent).iterdir()}
+    assert after == before | {shard.name: shard.read_bytes()}
+    with open_gguf(hub.repository(NAME) / parent / shard.name) as model:
+        assert (model.get("general.name"), len(model.tensors)) == ("Corrected", 51)
 
 
 def test_the_card_is_checked_first(hub: ModelHub, folder: Path) -> None:

@@ -31,6 +31,7 @@ from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.model import (
     SPLIT_KEYS,
     GGUFFile,
+    open_first_shard,
     open_gguf,
     open_model,
     open_shards,
@@ -49,6 +50,7 @@ __all__ = [
     "TensorInfo",
     "ValueType",
     "layout_gguf",
+    "open_first_shard",
     "open_gguf",
     "open_model",
     "open_shards",

@@ -24,7 +24,7 @@ from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
 from quantkit.formats.gguf.rules import PADDING_KEY, short
 from quantkit.formats.ranges import U8, both_ends, read_range
-from quantkit.formats.remote import located
+from quantkit.formats.remote import URL, located
 
 #: Shard mappings kept open at once; each holds a file descriptor, and there may be thousands of shards.
 _OPEN_MAPS = 64
@@ -231,6 +231,26 @@ def open_shards(path: str | os.PathLike[str], *, header_only: bool) -> list[Shar
     shards += [_without_map(read_shard(p, i, header_only)) for i, p in enumerate(paths) if i]
     _check_shards(shards, count)
     return shards
+
+
+def open_first_shard(path: str | os.PathLike[str]) -> tuple[GGUFFile, int]:
+    """Open a model like ``open_gguf``, given any shard; if others than the first do not lie beside it, the first alone.
+
+    Returns the file and the number of missing shards.
+    """
+    location = located(path)
+    split = parse_split_path(location)
+    if split is None or isinstance(location, URL):
+        return open_gguf(path), 0
+    prefix, _, count = split
+    first = split_path(prefix, 0, count)
+    missing = sum(not split_path(prefix, i, count).exists() for i in range(1, count))
+    if not missing or not first.exists():
+        return open_gguf(path), 0
+    shard = read_shard(first, 0, header_only=False)
+    if (_split_int(shard, "split.no", 0), _split_int(shard, "split.count", 1)) != (0, count):
+        return open_gguf(path), 0
+    return GGUFFile([shard], header_only=False), missing
 
 
 def open_model(path: str | os.PathLike[str]) -> GGUFFile:
