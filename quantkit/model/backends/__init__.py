@@ -20,6 +20,10 @@ from quantkit.model.ops import Op, Value
 Observer = Callable[[str, Floats, Ints | None], None]
 
 
+#: Activations as the runtimes round them to multiply quantized weights, or f32, times decoded weights.
+RUNTIME, EXACT = ACTIVATIONS = ("runtime", "exact")
+
+
 @dataclass(frozen=True)
 class Limits:
     """The limits of a program: sequences of ``n_ctx`` cells each, ``n_ubatch`` tokens a run at most.
@@ -43,6 +47,7 @@ class Options:
     max_vram: int | None = None
     cublas: bool = False
     observer: Observer | None = None
+    activations: str = RUNTIME
 
 
 class Program(Protocol):
