@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, QuantkitError, RecipeError
@@ -25,7 +26,7 @@ from quantkit.formats.gguf import GGUFFile, open_model
 from quantkit.formats.override import parse_overrides
 from quantkit.formats.remote import located
 from quantkit.model.activations import InputCovariance, covariance_graph, residual_stream
-from quantkit.model.backends import ACTIVATIONS, EXACT, RUNTIME, Backend, Limits, Observer, Options, Program
+from quantkit.model.backends import Backend, Limits, Observer, Options, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.registry import backend_of
 from quantkit.model.batch import Batch, Floats, Ints
@@ -82,8 +83,8 @@ def load(
         max_vram: bytes of weights to keep on each CUDA device; others are uploaded for every batch, of experts only
             those in use.
         cublas: on CUDA devices compute prompts by cuBLAS on weights unpacked to bf16: less exact, for comparison.
-        activations: runtime: rounded to the format that llama.cpp and ik_llama.cpp multiply a weight's type by, int8 for
-            quantized weights; exact: f32, times decoded weights. The type of caches is kv_type in both.
+        activations: runtime: rounded to the format by which llama.cpp and ik_llama.cpp multiply a weight's type, int8
+            for quantized weights; exact: f32, times decoded weights, on the CPU. The type of caches is kv_type in both.
         override_kv: metadata to use instead of the file's, KEY=TYPE:VALUE, as of llama.cpp's option.
         observer: called with the inputs of Observe operations.
         rewrite: transforms the graph before fusion, to add observing operations (observers.py).

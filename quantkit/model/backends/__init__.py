@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.activations import RUNTIME
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.fusion import Fusion
@@ -18,10 +19,6 @@ from quantkit.model.ops import Op, Value
 
 #: Called with a tensor's name, the input of its multiplication [rows, n_in] and, for experts, their ids.
 Observer = Callable[[str, Floats, Ints | None], None]
-
-
-#: Activations as the runtimes round them to multiply quantized weights, or f32, times decoded weights.
-RUNTIME, EXACT = ACTIVATIONS = ("runtime", "exact")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from quantkit.activations import EXACT
 from quantkit.formats.gguf import GGUFFile
-from quantkit.model.backends import EXACT, Backend, Options
+from quantkit.model.backends import Backend, Options
 from quantkit.model.fusion import Decision
 from quantkit.model.ops import Op, Value
 
