@@ -268,8 +268,8 @@ def activations_option(default: str) -> Callable[[F], F]:
         "--activations",
         group=RUN,
         type=click.Choice(ACTIVATIONS),
-        help="exact: f32, times decoded weights; runtime: rounded as by llama.cpp, to int8 for quantized weights. "
-        f"[default: {default}]",
+        help="Activations: exact (f32, times decoded weights: figures of the weights alone) or runtime (rounded as by "
+        f"llama.cpp).  [default: {default}]",
     )
 
 

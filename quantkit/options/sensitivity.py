@@ -63,8 +63,8 @@ class SensitivityOptions(Options):
     kv_type: str = "f16"
     activations: str = option(
         EXACT,
-        "exact: f32, times decoded weights, so that figures are those of the weights alone; runtime: rounded as by "
-        "llama.cpp, to int8 for quantized weights.",
+        "Activations: exact (f32, times decoded weights: figures of the weights alone) or runtime (rounded as by "
+        "llama.cpp).",
         RUN,
         choices=ACTIVATIONS,
     )

@@ -106,8 +106,8 @@ class ReportOptions(Options):
     chunks: int | None = option(None, "Number of chunks; -1 (default): all.", MEASUREMENTS, kind="chunks")
     activations: str | None = option(
         None,
-        "exact: f32, times decoded weights, so that figures are those of the weights alone; runtime: rounded as by "
-        "llama.cpp.  [default: exact; on GPUs runtime]",
+        "Activations: exact (f32, times decoded weights: figures of the weights alone) or runtime (rounded as by "
+        "llama.cpp).  [default: exact; on GPUs runtime]",
         MEASUREMENTS,
         choices=ACTIVATIONS,
     )
