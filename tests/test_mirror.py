@@ -37,6 +37,7 @@ def test_only_tests_of_the_whole_tree_are_at_the_top() -> None:
             "examples",
             "glossary",
             "guide",
+            "install",
             "layers",
             "mirror",
             "prose",
