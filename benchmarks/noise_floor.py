@@ -29,6 +29,8 @@ from quantkit.kernels.formats import FORMATS
 from quantkit.quantize import QuantizeOptions
 from quantkit.types import BY_NAME
 
+#: Types that need no entry in an importance matrix, which the output has none of.
+DEFAULT = [name for name in FORMATS if BY_NAME[name].in_files and BY_NAME[name].imatrix != "required"]
 COLUMNS = ("type", "bits per weight", "floor, runtime", "floor, exact", "KLD, runtime", "KLD, exact", "noise, %")
 
 
@@ -97,7 +99,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("text", type=Path, nargs="?")
     parser.add_argument("--imatrix", type=Path)
-    parser.add_argument("--types", default=",".join(name for name in FORMATS if BY_NAME[name].in_files))
+    parser.add_argument("--types", default=",".join(DEFAULT))
     parser.add_argument("--ctx", type=int, default=256)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--speed", type=Path, nargs="*", default=[])
