@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
     from quantkit.recipes import convert_recipe, diff_recipe, lint_recipe, parse_recipe, show_recipe, write_recipe
     from quantkit.report import ReportOptions, report
+    from quantkit.score import score
     from quantkit.search import search, search_front
     from quantkit.sensitivity import read_sensitivity, sensitivity
     from quantkit.split import join, plan_join, plan_split, split
@@ -128,6 +129,7 @@ __all__ = [
     "read_sensitivity",
     "recipes",
     "report",
+    "score",
     "search",
     "search_front",
     "sensitivity",
@@ -215,6 +217,7 @@ _HOME = {
     "read_imatrix": "formats.imatrix",
     "read_sensitivity": "sensitivity",
     "report": "report",
+    "score": "score",
     "search": "search",
     "search_front": "search",
     "sensitivity": "sensitivity",

@@ -55,6 +55,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "fit": {"options", "quantize"},
         "upload": {"hash"},
         "generate": {"evaluate", "imatrix"},
+        "score": {"evaluate"},
         "split": {"quantize"},
         "stitch": {"hash"},
         "prune": set(),

@@ -120,7 +120,7 @@ _IGNORED: tuple[tuple[str, str], ...] = (
     ("the output matrix is output.weight, or the token embeddings", "--output-tensor-name="),
 )
 
-_TASKS = "tasks (HellaSwag, WinoGrande, multiple choice) are not available; compare files by divergence: quantkit kld"
+_TASKS = "tasks (HellaSwag, WinoGrande, multiple choice) are scored by quantkit score -m FILE -f TASKS"
 _ROPE = "set the model's key instead: --override-kv ARCH.rope.{key}=float:{value}"
 _LORA = "adapters are not applied; merge one first: quantkit quantize IN.gguf OUT.gguf TYPE --merge-lora ADAPTER.gguf"
 
@@ -130,7 +130,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         _TASKS,
         "--hellaswag --hellaswag-tasks= --winogrande --winogrande-tasks= --multiple-choice --multiple-choice-tasks=",
     ),
-    (f"{_TASKS}. Texts are given with -f, token ids with --tokens @FILE.i32", "-bf|--binary-file="),
+    (f"{_TASKS}; texts are given with -f, token ids with --tokens @FILE.i32", "-bf|--binary-file="),
     ("escape sequences are not processed: put the line break itself into the text", "-e|--escape"),
     (_ROPE.format(key="freq_base", value="N"), "--rope-freq-base="),
     (_ROPE.format(key="scaling.factor", value="N (1 / N of --rope-freq-scale)"), "--rope-scale= --rope-freq-scale="),

@@ -36,11 +36,13 @@ from quantkit.cli._options import (
     ray_option,
     setting,
 )
-from quantkit.cli._paths import Place
+from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._progress import Bar
+from quantkit.cli._tasks import task_options
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.evaluate.likelihood import BASE_LOGITS
 from quantkit.evaluate.statistics import finite
+from quantkit.formats.outputs import read_text
 from quantkit.names import printable
 from quantkit.units import format_seconds, format_size
 
@@ -58,6 +60,8 @@ from quantkit.units import format_seconds, format_size
     default=0,
     help="Score a window every N tokens, instead of chunks.",
 )
+@option("-bf", "--binary-file", "binary_file", group=TEXT, type=TEXT_FILE, help="File, used to its last byte.")
+@task_options
 @activations_option("runtime; exact with FILE of base logits")
 @run_options
 @ray_option
@@ -95,6 +99,9 @@ def command(
     n_ctx: int,
     chunks: int | None,
     stride: int,
+    binary_file: Path | None,
+    kind: str | None,
+    n_tasks: int | None,
     save: Path | None,
     divergence: bool,
     overwrite: bool,
@@ -118,8 +125,16 @@ def command(
     if divergence:
         _divergence(model, save, n_ctx, chunks, json_to, run)
         return
-    text, ids = text_or_tokens(file, prompt, tokens)
-    json_file = claim_json(json_to, [save], [model, file, ids_file(tokens)], overwrite=overwrite)
+    if kind is not None or n_tasks is not None:
+        _score(model, file or binary_file, kind, n_tasks, json_to, run)
+        return
+    if binary_file is None:
+        text, ids = text_or_tokens(file, prompt, tokens)
+    else:
+        if any(value is not None for value in (file, prompt, tokens)):
+            raise click.UsageError("give one of -f, -bf, -p and --tokens")
+        text, ids = read_text(binary_file), None
+    json_file = claim_json(json_to, [save], [model, file, binary_file, ids_file(tokens)], overwrite=overwrite)
     logits = {name: run.pop(name) for name in declarations(SaveLogits)}
     save_logits = SaveLogits(save, overwrite=overwrite, **logits) if save is not None else None
     with closing(Bar(unit="chunk", desc="first pass")) as bar:
@@ -162,6 +177,28 @@ def _divergence(
         base=base,
         n_ctx=n_ctx if on_command_line("n_ctx") else None,
         chunks=chunks,
+        json_to=json_to,
+        overwrite=ctx.params["overwrite"],
+        **run,
+    )
+
+
+def _score(
+    model: Path, file: Path | None, kind: str | None, n_tasks: int | None, json_to: str | None, run: Mapping[str, Any]
+) -> None:
+    """Run quantkit score, as llama-perplexity with tasks."""
+    from quantkit.cli.score import command as score
+
+    ctx = click.get_current_context()
+    if file is None:
+        raise click.UsageError("tasks are given by -f FILE or -bf FILE")
+    models = {"models": (model,), "hf_repo": None, "hf_file": None, "base": None}
+    ctx.invoke(
+        score,
+        **models,
+        file=file,
+        kind=kind,
+        n_tasks=n_tasks,
         json_to=json_to,
         overwrite=ctx.params["overwrite"],
         **run,
