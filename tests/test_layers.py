@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "quantkit"
 #: What each part may import, besides itself.
 FLOOR = {
     *("version", "types", "errors", "arguments", "extras", "units", "names", "cpus", "foreign", "patterns"),
-    *("mapping", "process", "progress", "records", "html_table"),
+    *("activations", "mapping", "process", "progress", "records", "html_table"),
 }
 #: Modules of their own kind, neither floor nor verbs.
 STANDALONE = {"cluster"}
@@ -25,7 +25,7 @@ ALLOWED = {
     "version": set(),
     "types": {"errors"},
     "errors": set(),
-    **dict.fromkeys(("units", "names", "cpus", "mapping", "process", "progress", "html_table"), set()),
+    **dict.fromkeys(("activations", "units", "names", "cpus", "mapping", "process", "progress", "html_table"), set()),
     "extras": {"errors"},
     "arguments": {"errors", "types"},
     "foreign": {"errors", "names", "units"},

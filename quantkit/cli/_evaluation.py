@@ -11,6 +11,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import ACTIVATIONS
 from quantkit.cli._compat_options import ignored_options
 from quantkit.cli._json import json_option as declare_json
 from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, options, setting, threads_option, to_json
@@ -261,6 +262,17 @@ def kv_type_from(run: dict[str, Any]) -> str:
     return kv_type
 
 
+def activations_option(default: str) -> Callable[[F], F]:
+    """Declare --activations; ``default``: the sentence on its default."""
+    return option(
+        "--activations",
+        group=RUN,
+        type=click.Choice(ACTIVATIONS),
+        help="Activations: exact (f32, times decoded weights: figures of the weights alone) or runtime (rounded as by "
+        f"llama.cpp).  [default: {default}]",
+    )
+
+
 _COUNT = click.IntRange(1)
 _ON: dict[str, Any] = {"group": RUN, "default": True}
 #: Options of a run; ``load_options`` takes the values.
@@ -318,6 +330,8 @@ def load_options(run: Mapping[str, Any]) -> LoadOptions:
         "merge_up_gate": run["merge_up_gate_experts"],
         "override_kv": run["override_kv"],
     }
+    if run.get("activations") is not None:
+        result["activations"] = run["activations"]
     return {**result, "placement": placement_from(run)}
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import click
 
+from quantkit.activations import EXACT
 from quantkit.arguments import declarations
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import (
     OUT,
     TEXT,
+    activations_option,
     claim_json,
     evaluation_options,
     ids_file,
@@ -60,6 +62,7 @@ from quantkit.units import format_seconds, format_size
 )
 @option("-bf", "--binary-file", "binary_file", group=TEXT, type=TEXT_FILE, help="File, used to its last byte.")
 @task_options
+@activations_option("runtime; exact with FILE of base logits")
 @run_options
 @ray_option
 @option(
@@ -110,7 +113,9 @@ def command(
 
     The text is cut into chunks of -c tokens. BOS replaces the first token of each
     chunk if the model has one, and the second half of each chunk is scored. Values
-    compare only for the same text, -c and tokenizer.
+    compare only for the same text, -c and tokenizer. They are llama.cpp's: its
+    rounding of activations is included, except in base logits, which by default are
+    exact, as are the figures of quantkit kld (--activations).
 
     \b
     quantkit perplexity -m model-Q4_K_M.gguf -f wiki.test.raw
@@ -213,6 +218,8 @@ def _final(result: Perplexity) -> str:
     chunks = f"{result.n_chunks} {'windows' if result.stride else 'chunks'} of {result.n_ctx} tokens"
     lines = [f"Final estimate: PPL = {result.ppl.value:.4f} +/- {result.ppl.error:.5f}"]
     lines.append(f"{result.n_scored} tokens scored in {chunks}, {format_seconds(result.seconds)}")
+    if result.activations == EXACT:
+        lines.append("exact activations: not the perplexity of a runtime, which rounds them")
     if result.saved is not None:
         lines.append(f"{printable(result.saved)}: {format_size(result.saved.stat().st_size)}")
     return "\n".join(lines)
@@ -230,6 +237,7 @@ def _as_dict(result: Perplexity) -> dict[str, Any]:
         "n_tokens": result.n_tokens,
         "n_scored": result.n_scored,
         "bos": result.bos,
+        "activations": result.activations,
         "seconds": result.seconds,
         "saved": str(result.saved) if result.saved is not None else None,
         "notes": list(result.notes),

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from quantkit.activations import ACTIVATIONS, MEANINGS
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._devices import device_dicts, device_table
 from quantkit.cli._evaluation import json_option, report
@@ -88,6 +89,12 @@ _search_options = options(
         help="Number of chunks for --check.  [default: all]",
     ),
     option(
+        "--activations",
+        group=_CHECK,
+        type=click.Choice(ACTIVATIONS),
+        help="Those of --check: exact or runtime.  [default: as of -s]",
+    ),
+    option(
         "--cache",
         group=_CHECK,
         type=Place(file_okay=False),
@@ -126,6 +133,7 @@ def command(
     check: int | None,
     base: Path | None,
     chunks: int | None,
+    activations: str | None,
     cache: Path | None,
     front_to: Path | None,
     points: int,
@@ -177,7 +185,15 @@ def command(
         verification = None
         if check is not None and base is not None:
             folder = None if output is None else output.parent
-            verification = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
+            verification = Check(
+                check,
+                base,
+                chunks=chunks,
+                threads=threads or None,
+                cache=cache,
+                folder=folder,
+                activations=activations,
+            )
         with closing(Bar(quiet=quiet, unit="step")) as bar:
             outcome = search(sensitivities, source, requested, check=verification, progress=_show(bar))
         echo_notes(outcome.notes)
@@ -277,6 +293,7 @@ def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
     if best.check is not None:
         mean = best.check.sums.kld.mean
         lines.append(f"measured divergence: {mean.value:.5g} ± {mean.error:.2g} on {best.check.sums.n} tokens")
+        lines.append(MEANINGS[best.check.activations])
         lines.append(PLUS_MINUS)
     lines += [
         f"read per token: {format_size(best.footprint.read)}",
@@ -358,6 +375,7 @@ def _allocation_dict(allocation: Allocation) -> dict[str, Any]:
         "read_bytes": allocation.footprint.read,
         "predicted_kld": allocation.kld,
         "gap": allocation.gap,
+        "activations": None if allocation.check is None else allocation.check.activations,
         "measured_kld": None if allocation.check is None else allocation.check.sums.kld.mean.as_dict(),
         "type": allocation.type_name,
         "rules": [f"{rule.pattern} = {rule.type}" for rule in allocation.rules],

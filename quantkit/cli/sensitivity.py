@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from quantkit.activations import MEANINGS
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import OUT, kv_options, kv_type_from, model_option
 from quantkit.cli._json import JsonOutput, json_option
@@ -139,6 +140,7 @@ def _lines(result: Sensitivity, output: Path) -> Iterator[str]:
     pairs = sum(c.kld is not None for c in result.costs)
     measured_pairs = f"{pairs} of {len(result.costs)} pairs" if pairs < len(result.costs) else f"{pairs} pairs"
     yield f"{measured_pairs} of {len(result.groups)} groups measured, {format_seconds(result.settings['seconds'])}"
+    yield MEANINGS[result.settings["activations"]]
     yield f"wrote {printable(output)}; next: quantkit search -s {printable(output)}"
 
 

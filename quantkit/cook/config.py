@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quantkit.activations import ACTIVATIONS, EXACT
 from quantkit.checkpoint.policy import OUTTYPE_NAMES
 from quantkit.cook.tables import (
     TableLocation,
@@ -97,6 +98,9 @@ class CheckSettings:
     chunks: int | None = key(count_or_all, 'number of chunks, or "all"', 64)
     logits: str = key(
         choice("auto", "llama.cpp", "compact"), "format of the base logits: auto, llama.cpp, compact", "auto"
+    )
+    activations: str = key(
+        choice(*ACTIVATIONS), "of all divergences: exact, or runtime: rounded as by llama.cpp", EXACT
     )
 
 

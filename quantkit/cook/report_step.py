@@ -54,7 +54,7 @@ def report_step(paths: Paths) -> Step:
             base_model=config.report.base_model,
             license=config.report.license,
             mmproj=tuple(file.path for file in paths.mmproj),
-            load=paths.evaluation_options(),
+            load=paths.measuring_options(),
         )
         files = [first_shard(paths, settings) for settings in config.targets]
         if config.check.run:
@@ -79,6 +79,7 @@ def report_step(paths: Paths) -> Step:
         {
             "chunks": config.check.chunks,
             "ctx": ctx,
+            "activations": config.check.activations,
             "title": config.name,
             "base_model": config.report.base_model,
             "license": config.report.license,

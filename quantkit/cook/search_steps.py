@@ -95,6 +95,7 @@ def sensitivity_step(paths: Paths) -> Step:
         "groups": settings.groups,
         "ctx": ctx,
         "chunks": settings.chunks,
+        "activations": paths.config.check.activations,
         "proxies_only": settings.proxies_only,
         "feedback": feedback,
     }
@@ -113,6 +114,7 @@ def sensitivity_step(paths: Paths) -> Step:
                 feedback=paths.covariance if feedback else None,
                 n_ctx=ctx,
                 chunks=settings.chunks,
+                activations=paths.config.check.activations,
                 full_runs=settings.full_runs,
                 proxies_only=settings.proxies_only,
                 threads=paths.threads or None,

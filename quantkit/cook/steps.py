@@ -120,6 +120,10 @@ class Paths:
             options["max_ram"] = self.config.max_ram
         return options
 
+    def measuring_options(self) -> EvaluationOptions:
+        """Return the options of the engine for divergences, which compare only with the same activations."""
+        return {**self.evaluation_options(), "activations": self.config.check.activations}
+
     def run_options(self, progress: StepProgress, total: int) -> RunOptions:
         """Return the options of a run that resumes its own interrupted work and replaces other outputs."""
         return {
@@ -375,7 +379,7 @@ def logits_step(
             chunks=chunks,
             save_logits=SaveLogits(out, file_format, overwrite=True),
             progress=lambda now: progress(now.current, now.total, f"perplexity {now.ppl.value:.4f}"),
-            **paths.evaluation_options(),
+            **paths.measuring_options(),
         )
         for note in result.notes:
             progress.note(note)
@@ -391,7 +395,7 @@ def logits_step(
         name,
         title,
         {"the model": paths.source, "the text": text},
-        {"chunks": chunks, "ctx": ctx, "logits": logits_format},
+        {"chunks": chunks, "ctx": ctx, "logits": logits_format, "activations": paths.config.check.activations},
         (out,),
         run,
         estimate_cost,

@@ -234,14 +234,18 @@ def check_step(paths: Paths, settings: TargetSettings) -> Step:
             find_file(),
             paths.base_logits,
             progress=lambda now: progress(now.current, now.total, f"divergence {now.sums.kld.mean.value:.5f}"),
-            **paths.evaluation_options(),
+            **paths.measuring_options(),
         )
         for note in divergence.notes:
             progress.note(note)
         with atomic_write(out) as part:
             content = {**divergence.as_dict(), "quality": asdict(quality_of(divergence))}
             part.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-        return {"kld": divergence.sums.kld.mean.as_dict(), "ppl_ratio": divergence.sums.ratio.as_dict()}
+        return {
+            "activations": divergence.activations,
+            "kld": divergence.sums.kld.mean.as_dict(),
+            "ppl_ratio": divergence.sums.ratio.as_dict(),
+        }
 
     def estimate_cost() -> StepEstimate:
         check = paths.config.check
@@ -252,7 +256,7 @@ def check_step(paths: Paths, settings: TargetSettings) -> Step:
         f"check {settings.label}",
         f"the divergence of {paths.output(settings.label).name}",
         {"the file": find_file, "the base logits": paths.base_logits},
-        {"shares of the tokens": SHARES},
+        {"shares of the tokens": SHARES, "activations": paths.config.check.activations},
         (out,),
         run,
         estimate_cost,

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from quantkit.activations import EXACT, RUNTIME
 from quantkit.arguments import checked
 from quantkit.cluster import NodeRefusal
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.on_nodes import NodeModel, split_nodes
-from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, loaded_model
+from quantkit.evaluate.on_nodes import NodeModel, nodes_and_activations
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, activations_of, loaded_model
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, KldSums, Scores, finite
@@ -62,6 +63,8 @@ class Kld(HtmlTable):
     sums: KldSums
     seconds: float
     notes: tuple[str, ...]
+    activations: str = RUNTIME
+    base_activations: str = RUNTIME
 
     @property
     def mean(self) -> Estimate:
@@ -83,6 +86,8 @@ class Kld(HtmlTable):
             "n_seq": self.n_seq,
             "n_scored": sums.n,
             "bos": self.bos,
+            "activations": self.activations,
+            "base_activations": self.base_activations,
             "seconds": self.seconds,
             "notes": list(self.notes),
             "ppl_q": sums.nll.ppl.as_dict(),
@@ -132,6 +137,7 @@ def kld(
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
+            ``activations`` are exact by default; on GPUs, which cannot, those of the runtime.
         n_ctx: if given, must equal that of the base. chunks: the number of its chunks to use; None: all.
 
     Raises:
@@ -144,7 +150,7 @@ def kld(
     n = _chunks_to_do(file, chunks)
     if n_ctx is not None and n_ctx != text.n_ctx:
         raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: omit -c", "QK-E203")
-    nodes, load_options = split_nodes(load)
+    nodes, load_options, chosen = nodes_and_activations(model, load, EXACT)
     if nodes is not None and not isinstance(model, (str, Path)):
         raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
     with loaded_model(model, text.n_ctx, load_options) as loaded:
@@ -160,7 +166,7 @@ def kld(
         n_seq, bos, notes = score_text(
             loaded, None, ids, windows, text.first, run, n_batch=n_batch, threads=threads, node_model=node_model
         )
-        path = located(loaded.path)
+        path, activations = located(loaded.path), activations_of(loaded)
     base_model = file.model if isinstance(file, CompactLogits) else ""
     seconds = working_seconds() - start
     return Kld(
@@ -175,8 +181,22 @@ def kld(
         bos,
         run.sums,
         seconds,
-        notes,
+        (*chosen, *_note_base(file, activations), *notes),
+        activations,
+        file.activations,
     )
+
+
+def _note_base(base: LogitsFile, activations: str) -> list[str]:
+    """Return a note on base logits whose activations are rounded otherwise than the model's."""
+    if base.activations == activations:
+        return []
+    if activations == EXACT:
+        return [
+            f"{base.path} was computed with activations rounded as by the runtime, to BF16 for BF16 weights: the "
+            "divergence includes that; quantkit perplexity --save-all-logits writes exact base logits"
+        ]
+    return [f"{base.path} was computed with exact activations: the divergence includes the rounding of the model's"]
 
 
 def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:

@@ -22,11 +22,21 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import EXACT, RUNTIME
 from quantkit.arguments import Options, checked, option
 from quantkit.cluster import NodeRefusal
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.on_nodes import NodeModel, split_nodes
-from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, loaded_model, path_of, text_tokens
+from quantkit.evaluate.on_nodes import NodeModel, nodes_and_activations
+from quantkit.evaluate.passes import (
+    F32,
+    I32,
+    EvaluationOptions,
+    Model,
+    activations_of,
+    loaded_model,
+    path_of,
+    text_tokens,
+)
 from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, NllSums
@@ -118,6 +128,7 @@ class Perplexity(HtmlTable):
     running: tuple[Estimate, ...]
     seconds: float
     saved: Path | None = None
+    activations: str = RUNTIME
     notes: tuple[str, ...] = field(default=())
 
     def as_table(self) -> Table:
@@ -149,6 +160,7 @@ def perplexity(
         n_batch: tokens of a pass, which has max(1, n_batch // n_ctx) chunks.
         chunks: the number to evaluate; None: all.
         stride: tokens between windows, which replace chunks; 0: chunks.
+        save_logits: a base for ``kld``; then the default of ``activations`` is exact, else runtime.
 
     Raises:
         QuantkitError: too few tokens, or an invalid window or stride.
@@ -163,7 +175,7 @@ def perplexity(
         if save_logits is not None:
             check_apart([save_logits.path], [path_of(model)])
             part = atomic_write(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
-        nodes, load_options = split_nodes(load)
+        nodes, load_options, chosen = nodes_and_activations(model, load, RUNTIME if save_logits is None else EXACT)
         if nodes is not None and not isinstance(model, (str, Path)):
             raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
         loaded = stack.enter_context(loaded_model(model, n_ctx, load_options))
@@ -182,9 +194,12 @@ def perplexity(
         n = len(windows)
         sums = run.sums
         running = tuple(run.running)
+        if sink is not None:
+            sink.finish()
+        activations = activations_of(loaded)
     saved, seconds = located(save_logits.path) if save_logits is not None else None, working_seconds() - start
     scored = (len(ids), sums.n, n_ctx, n, stride, n_seq, bos)
-    return Perplexity(path, *scored, sums.ppl, sums.mean, running, seconds, saved, notes)
+    return Perplexity(path, *scored, sums.ppl, sums.mean, running, seconds, saved, activations, (*chosen, *notes))
 
 
 def split_chunks(ids: I32, n_ctx: int, chunks: int | None) -> I32:
@@ -296,6 +311,9 @@ class _LlamaSink:
     def save(self, rows: CompactRows) -> None:
         """Do nothing: rows are already written."""
 
+    def finish(self) -> None:
+        self.writer.finish()
+
     def node_sink(self) -> Callable[[], _LlamaSink]:
         """Return a constructor of sinks on nodes, which write to the same file."""
         return partial(_shared_sink, self.writer.path.absolute(), self.writer.chunks, self.writer.clip)
@@ -331,6 +349,9 @@ class _CompactSink:
         if self.writer is not None:
             self.writer.write(rows)
 
+    def finish(self) -> None:
+        """Do nothing: chunks were written in order."""
+
     def node_sink(self) -> Callable[[], _CompactSink]:
         """Return a constructor of sinks on nodes, whose rows this sink writes."""
         return partial(_CompactSink, self.top_k, self.residual, None)
@@ -342,7 +363,7 @@ _Sink = _LlamaSink | _CompactSink
 def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitStack) -> _Sink:
     chunks = Chunks(model.n_vocab, windows)
     if save.format == "llama.cpp":
-        return _LlamaSink(LlamaWriter(path, chunks, save.clip))
+        return _LlamaSink(LlamaWriter(path, chunks, save.clip, activations_of(model)))
     if save.format != "compact":
         raise RecipeError(f"unknown format of base logits {save.format!r}; choose llama.cpp or compact", "QK-E203")
     if save.top_k < 1 or not 0 <= save.residual < 1:
@@ -353,5 +374,8 @@ def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitS
         fingerprint = source.fingerprint()
     name = located(model.path).name
     top_k = min(save.top_k, model.n_vocab)
-    writer = CompactWriter(path, chunks, top_k=top_k, codec=save.codec, model=name, fingerprint=fingerprint)
+    activations = activations_of(model)
+    writer = CompactWriter(
+        path, chunks, top_k=top_k, codec=save.codec, model=name, fingerprint=fingerprint, activations=activations
+    )
     return _CompactSink(top_k, save.residual, stack.enter_context(writer))

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from quantkit.cluster import Cluster, Node, NodeRefusal
 from quantkit.errors import FormatError, ResourceError
-from quantkit.evaluate.passes import I32, EvaluationOptions, LoadOptions, Nodes
+from quantkit.evaluate.passes import I32, EvaluationOptions, LoadOptions, Nodes, choose_activations
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 
@@ -219,3 +219,15 @@ def split_nodes(options: EvaluationOptions) -> tuple[Nodes | None, LoadOptions]:
         nodes = replace(nodes, threads=load_options.pop("threads", None) or nodes.threads)
         load_options["placement"] = None
     return nodes, load_options
+
+
+def nodes_and_activations(
+    model: object, options: EvaluationOptions, default: str
+) -> tuple[Nodes | None, LoadOptions, list[str]]:
+    """Return ``split_nodes`` with the activations of a model that is to be loaded, and notes on them."""
+    nodes, load_options = split_nodes(options)
+    if not isinstance(model, (str, Path)):
+        return nodes, load_options, []
+    placed = cast(LoadOptions, {name: value for name, value in options.items() if name != "nodes"})
+    chosen, notes = choose_activations(placed, default, nodes)
+    return nodes, {**load_options, "activations": chosen["activations"]}, notes

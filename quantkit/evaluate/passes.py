@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import EXACT, MEANINGS, RUNTIME
 from quantkit.calibration.heldout import calibration_warning
 from quantkit.calibration.overlap import SKETCH_KEYS
 from quantkit.cpus import available_cpus
-from quantkit.errors import ArgumentError, FormatError, QuantkitError
+from quantkit.errors import ArgumentError, FormatError, QuantkitError, RecipeError
 from quantkit.evaluate.scores import TILE
 from quantkit.formats.remote import located
 
@@ -110,6 +111,7 @@ class LoadOptions(TypedDict, total=False):
     max_ram: int | None
     max_vram: int | None
     cublas: bool
+    activations: str
     fusion: Fusion
     merge_up_gate: bool
     placement: Placement | None
@@ -120,6 +122,31 @@ class EvaluationOptions(LoadOptions, total=False):
     """The options of quantkit.load, and the nodes of a cluster to run on instead of this machine."""
 
     nodes: Nodes | None
+
+
+def uses_gpus(options: LoadOptions, nodes: Nodes | None = None) -> bool:
+    """Return whether a model with these options may run on GPUs."""
+    placement = options.get("placement")
+    devices = set() if placement is None else placement.requested_devices()
+    return any(name.startswith("CUDA") for name in devices) or (nodes is not None and nodes.uses_gpus)
+
+
+def choose_activations(options: LoadOptions, default: str, nodes: Nodes | None = None) -> tuple[LoadOptions, list[str]]:
+    """Return options with activations, ``default`` unless they choose some, and notes; runtime's on GPUs.
+
+    Raises RecipeError for exact ones on nodes with GPUs; those of this machine are refused by ``load``.
+    """
+    chosen = options.get("activations")
+    if chosen == EXACT and nodes is not None and nodes.uses_gpus:
+        raise RecipeError("exact activations need the CPU: choose --backend cpu, or --activations runtime", "QK-E303")
+    gpus = chosen is None and default == EXACT and uses_gpus(options, nodes)
+    notes = [f"on GPUs, {MEANINGS[RUNTIME]}: the CPU measures with exact ones"] if gpus else []
+    return {**options, "activations": chosen or (RUNTIME if gpus else default)}, notes
+
+
+def activations_of(model: Model) -> str:
+    """Return the activations of a loaded model."""
+    return getattr(model, "activations", RUNTIME)
 
 
 @contextmanager

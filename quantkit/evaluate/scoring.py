@@ -8,7 +8,15 @@ from functools import partial
 from typing import Any, Protocol
 
 from quantkit.evaluate.on_nodes import NodeModel, Pass, run_on_nodes
-from quantkit.evaluate.passes import F32, I32, Model, bos_of, note_calibration, note_context, run_windows
+from quantkit.evaluate.passes import (
+    F32,
+    I32,
+    Model,
+    bos_of,
+    note_calibration,
+    note_context,
+    run_windows,
+)
 
 
 class WindowScorer(Protocol):

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, QuantkitError, RecipeError
@@ -59,6 +60,7 @@ def load(
     max_ram: int | None = None,
     max_vram: int | None = None,
     cublas: bool = False,
+    activations: str = RUNTIME,
     override_kv: Sequence[str] = (),
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
@@ -81,6 +83,8 @@ def load(
         max_vram: bytes of weights to keep on each CUDA device; others are uploaded for every batch, of experts only
             those in use.
         cublas: on CUDA devices compute prompts by cuBLAS on weights unpacked to bf16: less exact, for comparison.
+        activations: runtime: rounded to the format by which llama.cpp and ik_llama.cpp multiply a weight's type, int8
+            for quantized weights; exact: f32, times decoded weights, on the CPU. The type of caches is kv_type in both.
         override_kv: metadata to use instead of the file's, KEY=TYPE:VALUE, as of llama.cpp's option.
         observer: called with the inputs of Observe operations.
         rewrite: transforms the graph before fusion, to add observing operations (observers.py).
@@ -102,11 +106,26 @@ def load(
         raise RecipeError(
             "--no-mmap copies all weights to memory, but --max-ram leaves some in the file: omit one of them", "QK-E201"
         )
-    options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
+    placement = placement or Placement()
+    check_activations(activations, placement)
+    options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer, activations)
     model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap, override_kv)
     graph = build(model.source, n_ctx or 0)
-    model.prepare(graph if rewrite is None else rewrite(graph), placement or Placement())
+    model.prepare(graph if rewrite is None else rewrite(graph), placement)
     return model
+
+
+def check_activations(activations: str, placement: Placement) -> None:
+    """Raise RecipeError for activations that do not exist, or that a device of the placement cannot multiply."""
+    if activations not in ACTIVATIONS:
+        raise RecipeError(f"unknown activations {activations!r}: choose {' or '.join(ACTIVATIONS)}", "QK-E203")
+    gpus = sorted(device for device in placement.requested_devices() if device.startswith("CUDA"))
+    if activations == EXACT and gpus:
+        raise RecipeError(
+            f"exact activations need the CPU, but the model is placed on {', '.join(gpus)}, which multiply quantized "
+            "weights by int8: choose --activations runtime, or run without -ngl, -dev, -ot and --backend cuda",
+            "QK-E303",
+        )
 
 
 class Model:
@@ -131,6 +150,7 @@ class Model:
     ) -> None:
         self.path = located(path)
         self.threads = options.threads
+        self.activations = options.activations
         self.n_ubatch = n_ubatch
         self.kv_type = kv_type
         self._options = options

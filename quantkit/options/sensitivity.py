@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.activations import ACTIVATIONS, EXACT
 from quantkit.arguments import Options, option
 
 #: Default types; without an importance matrix, those that need one are skipped.
@@ -60,6 +61,13 @@ class SensitivityOptions(Options):
 
     n_batch: int = option(4096, "Logical batch size.", RUN, least=1, flags=("-b", "--batch-size"))
     kv_type: str = "f16"
+    activations: str = option(
+        EXACT,
+        "Activations: exact (f32, times decoded weights: figures of the weights alone) or runtime (rounded as by "
+        "llama.cpp).",
+        RUN,
+        choices=ACTIVATIONS,
+    )
     threads: int | None = None
     max_ram: int | None = option(
         None, "Maximum memory for weights; the rest is streamed from the file.", RUN, kind="size", metavar="SIZE"

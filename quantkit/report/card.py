@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from quantkit.activations import MEANINGS
 from quantkit.formats.gguf import parse_split_path
 from quantkit.names import printable
 from quantkit.report.conclusion import better_file, perplexity_warning
@@ -163,6 +164,7 @@ def _measurement(report: Report) -> list[str]:
         f" of {_escape_markdown(report.text.name)} (SHA-256 `{report.text.sha256}`)" if report.text is not None else ""
     )
     lines = [f"Measured on {quality.n_scored:,} tokens{text}, in chunks of {quality.n_ctx}; {PLUS_MINUS}."]
+    lines.append(f"Measured with {MEANINGS[quality.activations]}.")
     if quality.kld is not None:
         limits = ", ".join(f"{limit:g}" for limit, _ in _ADVICE[:-1])
         lines.append("KL divergence is the mean over these tokens, from the base model's predictions; lower is better.")

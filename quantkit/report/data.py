@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quantkit.activations import RUNTIME
 from quantkit.evaluate import Estimate
 from quantkit.formats.own_json import read_own_json
 from quantkit.html_table import HtmlTable, Table, table_of
@@ -32,7 +33,8 @@ class Quality:
     """Quality of a file on a text. ``key``: digest of text, base and settings; the fields after ``ppl`` need a base.
 
     ``ppl_ratio``: perplexity / that of the base; their errors cancel in part. ``kld``: nats per token; ``bound``: the
-    most by which it is off because the base logits have only the most probable tokens.
+    most by which it is off because the base logits have only the most probable tokens. ``activations``: exact, or those
+    of the runtime.
     """
 
     key: str
@@ -47,6 +49,7 @@ class Quality:
     same_top: Estimate | None = None
     rms_p_diff: Estimate | None = None
     quantiles: tuple[Quantile, ...] = ()
+    activations: str = RUNTIME
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
 from quantkit.arguments import Options, option
 from quantkit.bench import BenchProgress, Setting, Test, bench, cpu_name
 from quantkit.calibration import calibration_warning, sketch_of
 from quantkit.compare import compare
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, PerplexityProgress, SaveLogits, kld, perplexity
-from quantkit.evaluate.passes import LoadOptions
+from quantkit.evaluate.passes import LoadOptions, choose_activations
 from quantkit.formats.gguf import open_gguf, open_model
 from quantkit.formats.gguf.mmproj import encoder_names, is_mmproj, no_language_model
 from quantkit.formats.gguf.rules import n_dims
@@ -103,6 +104,13 @@ class ReportOptions(Options):
     known: Mapping[Path, Quality] = field(default_factory=dict)
     n_ctx: int = option(512, "Tokens per chunk.", MEASUREMENTS, least=4, flags=("-c", "--ctx-size"))
     chunks: int | None = option(None, "Number of chunks; -1 (default): all.", MEASUREMENTS, kind="chunks")
+    activations: str | None = option(
+        None,
+        "Activations: exact (f32, times decoded weights: figures of the weights alone) or runtime (rounded as by "
+        "llama.cpp).  [default: exact; on GPUs runtime]",
+        MEASUREMENTS,
+        choices=ACTIVATIONS,
+    )
     n_batch: int = 2048
     errors: bool = option(
         True, "Compare every matrix with that of the base (default).", MEASUREMENTS, flags=("--errors/--no-errors",)
@@ -397,10 +405,18 @@ def _measure_qualities(
 
 
 def _quality_key(report: Report, options: ReportOptions) -> str:
+    chosen = _load_options(options)["activations"]
+    activations = () if chosen == RUNTIME else (chosen,)  # files of earlier versions have the runtime's
     if options.logits is not None and options.logits.exists():
-        return _key("logits", content_digest([options.logits]), options.chunks)
+        return _key("logits", content_digest([options.logits]), options.chunks, *activations)
     assert report.text is not None
-    return _key(_base_digest(report), report.text.sha256, options.n_ctx, options.chunks)
+    return _key(_base_digest(report), report.text.sha256, options.n_ctx, options.chunks, *activations)
+
+
+def _load_options(options: ReportOptions) -> LoadOptions:
+    """Return the options of models that are measured; on GPUs, activations are the runtime's if none are chosen."""
+    chosen: LoadOptions = {} if options.activations is None else {"activations": options.activations}
+    return choose_activations({**options.load, **chosen}, EXACT)[0]
 
 
 def _base_digest(report: Report) -> str:
@@ -439,14 +455,15 @@ def _measure_perplexity(
         chunks=options.chunks,
         save_logits=save,
         progress=on_chunk,
-        **options.load,
+        **_load_options(options),
     )
     return result.ppl, result.n_scored, result.n_chunks
 
 
 def _with_perplexity(file: File, path: Path, options: ReportOptions, key: str, progress: StepReport) -> File:
     ppl, scored, chunks = _measure_perplexity(path, file.name, options, progress)
-    quality = Quality(key, scored, options.n_ctx, chunks, _finite(ppl))
+    activations = str(_load_options(options)["activations"])
+    quality = Quality(key, scored, options.n_ctx, chunks, _finite(ppl), activations=activations)
     return replace(file, quality=quality, notes=_notes(path, options))
 
 
@@ -458,7 +475,7 @@ def _with_divergence(
 
     quality = options.known.get(path)
     if quality is None:
-        load = options.load
+        load = _load_options(options)
         quality = quality_of(
             kld(path, logits, chunks=options.chunks, n_batch=options.n_batch, progress=on_chunk, **load)
         )
@@ -483,6 +500,7 @@ def quality_of(divergence: Kld) -> Quality:
         _finite(sums.same_top_p),
         _finite(sums.rms_p_diff),
         _quantiles(sums),
+        divergence.activations,
     )
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantkit.activations import MEANINGS
 from quantkit.names import printable
 from quantkit.report.card import run_command
 from quantkit.report.chart import Chart
@@ -177,4 +178,5 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     qualities = [f.quality for f in report.files if f.quality is not None]
     if report.text is not None and qualities:
         facts.append(("measured on", f"{report.text.name}, {qualities[0].n_scored:,} tokens scored"))
+    facts += [("activations", MEANINGS[mode]) for mode in dict.fromkeys(q.activations for q in qualities)]
     return facts

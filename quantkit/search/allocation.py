@@ -75,7 +75,7 @@ class Check:
     """Settings for the measurement of the ``count`` best allocations against ``base``, the base logits.
 
     ``chunks``: number of chunks; None: all of the base. ``cache``: folder of encoded tensors, which allocations share.
-    ``folder``: folder of temporary files.
+    ``folder``: folder of temporary files. ``activations``: None: those of the sensitivities.
     """
 
     count: int
@@ -84,6 +84,7 @@ class Check:
     threads: int | None = None
     cache: Path | None = None
     folder: Path | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -91,7 +92,11 @@ class Check:
 
 
 def measure(
-    allocations: Sequence[Allocation], source: Source, check: Check, progress: Callable[[str], object]
+    allocations: Sequence[Allocation],
+    source: Source,
+    check: Check,
+    activations: str,
+    progress: Callable[[str], object],
 ) -> Iterator[tuple[Allocation, Kld]]:
     """Quantize each allocation and yield it with its measured divergence; the files are removed."""
     base = open_logits(check.base)
@@ -101,7 +106,7 @@ def measure(
             path = Path(folder) / "candidate.gguf"
             plan = plan_from(source, path, allocation.type_name, allocation.options)
             run_quantize(plan, threads=check.threads, overwrite=True, cache=cache)
-            result = kld(path, base, chunks=check.chunks, threads=check.threads)
+            result = kld(path, base, chunks=check.chunks, threads=check.threads, activations=activations)
             mean = result.sums.kld.mean
             prediction = f"{number} of {len(allocations)}: predicted {allocation.kld:.5f}"
             progress(f"{prediction}, measured {mean.text(5)} (standard error)")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quantkit.activations import RUNTIME
 from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError
 from quantkit.extras import SEARCH, check_extras
@@ -79,6 +80,8 @@ def search(
         count = 1 if check is None else check.count
         report = progress or (lambda now: None)
         report(Progress(0, 1 + count, "solve"))
+        measured_with = measurements.settings.get("activations", RUNTIME)
+        activations = measured_with if check is None or check.activations is None else check.activations
         allocations = list(finder.best(count))
         if check is not None:
             checks = itertools.count(1)
@@ -86,14 +89,27 @@ def search(
             allocations = [
                 replace(allocation, check=result)
                 for allocation, result in measure(
-                    allocations, model, check, lambda line: report(Progress(1 + next(checks), 1 + count, line))
+                    allocations,
+                    model,
+                    check,
+                    activations,
+                    lambda line: report(Progress(1 + next(checks), 1 + count, line)),
                 )
             ]
             allocations.sort(
                 key=lambda allocation: math.inf if allocation.check is None else allocation.check.sums.kld.mean.value
             )
-        notes = (*space.notes, *finder.notes, *space.runtime_lines(allocations[0].plan))
+        mixed = () if activations == measured_with else (_note_mixed(measured_with, activations),)
+        notes = (*mixed, *space.notes, *finder.notes, *space.runtime_lines(allocations[0].plan))
     return SearchResult(tuple(allocations), space, time.monotonic() - start, notes)
+
+
+def _note_mixed(measured_with: str, activations: str) -> str:
+    """Return a note on sensitivities and checks that do not compare."""
+    return (
+        f"the sensitivities were measured with {measured_with} activations, the allocations with {activations} ones: "
+        "predicted and measured divergences differ by their rounding"
+    )
 
 
 def load_measurements(sensitivity: Sensitivity | str | Path) -> Sensitivity:

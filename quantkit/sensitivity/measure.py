@@ -148,6 +148,7 @@ class _Run:
                 threads=self.threads,
                 n_ctx=options.n_ctx,
                 kv_type=options.kv_type,
+                activations=options.activations,
                 max_ram=options.max_ram,
                 rewrite=partial(without_selection, n_ctx=options.n_ctx),
                 wrap=OverlaidFile,
@@ -179,7 +180,7 @@ class _Run:
         """Return a SHA-256 of everything that decides a measurement, except ``inputs``."""
         o = self.options
         imatrix = None if o.imatrix is None else read_imatrix(o.imatrix).sha256
-        settings = (__version__, imatrix, o.feedback is not None, o.groups, o.kv_type, self.bos)
+        settings = (__version__, imatrix, o.feedback is not None, o.groups, o.kv_type, o.activations, self.bos)
         shape = (self.windows.shape, self.batch_windows, self.first)
         return hashlib.sha256(repr((settings, shape)).encode() + self.windows.tobytes()).hexdigest()
 
@@ -293,6 +294,7 @@ class _Run:
             "imatrix": None if o.imatrix is None else o.imatrix.name,
             "feedback": None if o.feedback is None else o.feedback.name,
             "kv_type": o.kv_type,
+            "activations": o.activations,
             "full_runs": self.full_runs,
             "proxies_only": o.proxies_only,
             "probes": {p.group.name: p.type.name for p in sorted(probes, key=lambda p: order[p.group.name])},

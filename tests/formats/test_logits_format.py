@@ -259,6 +259,27 @@ def test_a_compact_file_is_read_in_any_order(tmp_path: Path, codec: str) -> None
         assert is_same(file.rows(chunk, 1, 3), rows[chunk].slice(1, 3))
 
 
+def test_files_record_exact_activations(tmp_path: Path) -> None:
+    """Without a record they are the runtime's; the mark of a llama.cpp file is no part of its rows."""
+    text = chunks(12)
+    writer = LlamaWriter(tmp_path / "llama", text, activations="exact")
+    for chunk in range(text.n_chunks):
+        writer.write(chunk, 0, np.zeros((ROWS, 12), f32), np.full(ROWS, np.log(12)))
+    writer.finish()
+    with CompactWriter(tmp_path / "compact", chunks(50), top_k=20, activations="exact") as compact:
+        for i in range(N_CHUNKS):
+            compact.write(random_rows(i))
+    files = [open_logits(tmp_path / name) for name in ("llama", "compact")]
+    assert [(file.activations, file.n_whole) for file in files] == [("exact", N_CHUNKS)] * 2
+    write_llama(tmp_path / "plain", text)
+    write_compact(tmp_path / "plain-compact")
+    assert [open_logits(tmp_path / f"plain{end}").activations for end in ("", "-compact")] == ["runtime"] * 2
+    data = (tmp_path / "plain").read_bytes()
+    (tmp_path / "plain").write_bytes(data + b"_exact_?")
+    with refuses(FormatError, "QK-E100|QK-E122"):
+        open_logits(tmp_path / "plain")
+
+
 def test_without_zstd_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     monkeypatch.setitem(__import__("sys").modules, "compression", None)

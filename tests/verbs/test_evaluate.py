@@ -27,7 +27,9 @@ from quantkit.formats.logits import CompactLogits, LlamaRows, encode_rows, open_
 from quantkit.model.engine import load
 from quantkit.model.fusion import Fusion
 from quantkit.model.placement import Placement
+from quantkit.quantize import QuantizeOptions, quantize
 from small_models import llama_fields, llama_tensors, write_model
+from zoo import write_zoo
 
 F32 = npt.NDArray[np.float32]
 f32 = np.float32
@@ -38,6 +40,12 @@ V = 301
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real file, for its fingerprint; the fake model only bears its name."""
     return write_model(tmp_path_factory.mktemp("model") / "fake.gguf", llama_tensors(layers=1), llama_fields(layers=1))
+
+
+def load_vocabulary(path: Path) -> int:
+    """Return the size of a model's vocabulary."""
+    with load(path) as model:
+        return model.n_vocab
 
 
 def some_tokens(n: int, seed: int = 5) -> npt.NDArray[np.int32]:
@@ -566,7 +574,37 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         "fusion": Fusion(True, False, False, False),
         "placement": Placement(0, (("exps", "CPU"),)),
     }
-    assert loads == [{**expected, **settings}] * 2
+    assert loads == [{**expected, **settings, **chosen} for chosen in ({"activations": "runtime"}, {})]
+
+
+def test_activations_are_chosen_and_recorded(tmp_path: Path) -> None:
+    """Base logits and divergences are exact by default, perplexity is llama.cpp's; the other kind of base is noted."""
+    source = write_zoo("llama-dense", tmp_path / "f32.gguf")
+    file, copy = tmp_path / "q4_0.gguf", tmp_path / "copy.gguf"
+    quantize(source, file, "Q4_0")
+    quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True))
+    tokens = some_tokens(64) % load_vocabulary(source)
+    text, exact, rounded = ",".join(map(str, tokens)), tmp_path / "exact", tmp_path / "rounded"
+    for path, form, *options in (
+        (exact, "compact"),
+        (tmp_path / "exact.llama", "llama.cpp"),
+        (rounded, "llama.cpp", "--activations", "runtime"),
+    ):
+        result = run("perplexity", "-m", copy, "--tokens", text, "-c", 16, "--save-all-logits", path, "--logits-format",
+                     form, *options)  # fmt: skip
+        assert result.exit_code == 0, result.output
+    kinds = [open_logits(tmp_path / name).activations for name in ("exact", "exact.llama", "rounded")]
+    assert kinds == ["exact", "exact", "runtime"]
+    assert perplexity(file, tokens=tokens, n_ctx=16).activations == "runtime"
+    own = kld(file, exact)
+    assert (own.activations, own.base_activations, own.notes) == ("exact", "exact", own.notes)
+    assert not [note for note in own.notes if str(exact) in note]
+    assert abs(own.mean.value) < 1e-6 < kld(file, exact, activations="runtime").mean.value
+    assert [note for note in kld(file, rounded).notes if str(rounded) in note]
+    printed = json.loads(run("kld", "-m", file, "--base", rounded, "--activations", "runtime", "--json", "-").stdout)
+    assert (printed["activations"], printed["base_activations"]) == ("runtime", "runtime")
+    with refuses(RecipeError, "QK-E303"):
+        kld(file, exact, activations="exact", placement=Placement(gpu_layers=1))
 
 
 @pytest.mark.parametrize(

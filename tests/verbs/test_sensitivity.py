@@ -57,7 +57,7 @@ def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, fol
     path = folder / "with.gguf"
     rules = tuple(f"^{t.replace('.', '[.]')}$={name}" for group in groups for t in group.tensors)
     quantize(model, path, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
-    result = perplexity(path, tokens=ids_of(model), n_ctx=N_CTX)
+    result = perplexity(path, activations="exact", tokens=ids_of(model), n_ctx=N_CTX)
     return kld(path, base).sums.kld.mean.value, result.log_ppl.value
 
 

@@ -2,7 +2,8 @@
 
 Little endian::
 
-    "qklogits"  u32 version = 1  u32 codec (0 zlib, 1 zstd)  i32 n_ctx  i32 n_vocab  i32 n_chunks  u32 top_k
+    "qklogits"  u32 version = 1  u16 codec (0 zlib, 1 zstd)  u16 activations (0 runtime, 1 exact)
+    i32 n_ctx  i32 n_vocab  i32 n_chunks  u32 top_k
     u8 sha256[32] of the tokens   u8 model[32], a fingerprint   u32 length, the model's name in UTF-8
     i32 tokens[n_chunks * n_ctx]
     n_chunks frames, in order:  "CHNK"  u32 chunk  u32 crc32 of the payload  u32 raw bytes  u64 payload bytes  payload
@@ -47,6 +48,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import ACTIVATIONS, RUNTIME
 from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens
 from quantkit.formats.ranges import read_range
@@ -62,7 +64,7 @@ VERSION = 1
 #: Longest name of a model; longer names are truncated.
 MAX_NAME = 1024
 
-_HEADER = struct.Struct("<8sIIiiiI32s32sI")
+_HEADER = struct.Struct("<8sIHHiiiI32s32sI")
 _FRAME = struct.Struct("<4sIIIQ")
 _ROW_BYTES, _TOKEN_BYTES = 16, 8
 #: Mantissas do not compress: higher levels take twice as long for 3 % less.
@@ -222,20 +224,25 @@ class CompactLogits:
             raise FormatError(
                 f"{path}: ends after {size} bytes, within the header of base logits: truncated", "QK-E103"
             )
-        _, version, codec, n_ctx, n_vocab, n_chunks, top_k, self._sha256, model, name_bytes = _HEADER.unpack(raw)
+        _, version, codec, activations, *sizes, self._sha256, model, name_bytes = _HEADER.unpack(raw)
+        n_ctx, n_vocab, n_chunks, top_k = sizes
         if version != VERSION:
             raise FormatError(
                 f"{path}: base logits of version {version}; this version of quantkit reads version {VERSION}"
             )
-        if codec not in CODECS.values() or not top_k or name_bytes > MAX_NAME:
+        known = codec in CODECS.values() and activations < len(ACTIVATIONS)
+        if not known or not top_k or name_bytes > MAX_NAME:
             raise FormatError(
-                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: damaged", "QK-E122"
+                f"{path}: header: codec {codec}, activations {activations}, top_k {top_k}, name of {name_bytes} bytes: "
+                "damaged",
+                "QK-E122",
             )
         check_header(path, n_ctx, n_vocab, n_chunks)
         need = _HEADER.size + name_bytes + 4 * n_ctx * n_chunks + _FRAME.size
         if size < need:
             raise FormatError(f"{path}: {size} bytes, but its text and first frame need {need}: truncated", "QK-E103")
         self.codec = next(name for name, number in CODECS.items() if number == codec)
+        self.activations = ACTIVATIONS[activations]
         self.top_k = int(top_k)
         self.fingerprint = model.hex()
         self._name_bytes = int(name_bytes)
@@ -318,6 +325,7 @@ class CompactWriter:
         codec: str = "zlib",
         model: str = "",
         fingerprint: str = "00" * 32,
+        activations: str = RUNTIME,
     ) -> None:
         compress(b"", codec)  # a missing zstd is an error before any work
         self.path = located(path)
@@ -325,7 +333,8 @@ class CompactWriter:
         self.top_k = top_k
         self.codec = codec
         name = model.encode(errors="replace")[:MAX_NAME]
-        numbers = (VERSION, CODECS[codec], chunks.n_ctx, chunks.n_vocab, chunks.n_chunks, top_k)
+        kinds = (VERSION, CODECS[codec], ACTIVATIONS.index(activations))
+        numbers = (*kinds, chunks.n_ctx, chunks.n_vocab, chunks.n_chunks, top_k)
         header = _HEADER.pack(CompactLogits.magic, *numbers, chunks.sha256(), bytes.fromhex(fingerprint), len(name))
         self._file = self.path.open("wb")
         self._file.write(header + name + chunks.tokens.astype("<i4").tobytes())

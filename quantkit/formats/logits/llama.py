@@ -9,6 +9,9 @@ Little endian, from llama.cpp b11434 tools/perplexity/perplexity.cpp (ik_llama.c
 
     log p = scale * code + min_log_prob         scale = (max - min) / 65535,  min = max(lowest logit, max - clip)
 
+A file with exact activations (quantkit/activations.py) ends with "_exact__", which llama-perplexity does not read;
+every other one has those of a runtime.
+
 The clip is 16 in llama.cpp and 24 in ik_llama.cpp: everything less probable than e^-clip times the top token becomes
 code 0. A file does not record its clip, and readers do not need it.
 """
@@ -24,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import EXACT, RUNTIME
 from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
 from quantkit.formats.ranges import read_range, write_open, write_range
@@ -36,6 +40,9 @@ U16 = npt.NDArray[np.uint16]
 
 #: Each runtime's clip, in nats below the most probable token.
 CLIPS = {"llama.cpp": 16, "ik_llama.cpp": 24}
+
+#: The end of a file with exact activations.
+EXACT_MARK = b"_exact__"
 
 _HEADER = struct.Struct("<8siii")
 
@@ -109,6 +116,13 @@ class LlamaLogits:
             self._row_bytes = 2 * row_codes(n_vocab)
             self._start = _HEADER.size + 4 * n_ctx * n_chunks
             chunk_bytes = scored_rows(n_ctx) * self._row_bytes
+            self.activations = RUNTIME
+            complete_bytes = self._start + n_chunks * chunk_bytes
+            if size == complete_bytes + len(EXACT_MARK):
+                file.seek(complete_bytes)
+                if file.read() == EXACT_MARK:
+                    self.activations, size = EXACT, complete_bytes
+                file.seek(_HEADER.size)
             self._check_size(size, n_chunks, chunk_bytes)
             self.n_whole = min(n_chunks, (size - self._start) // chunk_bytes)
             self.chunks = read_tokens(path, file.read(4 * n_ctx * n_chunks), n_ctx, n_vocab, _HEADER.size)
@@ -158,12 +172,13 @@ class LlamaLogits:
 class LlamaWriter:
     """Writes llama.cpp's base logits to ``path``; rows may come in any order, from any thread."""
 
-    def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16) -> None:
+    def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16, activations: str = RUNTIME) -> None:
         if clip not in CLIPS.values():
             raise ValueError(f"clip {clip}: choose one of {sorted(CLIPS.values())}")
         self.path = located(path)
         self.chunks = chunks
         self.clip = clip
+        self._mark = EXACT_MARK if activations == EXACT else b""
         self._row_bytes = 2 * row_codes(chunks.n_vocab)
         self.header = _HEADER.pack(LlamaLogits.magic, chunks.n_ctx, chunks.n_vocab, chunks.n_chunks)
         self.header += chunks.tokens.astype("<i4").tobytes()
@@ -186,6 +201,11 @@ class LlamaWriter:
         rows = encode_rows(logits, log_sum_exp.astype(np.float32), self.clip, scratch)
         offset = len(self.header) + (chunk * self.chunks.rows + first) * self._row_bytes
         self._write_at(rows.reshape(-1).view(np.uint8), offset)
+
+    def finish(self) -> None:
+        """Record the activations, after all rows."""
+        if self._mark:
+            self._write_at(np.frombuffer(self._mark, np.uint8), self.nbytes)
 
     def _write_at(self, data: npt.NDArray[np.uint8], offset: int) -> None:
         write_range(self.path, data, offset)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.activations import RUNTIME
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.fusion import Fusion
@@ -43,6 +44,7 @@ class Options:
     max_vram: int | None = None
     cublas: bool = False
     observer: Observer | None = None
+    activations: str = RUNTIME
 
 
 class Program(Protocol):

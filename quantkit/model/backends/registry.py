@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from quantkit.activations import EXACT
 from quantkit.formats.gguf import GGUFFile
 from quantkit.model.backends import Backend, Options
 from quantkit.model.fusion import Decision
@@ -28,7 +29,7 @@ class Row:
 def _cpu(source: GGUFFile, device: str, o: Options) -> Backend:
     from quantkit.model.backends.cpu.backend import CPUBackend
 
-    return CPUBackend(source, o.threads, max_ram=o.max_ram, observer=o.observer)
+    return CPUBackend(source, o.threads, max_ram=o.max_ram, observer=o.observer, exact=o.activations == EXACT)
 
 
 def _reference(source: GGUFFile, device: str, o: Options) -> Backend:

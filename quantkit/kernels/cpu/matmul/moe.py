@@ -22,11 +22,11 @@ Operations (strides and ``*_bytes`` are bytes; addresses of biases and scales ma
                        gate_expert_bytes n_in n_out up_bias gate_bias up_bias_stride gate_bias_stride up_scale
                        gate_scale scratch scratch_bytes, and ``**limits(a)``
 
-products: products_of(t), the address of a compiled function, so that operations are not compiled for every type. x:
-activations in the format of t (activations.py); x_per: n_used if x has one row per token, 1 if one per pair. out: f32
-[pairs, n_out]. bias_stride: between the biases of experts, 4 * n_out, or twice that for half of a merged one. scale:
-f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in), 64-aligned, shared by all operations. The counter of units is
-word 8 of the batch block, zero before and after each operation.
+products: products_of(t) or exact_products_of(t) (products.py), the address of a compiled function, so that operations
+are not compiled for every type. x: activations in the format of t (activations.py); x_per: n_used if x has one row per
+token, 1 if one per pair. out: f32 [pairs, n_out]. bias_stride: between the biases of experts, 4 * n_out, or twice that
+for half of a merged one. scale: f32 [n_expert]. scratch: threads * scratch_bytes(t, n_in), 64-aligned, shared by all
+operations. The counter of units is word 8 of the batch block, zero before and after each operation.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Only this part of an operation (matmul.py, moe.py) depends on the type of the weights, so operations are not compiled
 for every type: their slot ``products`` holds ``products_of(t)``. Few rows of activations are multiplied one row of
 weights at a time (dots.py), many with a panel (panel.py), which stays in scratch between calls.
+
+``exact_products_of(t)`` multiplies decoded weights by activations that are not rounded (decoded.py): in its place, x
+and scratch are those of ``DECODED``, whatever the type of the weights.
 """
 
 from __future__ import annotations
@@ -16,10 +19,14 @@ from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import store
 from quantkit.kernels.cpu.core.tape import arg, operation
 from quantkit.kernels.cpu.core.team import call_operation
+from quantkit.kernels.cpu.matmul.decoded import row_and_panel, stored_row
 from quantkit.kernels.cpu.matmul.dots import PREFETCH, row_dots
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels, row_address
-from quantkit.types import TensorType
+from quantkit.kernels.formats import format_of
+from quantkit.types import BY_NAME, TensorType
 
+#: The type of decoded weights.
+DECODED = BY_NAME["F32"]
 #: Minimum rows of activations for a panel, and maximum rows of one call (TOKENS divides it).
 MIN_PANEL = 5
 BLOCK = 60
@@ -29,6 +36,7 @@ PRODUCTS_BYTES, UNIT_BLOCK_BYTES = 4 * ROWS * BLOCK, 128
 #: Rebound for each type.
 dot_row: Any = None
 dot_row_by_4: Any = None
+operand_row: Any = stored_row
 unpack_panel: Any = None
 multiply_tiles: Any = None
 by_rows: Any = None
@@ -46,6 +54,7 @@ def multiply_rows(
     count: int,
     products: int,
     next_rows: int,
+    scratch: int,
 ) -> None:
     """products[i, r] = row r of w times the i-th row of x; each row of w is unpacked once for four of x."""
     end = w + rows * row_bytes
@@ -53,6 +62,7 @@ def multiply_rows(
         row, target = w + r * row_bytes, products + 4 * r
         # The last rows prefetch the beginning of the data that is read next.
         further = PREFETCH if end - row > PREFETCH + row_bytes // 2 else PREFETCH + next_rows - end
+        row = operand_row(row, n_in, scratch)
         i = 0
         while count - i >= 3:
             # Three rows are faster as four rows, one of them twice, than one by one.
@@ -118,7 +128,7 @@ def unit_products(args: int, tid: int, nth: int) -> None:
     products = arg(args, _PRODUCTS)
     panel = arg(args, _PANEL)
     if arg(args, _TOTAL) < MIN_PANEL:
-        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products, arg(args, _NEXT_ROWS))
+        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products, arg(args, _NEXT_ROWS), panel)
         return
     if arg(args, _BEGIN) == 0:
         unpack_panel(w, row_bytes, rows, n_in, panel)
@@ -172,4 +182,20 @@ def products_of(t: TensorType) -> Any:
         by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
         by_panel=specialize(multiply_panel, name, multiply_tiles=functions.multiply),
         unpack_panel=functions.unpack,
+    )
+
+
+@cache
+def exact_products_of(t: TensorType) -> Any:
+    """Return the same for activations that are not rounded, f32 for every type: products of decoded weights."""
+    if format_of(t).is_float:
+        return products_of(t)  # only the activations that they are called with differ
+    (one, four), floats = row_dots(DECODED), panels(DECODED)
+    row, panel = row_and_panel(t)
+    name = f"{t.name.lower()}_decoded"
+    return unit_products.bind(
+        name,
+        by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four, operand_row=row),
+        by_panel=specialize(multiply_panel, "f32", multiply_tiles=floats.multiply),
+        unpack_panel=panel,
     )

@@ -53,11 +53,18 @@ class CPUBackend:
     name = "cpu"
 
     def __init__(
-        self, source: GGUFFile, threads: int, *, max_ram: int | None = None, observer: Observer | None = None
+        self,
+        source: GGUFFile,
+        threads: int,
+        *,
+        max_ram: int | None = None,
+        observer: Observer | None = None,
+        exact: bool = False,
     ) -> None:
         self.source = source
         self.max_ram = max_ram
         self.observer = observer
+        self.exact = exact
         self.team = Team(threads)
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> CPUProgram:
@@ -91,6 +98,7 @@ class CPUProgram(Boundary):
             backend.observer,
             lambda value: cast(Callable[[Value], Any], weak())(value),
             lambda label, row: cast(Callable[[str, int], None], report())(label, row),
+            backend.exact,
         )
         self.not_finite: list[NotFinite] = []
         self._pin_values(low)

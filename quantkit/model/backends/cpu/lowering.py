@@ -18,13 +18,13 @@ from quantkit.model.backends.arena import Buffer, Entry, Slot
 from quantkit.model.backends.lowering import Lowering, row_bytes_of
 from quantkit.model.kv_types import is_rounded, split_kv_type, stored_type
 from quantkit.model.ops import Cache, Covariance, Matrix, Similarity, State, SumColumns, Value
-from quantkit.types import BY_NAME
+from quantkit.types import BY_NAME, TensorType
 
 
 class CPULowering(Lowering):
     """Lowering for a team of ``threads``; batch: address of the batch block.
 
-    report: called for values that are not finite.
+    report: called for values that are not finite. exact: weights are decoded, and activations not rounded.
     """
 
     def __init__(
@@ -36,11 +36,13 @@ class CPULowering(Lowering):
         observer: Observer | None,
         view: Callable[[Value], Any],
         report: Report,
+        exact: bool,
     ) -> None:
         super().__init__(source, limits, observer, view)
         self.threads = threads
         self.batch = batch
         self.report = report
+        self.exact = exact
         self.accumulators: dict[str, Accumulator] = {}
         self.states: dict[State, npt.NDArray[np.float32]] = {}
         #: For every SumColumns: the first row of each thread that is not finite, plus 1, and the rows of a token.
@@ -101,14 +103,22 @@ class CPULowering(Lowering):
         data = self.source.data(matrix.tensor)
         return self.array(data) + matrix.first_row * row_bytes_of(matrix)
 
-    # ------------------------------------------------------------ activations
+    # ------------------------------------------------------------ products
+
+    def multiplied_type(self, weight: Matrix) -> TensorType:
+        """Return the type as which a weight is multiplied: its own, or F32 if weights are decoded."""
+        return matmul.DECODED if self.exact else weight.tensor.type
+
+    def products_of(self, weight: Matrix) -> Any:
+        """Return the slot ``products`` of a weight."""
+        return (matmul.exact_products_of if self.exact else matmul.products_of)(weight.tensor.type)
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
         """Return x in the activation format of a weight, and its row stride in bytes; converted once.
 
         A row of x may be several of the weight's, side by side: heads.
         """
-        kind, n = matmul.activation_format(weight.tensor.type), weight.n_in
+        kind, n = matmul.activation_format(self.multiplied_type(weight)), weight.n_in
         if kind == "f32":
             return self.buffer(x), 4 * n
         stride, per = matmul.row_bytes(kind, n), x.per * (x.width // n)

@@ -171,7 +171,7 @@ def _multiply(
     activations, stride = b.activations(x, weight)
     entry = b.emit(
         matmul.mul_mat,
-        products=matmul.products_of(weight.tensor.type),
+        products=b.products_of(weight),
         x=activations,
         x_stride=stride,
         w=b.weight(weight),
@@ -190,21 +190,21 @@ def _multiply(
     entry.independent, entry.weights = independent, (weight,)
 
 
-def _scratch_of(weights: Iterable[Matrix]) -> int:
-    most = max(matmul.scratch_bytes(w.tensor.type, w.n_in) for w in weights)
+def _scratch_of(b: CPULowering, weights: Iterable[Matrix]) -> int:
+    most = max(matmul.scratch_bytes(b.multiplied_type(w), w.n_in) for w in weights)
     return round_up(most, LINE)
 
 
 @LOWER.register(ops.MulMat)
 def _mul_mat(b: CPULowering, op: ops.MulMat) -> None:
-    _multiply(b, op.out, op.x, op.weight, op.bias, op.scale, _scratch_of([op.weight]))
+    _multiply(b, op.out, op.x, op.weight, op.bias, op.scale, _scratch_of(b, [op.weight]))
 
 
 @LOWER.register(ops.MulMats)
 def _mul_mats(b: CPULowering, op: ops.MulMats) -> None:
     for weight in op.weights:
         b.activations(op.x, weight)  # all before the first product, so that products do not wait for each other
-    thread_bytes = _scratch_of(op.weights)
+    thread_bytes = _scratch_of(b, op.weights)
     for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
         _multiply(b, out, op.x, weight, bias, scale, thread_bytes, independent=out is not op.outs[-1])
 
@@ -218,13 +218,14 @@ def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
         slots |= {
             name: b.weight(weight),
             f"{name}_row_bytes": row_bytes_of(weight),
-            f"{name}_products": matmul.products_of(weight.tensor.type),
+            f"{name}_products": b.products_of(weight),
             f"{name}_x": activations,
             f"{name}_x_stride": stride,
             f"{name}_bias": b.vector(bias),
             f"{name}_scale": b.vector(scale),
         }
-    thread_bytes = round_up(matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in), LINE)
+    types = b.multiplied_type(op.up), b.multiplied_type(op.gate)
+    thread_bytes = round_up(matmul.up_gate_scratch_bytes(*types, op.up.n_in), LINE)
     entry = b.emit(
         matmul.up_gate(op.activation),
         n_in=op.up.n_in,
@@ -245,13 +246,13 @@ def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
 def _mul_mat_heads(b: CPULowering, op: ops.MulMatHeads) -> None:
     """Emit an entry for each head; they do not wait for each other."""
     weight, heads = op.weight, op.x.width // op.weight.n_in
-    t, start = weight.tensor.type, b.weight(op.weight)
+    start = b.weight(op.weight)
     activations, stride = b.activations(op.x, weight)
-    thread_bytes = _scratch_of([weight])
+    thread_bytes = _scratch_of(b, [weight])
     for head in range(heads):
         entry = b.emit(
             matmul.mul_mat,
-            products=matmul.products_of(t),
+            products=b.products_of(weight),
             x=BufferOffset(activations, stride * head),
             x_stride=stride * heads,
             w=start + head * expert_bytes_of(weight),
@@ -275,10 +276,9 @@ def _mul_mat_heads(b: CPULowering, op: ops.MulMatHeads) -> None:
 
 
 def _expert_slots(b: CPULowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
-    t = weight.tensor.type
-    thread_bytes = round_up(moe.scratch_bytes(t, weight.n_in), LINE)
+    thread_bytes = round_up(moe.scratch_bytes(b.multiplied_type(weight), weight.n_in), LINE)
     scratch_slots: dict[str, Slot] = {
-        "products": moe.products_of(t),
+        "products": b.products_of(weight),
         "scratch": b.scratch(thread_bytes * b.threads),
         "scratch_bytes": thread_bytes,
     }

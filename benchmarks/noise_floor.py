@@ -1,0 +1,132 @@
+"""Measure the divergence of files from their own decoded copies: the noise of rounded activations, type by type.
+
+    benchmarks/noise_floor.py MODEL.gguf TEXT [--imatrix IM.gguf] [--types Q8_0,Q4_K] [--plot docs/noise-floor.svg]
+    benchmarks/noise_floor.py --record docs/benchmarks/data/noise-floor.json --plot docs/noise-floor.svg
+
+All matrices in one type (--pure). The copy has the same weights as F32, so any divergence between the two is that of
+activations. Columns: of the file from its copy, with the runtime's activations (the floor) and with exact ones; of the
+file from the model, with both; base logits are exact. A second table has tokens per second of a prompt of 512 tokens
+with both, in turns, medians of --repetitions (--speed MODEL ..).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from processes import machine, work_folder
+from results import parse_options, read_record, record_output
+
+import quantkit
+from quantkit.activations import ACTIVATIONS
+from quantkit.cli._plot import Points, Scatter, check_plot, draw
+from quantkit.evaluate import SaveLogits
+from quantkit.kernels.formats import FORMATS
+from quantkit.quantize import QuantizeOptions
+from quantkit.types import BY_NAME
+
+#: Types that need no entry in an importance matrix, which the output has none of.
+DEFAULT = [name for name in FORMATS if BY_NAME[name].in_files and BY_NAME[name].imatrix != "required"]
+COLUMNS = ("type", "bits per weight", "floor, runtime", "floor, exact", "KLD, runtime", "KLD, exact", "noise, %")
+
+
+def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each type."""
+    text = args.text.read_text(encoding="utf-8")
+
+    def save_base(model: Path, path: Path) -> None:
+        save = SaveLogits(path, "compact", top_k=1 << 20, residual=0, overwrite=True)
+        quantkit.perplexity(model, text, n_ctx=args.ctx, chunks=args.chunks, save_logits=save)
+
+    with work_folder(None) as folder:
+        base, own, file, copy = (folder / name for name in ("base", "own", "file.gguf", "copy.gguf"))
+        save_base(args.model, base)
+        for name in args.types.split(","):
+            options = QuantizeOptions(pure=True, imatrix=args.imatrix)
+            quantkit.quantize(args.model, file, name, options, overwrite=True)
+            quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
+            save_base(copy, own)
+            klds = [
+                quantkit.kld(file, logits, activations=mode).mean.value
+                for logits in (own, base)
+                for mode in ACTIVATIONS
+            ]
+            floor, exact_floor, rounded, exact = klds
+            share = f"{100 * (1 - exact / rounded):.0f}" if rounded > 0 else "-"
+            figures = [f"{abs(x):.7f}" for x in (floor, exact_floor, rounded, exact)]
+            yield name, f"{BY_NAME[name].bpw:.2f}", *figures, share
+
+
+def time_prompts(models: list[Path], repetitions: int, threads: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each model: tokens per second of a prompt with both, and the ratio of their times."""
+    n = 512
+    tokens = np.random.default_rng(0).integers(10, 4000, n).astype(np.int32)
+    last = np.arange(n) == n - 1
+    for path in models:
+        times: dict[str, list[float]] = {mode: [] for mode in ACTIVATIONS}
+        opened = {mode: quantkit.load(path, threads=threads, activations=mode) for mode in ACTIVATIONS}
+        sessions = {mode: model.session(n) for mode, model in opened.items()}
+        for _ in range(repetitions + 1):
+            for mode, session in sessions.items():
+                session.clear()
+                start = time.perf_counter()
+                session.decode(tokens, outputs=last)
+                times[mode].append(time.perf_counter() - start)
+        runtime, exact = (statistics.median(times[mode][1:]) for mode in ACTIVATIONS)
+        yield path.stem, f"{n / runtime:.0f}", f"{n / exact:.0f}", f"{exact / runtime:.2f}"
+        for model in opened.values():
+            model.close()
+
+
+def figure(rows: list[tuple[str, ...]]) -> Scatter:
+    """Return the plot: bits per weight against both divergences, and against the floor."""
+    bits = [float(row[1]) for row in rows]
+    names = [row[0] for row in rows]
+    kinds = [
+        Points("divergence, exact activations", bits, [float(row[5]) for row in rows], names),
+        Points("divergence, the runtime's activations", bits, [float(row[4]) for row in rows]),
+        Points("of a file from its own decoded copy, the runtime's activations", bits, [float(row[2]) for row in rows]),
+    ]
+    return Scatter("Divergence of types, and the noise of rounded activations", "bits per weight", "KLD, nats", kinds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("text", type=Path, nargs="?")
+    parser.add_argument("--imatrix", type=Path)
+    parser.add_argument("--types", default=",".join(DEFAULT))
+    parser.add_argument("--ctx", type=int, default=256)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--speed", type=Path, nargs="*", default=[])
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--record", type=Path, help="do not measure, read this record of an earlier run")
+    parser.add_argument("--plot", type=Path, help="draw the divergences by type: .svg, .png, .pdf")
+    args = parse_options(parser)
+    kind = check_plot(args.plot) if args.plot else ""
+    if args.record:
+        rows = [tuple(row) for row in read_record(args.record).tables[0].rows]
+    else:
+        if args.model is None or args.text is None:
+            parser.error("give MODEL.gguf and TEXT, or --record")
+        print(f"{args.chunks} chunks of {args.ctx} tokens; {machine()}\n")
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+        rows = []
+        for row in measure(args):
+            print(f"| {' | '.join(row)} |", flush=True)
+            rows.append(row)
+    if args.speed:
+        print("\n| model | runtime, t/s | exact, t/s | time, exact / runtime |\n|---|---|---|---|")
+        for row in time_prompts(args.speed, args.repetitions, args.threads):
+            print(f"| {' | '.join(row)} |", flush=True)
+    if args.plot:
+        args.plot.write_bytes(draw(figure(rows), kind))
+
+
+if __name__ == "__main__":
+    record_output(main)
