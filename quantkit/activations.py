@@ -12,5 +12,5 @@ RUNTIME, EXACT = ACTIVATIONS = ("runtime", "exact")
 #: What figures of a mode are, in outputs.
 MEANINGS = {
     RUNTIME: "activations rounded as by the runtime, to int8 for quantized weights",
-    EXACT: "exact activations: divergences are those of the weights alone",
+    EXACT: "exact activations: differences are those of the weights alone",
 }

@@ -9,9 +9,11 @@ from typing import Any
 
 import click
 
+from quantkit.activations import EXACT, MEANINGS, RUNTIME
 from quantkit.cli._evaluation import (
     MODEL,
     TEXT,
+    activations_option,
     claim_json,
     hub_model,
     hub_options,
@@ -25,6 +27,7 @@ from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
 from quantkit.cli._progress import Bar
 from quantkit.cli._table import table
 from quantkit.cli._tasks import task_options
+from quantkit.evaluate.passes import choose_activations
 from quantkit.names import printable
 from quantkit.score import PairedAccuracy, ScoreProgress, TaskScores, score
 from quantkit.score.files import KINDS
@@ -37,6 +40,7 @@ from quantkit.score.files import KINDS
 @option("-f", "-bf", "--file", "--binary-file", "file", group=TEXT, type=TEXT_FILE, required=True, help="Tasks.")
 @task_options
 @run_options
+@activations_option("runtime, as llama-perplexity; exact with --base-model")
 @json_option
 def command(
     models: tuple[Path, ...],
@@ -67,6 +71,7 @@ def command(
         raise click.UsageError("Missing option '-m' / '--model'.")
     paths = [*([base] if base is not None else []), *models]
     json_file = claim_json(json_to, (), [*paths, file], overwrite=overwrite)
+    load, notes = choose_activations(load_options(run), RUNTIME if base is None else EXACT)
     results = []
     for path in paths:
         with closing(Bar(unit="task", desc=printable(path.name))) as bar:
@@ -75,17 +80,9 @@ def command(
                 bar.update(now.current, now.total, now.text)
 
             results.append(
-                score(
-                    path,
-                    file,
-                    kind=kind,
-                    n_tasks=n_tasks,
-                    n_batch=run["n_batch"],
-                    progress=progress,
-                    **load_options(run),
-                )
+                score(path, file, kind=kind, n_tasks=n_tasks, n_batch=run["n_batch"], progress=progress, **load)
             )
-    echo_notes(dict.fromkeys(note for result in results for note in result.notes))
+    echo_notes(dict.fromkeys([*notes, *(note for result in results for note in result.notes)]))
     has_base = base is not None
     report(json_to, json_file, _text(file, results, has_base=has_base), _as_dict(file, results, has_base=has_base))
 
@@ -109,6 +106,7 @@ def _text(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> str:
             "p: McNemar's exact test",
             "tasks needed: to detect this difference at 5 % with a power of 80 %",
         ]
+    lines += ["", MEANINGS[first.activations]]
     return "\n".join(lines)
 
 
@@ -128,6 +126,7 @@ def _as_dict(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> di
         "kind": results[0].kind,
         "tasks_in_file": results[0].n_in_file,
         "tasks": results[0].numbers.tolist(),
+        "activations": results[0].activations,
         "models": [_model_dict(result, results[0] if has_base and i else None) for i, result in enumerate(results)],
     }
 

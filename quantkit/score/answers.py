@@ -15,6 +15,7 @@ from typing import NamedTuple, Unpack, cast
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.activations import RUNTIME
 from quantkit.arguments import checked
 from quantkit.evaluate.passes import LoadOptions, loaded_model, note_context
 from quantkit.formats.outputs import read_whole
@@ -54,6 +55,7 @@ class TaskScores(HtmlTable):
         answers: by metric ("acc", "acc_norm") the numbers of the answers, int64 [n].
         correct: by metric whether they are correct, bool [n].
         seconds: without the compilation of kernels.
+        activations: "runtime" or "exact" (quantkit.activations).
     """
 
     model: Path
@@ -64,6 +66,7 @@ class TaskScores(HtmlTable):
     answers: dict[str, I64]
     correct: dict[str, Bools]
     seconds: float
+    activations: str = RUNTIME
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -98,6 +101,8 @@ def score(
 ) -> TaskScores:
     """Return a model's answers to multiple-choice tasks.
 
+    Activations are those of llama.cpp, unless ``load`` has activations="exact".
+
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
         tasks: a file of tasks, or its bytes.
@@ -126,7 +131,7 @@ def score(
                 progress(ScoreProgress(n, len(questions), accuracy_of(correct)))
 
         sums = log_likelihoods(loaded, choices, n_batch=n_batch, threads=load.get("threads"), progress=report)
-        path = loaded.path
+        path, activations = loaded.path, loaded.activations
     answers = _answers(file.kind, choices, sums)
     return TaskScores(
         model=path,
@@ -137,6 +142,7 @@ def score(
         answers=answers,
         correct={metric: _correct(questions, rows) for metric, rows in answers.items()},
         seconds=working_seconds() - start,
+        activations=activations,
         notes=tuple(notes),
     )
 
