@@ -43,16 +43,16 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         quantkit.perplexity(model, text, n_ctx=args.ctx, chunks=args.chunks, save_logits=save)
 
     with work_folder(None) as folder:
-        base, own, file, copy = (folder / name for name in ("base", "own", "file.gguf", "copy.gguf"))
+        base, copy_base, file, copy = (folder / name for name in ("base", "copy-base", "file.gguf", "copy.gguf"))
         save_base(args.model, base)
         for name in args.types.split(","):
             options = QuantizeOptions(pure=True, imatrix=args.imatrix)
             quantkit.quantize(args.model, file, name, options, overwrite=True)
             quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
-            save_base(copy, own)
+            save_base(copy, copy_base)
             klds = [
                 quantkit.kld(file, logits, activations=mode).mean.value
-                for logits in (own, base)
+                for logits in (copy_base, base)
                 for mode in ACTIVATIONS
             ]
             floor, exact_floor, rounded, exact = klds

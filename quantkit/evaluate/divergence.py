@@ -150,7 +150,7 @@ def kld(
     n = _chunks_to_do(file, chunks)
     if n_ctx is not None and n_ctx != text.n_ctx:
         raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: omit -c", "QK-E203")
-    nodes, load_options, chosen = nodes_and_activations(model, load, EXACT)
+    nodes, load_options, mode_notes = nodes_and_activations(model, load, EXACT)
     if nodes is not None and not isinstance(model, (str, Path)):
         raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
     with loaded_model(model, text.n_ctx, load_options) as loaded:
@@ -181,7 +181,7 @@ def kld(
         bos,
         run.sums,
         seconds,
-        (*chosen, *_note_base(file, activations), *notes),
+        (*mode_notes, *_note_base(file, activations), *notes),
         activations,
         file.activations,
     )

@@ -175,7 +175,7 @@ def perplexity(
         if save_logits is not None:
             check_apart([save_logits.path], [path_of(model)])
             part = atomic_write(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
-        nodes, load_options, chosen = nodes_and_activations(model, load, RUNTIME if save_logits is None else EXACT)
+        nodes, load_options, mode_notes = nodes_and_activations(model, load, RUNTIME if save_logits is None else EXACT)
         if nodes is not None and not isinstance(model, (str, Path)):
             raise RecipeError("with --ray, models must be files: give a path", "QK-E210")
         loaded = stack.enter_context(loaded_model(model, n_ctx, load_options))
@@ -199,7 +199,7 @@ def perplexity(
         activations = activations_of(loaded)
     saved, seconds = located(save_logits.path) if save_logits is not None else None, working_seconds() - start
     scored = (len(ids), sums.n, n_ctx, n, stride, n_seq, bos)
-    return Perplexity(path, *scored, sums.ppl, sums.mean, running, seconds, saved, activations, (*chosen, *notes))
+    return Perplexity(path, *scored, sums.ppl, sums.mean, running, seconds, saved, activations, (*mode_notes, *notes))
 
 
 def split_chunks(ids: I32, n_ctx: int, chunks: int | None) -> I32:

@@ -229,5 +229,5 @@ def nodes_and_activations(
     if not isinstance(model, (str, Path)):
         return nodes, load_options, []
     placed = cast(LoadOptions, {name: value for name, value in options.items() if name != "nodes"})
-    chosen, notes = choose_activations(placed, default, nodes)
-    return nodes, {**load_options, "activations": chosen["activations"]}, notes
+    result, notes = choose_activations(placed, default, nodes)
+    return nodes, {**load_options, "activations": result["activations"]}, notes

@@ -136,12 +136,12 @@ def choose_activations(options: LoadOptions, default: str, nodes: Nodes | None =
 
     Raises RecipeError for exact ones on nodes with GPUs; those of this machine are refused by ``load``.
     """
-    chosen = options.get("activations")
-    if chosen == EXACT and nodes is not None and nodes.uses_gpus:
+    mode = options.get("activations")
+    if mode == EXACT and nodes is not None and nodes.uses_gpus:
         raise RecipeError("exact activations need the CPU: choose --backend cpu, or --activations runtime", "QK-E303")
-    gpus = chosen is None and default == EXACT and uses_gpus(options, nodes)
+    gpus = mode is None and default == EXACT and uses_gpus(options, nodes)
     notes = [f"on GPUs, {MEANINGS[RUNTIME]}: the CPU measures with exact ones"] if gpus else []
-    return {**options, "activations": chosen or (RUNTIME if gpus else default)}, notes
+    return {**options, "activations": mode or (RUNTIME if gpus else default)}, notes
 
 
 def activations_of(model: Model) -> str:

@@ -405,8 +405,8 @@ def _measure_qualities(
 
 
 def _quality_key(report: Report, options: ReportOptions) -> str:
-    chosen = _load_options(options)["activations"]
-    activations = () if chosen == RUNTIME else (chosen,)  # files of earlier versions have the runtime's
+    mode = _load_options(options)["activations"]
+    activations = () if mode == RUNTIME else (mode,)  # a key without a mode is one of the runtime's
     if options.logits is not None and options.logits.exists():
         return _key("logits", content_digest([options.logits]), options.chunks, *activations)
     assert report.text is not None
@@ -415,8 +415,8 @@ def _quality_key(report: Report, options: ReportOptions) -> str:
 
 def _load_options(options: ReportOptions) -> LoadOptions:
     """Return the options of models that are measured; on GPUs, activations are the runtime's if none are chosen."""
-    chosen: LoadOptions = {} if options.activations is None else {"activations": options.activations}
-    return choose_activations({**options.load, **chosen}, EXACT)[0]
+    mode: LoadOptions = {} if options.activations is None else {"activations": options.activations}
+    return choose_activations({**options.load, **mode}, EXACT)[0]
 
 
 def _base_digest(report: Report) -> str:

@@ -16,7 +16,7 @@ from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
 from quantkit.errors import RecipeError
 from quantkit.kernels import dequantize
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
-from quantkit.kernels.cpu.matmul.matmul import DECODED, cached_rows, exact_products_of, mul_mat, scratch_bytes
+from quantkit.kernels.cpu.matmul.matmul import DECODED_TYPE, cached_rows, exact_products_of, mul_mat, scratch_bytes
 from quantkit.kernels.formats import FORMATS
 from quantkit.model.engine import load
 from quantkit.model.placement import Placement
@@ -41,7 +41,7 @@ def products(t: TensorType, data: np.ndarray, x: np.ndarray, n_out: int) -> np.n
     team, n = TEAMS[1], x.shape[1]
     batch, out = Batch(team, len(x)), np.zeros((len(x), n_out), np.float32)
     batch.set(np.zeros(len(x), np.int32))
-    size = -(-scratch_bytes(DECODED, n) // 64) * 64
+    size = -(-scratch_bytes(DECODED_TYPE, n) // 64) * 64
     scratch = aligned(size)
     block = mul_mat.block(
         batch=batch.address, x=address_of(x), x_stride=4 * n, w=address_of(data), row_bytes=data.shape[1],
@@ -60,33 +60,33 @@ def test_products_are_those_of_the_decoded_rows(t: TensorType) -> None:
     values = np.ascontiguousarray(dequantize(data, t).reshape(n_out, n))
     for rows in (1, 3, 7):  # row by row, four rows at a time, a panel
         x = rng.standard_normal((rows, n)).astype(np.float32)
-        got = products(t, data, x, n_out)
-        assert np.array_equal(got, products(DECODED, values.view(np.uint8).reshape(n_out, -1), x, n_out))
+        result = products(t, data, x, n_out)
+        assert np.array_equal(result, products(DECODED_TYPE, values.view(np.uint8).reshape(n_out, -1), x, n_out))
         magnitudes = np.abs(x) @ np.abs(values).T
-        assert (np.abs(got - x.astype(np.float64) @ values.astype(np.float64).T) <= 1e-6 * magnitudes).all()
+        assert (np.abs(result - x.astype(np.float64) @ values.astype(np.float64).T) <= 1e-6 * magnitudes).all()
 
 
 @pytest.fixture(scope="module", params=["llama-dense", "qwen3moe-moe", "deepseek2-moe"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model in several types, and its decoded copy."""
     folder = tmp_path_factory.mktemp("exact")
-    source, path, decoded = folder / "f32.gguf", folder / "model.gguf", folder / "decoded.gguf"
+    source, path, copy = folder / "f32.gguf", folder / "model.gguf", folder / "decoded.gguf"
     write_zoo(request.param, source)
     quantkit.quantize(source, path, "Q8_0", QuantizeOptions(tensor_type=MIXTURE))
-    quantkit.quantize(path, decoded, "F32", QuantizeOptions(allow_requantize=True))
-    return path, decoded
+    quantkit.quantize(path, copy, "F32", QuantizeOptions(allow_requantize=True))
+    return path, copy
 
 
 def test_logits_are_those_of_the_decoded_copy(pair: tuple[Path, Path]) -> None:
-    path, decoded = pair
-    with load(path, activations=EXACT) as a, load(decoded) as b, load(path) as rounded:
+    path, copy = pair
+    with load(path, activations=EXACT) as a, load(copy) as b, load(path) as rounded:
         assert (a.activations, b.activations) == (EXACT, RUNTIME)
         logits = a.forward(TOKENS)
         assert np.array_equal(logits, b.forward(TOKENS))
         assert np.abs(logits - rounded.forward(TOKENS)).max() > 1e-3
-        one, other = a.session(8), b.session(8)
+        session, copy_session = a.session(8), b.session(8)
         for token in TOKENS[:4]:
-            assert np.array_equal(one.decode([token]), other.decode([token]))  # type: ignore[arg-type]
+            assert np.array_equal(session.decode([token]), copy_session.decode([token]))  # type: ignore[arg-type]
 
 
 def test_gpus_and_unknown_activations_are_refused(pair: tuple[Path, Path]) -> None:

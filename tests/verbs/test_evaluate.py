@@ -574,7 +574,7 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         "fusion": Fusion(True, False, False, False),
         "placement": Placement(0, (("exps", "CPU"),)),
     }
-    assert loads == [{**expected, **settings, **chosen} for chosen in ({"activations": "runtime"}, {})]
+    assert loads == [{**expected, **settings, **mode} for mode in ({"activations": "runtime"}, {})]
 
 
 def test_activations_are_chosen_and_recorded(tmp_path: Path) -> None:
@@ -596,10 +596,10 @@ def test_activations_are_chosen_and_recorded(tmp_path: Path) -> None:
     kinds = [open_logits(tmp_path / name).activations for name in ("exact", "exact.llama", "rounded")]
     assert kinds == ["exact", "exact", "runtime"]
     assert perplexity(file, tokens=tokens, n_ctx=16).activations == "runtime"
-    own = kld(file, exact)
-    assert (own.activations, own.base_activations, own.notes) == ("exact", "exact", own.notes)
-    assert not [note for note in own.notes if str(exact) in note]
-    assert abs(own.mean.value) < 1e-6 < kld(file, exact, activations="runtime").mean.value
+    result = kld(file, exact)
+    assert (result.activations, result.base_activations) == ("exact", "exact")
+    assert not [note for note in result.notes if str(exact) in note]
+    assert abs(result.mean.value) < 1e-6 < kld(file, exact, activations="runtime").mean.value
     assert [note for note in kld(file, rounded).notes if str(rounded) in note]
     printed = json.loads(run("kld", "-m", file, "--base", rounded, "--activations", "runtime", "--json", "-").stdout)
     assert (printed["activations"], printed["base_activations"]) == ("runtime", "runtime")

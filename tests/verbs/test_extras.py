@@ -104,6 +104,7 @@ LINES = {
     "compare s3://b/a.gguf hf://o/r/b.gguf": "remote s3fs huggingface_hub",
     "perplexity -m m.gguf -f t.txt --ray local --save-all-logits b --logits-format compact --codec zstd": "ray run",
     "perplexity -hf org/name -f t.txt --backend cuda": "cuda12 remote huggingface_hub",
+    "score -hf org/name -f t.txt --backend cuda": "cuda12 remote huggingface_hub",
     "kld -m m.gguf --base t.txt --ray local": "ray",
     "kld -hf org/name --base t.txt --backend cuda": "cuda12 remote huggingface_hub",
     "logits -hf org/name -p one --backend cuda -o out.npy": "cuda12 remote huggingface_hub",

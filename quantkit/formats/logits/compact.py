@@ -230,8 +230,8 @@ class CompactLogits:
             raise FormatError(
                 f"{path}: base logits of version {version}; this version of quantkit reads version {VERSION}"
             )
-        known = codec in CODECS.values() and activations < len(ACTIVATIONS)
-        if not known or not top_k or name_bytes > MAX_NAME:
+        is_valid = codec in CODECS.values() and activations < len(ACTIVATIONS)
+        if not is_valid or not top_k or name_bytes > MAX_NAME:
             raise FormatError(
                 f"{path}: header: codec {codec}, activations {activations}, top_k {top_k}, name of {name_bytes} bytes: "
                 "damaged",

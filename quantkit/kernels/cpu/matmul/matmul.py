@@ -9,7 +9,7 @@
 
 x: rows converted to ``activation_format(t)`` by ``quantize(format)``, at least ``row_bytes(format, n_in)`` apart,
 64-aligned (format f32: the value itself). products: products_of(t), or exact_products_of(t), with x and scratch as for
-weights of type DECODED. All strides are in bytes. bias: address of f32 [n_out], or 0; scale: of one f32, or 0.
+weights of type DECODED_TYPE. All strides are in bytes. bias: address of f32 [n_out], or 0; scale: of one f32, or 0.
 scratch: threads * scratch_bytes, 64-aligned, shared by all operations of a tape; scratch_bytes(t, n_in), or
 up_gate_scratch_bytes(up, gate, n_in). at_once: cached_rows(bytes of a row of x). Several matrices with the same x are
 independent entries of a tape; so are the matrices of heads, with x and out starting within a row.
@@ -35,7 +35,7 @@ from quantkit.kernels.cpu.matmul.activations import quantize, row_bytes, rows_wo
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels
 from quantkit.kernels.cpu.matmul.products import (
     BLOCK,
-    DECODED,
+    DECODED_TYPE,
     MIN_PANEL,
     PRODUCTS_BYTES,
     UNIT_BLOCK_BYTES,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from quantkit.kernels.parameters import Activation
 
 __all__ = [
-    "DECODED",
+    "DECODED_TYPE",
     "activation_format",
     "cached_rows",
     "exact_products_of",

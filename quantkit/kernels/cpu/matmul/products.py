@@ -4,8 +4,8 @@ Only this part of an operation (matmul.py, moe.py) depends on the type of the we
 for every type: their slot ``products`` holds ``products_of(t)``. Few rows of activations are multiplied one row of
 weights at a time (dots.py), many with a panel (panel.py), which stays in scratch between calls.
 
-``exact_products_of(t)`` multiplies decoded weights by activations that are not rounded (decoded.py): in its place, x
-and scratch are those of ``DECODED``, whatever the type of the weights.
+``exact_products_of(t)`` multiplies decoded weights by activations that are not rounded (decode.py): in its place, x
+and scratch are those of ``DECODED_TYPE``, whatever the type of the weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import store
 from quantkit.kernels.cpu.core.tape import arg, operation
 from quantkit.kernels.cpu.core.team import call_operation
-from quantkit.kernels.cpu.matmul.decoded import row_and_panel, stored_row
+from quantkit.kernels.cpu.matmul.decode import row_and_panel, stored_row
 from quantkit.kernels.cpu.matmul.dots import PREFETCH, row_dots
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels, row_address
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 #: The type of decoded weights.
-DECODED = BY_NAME["F32"]
+DECODED_TYPE = BY_NAME["F32"]
 #: Minimum rows of activations for a panel, and maximum rows of one call (TOKENS divides it).
 MIN_PANEL = 5
 BLOCK = 60
@@ -190,7 +190,7 @@ def exact_products_of(t: TensorType) -> Any:
     """Return the same for activations that are not rounded, f32 for every type: products of decoded weights."""
     if format_of(t).is_float:
         return products_of(t)  # only the activations that they are called with differ
-    (one, four), floats = row_dots(DECODED), panels(DECODED)
+    (one, four), floats = row_dots(DECODED_TYPE), panels(DECODED_TYPE)
     row, panel = row_and_panel(t)
     name = f"{t.name.lower()}_decoded"
     return unit_products.bind(

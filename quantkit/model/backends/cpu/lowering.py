@@ -107,7 +107,7 @@ class CPULowering(Lowering):
 
     def multiplied_type(self, weight: Matrix) -> TensorType:
         """Return the type as which a weight is multiplied: its own, or F32 if weights are decoded."""
-        return matmul.DECODED if self.exact else weight.tensor.type
+        return matmul.DECODED_TYPE if self.exact else weight.tensor.type
 
     def products_of(self, weight: Matrix) -> Any:
         """Return the slot ``products`` of a weight."""
