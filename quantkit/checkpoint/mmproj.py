@@ -25,6 +25,9 @@ from quantkit.types import TensorType
 CLIP = "clip"
 #: Names of the number of layers in config.json.
 LAYER_COUNTS = "n_layers num_hidden_layers n_layer num_layers depth layers encoder_layers vt_num_hidden_layers"
+#: Sizes of images in configurations; a runtime divides by them, or allocates for them.
+_IMAGE_SIZES = ("image_size", "max_image_size", "min_pixels", "max_pixels", "longest_edge", "shortest_edge")
+_IMAGE_SIZES += ("in_patch_limit",)
 #: The number of layers that names may have where a file has several encoders.
 MAX_LAYERS = 128
 
@@ -52,6 +55,8 @@ class MmprojConfig(Config):
             raise FormatError(f"{self.path}: has no vision_config or audio_config: no encoders to convert", "QK-E206")
         self.values = encoder
         self.preprocessor = self._part(read_preprocessor(self.path.parent), "preprocessor_config.json")
+        for config in (self.vision, self.preprocessor):
+            _check_image_sizes(config)
 
     @property
     def vision(self) -> Config:
@@ -81,6 +86,16 @@ class MmprojConfig(Config):
                 f"{self.path}: the text model has no {' or '.join(names)}, which an mmproj file states", "QK-E112"
             )
         return width
+
+
+def _check_image_sizes(config: Config) -> None:
+    """Raise FormatError for the size of an image, or a limit of its pixels, that is not positive."""
+    size = config.get("size")
+    sizes = {**config.values, **(size if isinstance(size, dict) else {})}
+    for name in _IMAGE_SIZES:
+        value = sizes.get(name)
+        if isinstance(value, bool) or (isinstance(value, (int, float)) and not value > 0):
+            raise FormatError(f"{config.path}: {name} is {short(value)}, and must be positive", "QK-E112")
 
 
 def read_preprocessor(folder: Path) -> Json:

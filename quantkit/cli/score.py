@@ -136,7 +136,7 @@ def _model_dict(result: TaskScores, base: TaskScores | None) -> dict[str, Any]:
         metric: {
             "accuracy": accuracy.value,
             "interval": list(accuracy.interval()),
-            "correct": accuracy.n_correct,
+            "correct": result.correct[metric].tolist(),
             "answers": result.answers[metric].tolist(),
         }
         for metric, accuracy in result.accuracies.items()

