@@ -55,11 +55,13 @@ def read_questions(data: bytes, name: str, kind: str | None = None) -> Questions
     Raises:
         FormatError: the file is not of this kind, or a task is malformed.
     """
+    has_kind = kind is not None
     kind = kind or kind_of(data)
     notes: list[str] = []
     questions = tuple(_READERS[kind](data, name, notes))
     if not questions:
-        raise FormatError(f"{name}: has no tasks of {KINDS[kind]}", "QK-E101")
+        names = KINDS[kind] if has_kind else f"{', '.join(KINDS.values())}: its format is none of these"
+        raise FormatError(f"{name}: has no tasks of {names}", "QK-E101")
     return Questions(kind, questions, tuple(notes))
 
 
