@@ -98,7 +98,7 @@ def _text(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> str:
             rows.append(row + (_paired(result.compare(first)[metric]) if has_base and i else [""] * 5 * has_base))
         heads = ["model", f"{metric} %", "95 % interval"]
         heads += ["flips", "difference", "95 % interval", "p", "tasks needed"] * has_base
-        lines += ["", table(heads, rows)]
+        lines += ["", table(heads, rows, droppable=(2,))]
     if has_base:
         lines += [
             "",
