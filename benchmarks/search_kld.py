@@ -39,7 +39,7 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.recipe import Rule
 from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 from quantkit.search import Allocation, SearchOptions
-from quantkit.search.find import Finder
+from quantkit.search.finder import Finder
 from quantkit.search.space import Space
 from quantkit.search.sweep import predict_plan
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity

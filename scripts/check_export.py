@@ -163,7 +163,8 @@ def write_whole(names: list[str], out: Path) -> list[str]:
     from quantkit.checkpoint.models import step
     from quantkit.convert import ConvertOptions, convert, convert_mmproj
     from quantkit.errors import QuantkitError
-    from quantkit.export import ExportOptions, export
+    from quantkit.export import export
+    from quantkit.options.export import ExportOptions
 
     step._STEP_SIZES = STEP_SIZES
     for name in names:

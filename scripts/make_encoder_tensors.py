@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import methodcaller
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ def main() -> None:
                 names = list(file.tensors)
                 projectors = {key: file.get(key) for key in PROJECTORS if file.get(key)}
             for old, new in (ASKED_FOR[x] for x in projectors.values() if x in ASKED_FOR):
-                mmproj = rename_tensors(mmproj, mmproj.with_stem("asked"), lambda x, a=old, b=new: x.replace(a, b))
+                mmproj = rename_tensors(mmproj, mmproj.with_stem("asked"), methodcaller("replace", old, new))
                 names = [x.replace(old, new) for x in names]
             if not lib.opens(mmproj):
                 print(f"{name}: the library does not open it", file=sys.stderr)

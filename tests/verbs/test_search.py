@@ -511,7 +511,7 @@ def test_router_changes_combine_quadratically(dense: Path) -> None:
         limit = most + Finder(space).header_bytes
         finder = Finder(Space(costs, source, SearchOptions(target_size=limit)))
         first, second = finder.best(2)
-        plain = finder.best_for_size(limit, costs=finder._klds)
+        plain = finder.best_for_size(limit, costs=finder.klds)
         by_kld = Finder(Space(costs, source, SearchOptions(target_kld=first.kld)))
         (smallest,) = by_kld.best(1)
         assert predict_plan(space, first.plan) == pytest.approx(first.kld)
