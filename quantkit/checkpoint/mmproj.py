@@ -26,7 +26,15 @@ CLIP = "clip"
 #: Names of the number of layers in config.json.
 LAYER_COUNTS = "n_layers num_hidden_layers n_layer num_layers depth layers encoder_layers vt_num_hidden_layers"
 #: Sizes of images in configurations; a runtime divides by them, or allocates for them.
-_IMAGE_SIZES = "image_size max_image_size min_pixels max_pixels longest_edge shortest_edge in_patch_limit".split()
+_IMAGE_SIZES = [
+    "image_size",
+    "max_image_size",
+    "min_pixels",
+    "max_pixels",
+    "longest_edge",
+    "shortest_edge",
+    "in_patch_limit",
+]
 #: The number of layers that names may have where a file has several encoders.
 MAX_LAYERS = 128
 
