@@ -30,10 +30,10 @@ def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> str:
 def environment(tmp_path: Path) -> dict[str, str]:
     """The variables of a fresh environment, whose pip reaches a package index."""
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no clone")
+        pytest.skip("the checkout is not a git clone")
     index = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--ignore-installed", "click"]
     if "CI" not in os.environ and subprocess.run(index, check=False, capture_output=True).returncode:
-        pytest.skip("pip reaches no package index")
+        pytest.skip("pip cannot reach a package index")
     venv.create(tmp_path / "environment", with_pip=True)
     # Packages that are imported once need no compiled modules beside them.
     variables = {**os.environ, "PATH": f"{tmp_path}/environment/bin:{os.environ['PATH']}", "PIP_NO_COMPILE": "1"}

@@ -104,7 +104,7 @@ def _text(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> str:
             "",
             f"flips: answers that turn correct or wrong against {printable(first.model.name)}",
             "p: McNemar's exact test",
-            "tasks needed: to detect this difference at 5 % with a power of 80 %",
+            "tasks needed: to detect this difference at p < 0.05 with a power of 80 %",
         ]
     lines += ["", MEANINGS[first.activations]]
     return "\n".join(lines)

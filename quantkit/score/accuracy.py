@@ -1,9 +1,9 @@
 """Accuracy on tasks, and the paired difference of two models that answer the same ones.
 
 Intervals are of 95 %. That of an accuracy is Wilson's (J. Am. Stat. Assoc. 22, 1927), as llama-perplexity prints it;
-that of a difference is the adjusted Wald interval of Agresti and Min (Stat. Med. 24, 2005), which counts half a task
-more in each cell. McNemar's test is the exact one (two-sided binomial). The number of tasks that would show a
-difference is that of Connor (Biometrics 43, 1987) at 5 % and a power of 80 %.
+that of a difference is the adjusted Wald interval of Agresti and Min (Stat. Med. 24, 2005), which adds 0.5 to each
+cell. McNemar's test is exact (two-sided binomial). The required number of tasks follows Connor (Biometrics 43, 1987),
+for a significance level of 5 % and a power of 80 %.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PairedAccuracy(NamedTuple):
 
     @property
     def tasks_needed(self) -> int | None:
-        """The tasks that would show this difference; None if there is none."""
+        """The number of tasks required to detect this difference; None if there is none."""
         d, flips = self.difference, self.flips / self.n
         if not d:
             return None

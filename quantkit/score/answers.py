@@ -125,10 +125,14 @@ def score(
         choices = [choices_of(file.kind, q, loaded.tokenizer, name) for q in questions]
         note_context(loaded, max(len(choice.tokens) for task in choices for choice in task), notes)
 
-        def report(n: int, sums: F64) -> None:
+        n_correct = 0
+
+        def report(begin: int, end: int, sums: F64) -> None:
+            nonlocal n_correct
+            answers = _answers(file.kind, choices[begin:end], sums)["acc_norm"]
+            n_correct += int(_correct(questions[begin:end], answers).sum())
             if progress is not None:
-                correct = _correct(questions, _answers(file.kind, choices[:n], sums)["acc_norm"])
-                progress(ScoreProgress(n, len(questions), accuracy_of(correct)))
+                progress(ScoreProgress(end, len(questions), Accuracy(n_correct, end)))
 
         sums = log_likelihoods(loaded, choices, n_batch=n_batch, threads=load.get("threads"), progress=report)
         path, activations = loaded.path, loaded.activations

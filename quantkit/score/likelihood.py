@@ -42,7 +42,7 @@ def log_likelihoods(
     *,
     n_batch: int,
     threads: int | None = None,
-    progress: Callable[[int, F64], None] | None = None,
+    progress: Callable[[int, int, F64], None] | None = None,
 ) -> F64:
     """Return the sum of the log-likelihoods of the scored tokens of all choices, float64 [choices of all tasks].
 
@@ -51,7 +51,7 @@ def log_likelihoods(
         tasks: the choices of each task.
         n_batch: tokens of a pass, of at least one task.
         threads: of the softmax; None: all available CPUs.
-        progress: called with the number of complete tasks and all sums so far.
+        progress: called after a pass with the range of its tasks, begin and end, and the sums of their choices.
     """
     shares_prompts = not model.graph.states and not model.is_bidirectional
     starts = np.concatenate([[0], np.cumsum([len(task) for task in tasks])]).tolist()
@@ -61,10 +61,12 @@ def log_likelihoods(
     n_seq = max(1, n_batch // longest, *map(len, sequences))
     session = model.session(longest, min(n_seq, sum(map(len, sequences))))
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
+        begin = 0
         for end, group in _groups(sequences, n_seq):
             _run(session, group, _Sums(pool, sums))
             if progress is not None:
-                progress(end, sums[: starts[end]])
+                progress(begin, end, sums[starts[begin] : starts[end]])
+            begin = end
     return sums
 
 
@@ -72,9 +74,9 @@ def _sequences(task: Sequence[Choice], start: int, shares_prompts: bool) -> list
     """Return the sequences of a task, whose choices are numbered from ``start``."""
     predictions = [_predictions(task, i, start) for i in range(len(task))]
     if not shares_prompts:
-        empty = np.empty(0, np.int32), np.empty((0, 3), np.int32)
+        prefix, no_predictions = np.empty(0, np.int32), np.empty((0, 3), np.int32)
         return [
-            _Sequence(empty[0], (_trim(choice.tokens, rows),), (empty[1], rows))
+            _Sequence(prefix, (_trim(choice.tokens, rows),), (no_predictions, rows))
             for choice, rows in zip(task, predictions, strict=True)
         ]
     n = min(common_prefix([choice.tokens for choice in task]), min(choice.first for choice in task))
