@@ -145,6 +145,10 @@ class ReportSettings:
 
     run: bool = key(flag, "false: no report", True)
     card: bool = key(flag, "false: no model card", True)
+    score: tuple[Path, ...] = key(
+        paths, "files of multiple-choice tasks to score model and targets on (HellaSwag, MMLU)", (), '["hellaswag.txt"]'
+    )
+    score_tasks: int | None = key(integer(0), "tasks of each file; 0: all; default: 400 of HellaSwag", None, "400")
     base_model: str = key(word, "base model on the hub, for the front matter", "", '"Qwen/Qwen3-30B-A3B"')
     license: str = key(word, "license of the base model, for the front matter", "", '"apache-2.0"')
 

@@ -39,6 +39,7 @@ def report_step(paths: Paths) -> Step:
     inputs |= {f"the encoders {file.path.name}": file.path for file in paths.mmproj}
     if config.goals:
         inputs["the sensitivities"] = sensitivity_path(paths)
+    inputs |= {f"the tasks {path.name}": path for path in config.report.score}
     ctx = config.check.ctx or model.ctx
 
     def run(progress: StepProgress) -> Facts:
@@ -48,6 +49,8 @@ def report_step(paths: Paths) -> Step:
             logits=paths.base_logits if config.check.run else None,
             n_ctx=ctx,
             chunks=config.check.chunks,
+            score=config.report.score,
+            score_tasks=config.report.score_tasks,
             imatrix=paths.imatrix,
             sensitivity=sensitivity_path(paths) if config.goals else None,
             title=config.name,
@@ -80,6 +83,7 @@ def report_step(paths: Paths) -> Step:
             "chunks": config.check.chunks,
             "ctx": ctx,
             "activations": config.check.activations,
+            "score_tasks": config.report.score_tasks,
             "title": config.name,
             "base_model": config.report.base_model,
             "license": config.report.license,

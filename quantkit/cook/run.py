@@ -31,11 +31,12 @@ from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceErr
 from quantkit.extras import CHAT, REPORT, SEARCH, Extra, MissingPackages, check_extras, missing_packages
 from quantkit.formats.gguf import open_model
 from quantkit.formats.locks import drop_lock, take_lock
-from quantkit.formats.outputs import check_apart
+from quantkit.formats.outputs import check_apart, read_whole
 from quantkit.formats.own_json import read_own_json
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.fallback import fallback_line
 from quantkit.progress import ProgressCallback
+from quantkit.score.files import read_questions
 from quantkit.types import type_by_name
 from quantkit.units import format_size
 
@@ -249,11 +250,14 @@ def _check_inputs(config: Config, paths: Paths) -> None:
         raise RecipeError(
             f"{config.origin}: no part of conversations is held out: also give [calibration] evaluation", "QK-E202"
         )
-    for path in (*texts.text, *texts.chat, texts.evaluation, config.imatrix.file, config.imatrix.covariance):
+    files = (*texts.text, *texts.chat, texts.evaluation, config.imatrix.file, config.imatrix.covariance)
+    for path in (*files, *config.report.score):
         if path is not None and not path.is_file() and not (path in texts.text and path.is_dir()):
             if path.exists():
                 raise ResourceError(f"{path}: not a regular file ({config.origin})", "QK-E120")
             raise ResourceError(f"{path}: no such file ({config.origin})", "QK-E401")
+    for path in config.report.score:
+        read_questions(read_whole(path), str(path))
     if texts.evaluation is not None and any(path.is_dir() for path in (*texts.text, texts.evaluation)):
         raise RecipeError(
             f"{config.origin}: [calibration] text contains a folder; with an evaluation text it must list files only",

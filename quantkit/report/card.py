@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from quantkit.activations import MEANINGS
 from quantkit.formats.gguf import parse_split_path
 from quantkit.names import printable
-from quantkit.report.conclusion import better_file, perplexity_warning
+from quantkit.report.conclusion import SCORE_EXPLANATION, better_file, perplexity_warning
 from quantkit.report.data import File, Mmproj, Report
-from quantkit.report.tables import Cell, files_table, support_table
+from quantkit.report.tables import Cell, files_table, scores_table, support_table
 from quantkit.units import PLUS_MINUS
 
 _HUB = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)/?")
@@ -38,6 +38,9 @@ def card_text(report: Report, base_model: str = "", license: str = "") -> str:  
     front_matter = _front_matter(report, base_model, license)
     parts = [front_matter, f"# {_escape_markdown(report.title)}", "## Which file?", _files_table(report)]
     parts += _measurement(report)
+    scores = scores_table(report)
+    if scores.rows:
+        parts += ["## Tasks", _markdown_table([c.label for c in scores.columns], scores.rows), SCORE_EXPLANATION]
     if report.imatrix is not None:
         names = ", ".join(map(_escape_markdown, report.imatrix.datasets)) or _escape_markdown(report.imatrix.name)
         parts.append(f"Importance matrix: {names}; {100 * report.imatrix.share:.4g} % of the matrices have data.")

@@ -5,7 +5,9 @@ Only names of files are kept, no folders: a report is published. The fields are 
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +18,13 @@ from quantkit.formats.own_json import read_own_json
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.content import FileRecord
 from quantkit.records import record
+from quantkit.score import Accuracy, PairedAccuracy
 
 #: Values of the first keys of a file; other versions are refused.
 KIND, VERSION = "quantkit.report", 1
+
+#: Called with a description of the step, the number of parts done and their total, 0 if unknown.
+StepReport = Callable[[str, float, float], None]
 
 
 class Quantile(NamedTuple):
@@ -80,6 +86,24 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class TaskScore:
+    """Accuracy on a file of multiple-choice tasks by a metric, "acc" or "acc_norm".
+
+    ``tasks``: the file's name; ``kind``: its format, as in ``quantkit.score``. ``key``: digest of tasks and settings.
+    ``difference``: from the base with the digest ``base``, on the same tasks; None without one.
+    """
+
+    tasks: str
+    kind: str
+    metric: str
+    key: str
+    accuracy: Accuracy
+    difference: PairedAccuracy | None = None
+    base: str = ""
+    activations: str = RUNTIME
+
+
+@dataclass(frozen=True)
 class Support:
     """Whether a runtime loads a file; ``text``: the reason."""
 
@@ -112,6 +136,7 @@ class File:
     quality: Quality | None = None
     errors_key: str = ""
     speeds: tuple[Speed, ...] = ()
+    scores: tuple[TaskScore, ...] = ()
     content: FileRecord | None = None
 
     @property
@@ -159,6 +184,7 @@ class Base:
     fingerprint: str
     nbytes: int
     types: tuple[str, ...]
+    scores: tuple[TaskScore, ...] = ()
     content: FileRecord | None = None
 
 
@@ -236,6 +262,12 @@ class Report(HtmlTable):
     #: The first is the one that page and card name in commands.
     mmproj: tuple[Mmproj, ...] = ()
 
+    @property
+    def base_digest(self) -> str:
+        """Digest of the base; "" without one."""
+        content = None if self.base is None else self.base.content
+        return "" if content is None else content.digest
+
     def by_size(self) -> Report:
         """Return the report with its files from the smallest to the largest, as page and card show them."""
         return replace(self, files=tuple(sorted(self.files, key=lambda f: f.nbytes)))
@@ -252,6 +284,11 @@ class Report(HtmlTable):
             for kld in [None if f.quality is None else f.quality.kld]
         )
         return table_of("file, preset, bytes, bpw, KL divergence", rows, self.title)
+
+
+def digest_of(*parts: object) -> str:
+    """Return a digest of values of JSON: the key of measurements that depend on them."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def read_data(path: Path) -> Report:

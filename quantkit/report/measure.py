@@ -7,7 +7,6 @@ The numbers are written after each of these steps, so that an interrupted run re
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,11 +48,14 @@ from quantkit.report.data import (
     Quantile,
     Report,
     Speed,
+    StepReport,
     Support,
     TensorCoverage,
     Text,
+    digest_of,
 )
 from quantkit.report.provenance import provenance_rows, rebuild_command
+from quantkit.report.scores import measure_scores
 from quantkit.sensitivity import read_sensitivity
 from quantkit.sensitivity.file import LAYER
 from quantkit.version import __version__
@@ -75,10 +77,6 @@ _CARD_KEYS = (
     "organization",
     "size_label",
 )
-
-#: Called with a description of the step, the number of parts done and their total, 0 if unknown.
-StepReport = Callable[[str, float, float], None]
-
 
 #: Headings of --help.
 MEASUREMENTS, CONTENT = "Measurements", "Content"
@@ -116,6 +114,20 @@ class ReportOptions(Options):
         True, "Compare every matrix with that of the base (default).", MEASUREMENTS, flags=("--errors/--no-errors",)
     )
     bench: tuple[int, int, int] | tuple[()] = ()
+    score: tuple[Path, ...] = option(
+        (),
+        "Score multiple-choice tasks: HellaSwag, WinoGrande, ARC, MMLU. Repeatable.",
+        MEASUREMENTS,
+        kind="text",
+        metavar="FILE",
+    )
+    score_tasks: int | None = option(
+        None,
+        "Number of tasks of each file; 0: all.  [default: 400 of HellaSwag, all others]",
+        MEASUREMENTS,
+        least=0,
+        metavar="N",
+    )
     imatrix: Path | None = option(
         None, "Show its coverage, and weight errors by it.", CONTENT, kind="local imatrix", metavar="FILE"
     )
@@ -167,7 +179,7 @@ def measure_report(
     files = [_file(inspection, _file_record(inspection, options, previous), previous) for inspection in inspections]
     # Without a text, the qualities, base and text of an earlier run are kept.
     reused = previous if options.text is None and options.logits is None else None
-    base_record = None if base is None else _base(base, _file_record(base, options, previous))
+    base_record = None if base is None else _base(base, _file_record(base, options, previous), previous)
     imatrix = None if previous is None else previous.imatrix
     if options.imatrix is not None:
         imatrix = _coverage(options.imatrix, inspections[0].path)
@@ -192,6 +204,10 @@ def measure_report(
             files[i] = file
             report = replace(report, files=tuple(files))
             save(report)
+    load = _load_options(options) if options.score else options.load
+    scoring = measure_scores(report, paths, options.base, options.score, options.score_tasks, load, progress)
+    for report in scoring:  # noqa: B020 - each includes the one before
+        save(report)
     return report
 
 
@@ -274,15 +290,19 @@ def _join_values(value: object) -> str:
 
 def _file_record(inspection: Inspection, options: ReportOptions, previous: Report | None) -> FileRecord | None:
     """Return the record of a file by which its measurements stay valid; None if there are none."""
-    if previous is None and not options.bench and options.base is options.text is options.logits is None:
+    measures = options.bench or options.score
+    if previous is None and not measures and options.base is options.text is options.logits is None:
         return None
     records = [] if previous is None else [f.content for f in (*previous.files, previous.base) if f is not None]
     return FileRecord.read([shard.path for shard in inspection.shards], records)
 
 
-def _base(inspection: Inspection, content: FileRecord | None) -> Base:
+def _base(inspection: Inspection, content: FileRecord | None, previous: Report | None) -> Base:
     types = tuple(g.name for g in inspection.by_type)
-    return Base(printable(inspection.path.name), _fingerprint(inspection.path), inspection.file_bytes, types, content)
+    old = None if previous is None else previous.base
+    scores = old.scores if old is not None and _has_same_content(old.content, content) else ()
+    name = printable(inspection.path.name)
+    return Base(name, _fingerprint(inspection.path), inspection.file_bytes, types, scores, content)
 
 
 def _text(path: Path | None) -> Text | None:
@@ -320,6 +340,7 @@ def _file(inspection: Inspection, content: FileRecord | None, previous: Report |
         errors_key=old.errors_key,
         quality=old.quality,
         speeds=old.speeds,
+        scores=old.scores,
         notes=old.notes,
     )
 
@@ -382,10 +403,6 @@ def _costs(path: Path) -> Costs:
 # --- quality ---
 
 
-def _key(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
 def _measure_qualities(
     report: Report, paths: Sequence[Path], options: ReportOptions, progress: StepReport
 ) -> Iterator[tuple[int, File]]:
@@ -408,21 +425,15 @@ def _quality_key(report: Report, options: ReportOptions) -> str:
     mode = _load_options(options)["activations"]
     activations = () if mode == RUNTIME else (mode,)  # a key without a mode is one of the runtime's
     if options.logits is not None and options.logits.exists():
-        return _key("logits", content_digest([options.logits]), options.chunks, *activations)
+        return digest_of("logits", content_digest([options.logits]), options.chunks, *activations)
     assert report.text is not None
-    return _key(_base_digest(report), report.text.sha256, options.n_ctx, options.chunks, *activations)
+    return digest_of(report.base_digest, report.text.sha256, options.n_ctx, options.chunks, *activations)
 
 
 def _load_options(options: ReportOptions) -> LoadOptions:
     """Return the options of models that are measured; on GPUs, activations are the runtime's if none are chosen."""
     mode: LoadOptions = {} if options.activations is None else {"activations": options.activations}
     return choose_activations({**options.load, **mode}, EXACT)[0]
-
-
-def _base_digest(report: Report) -> str:
-    """Return the digest of the base; "" without a base."""
-    content = None if report.base is None else report.base.content
-    return "" if content is None else content.digest
 
 
 @contextmanager
@@ -538,7 +549,7 @@ def _measure_errors(
     if options.base is None or report.base is None or not options.errors:
         return
     weights = "" if options.imatrix is None else hashlib.sha256(options.imatrix.read_bytes()).hexdigest()
-    key = _key(_base_digest(report), weights)
+    key = digest_of(report.base_digest, weights)
     for i, file in enumerate(report.files):
         if file.errors_key == key:
             continue

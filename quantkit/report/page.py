@@ -16,7 +16,7 @@ from quantkit.report.card import run_command
 from quantkit.report.chart import Chart
 from quantkit.report.charts import FEW_LINES, FEW_POINTS, charts, series_of, short_names, tokens_name
 from quantkit.report.colours import text_colour
-from quantkit.report.conclusion import closest_file, larger_but_worse, perplexity_warning
+from quantkit.report.conclusion import SCORE_EXPLANATION, closest_file, larger_but_worse, perplexity_warning
 from quantkit.report.data import Report
 from quantkit.report.heat_maps import GUESS_NOTE, NOT_MEASURED, costs_of, type_colours, type_keys
 from quantkit.report.tables import (
@@ -25,6 +25,7 @@ from quantkit.report.tables import (
     files_table,
     matrices_tables,
     mmproj_table,
+    scores_table,
     speeds_table,
     support_table,
     tokens_table,
@@ -150,6 +151,8 @@ def _template_values(report: Report) -> dict[str, Any]:
         "coverage_table": coverage_table(report),
         "speeds_table": speeds_table(report),
         "support_table": support_table(report),
+        "scores_table": scores_table(report),
+        "score_explanation": SCORE_EXPLANATION,
         "mmproj_table": mmproj_table(report),
         "mmproj_command": run_command(report),
         "weighted": any(m.weighted for f in report.files for m in f.matrices),

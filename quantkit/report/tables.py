@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.evaluate import Estimate
 from quantkit.report.charts import short_names
-from quantkit.report.data import File, GroupCost, Report
+from quantkit.report.data import Base, File, GroupCost, Report, TaskScore
 from quantkit.report.heat_maps import GUESS, GUESS_NOTE, NO_LAYER, costs_of
 from quantkit.units import size_unit
 
@@ -64,6 +64,8 @@ def files_table(report: Report) -> Table:
         columns += [Column("KL divergence, nats"), Column("perplexity rise, %"), Column("same top token, %")]
     if qualities:
         columns.append(Column("perplexity"))
+    score_labels = list(dict.fromkeys(score_label(s) for f in report.files for s in f.scores))
+    columns += [Column(f"{label}, %") for label in score_labels]
     tests = list(dict.fromkeys(s.test for f in report.files for s in f.speeds))
     columns += [Column(f"{test}, tokens/s") for test in tests]
     rows = []
@@ -80,9 +82,48 @@ def files_table(report: Report) -> Table:
             row.append(_estimate_cell(None if q is None else q.same_top, 100))
         if qualities:
             row.append(_estimate_cell(None if q is None else q.ppl))
+        accuracies = {score_label(s): 100 * s.accuracy.value for s in f.scores}
+        row += [number_cell(accuracies.get(label), ".1f") for label in score_labels]
         row += [_speed_cell(f, test) for test in tests]
         rows.append(tuple(row))
     return Table("table-files", "All files", tuple(columns), tuple(rows))
+
+
+def score_label(score: TaskScore) -> str:
+    """Return the name of a score: that of its tasks, and the metric if these have two."""
+    return f"{score.tasks} {score.metric}" if score.kind == "requests" else score.tasks
+
+
+def scores_table(report: Report) -> Table:
+    """Return the table of accuracies of base and files, with differences from the base; shares in percent."""
+    models: list[Base | File] = [*([report.base] if report.base is not None else []), *report.files]
+    labels = ["accuracy, %", "95 % interval", "flips", "difference", "95 % interval", "p", "tasks needed"]
+    columns = (Column("tasks", False), Column("file", False), *map(Column, labels))
+    rows = [(Cell(score_label(s)), Cell(model.name), *_score_cells(s)) for model in models for s in model.scores]
+    order = list(dict.fromkeys(row[0].text for row in rows))
+    rows.sort(key=lambda row: order.index(row[0].text))
+    return Table("table-scores", "Accuracy on tasks", columns, tuple(rows))
+
+
+def _score_cells(score: TaskScore) -> tuple[Cell, ...]:
+    """Return the cells of an accuracy, and of its difference, which are empty for the base."""
+    accuracy, pair = score.accuracy, score.difference
+    cells = (number_cell(100 * accuracy.value, ".2f"), _interval_cell(accuracy.interval()))
+    if pair is None:
+        return (*cells, *(number_cell(None) for _ in range(5)))
+    return (
+        *cells,
+        number_cell(pair.flips, ",.0f"),
+        number_cell(100 * pair.difference, "+.2f"),
+        _interval_cell(pair.interval(), "+"),
+        number_cell(pair.p_value, ".3f"),
+        number_cell(pair.tasks_needed, ",.0f"),
+    )
+
+
+def _interval_cell(interval: tuple[float, float], sign: str = "") -> Cell:
+    low, high = (100 * x for x in interval)
+    return Cell(f"{low:{sign}.1f} to {high:{sign}.1f}", low)
 
 
 def mmproj_table(report: Report) -> Table:

@@ -58,7 +58,8 @@ def report(
     data_path = located(data) if data is not None else out.with_suffix(".json")
     card = None if card is None else located(card)
     paths = [located(file) for file in files]
-    inputs = (*paths, *options.mmproj, options.base, options.text, options.imatrix, options.sensitivity)
+    single = (options.base, options.text, options.imatrix, options.sensitivity)
+    inputs = (*paths, *options.mmproj, *options.score, *single)
     check_apart([out, data_path, card, options.logits], inputs)
     check_extras(REPORT)
     for output in (out, card):

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import check_refused, refuses
 
+import task_files
 from checkpoints import write_checkpoint
 from quantkit.cli import cli
 from quantkit.cook import Config, config_from, cook, parse_target, plan_cook, read_config, starter, target_steps
@@ -30,7 +31,7 @@ from quantkit.cook.engine import Decision, Facts, NullObserver, Step, StepProgre
 from quantkit.cook.state import STATE, State, StepRecord
 from quantkit.cook.tables import keys_of
 from quantkit.cook.texts import split_text
-from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceError
+from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
 from quantkit.evaluate import kld
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.pipeline import content as content_module
@@ -187,7 +188,7 @@ def test_the_starter_has_every_key_and_its_default(tmp_path: Path) -> None:
     assert (config.name, config.output, config.work) == (plain.name, plain.output, plain.work)
     for table in ("check", "sensitivity", "report", "runtime", "merge_up_gate", "threads"):
         default, table_values = getattr(plain, table), getattr(config, table)
-        for example in ("types", "ctx", "base_model", "license"):
+        for example in ("types", "ctx", "base_model", "license", "score", "score_tasks"):
             table_values = (
                 replace(table_values, **{example: getattr(default, example)})
                 if hasattr(table_values, example)
@@ -657,6 +658,8 @@ def test_a_gate_fails_after_all_steps(cook_folder: Path, monkeypatch: pytest.Mon
         ({"model": "missing.gguf"}, ResourceError, "QK-E401 missing.gguf"),
         ({"model": str(DATA / "tiny-moe-imatrix.gguf")}, QuantkitError, "QK-E123 general.architecture"),
         ({"calibration": {"text": "missing.txt"}}, ResourceError, "QK-E401 missing.txt"),
+        ({"report": {"score": "missing.txt"}}, ResourceError, "QK-E401 missing.txt"),
+        ({"report": {"score": str(MODEL)}}, FormatError, "QK-E101 tiny-moe-bf16.gguf"),
         ({"calibration": {"text": []}}, RecipeError, "QK-E202 cook.toml"),
         ({"quantize": {"tensor_type": ["attn_v=Q99"]}}, QuantkitError, "QK-E301 Q99"),
         ({"quantize": {"recipe": "QK-E401 missing.recipe"}}, QuantkitError, "QK-E401 missing.recipe"),
@@ -697,8 +700,12 @@ def test_the_report_is_last_and_stays_up_to_date(work_folder: Path, monkeypatch:
     assert all(f.quality.quantiles for f in numbers.files if f.quality)
     assert {"base_model: org/base", "license: mit"} <= set((work_folder / "out/README.md").read_text().splitlines())
     assert cook(config).executed == ()
-    config = replace(config, report=replace(config.report, license="apache-2.0"))
+    (work_folder / "mmlu.bin").write_bytes(task_files.multiple_choice(2))
+    changes = {"license": "apache-2.0", "score": (work_folder / "mmlu.bin",), "score_tasks": 1}
+    config = replace(config, report=replace(config.report, **changes))
     assert cook(config).executed == ("report",)
+    scores = [s for f in read_data(work_folder / "out/work/report.json").files for s in f.scores]
+    assert [(s.tasks, s.accuracy.n, s.difference is None) for s in scores] == [("mmlu.bin", 1, False)] * 2
     assert cook(replace(config, targets=config.targets[:1])).executed == ("report",)
     (work_folder / "out/README.md").write_text("by hand")
     with refuses(ResourceError, "QK-E402 README.md"):

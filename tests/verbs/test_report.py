@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ import yaml
 from click.testing import CliRunner
 from refusals import refuses
 
-from quantkit import ReportOptions, perplexity, quantize, report
+import task_files
+from quantkit import ReportOptions, perplexity, quantize, report, score
 from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.evaluate import Estimate, SaveLogits
 from quantkit.inspect import inspect
 from quantkit.quantize import QuantizeOptions
-from quantkit.report import Report, measure, read_data
+from quantkit.report import Report, measure, read_data, scores
 from quantkit.report.card import advice, card_text, decimal_size, preset_name
 from quantkit.report.charts import charts, short_names
 from quantkit.report.colours import text_colour
@@ -36,13 +38,15 @@ from quantkit.report.data import (
     Quantile,
     Speed,
     Support,
+    TaskScore,
     TensorCoverage,
     Text,
 )
 from quantkit.report.heat_maps import GUESS, NOT_MEASURED, type_keys
 from quantkit.report.page import page_text, script_json
 from quantkit.report.provenance import provenance_rows, rebuild_command
-from quantkit.report.tables import costs_table, files_table
+from quantkit.report.tables import costs_table, files_table, scores_table
+from quantkit.score import Accuracy, PairedAccuracy
 from quantkit.sensitivity import Cost, Group, Sensitivity
 from quantkit.types import TYPES, type_by_name
 from quantkit.units import PLUS_MINUS
@@ -50,6 +54,16 @@ from report_data import report_of
 from zoo import write_zoo
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
+
+
+def scores_of(n_correct: int, difference: PairedAccuracy | None) -> Iterator[TaskScore]:
+    """Yield scores of three metrics."""
+    for tasks, kind, metric in (
+        ("mmlu.bin", "multiple-choice", "acc_norm"),
+        ("arc.jsonl", "requests", "acc"),
+        ("arc.jsonl", "requests", "acc_norm"),
+    ):
+        yield TaskScore(tasks, kind, metric, "k", Accuracy(n_correct, 100), difference, "b")
 
 
 def example(hostile: str = "", layers: int = 6) -> Report:
@@ -99,6 +113,7 @@ def example(hostile: str = "", layers: int = 6) -> Report:
             quality=quality,
             errors_key="e",
             speeds=speeds,
+            scores=tuple(scores_of(40 + i, PairedAccuracy(100, 1, 5 - i, 7))),
         )
         files.append(file)
     costs = [
@@ -121,7 +136,7 @@ def example(hostile: str = "", layers: int = 6) -> Report:
             "A model" + hostile, "llama", 9_000_000, None, (("layers", "6"),), (("general.license", "mit"),)
         ),
         files=tuple(files),
-        base=Base("base.gguf", "b", 18_000_000, ("BF16",)),
+        base=Base("base.gguf", "b", 18_000_000, ("BF16",), tuple(scores_of(44, None))),
         text=Text("text.txt" + hostile, "0" * 64, 12345),
         imatrix=Coverage("im.gguf" + hostile, ("text" + hostile,), ("1" * 64,), 0.99, 100, tuple(covered)),
         sensitivity=Costs("s.json", "held-out", tuple(costs)),
@@ -451,6 +466,43 @@ def test_measurements_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rerun = report(files, out, base=base, options=options, overwrite=True)
     assert rerun.files == result.files
     assert report(files, out, overwrite=True).base == result.base
+
+
+def test_scores_are_reused_and_compared_with_the_base(
+    tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file answers once; a difference from another base is dropped."""
+    tasks, requests = tmp_path / "mmlu.bin", tmp_path / "arc.jsonl"
+    tasks.write_bytes(task_files.multiple_choice(6))
+    requests.write_bytes(task_files.requests(4))
+    file, out = tmp_path / "a-Q2_K.gguf", tmp_path / "page.html"
+    quantize(tiny_moe, file, "Q2_K")
+    options = ReportOptions(score=(tasks, requests), errors=True)
+    result = report([file], out, base=tiny_moe, options=options)
+    assert result.base is not None
+    for model in (result.base, result.files[0]):
+        assert [(s.tasks, s.metric) for s in model.scores] == [
+            ("mmlu.bin", "acc_norm"),
+            ("arc.jsonl", "acc"),
+            ("arc.jsonl", "acc_norm"),
+        ]
+    direct = [score(path, tasks, activations="exact") for path in (tiny_moe, file)]
+    assert result.base.scores[0].accuracy == direct[0].accuracies["acc_norm"]
+    assert result.files[0].scores[0].difference == direct[1].compare(direct[0])["acc_norm"]
+    assert [row[0].text for row in scores_table(result).rows] == [
+        *["mmlu.bin"] * 2,
+        *["arc.jsonl acc"] * 2,
+        *["arc.jsonl acc_norm"] * 2,
+    ]
+    monkeypatch.delattr(scores, "score")
+    rerun = report([file], out, base=tiny_moe, options=options, overwrite=True)
+    assert (rerun.files[0].scores, rerun.base) == (result.files[0].scores, result.base)
+    assert not report([file], out, base=file, overwrite=True).files[0].scores
+    twin = tmp_path / "folder" / tasks.name
+    twin.parent.mkdir()
+    twin.write_bytes(b"")
+    with refuses(RecipeError, "QK-E203 mmlu.bin"):
+        report([file], out, options=ReportOptions(score=(tasks, twin)), overwrite=True)
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
