@@ -97,7 +97,7 @@ def score_label(score: TaskScore) -> str:
 def scores_table(report: Report) -> Table:
     """Return the table of accuracies of base and files, with differences from the base; shares in percent."""
     models: list[Base | File] = [*([report.base] if report.base is not None else []), *report.files]
-    labels = ["accuracy, %", "95 % interval", "flips", "difference", "95 % interval", "p", "tasks needed"]
+    labels = ["accuracy, %", "95 % interval", "flips", "difference, %", "95 % interval", "p", "tasks needed"]
     columns = (Column("tasks", False), Column("file", False), *map(Column, labels))
     rows = [(Cell(score_label(s)), Cell(model.name), *_score_cells(s)) for model in models for s in model.scores]
     order = list(dict.fromkeys(row[0].text for row in rows))
