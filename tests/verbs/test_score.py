@@ -91,9 +91,12 @@ def test_answers_are_those_of_llama_perplexity(
 @pytest.mark.peer
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", FILES)
-def test_answers_of_a_real_model(llama_bin: Path, smollm2: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_answers_of_a_real_model(
+    llama_bin: Path, request: pytest.FixtureRequest, tmp_path: Path, name: str, kind: str
+) -> None:
     path = tmp_path / "model-f32.gguf"
-    quantize(smollm2, path, "F32", options=QuantizeOptions(allow_requantize=True))
+    quantize(request.getfixturevalue(name), path, "F32", options=QuantizeOptions(allow_requantize=True))
     with load(path, n_ctx=512) as opened:
         check_against_llama(llama_bin, opened, tmp_path, kind, 60, 50, 0.02)
 
