@@ -40,7 +40,7 @@ from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._progress import Bar
 from quantkit.cli._tasks import task_options
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
-from quantkit.evaluate.likelihood import BASE_LOGITS
+from quantkit.evaluate.sinks import BASE_LOGITS
 from quantkit.evaluate.statistics import finite
 from quantkit.formats.outputs import read_text
 from quantkit.names import printable

@@ -12,9 +12,10 @@ logits give equal figures; deviations are documented where they occur.
 from __future__ import annotations
 
 from quantkit.evaluate.divergence import Kld, KldProgress, kld
-from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, SaveLogits, perplexity
+from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, perplexity
 from quantkit.evaluate.output import logits
 from quantkit.evaluate.passes import Nodes
+from quantkit.evaluate.sinks import SaveLogits
 from quantkit.evaluate.statistics import Distribution, Estimate, KldSums, NllSums
 
 __all__ = [
