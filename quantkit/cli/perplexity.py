@@ -173,7 +173,7 @@ def _divergence(
         echo_notes([f"-f, -p and --tokens are ignored: {base} contains its text"])
     ctx.invoke(
         kld,
-        model=model,
+        models=(model,),
         base=base,
         n_ctx=n_ctx if on_command_line("n_ctx") else None,
         chunks=chunks,

@@ -6,29 +6,38 @@ logits give equal figures; deviations are documented where they occur.
 
     perplexity  exp(mean negative log-likelihood) of a text; optionally writes all logits as a base
     kld         divergence of a model from the base: all statistics of llama-perplexity --kl-divergence
+    compare_models  divergences of several models from a base model, which is computed once
     logits      the model's logits for some tokens
 """
 
 from __future__ import annotations
 
+from quantkit.evaluate.compare import ComparisonProgress, compare_models
+from quantkit.evaluate.comparison import Comparison, ModelDivergence
 from quantkit.evaluate.divergence import Kld, KldProgress, kld
 from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, perplexity
 from quantkit.evaluate.output import logits
 from quantkit.evaluate.passes import Nodes
 from quantkit.evaluate.sinks import SaveLogits
 from quantkit.evaluate.statistics import Distribution, Estimate, KldSums, NllSums
+from quantkit.evaluate.texts import Texts
 
 __all__ = [
+    "Comparison",
+    "ComparisonProgress",
     "Distribution",
     "Estimate",
     "Kld",
     "KldProgress",
     "KldSums",
+    "ModelDivergence",
     "NllSums",
     "Nodes",
     "Perplexity",
     "PerplexityProgress",
     "SaveLogits",
+    "Texts",
+    "compare_models",
     "kld",
     "logits",
     "perplexity",
