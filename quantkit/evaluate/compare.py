@@ -43,7 +43,7 @@ from quantkit.evaluate.passes import (
     run_contexts,
 )
 from quantkit.evaluate.statistics import KldSums, Scores
-from quantkit.evaluate.texts import Text, Texts, read_texts
+from quantkit.evaluate.texts import Text, Texts, position_ranges, read_texts, with_bos
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.kernels.first_run import working_seconds
@@ -53,8 +53,6 @@ I64 = npt.NDArray[np.int64]
 
 #: Default of the bytes of base logits in memory.
 BASE_BYTES = 1 << 30
-#: The smallest range of positions.
-_LEAST_RANGE = 16
 
 
 class ComparisonProgress(NamedTuple):
@@ -172,17 +170,9 @@ class _Run:
             self.bos = bos_of(model, notes)
         for number, text in enumerate(self.texts):
             for window in text.windows:
-                self.windows.append(self._with_bos(window) if text.first else window)
+                self.windows.append(with_bos(window, text, self.bos))
                 self.text_of.append(number)
         self.sums = [_ModelSums(path, self, all_positions=all_positions) for path in self.models]
-
-    def _with_bos(self, window: Window) -> Window:
-        """Return the window of a chunk with BOS in place of its first token, as llama-perplexity evaluates it."""
-        if self.bos is None:
-            return window
-        tokens = window.tokens.copy()
-        tokens[0] = self.bos
-        return Window(tokens, window.is_scored)
 
     def window_bytes(self, window: Window) -> int:
         """Return the bytes of the base's logits for a window."""
@@ -312,12 +302,3 @@ class _ModelSums:
 
 def _select(scores: Scores, mask: npt.NDArray[np.bool_]) -> Scores:
     return scores if mask.all() else Scores._make(column[mask] for column in scores)
-
-
-def position_ranges(n_ctx: int) -> list[tuple[int, int]]:
-    """Return ranges of positions, first and end, each half as long as the next; the last is the scored half."""
-    edges = [n_ctx]
-    while edges[-1] // 2 >= _LEAST_RANGE:
-        edges.append(edges[-1] // 2)
-    edges = [0, *edges[::-1]]
-    return list(zip(edges[:-1], edges[1:], strict=True))

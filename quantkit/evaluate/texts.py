@@ -28,6 +28,8 @@ Bools = npt.NDArray[np.bool_]
 
 #: What is scored in conversations.
 SCORED = ("answers", "all")
+#: The smallest range of positions.
+_LEAST_RANGE = 16
 
 
 class Tokenizer(Protocol):
@@ -62,7 +64,7 @@ class Texts:
 class Text:
     """A text as windows; ``first``: positions before it are evaluated, but not part of the text's statistics.
 
-    content: the text itself, if there is one, and all its ``tokens`` int32 [n].
+    content: the text itself, if there is one, and all its ``tokens`` int32 [n]. is_cut: the windows are chunks.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Text:
     first: int
     content: str | bytes | None
     tokens: I32
+    is_cut: bool = True
 
 
 def read_texts(
@@ -126,6 +129,24 @@ def _chunked(
     return Text(name, windows, first, content, ids)
 
 
+def with_bos(window: Window, text: Text, bos: int | None) -> Window:
+    """Return a window of a text as it is evaluated: a chunk with BOS in place of its first token, as by llama.cpp."""
+    if bos is None or not text.is_cut:
+        return window
+    tokens = window.tokens.copy()
+    tokens[0] = bos
+    return Window(tokens, window.is_scored)
+
+
+def position_ranges(n_ctx: int) -> list[tuple[int, int]]:
+    """Return ranges of positions, first and end, each half as long as the next; the last is the scored half."""
+    edges = [n_ctx]
+    while edges[-1] // 2 >= _LEAST_RANGE:
+        edges.append(edges[-1] // 2)
+    edges = [0, *edges[::-1]]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
 # ---------------------------------------------------------------- conversations
 
 
@@ -156,7 +177,7 @@ def _chat(path: Path, model: Model, n_ctx: int, chunks: int | None, score_all: b
     if not windows:
         raise QuantkitError(f"{name}: no conversation has an answer within {n_ctx} tokens: use a larger -c", "QK-E203")
     ids = np.concatenate([window.tokens for window in windows])
-    return Text(name, tuple(windows), 0, "".join(contents).encode("utf-8", "surrogateescape"), ids)
+    return Text(name, tuple(windows), 0, "".join(contents).encode("utf-8", "surrogateescape"), ids, False)
 
 
 def _render(template: Child, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:

@@ -18,10 +18,9 @@ from refusals import refuses
 from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate import ComparisonProgress, SaveLogits, Texts, compare_models, kld, perplexity
-from quantkit.evaluate.compare import position_ranges
 from quantkit.evaluate.intervals import chunk_mean, level, looks, student_quantile
 from quantkit.evaluate.scores import compare_with_logits
-from quantkit.evaluate.texts import read_texts
+from quantkit.evaluate.texts import position_ranges, read_texts
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.model.engine import load
 from quantkit.quantize import quantize
@@ -360,6 +359,47 @@ def test_kld_prints_a_row_per_file(files: list[Path], tmp_path: Path) -> None:
     assert {**output, "seconds": 0} == json.loads(json.dumps({**expected.as_dict(), "seconds": 0}))
     assert run(*common, "--max-kld", 10).exit_code == 0
     assert run(*common, "--max-kld", 1e-9).exit_code == 3
+
+
+def test_perplexity_of_several_texts(files: list[Path], tmp_path: Path) -> None:
+    """A row each, equal to a run of its own; by position, the last range is the half that is scored anyway."""
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path, seed in zip(texts, (1, 2), strict=True):
+        path.write_bytes((some_tokens(5 * N_CTX, seed) % 200).astype(np.uint8).tobytes())
+    common = ("perplexity", "-m", files[1], "-c", N_CTX, "--json")
+    both = json.loads(run(*common, "-", "-f", texts[0], "-f", texts[1], "--by-position").stdout)
+    alone = [json.loads(run(*common, "-", "-f", path).stdout) for path in texts]
+    for entry, expected in zip(both["by_text"], alone, strict=True):
+        assert entry["ppl"] == pytest.approx(expected["ppl"])
+        assert entry["n_scored"] == expected["n_scored"]
+    assert both["n_scored"] == sum(expected["n_scored"] for expected in alone)
+    assert both["ln_ppl"]["value"] == pytest.approx(np.mean([expected["ln_ppl"]["value"] for expected in alone]))
+    parts = {(part["first"], part["end"]): part for part in both["by_position"]}
+    assert list(parts) == [(0, 16), (16, 32)]
+    assert parts[16, 32]["ppl"] == both["ppl"]
+    assert parts[0, 16]["n_scored"] == 10 * 16
+    model = FakeModel(files[1], V, noise=0.1)
+    ids = np.frombuffer(texts[0].read_bytes(), np.uint8)[: N_CTX - 1].tolist()
+    x = model.forward([3, *ids]).astype(np.float64)
+    log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    first = json.loads(run(*common, "-", "-f", texts[0], "--by-position", "--chunks", 1).stdout)["by_position"][0]
+    assert first["ln_ppl"]["value"] == pytest.approx(-log_p[np.arange(16), ids[:16]].mean(), rel=1e-6)
+    refused = run(*common[:-1], "-f", texts[0], "-f", texts[1], "--save-all-logits", tmp_path / "base")
+    assert refused.exit_code == 2
+    assert "--save-all-logits" in refused.stderr
+
+
+def test_special_tokens_of_a_text(chatty: Path, tmp_path: Path) -> None:
+    with load(chatty) as model:
+        tokenizer = model.tokenizer
+        name = tokenizer.piece(tokenizer.eos).decode()
+    text = tmp_path / "a.txt"
+    text.write_text(f"words {name} words and more words " * 12)
+    n_tokens = []
+    for option in ((), ("--parse-special",)):
+        result = run("kld", "--base-model", chatty, chatty, "-f", text, "-c", 8, "--json", "-", *option)
+        n_tokens.append(json.loads(result.stdout)["n_chunks"])
+    assert n_tokens[1] < n_tokens[0]
 
 
 @pytest.mark.parametrize(
