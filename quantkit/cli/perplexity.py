@@ -77,12 +77,19 @@ from quantkit.units import format_seconds, format_size
 @ray_option
 @option(
     "--save-all-logits",
-    "--kl-divergence-base",
     "save",
     group=BASE_LOGITS,
     type=Place(),
     metavar="FILE",
     help="Write the logits of all scored positions to FILE.",
+)
+@option(
+    "--kl-divergence-base",
+    "base",
+    group=BASE_LOGITS,
+    type=Place(),
+    metavar="FILE",
+    help="The same, by default in format llama.cpp; with --kl-divergence, the file to read.",
 )
 @options(*declared_options(SaveLogits, (BASE_LOGITS,)))
 @option(
@@ -90,7 +97,7 @@ from quantkit.units import format_seconds, format_size
     "divergence",
     group=BASE_LOGITS,
     is_flag=True,
-    help="Read FILE and measure the divergence from it, as quantkit kld does.",
+    help="Measure the divergence from the base in FILE, as quantkit kld does.",
 )
 @setting(
     "--ppl-output-type",
@@ -114,6 +121,7 @@ def command(
     kind: str | None,
     n_tasks: int | None,
     save: Path | None,
+    base: Path | None,
     divergence: bool,
     overwrite: bool,
     output_type: str,
@@ -137,6 +145,9 @@ def command(
     """
     text_values = {"files": files, "prompt": prompt, "tokens": tokens}
     text_values |= {name: run.pop(name) for name in TEXT_VALUES if name not in text_values}
+    if save is not None and base is not None:
+        raise click.UsageError("give one of --save-all-logits and --kl-divergence-base")
+    save = save or base
     if divergence:
         _divergence(model, save, n_ctx, chunks, json_to, run)
         return
@@ -160,6 +171,10 @@ def command(
         text, ids = read_text(binary_file), None
     json_file = claim_json(json_to, [save], [model, file, binary_file, ids_file(tokens)], overwrite=overwrite)
     logits = {name: run.pop(name) for name in declarations(SaveLogits)}
+    if base is not None and not on_command_line("format"):
+        logits["format"] = "llama.cpp"
+    if on_command_line("clip") and logits["format"] != "llama.cpp":
+        raise click.UsageError("--clip is the range of another format: add --logits-format llama.cpp")
     save_logits = SaveLogits(save, overwrite=overwrite, **logits) if save is not None else None
     with closing(Bar(unit="chunk", desc="first pass")) as bar:
 

@@ -40,11 +40,11 @@ class SaveLogits(Options):
 
     path: str | Path
     format: str = option(
-        "llama.cpp",
-        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and "
-        "the total probability of all others.",
+        "compact",
+        "Format: compact has the most probable tokens exactly, and the total probability of all others; llama.cpp has "
+        "the whole vocabulary in 16 bits, clipped.",
         BASE_LOGITS,
-        choices=("llama.cpp", "compact"),
+        choices=("compact", "llama.cpp"),
         flags=("--logits-format",),
     )
     clip: float = option(
@@ -54,7 +54,7 @@ class SaveLogits(Options):
         kind="number",
         choices=tuple(map(str, CLIPS.values())),
     )
-    top_k: int = option(1024, "Maximum number of tokens per position, in format compact.", BASE_LOGITS, least=1)
+    top_k: int = option(4096, "Maximum number of tokens per position, in format compact.", BASE_LOGITS, least=1)
     residual: float = option(
         1e-5, "Probability that may be omitted, in format compact.", BASE_LOGITS, kind="share below 1"
     )
