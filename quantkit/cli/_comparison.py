@@ -55,7 +55,7 @@ def _texts(result: Comparison) -> str:
     rows = []
     for number, (name, _) in enumerate(result.texts):
         rows += [_part(name, model, model.by_text[number]) for model in result.models]
-    return table(["text", "file", "tokens", *_STATISTICS], rows, left=2)
+    return table(["text", "file", "tokens", *_STATISTICS], rows, left=2, droppable=(2, 5))
 
 
 def _positions(result: Comparison) -> str:
@@ -63,7 +63,7 @@ def _positions(result: Comparison) -> str:
     for first, end in result.models[0].by_position:
         name = f"{first} to {end - 1}"
         rows += [_part(name, model, model.by_position[first, end]) for model in result.models]
-    return table(["position", "file", "tokens", *_STATISTICS], rows, left=2)
+    return table(["position", "file", "tokens", *_STATISTICS], rows, left=2, droppable=(2, 5))
 
 
 def _part(name: str, model: ModelDivergence, sums: KldSums) -> Sequence[str]:
