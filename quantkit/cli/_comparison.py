@@ -28,10 +28,19 @@ def comparison_text(result: Comparison) -> str:
 
 
 def _files(result: Comparison) -> str:
-    rows = [
-        [printable(m.model.name), format_size(m.nbytes), f"{m.bpw:.2f}", *_statistics(m.sums)] for m in result.models
-    ]
-    return table(["file", "size", "bpw", *_STATISTICS], rows, droppable=(2,))
+    rows = []
+    for model in result.models:
+        value, *cells = _statistics(model.sums)
+        interval = [] if result.stop is None else [_interval(model.mean.interval(result.miss), "")]
+        size = [format_size(model.nbytes), f"{model.bpw:.2f}"]
+        rows.append([printable(model.model.name), *size, value, *(interval or cells[:1]), *cells[1:]])
+    value, error, *names = _STATISTICS
+    header = ["file", "size", "bpw", value, error if result.stop is None else "95 % interval", *names]
+    return table(header, rows, droppable=(2, 5))
+
+
+def _interval(ends: tuple[float, float], sign: str) -> str:
+    return f"{ends[0]:{sign}.5f} to {ends[1]:{sign}.5f}"
 
 
 def _statistics(sums: KldSums) -> list[str]:
@@ -45,9 +54,8 @@ def _differences(result: Comparison) -> str:
     rows = []
     for better, model in pairwise(result.ranking):
         difference = model.minus(better)
-        low, high = difference.interval(result.miss)
         cells = [printable(model.model.name), printable(better.model.name), f"{difference.value:+.5f}"]
-        rows.append([*cells, f"{low:+.5f} to {high:+.5f}"])
+        rows.append([*cells, _interval(difference.interval(result.miss), "+")])
     return table(["file", "next better", "difference", "95 % interval"], rows, left=2)
 
 

@@ -14,6 +14,8 @@ from quantkit.formats.logits import CompactRows
 
 #: The compact form: most tokens of a position, and the probability that may be omitted.
 TOP_K, RESIDUAL = 4096, 1e-5
+#: Bytes of a position in it: 12 of each token, 20 of the position.
+MOST_ROW_BYTES = 12 * TOP_K + 20
 
 
 class WholeRows:

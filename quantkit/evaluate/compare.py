@@ -6,7 +6,7 @@ weights and the cache of one, and a file is read once per round. Models that tak
 all of their weights for every batch. With a vocabulary of 150,000, a round has 3,600 tokens in chunks of 512: opening a
 file is nothing beside it.
 
-A single window that does not fit (of more than 3,600 tokens with such a vocabulary) is kept in the compact form
+If a single window does not fit (of more than 3,600 tokens with such a vocabulary), all are kept in the compact form
 (``formats/logits/compact.py``), and a note says so. Otherwise divergences are exact up to float32.
 
 With ``until``, windows are drawn at random, and the run ends as soon as the interval of each model's mean divergence is
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from quantkit.activations import EXACT
 from quantkit.arguments import checked
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate.base_rows import TOP_K, MostProbableRows, WholeRows
+from quantkit.evaluate.base_rows import MOST_ROW_BYTES, TOP_K, MostProbableRows, WholeRows
 from quantkit.evaluate.comparison import Comparison, ModelDivergence, Stop
 from quantkit.evaluate.intervals import ChunkMean, chunk_mean, level, looks
 from quantkit.evaluate.passes import (
@@ -106,6 +106,7 @@ def compare_models(
     options, notes = choose_activations(_load_options(load), EXACT)
     run = _Run(located(base), [located(model) for model in models], options, n_ctx, n_batch, base_bytes)
     run.read(texts, chunks, notes, all_positions=by_position)
+    notes += run.form_notes()
     order = np.arange(len(run.windows))
     if until is not None:
         order = np.random.default_rng(seed).permutation(order)
@@ -174,29 +175,39 @@ class _Run:
                 self.text_of.append(number)
         self.sums = [_ModelSums(path, self, all_positions=all_positions) for path in self.models]
 
-    def window_bytes(self, window: Window) -> int:
-        """Return the bytes of the base's logits for a window."""
-        return 4 * window.rows * self.n_vocab
+    @property
+    def _most_rows(self) -> int:
+        return max(window.rows for window in self.windows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the logits of any single window fit."""
+        return 4 * self.n_vocab * self._most_rows <= self.base_bytes
 
     @property
     def windows_per_round(self) -> int:
-        """Windows whose logits fit, whole passes if possible."""
-        n = max(1, self.base_bytes // max(map(self.window_bytes, self.windows)))
+        """Windows of which the base's predictions fit, whole passes if possible."""
+        row_bytes = 4 * self.n_vocab if self.is_whole else MOST_ROW_BYTES
+        n = max(1, self.base_bytes // (self._most_rows * row_bytes))
         n_pass = max(1, self.n_batch // self.n_ctx)
         return n // n_pass * n_pass or n
+
+    def form_notes(self) -> list[str]:
+        """Return a note if the compact form is used."""
+        if self.is_whole:
+            return []
+        size = format_size(4 * self.n_vocab * self._most_rows)
+        return [
+            f"the base's logits of a chunk of {self._most_rows} positions need {size}: the {TOP_K} most probable "
+            "tokens of each position are kept, and the rest is estimated"
+        ]
 
     def compute(
         self, numbers: I64, begin: int, notes: list[str], progress: Callable[[ComparisonProgress], None] | None
     ) -> None:
         """Evaluate windows, by number, with the base and then with every model."""
         windows = [self.windows[i] for i in numbers]
-        fits = len(windows) > 1 or self.window_bytes(windows[0]) <= self.base_bytes
-        base = WholeRows(windows, self.n_vocab) if fits else MostProbableRows()
-        if not fits:
-            notes.append(
-                f"the base's logits of {windows[0].rows} positions need {format_size(self.window_bytes(windows[0]))}: "
-                f"the {TOP_K} most probable tokens of each are kept, and the rest is estimated"
-            )
+        base = WholeRows(windows, self.n_vocab) if self.is_whole else MostProbableRows()
         self._pass(self.base, windows, base, [] if begin else notes, progress)
         for sums in self.sums:
             scorer = _RoundScores(base, numbers, sums)

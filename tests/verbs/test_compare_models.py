@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from refusals import refuses
 
 from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate import ComparisonProgress, SaveLogits, Texts, compare_models, kld, perplexity
+from quantkit.evaluate import ComparisonProgress, Nodes, SaveLogits, Texts, compare_models, kld, perplexity
 from quantkit.evaluate.intervals import chunk_mean, level, looks, student_quantile
 from quantkit.evaluate.scores import compare_with_logits
 from quantkit.evaluate.texts import position_ranges, read_texts
@@ -109,6 +110,28 @@ def test_a_window_beyond_the_memory_is_kept_in_the_compact_form(
         assert a.mean.value == pytest.approx(b.mean.value, rel=0.02)
 
 
+class _Wide(FakeModel):
+    """A large vocabulary, and logits that cost little to make."""
+
+    def after(self, keys: list[list[int]]) -> npt.NDArray[np.float32]:
+        logits = (np.arange(self.n_vocab, dtype=np.uint32) * 2654435761 % 1009).astype(f32) / 100
+        return np.stack([np.roll(logits, key[1] % 97) for key in keys])
+
+
+def test_memory_does_not_grow_with_the_text(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *(_Wide(path, 20000) for path in files[:3]))
+    base, *models = files[:3]
+    tokens = np.arange(6 * 256, dtype=np.int32) % 997
+    arguments: dict[str, Any] = {"n_ctx": 256, "n_batch": 256, "base_bytes": 11_000_000, "threads": 2}
+    compare_models(base, models, Texts(tokens=tokens[:256]), **arguments)
+    tracemalloc.start()
+    compare_models(base, models, Texts(tokens=tokens), **arguments)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # All scored logits are 61 MB, those of a chunk 10 MB; blocks have at most 23 rows, 1.8 MB.
+    assert peak < 11e6 + 9e6
+
+
 def test_each_text_has_its_row_and_all_have_a_total(files: list[Path], tmp_path: Path) -> None:
     base, *models = files[:3]
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
@@ -176,6 +199,8 @@ def test_impossible_comparisons_are_refused(files: list[Path]) -> None:
         compare_models(files[0], [], texts)
     with refuses(RecipeError, "QK-E203 --until"):
         compare_models(files[0], files[1:2], texts, until=1.5)
+    with refuses(RecipeError, "QK-E210 --save-all-logits"):
+        compare_models(files[0], files[1:2], texts, nodes=Nodes())
     with refuses(RecipeError, "QK-E203 half"):
         compare_models(files[0], files[1:2], replace(texts, scored="half"))
 
@@ -357,6 +382,9 @@ def test_kld_prints_a_row_per_file(files: list[Path], tmp_path: Path) -> None:
     assert ["far.gguf", "near.gguf"] in [row[:2] for row in rows]
     output = json.loads((tmp_path / "o.json").read_text())
     assert {**output, "seconds": 0} == json.loads(json.dumps({**expected.as_dict(), "seconds": 0}))
+    stopped = compare_models(files[0], files[1:3], Texts(tokens=TOKENS), n_ctx=N_CTX, until=0.5)
+    low, high = stopped.models[0].mean.interval(stopped.miss)
+    assert f"{low:.5f} to {high:.5f}" in run(*common, "--until", "50%").stdout
     assert run(*common, "--max-kld", 10).exit_code == 0
     assert run(*common, "--max-kld", 1e-9).exit_code == 3
 
