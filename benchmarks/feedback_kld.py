@@ -29,7 +29,7 @@ from processes import machine, work_folder
 from results import parse_options, record_output
 
 import quantkit
-from quantkit.evaluate.likelihood import SaveLogits
+from quantkit.evaluate.sinks import SaveLogits
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.imatrix.covariance import covariance
 from quantkit.quantize import QuantizeOptions, quantize

@@ -25,7 +25,7 @@ from processes import machine, work_folder
 from results import parse_options, record_output
 
 import quantkit
-from quantkit.evaluate.likelihood import SaveLogits
+from quantkit.evaluate.sinks import SaveLogits
 from quantkit.formats.gguf import open_model
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.prune import Criterion, plan_prune_experts, prune_experts

@@ -17,12 +17,12 @@ from typing import NamedTuple, Unpack, cast
 import numpy as np
 
 from quantkit.arguments import checked
+from quantkit.chat import chat_template
 from quantkit.errors import RecipeError
 from quantkit.evaluate.passes import F32, I32, LoadOptions, loaded_model
 from quantkit.foreign.child import Child
 from quantkit.formats.tokenizer import Tokenizer
 from quantkit.html_table import HtmlTable, Table, table_of
-from quantkit.imatrix.texts import chat_template
 from quantkit.model.engine import Model
 from quantkit.names import shorten
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,26 +11,42 @@ from typing import Any
 import click
 
 from quantkit.activations import MEANINGS
+from quantkit.cli._comparison import comparison_text
 from quantkit.cli._evaluation import (
+    MODEL,
     RUN,
+    TEXT,
     activations_option,
     claim_json,
     evaluation_options,
+    hub_model,
+    hub_options,
+    ids_file,
     json_option,
-    model_option,
     report,
     run_options,
 )
-from quantkit.cli._options import CHUNKS, GroupedCommand, echo_notes, option, ray_option
-from quantkit.cli._paths import Place
+from quantkit.cli._options import (
+    CHUNKS,
+    SHARE,
+    GroupedCommand,
+    echo_notes,
+    on_command_line,
+    option,
+    ray_option,
+)
+from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._progress import Bar
 from quantkit.cli._table import columns
+from quantkit.cli._texts import TEXT_VALUES, texts_from, texts_options
 from quantkit.errors import QualityGate
-from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
+from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, compare_models, kld
 from quantkit.evaluate.statistics import MIN_TOKENS
 from quantkit.units import format_seconds
 
 _BASE = "Base logits"
+#: Values of --base-model, besides those of texts.
+_COMPARISON_VALUES = ("by_position", "until", "seed")
 #: llama-perplexity's headings; a narrow terminal shows one statistic less.
 _HEADER = (
     "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS"
@@ -39,47 +56,148 @@ _WIDE, _NARROW = 125, "chunk         PPL             KL Divergence        Δp RM
 
 
 @click.command("kld", cls=GroupedCommand)
-@model_option
+@click.argument("models", nargs=-1, type=MODEL_FILE)
+@option("-m", "--model", "model", group=MODEL, type=MODEL_FILE, help="GGUF file; any shard of a split model.")
+@hub_options
 @option(
     "--base",
     "--kl-divergence-base",
     "base",
     group=_BASE,
     type=Place(),
-    required=True,
     metavar="FILE",
     help="Output of --save-all-logits of quantkit or llama-perplexity; includes the text.",
 )
-@option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Expected tokens per chunk of the base.")
-@option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Number of chunks.  [default: all]")
+@option(
+    "--base-model",
+    "base_model",
+    group=MODEL,
+    type=MODEL_FILE,
+    metavar="FILE",
+    help="Compare all files with this model (BF16), which is computed once, on the texts below.",
+)
+@texts_options
+@option(
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    group=TEXT,
+    type=click.IntRange(1),
+    help="Tokens per chunk.  [default: those of the base file, else 512]",
+)
+@option("--chunks", group=TEXT, type=CHUNKS, default=-1, help="Number of chunks, of each text.  [default: all]")
+@option("--by-position", group=TEXT, is_flag=True, help="Score all positions; add a table by position in the chunk.")
+@option(
+    "--until",
+    group=TEXT,
+    type=SHARE,
+    metavar="SHARE",
+    help="Take chunks at random until each 95 % interval is within this share of the mean (2%).",
+)
+@option("--seed", group=TEXT, type=click.IntRange(0), default=0, help="Seed of the order of --until.  [default: 0]")
 @activations_option("exact; on GPUs runtime")
 @run_options
 @ray_option
-@option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with code 3 if the mean divergence is larger.")
+@option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with code 3 if a mean divergence is larger.")
 @json_option
 def command(
-    model: Path,
-    base: Path,
+    models: tuple[Path, ...],
+    model: Path | None,
+    hf_repo: str | None,
+    hf_file: str | None,
+    base: Path | None,
+    base_model: Path | None,
     n_ctx: int | None,
     chunks: int | None,
     max_kld: float | None,
     json_to: str | None,
     overwrite: bool,
-    **run: Any,
+    **values: Any,
 ) -> None:
-    """Measure the KL divergence of a model from a base model.
+    """Measure the KL divergence of models from a base model.
 
-    Text and context size come from the base file. The mean KL divergence estimates
-    how many nats of log-perplexity a quantization costs; it is far less noisy than
-    a difference of perplexities. The output is that of llama-perplexity
-    --kl-divergence; its figures also contain the rounding of activations, as with
-    --activations runtime, which is as large as the divergence of 5 bits and more.
+    With --base-model, all files are compared on the texts in one run: a row per
+    file, and the differences between files with their intervals. With --base, text
+    and base come from a file, and the output is that of llama-perplexity
+    --kl-divergence. The mean KL divergence estimates how many nats of
+    log-perplexity a quantization costs; it is far less noisy than a difference of
+    perplexities. Activations are exact by default: those of a runtime are rounded
+    (--activations runtime), which costs as much as 5 bits and more.
 
     \b
-    quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin
-    quantkit kld -m model-Q4_K_M.gguf --base base.bin
+    quantkit kld --base-model bf16.gguf Q6_K.gguf Q4_K_M.gguf -f text.txt
+    quantkit kld --base-model bf16.gguf Q4_K_M.gguf -f a.txt -f b.txt --until 2%
     quantkit kld -m model-Q4_K_M.gguf --base base.bin --max-kld 0.02
     """
+    downloaded = hub_model(model, hf_repo, hf_file)
+    files = (*([] if downloaded is None else [downloaded]), *models)
+    if not files:
+        raise click.UsageError("give a model: MODELS, -m FILE or -hf ORG/REPO")
+    if (base is None) == (base_model is None):
+        raise click.UsageError("give either --base FILE, a file of base logits, or --base-model FILE")
+    settings = {name: values.pop(name) for name in (*TEXT_VALUES, *_COMPARISON_VALUES)}
+    results: list[tuple[Path, float]]
+    if base_model is not None:
+        results = _compare(base_model, files, n_ctx, chunks, json_to, overwrite, settings, values)
+    elif base is not None:
+        if (flag := next((_flag(name) for name in settings if on_command_line(name)), None)) is not None:
+            raise click.UsageError(f"{flag} needs --base-model: {base} contains its text and its base logits")
+        if len(files) > 1:
+            raise click.UsageError(f"--base takes one model, not {len(files)}: compare several with --base-model")
+        results = [_measure(files[0], base, n_ctx, chunks, json_to, overwrite, values)]
+    for path, mean in results:
+        if max_kld is not None and not mean <= max_kld:
+            raise QualityGate(f"{path}: the mean KL divergence is {mean:.6f}, above --max-kld {max_kld:g}")
+
+
+def _flag(name: str) -> str:
+    """Return the first name of an option of this command."""
+    return next(p.opts[0] for p in click.get_current_context().command.params if p.name == name)
+
+
+def _compare(
+    base: Path,
+    files: Sequence[Path],
+    n_ctx: int | None,
+    chunks: int | None,
+    json_to: str | None,
+    overwrite: bool,
+    settings: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> list[tuple[Path, float]]:
+    """Compare files with a base model, print the tables, and return the mean divergence of each file."""
+    texts = texts_from(settings)
+    inputs = [base, *files, *settings["files"], *settings["chat"], ids_file(settings["tokens"])]
+    json_file = claim_json(json_to, (), inputs, overwrite=overwrite)
+    with closing(Bar(unit="chunk", desc="first pass")) as bar:
+        result = compare_models(
+            base,
+            files,
+            texts,
+            n_ctx=n_ctx or 512,
+            n_batch=run["n_batch"],
+            chunks=chunks,
+            by_position=settings["by_position"],
+            until=settings["until"],
+            seed=settings["seed"],
+            progress=lambda now: bar.update(now.current, now.total, now.model),
+            **evaluation_options(run),
+        )
+    echo_notes(result.notes)
+    report(json_to, json_file, comparison_text(result), result.as_dict())
+    return [(m.model, m.sums.kld.mean.value) for m in result.models]
+
+
+def _measure(
+    model: Path,
+    base: Path,
+    n_ctx: int | None,
+    chunks: int | None,
+    json_to: str | None,
+    overwrite: bool,
+    run: Mapping[str, Any],
+) -> tuple[Path, float]:
+    """Compare a file with base logits, print llama-perplexity's statistics, and return its mean divergence."""
     json_file = claim_json(json_to, (), [model, base], overwrite=overwrite)
     narrow = (columns() or sys.maxsize) < _WIDE
     with closing(Bar(unit="chunk", desc="first pass")) as bar:
@@ -103,9 +221,7 @@ def command(
         )
     echo_notes(result.notes)
     report(json_to, json_file, "\n" + _text(result), result.as_dict())
-    mean = result.sums.kld.mean.value
-    if max_kld is not None and not mean <= max_kld:
-        raise QualityGate(f"{model}: the mean KL divergence is {mean:.6f}, above --max-kld {max_kld:g}")
+    return model, result.sums.kld.mean.value
 
 
 def chunk_line(chunk: int, sums: KldSums) -> str:

@@ -23,7 +23,6 @@ from quantkit.cli._evaluation import (
     model_option,
     report,
     run_options,
-    text_options,
     text_or_tokens,
 )
 from quantkit.cli._options import (
@@ -38,9 +37,19 @@ from quantkit.cli._options import (
 )
 from quantkit.cli._paths import TEXT_FILE, Place
 from quantkit.cli._progress import Bar
+from quantkit.cli._table import table
 from quantkit.cli._tasks import task_options
-from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
-from quantkit.evaluate.likelihood import BASE_LOGITS
+from quantkit.cli._texts import TEXT_VALUES, texts_from, texts_options
+from quantkit.evaluate import (
+    NllSums,
+    Perplexity,
+    PerplexityProgress,
+    SaveLogits,
+    TextPerplexities,
+    perplexity,
+    perplexity_of_texts,
+)
+from quantkit.evaluate.sinks import BASE_LOGITS
 from quantkit.evaluate.statistics import finite
 from quantkit.formats.outputs import read_text
 from quantkit.names import printable
@@ -49,7 +58,7 @@ from quantkit.units import format_seconds, format_size
 
 @click.command("perplexity", cls=GroupedCommand)
 @model_option
-@text_options
+@texts_options
 @setting("-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(4), default=512, help="Tokens per chunk.")
 @option("--chunks", group=TEXT, type=CHUNKS, default=-1, help="Number of chunks.  [default: all]")
 @option(
@@ -60,6 +69,7 @@ from quantkit.units import format_seconds, format_size
     default=0,
     help="Score a window every N tokens, instead of chunks.",
 )
+@option("--by-position", group=TEXT, is_flag=True, help="Score all positions; add a table by position in the chunk.")
 @option("-bf", "--binary-file", "binary_file", group=TEXT, type=TEXT_FILE, help="File, used to its last byte.")
 @task_options
 @activations_option("runtime; exact with FILE of base logits")
@@ -67,12 +77,19 @@ from quantkit.units import format_seconds, format_size
 @ray_option
 @option(
     "--save-all-logits",
-    "--kl-divergence-base",
     "save",
     group=BASE_LOGITS,
     type=Place(),
     metavar="FILE",
     help="Write the logits of all scored positions to FILE.",
+)
+@option(
+    "--kl-divergence-base",
+    "base",
+    group=BASE_LOGITS,
+    type=Place(),
+    metavar="FILE",
+    help="The same, by default in format llama.cpp; with --kl-divergence, the file to read.",
 )
 @options(*declared_options(SaveLogits, (BASE_LOGITS,)))
 @option(
@@ -80,7 +97,7 @@ from quantkit.units import format_seconds, format_size
     "divergence",
     group=BASE_LOGITS,
     is_flag=True,
-    help="Read FILE and measure the divergence from it, as quantkit kld does.",
+    help="Measure the divergence from the base in FILE, as quantkit kld does.",
 )
 @setting(
     "--ppl-output-type",
@@ -93,16 +110,18 @@ from quantkit.units import format_seconds, format_size
 @json_option
 def command(
     model: Path,
-    file: Path | None,
+    files: tuple[Path, ...],
     prompt: str | None,
     tokens: str | None,
     n_ctx: int,
     chunks: int | None,
     stride: int,
+    by_position: bool,
     binary_file: Path | None,
     kind: str | None,
     n_tasks: int | None,
     save: Path | None,
+    base: Path | None,
     divergence: bool,
     overwrite: bool,
     output_type: str,
@@ -115,19 +134,35 @@ def command(
     chunk if the model has one, and the second half of each chunk is scored. Values
     compare only for the same text, -c and tokenizer. They are llama.cpp's: its
     rounding of activations is included, except in base logits, which by default are
-    exact, as are the figures of quantkit kld (--activations).
+    exact, as are the figures of quantkit kld (--activations). Several texts have a
+    row each, and a total.
 
     \b
     quantkit perplexity -m model-Q4_K_M.gguf -f wiki.test.raw
     quantkit perplexity -m model-bf16.gguf -f text.txt --save-all-logits base.bin
+    quantkit perplexity -m model.gguf -f code.txt -f german.txt --chat chats.jsonl
     quantkit perplexity -m model.gguf --tokens @ids.i32 -c 2048 --chunks 10 --json
     """
+    text_values = {"files": files, "prompt": prompt, "tokens": tokens}
+    text_values |= {name: run.pop(name) for name in TEXT_VALUES if name not in text_values}
+    if save is not None and base is not None:
+        raise click.UsageError("give one of --save-all-logits and --kl-divergence-base")
+    save = save or base
     if divergence:
         _divergence(model, save, n_ctx, chunks, json_to, run)
         return
     if kind is not None or n_tasks is not None:
-        _score(model, file or binary_file, kind, n_tasks, json_to, run)
+        _score(model, next(iter(files), binary_file), kind, n_tasks, json_to, run)
         return
+    if by_position or text_values["chat"] or text_values["parse_special"] or len(files) > 1:
+        alone = {"--ppl-stride": stride, "--binary-file": binary_file, "--save-all-logits": save}
+        if (flag := next((name for name, value in alone.items() if value), None)) is not None:
+            raise click.UsageError(f"{flag} takes one text, without --chat, --parse-special and --by-position")
+        for name in declarations(SaveLogits):
+            run.pop(name)
+        _measure_texts(model, text_values, n_ctx, chunks, by_position, json_to, overwrite, run)
+        return
+    file = next(iter(files), None)
     if binary_file is None:
         text, ids = text_or_tokens(file, prompt, tokens)
     else:
@@ -136,6 +171,10 @@ def command(
         text, ids = read_text(binary_file), None
     json_file = claim_json(json_to, [save], [model, file, binary_file, ids_file(tokens)], overwrite=overwrite)
     logits = {name: run.pop(name) for name in declarations(SaveLogits)}
+    if base is not None and not on_command_line("format"):
+        logits["format"] = "llama.cpp"
+    if on_command_line("clip") and logits["format"] != "llama.cpp":
+        raise click.UsageError("--clip is the range of another format: add --logits-format llama.cpp")
     save_logits = SaveLogits(save, overwrite=overwrite, **logits) if save is not None else None
     with closing(Bar(unit="chunk", desc="first pass")) as bar:
 
@@ -160,6 +199,49 @@ def command(
     report(json_to, json_file, _final(result), _as_dict(result))
 
 
+def _measure_texts(
+    model: Path,
+    values: Mapping[str, Any],
+    n_ctx: int,
+    chunks: int | None,
+    by_position: bool,
+    json_to: str | None,
+    overwrite: bool,
+    run: Mapping[str, Any],
+) -> None:
+    """Measure several texts, conversations, or positions, and print a row for each."""
+    inputs = [model, *values["files"], *values["chat"], ids_file(values["tokens"])]
+    json_file = claim_json(json_to, (), inputs, overwrite=overwrite)
+    with closing(Bar(unit="chunk", desc="first pass")) as bar:
+        result = perplexity_of_texts(
+            model,
+            texts_from(values),
+            n_ctx=n_ctx,
+            n_batch=run["n_batch"],
+            chunks=chunks,
+            by_position=by_position,
+            progress=lambda now: bar.update(now.current, now.total, f"PPL {now.ppl.text(4)}"),
+            **evaluation_options(run),
+        )
+    echo_notes(result.notes)
+    report(json_to, json_file, _rows(result), result.as_dict())
+
+
+def _rows(result: TextPerplexities) -> str:
+    header = ["text", "tokens", "PPL", "± error"]
+    total = [("total", result.sums)] if len(result.by_text) > 1 else []
+    lines = [table(header, [_row(name, sums) for name, sums in (*result.by_text, *total)])]
+    if result.by_position:
+        rows = [_row(f"{first} to {end - 1}", sums) for (first, end), sums in result.by_position.items() if sums.n]
+        lines += ["", table(["position", *header[1:]], rows)]
+    lines += ["", f"{result.sums.n} tokens scored in {result.n_windows} chunks, {format_seconds(result.seconds)}"]
+    return "\n".join(lines)
+
+
+def _row(name: str, sums: NllSums) -> list[str]:
+    return [printable(name), f"{sums.n}", f"{sums.ppl.value:.4f}", f"{sums.ppl.error:.4f}"]
+
+
 def _divergence(
     model: Path, base: Path | None, n_ctx: int, chunks: int | None, json_to: str | None, run: Mapping[str, Any]
 ) -> None:
@@ -169,11 +251,11 @@ def _divergence(
     ctx = click.get_current_context()
     if base is None:
         raise click.UsageError("--kl-divergence needs --kl-divergence-base FILE")
-    if any(ctx.params[name] is not None for name in ("file", "prompt", "tokens")):
+    if any(ctx.params[name] not in (None, ()) for name in ("files", "prompt", "tokens")):
         echo_notes([f"-f, -p and --tokens are ignored: {base} contains its text"])
     ctx.invoke(
         kld,
-        model=model,
+        models=(model,),
         base=base,
         n_ctx=n_ctx if on_command_line("n_ctx") else None,
         chunks=chunks,

@@ -7,28 +7,44 @@ logits give equal figures; deviations are documented where they occur.
     perplexity  exp(mean negative log-likelihood) of a text; optionally writes all logits as a base
     kld         divergence of a model from the base: all statistics of llama-perplexity --kl-divergence
     logits      the model's logits for some tokens
+
+    perplexity_of_texts  perplexities of several texts and conversations
+    compare_models       divergences of several models from a base model, which is computed once
 """
 
 from __future__ import annotations
 
+from quantkit.evaluate.by_text import TextPerplexities, TextsProgress, perplexity_of_texts
+from quantkit.evaluate.compare import ComparisonProgress, compare_models
+from quantkit.evaluate.comparison import Comparison, ModelDivergence
 from quantkit.evaluate.divergence import Kld, KldProgress, kld
-from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, SaveLogits, perplexity
+from quantkit.evaluate.likelihood import Perplexity, PerplexityProgress, perplexity
 from quantkit.evaluate.output import logits
 from quantkit.evaluate.passes import Nodes
+from quantkit.evaluate.sinks import SaveLogits
 from quantkit.evaluate.statistics import Distribution, Estimate, KldSums, NllSums
+from quantkit.evaluate.texts import Texts
 
 __all__ = [
+    "Comparison",
+    "ComparisonProgress",
     "Distribution",
     "Estimate",
     "Kld",
     "KldProgress",
     "KldSums",
+    "ModelDivergence",
     "NllSums",
     "Nodes",
     "Perplexity",
     "PerplexityProgress",
     "SaveLogits",
+    "TextPerplexities",
+    "Texts",
+    "TextsProgress",
+    "compare_models",
     "kld",
     "logits",
     "perplexity",
+    "perplexity_of_texts",
 ]

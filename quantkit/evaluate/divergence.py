@@ -90,19 +90,7 @@ class Kld(HtmlTable):
             "base_activations": self.base_activations,
             "seconds": self.seconds,
             "notes": list(self.notes),
-            "ppl_q": sums.nll.ppl.as_dict(),
-            "ppl_base": sums.nll_base.ppl.as_dict(),
-            "correlation": finite(sums.correlation),
-            "ln_ppl_ratio": sums.ln_ratio.as_dict(),
-            "ppl_ratio": sums.ratio.as_dict(),
-            "ppl_difference": sums.difference.as_dict(),
-            "kld": sums.kld.mean.as_dict(),
-            "kld_bound": finite(self.bound),
-            "kld_percentiles": {label: finite(value) for label, value in sums.kld_distribution().rows},
-            "p_diff": sums.p_diff.mean.as_dict(),
-            "p_diff_percentiles": {label: finite(value) for label, value in sums.p_diff_distribution().rows},
-            "p_diff_rms": sums.rms_p_diff.as_dict(),
-            "same_top_p": sums.same_top_p.as_dict(),
+            **statistics_dict(sums),
         }
 
     def as_table(self) -> Table:
@@ -120,6 +108,25 @@ class Kld(HtmlTable):
         rows += [(f"KL divergence, {label}", value, None) for label, value in sums.kld_distribution().rows]
         caption = f"{self.model.name}: {sums.n:,} tokens scored, {self.n_chunks} chunks of {self.n_ctx}"
         return table_of("statistic, value, standard error", rows, caption)
+
+
+def statistics_dict(sums: KldSums) -> dict[str, Any]:
+    """Return the statistics of a comparison for JSON."""
+    return {
+        "ppl_q": sums.nll.ppl.as_dict(),
+        "ppl_base": sums.nll_base.ppl.as_dict(),
+        "correlation": finite(sums.correlation),
+        "ln_ppl_ratio": sums.ln_ratio.as_dict(),
+        "ppl_ratio": sums.ratio.as_dict(),
+        "ppl_difference": sums.difference.as_dict(),
+        "kld": sums.kld.mean.as_dict(),
+        "kld_bound": finite(sums.bound / sums.n),
+        "kld_percentiles": {label: finite(value) for label, value in sums.kld_distribution().rows},
+        "p_diff": sums.p_diff.mean.as_dict(),
+        "p_diff_percentiles": {label: finite(value) for label, value in sums.p_diff_distribution().rows},
+        "p_diff_rms": sums.rms_p_diff.as_dict(),
+        "same_top_p": sums.same_top_p.as_dict(),
+    }
 
 
 @checked

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
@@ -23,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.activations import EXACT, RUNTIME
-from quantkit.arguments import Options, checked, option
-from quantkit.cluster import NodeRefusal
-from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.arguments import checked
+from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import NodeModel, nodes_and_activations
 from quantkit.evaluate.passes import (
     F32,
@@ -37,65 +35,17 @@ from quantkit.evaluate.passes import (
     path_of,
     text_tokens,
 )
-from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
+from quantkit.evaluate.scores import nll_of, softmax
 from quantkit.evaluate.scoring import score_text
+from quantkit.evaluate.sinks import SaveLogits, Sink, open_sink
 from quantkit.evaluate.statistics import Estimate, NllSums
-from quantkit.formats.gguf import open_gguf
-from quantkit.formats.logits import (
-    CLIPS,
-    CODECS,
-    Chunks,
-    CompactRows,
-    CompactWriter,
-    LlamaSharer,
-    LlamaWriter,
-    join_rows,
-)
+from quantkit.formats.logits import CompactRows
 from quantkit.formats.outputs import Output, atomic_write, check_apart
 from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 
 F64 = npt.NDArray[np.float64]
-#: Heading of --help.
-BASE_LOGITS = "Base logits for quantkit kld"
-
-
-@dataclass(frozen=True)
-class SaveLogits(Options):
-    """Options to write the logits of all scored positions to ``path``, as a base for ``kld``.
-
-    Each option is declared here alone. ``format`` "compact" keeps the ``top_k`` most probable tokens of a position, or
-    fewer whose residual mass is at most ``residual``.
-    """
-
-    path: str | Path
-    format: str = option(
-        "llama.cpp",
-        "Format: llama.cpp has the whole vocabulary in 16 bits; compact has the most probable tokens exactly, and "
-        "the total probability of all others.",
-        BASE_LOGITS,
-        choices=("llama.cpp", "compact"),
-        flags=("--logits-format",),
-    )
-    clip: float = option(
-        16,
-        "Range below the top token in nats, in format llama.cpp; 24 as in ik_llama.cpp.",
-        BASE_LOGITS,
-        kind="number",
-        choices=tuple(map(str, CLIPS.values())),
-    )
-    top_k: int = option(1024, "Maximum number of tokens per position, in format compact.", BASE_LOGITS, least=1)
-    residual: float = option(
-        1e-5, "Probability that may be omitted, in format compact.", BASE_LOGITS, kind="share below 1"
-    )
-    codec: str = option(
-        "zlib",
-        "Compression of format compact; zstd decompresses faster, but needs an optional extra.",
-        BASE_LOGITS,
-        choices=tuple(CODECS),
-    )
-    overwrite: bool = False
 
 
 class PerplexityProgress(NamedTuple):
@@ -182,9 +132,9 @@ def perplexity(
         ids = text_tokens(loaded, text, tokens)
         windows = _stride_windows(ids, n_ctx, stride, chunks) if stride else split_chunks(ids, n_ctx, chunks)
         first = n_ctx - stride - 1 if stride else n_ctx // 2
-        sink: _Sink | None = None
+        sink: Sink | None = None
         if save_logits is not None and part is not None:
-            sink = _sink(loaded, windows, save_logits, stack.enter_context(part), stack)
+            sink = open_sink(loaded, windows, save_logits, stack.enter_context(part), stack)
         run = _PerplexityRun(windows, first, sink, progress)
         node_model = None if nodes is None else NodeModel.from_path(loaded.path, nodes, load_options)
         n_seq, bos, notes = score_text(
@@ -233,7 +183,7 @@ def _stride_windows(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I3
 class _Nll:
     """Negative log-likelihoods of windows, ``rows`` of each."""
 
-    def __init__(self, rows: int, sink: _Sink | None = None) -> None:
+    def __init__(self, rows: int, sink: Sink | None = None) -> None:
         self.rows, self.sink = rows, sink
         self.nll: dict[int, F64] = {}
 
@@ -255,7 +205,7 @@ class _NllFactory:
     """Constructor of ``_Nll`` on a node; ``sink`` creates the node's sink of logits, if there is one."""
 
     rows: int
-    sink: Callable[[], _Sink] | None
+    sink: Callable[[], Sink] | None
 
     def __call__(self) -> _Nll:
         return _Nll(self.rows, None if self.sink is None else self.sink())
@@ -265,7 +215,7 @@ class _PerplexityRun:
     """A run of ``perplexity``: collects the scores of windows in order."""
 
     def __init__(
-        self, windows: I32, first: int, sink: _Sink | None, progress: Callable[[PerplexityProgress], None] | None
+        self, windows: I32, first: int, sink: Sink | None, progress: Callable[[PerplexityProgress], None] | None
     ) -> None:
         self.n = len(windows)
         self.progress = progress
@@ -288,94 +238,3 @@ class _PerplexityRun:
         self.running.append(self.sums.ppl)
         if self.progress is not None:
             self.progress(PerplexityProgress(window + 1, self.n, self.sums.ppl, self.sums.mean))
-
-
-# ---------------------------------------------------------------- saving logits
-
-
-class _LlamaSink:
-    """A sink that writes rows at once, in llama.cpp's format."""
-
-    def __init__(self, writer: LlamaWriter) -> None:
-        self.writer = writer
-
-    def write(self, window: int, row: int, logits: F32, parts: Softmax, following: I32) -> None:
-        # The exponentials are no longer needed.
-        self.writer.write(window, row, logits, parts.log_total, scratch=parts.exps)
-
-    def take(self, window: int) -> None:
-        """Wait until all rows of a window are on disk."""
-        if isinstance(self.writer, LlamaSharer):
-            self.writer.sync()
-
-    def save(self, rows: CompactRows) -> None:
-        """Do nothing: rows are already written."""
-
-    def finish(self) -> None:
-        self.writer.finish()
-
-    def node_sink(self) -> Callable[[], _LlamaSink]:
-        """Return a constructor of sinks on nodes, which write to the same file."""
-        return partial(_shared_sink, self.writer.path.absolute(), self.writer.chunks, self.writer.clip)
-
-
-def _shared_sink(path: Path, chunks: Chunks, clip: float) -> _LlamaSink:
-    try:
-        return _LlamaSink(LlamaSharer(path, chunks, clip))
-    except (OSError, FormatError) as e:
-        raise NodeRefusal(f"{path} cannot be written on this node: {e}") from None
-
-
-class _CompactSink:
-    """A sink that collects rows until their chunk is complete; writer: None on nodes, which return them."""
-
-    def __init__(self, top_k: int, residual: float, writer: CompactWriter | None) -> None:
-        self.top_k = top_k
-        self.residual = residual
-        self.writer = writer
-        self.parts: dict[int, dict[int, CompactRows]] = {}
-
-    def write(self, window: int, row: int, logits: F32, parts: Softmax, following: I32) -> None:
-        rows = most_probable(logits, parts, following, self.top_k, self.residual)
-        self.parts.setdefault(window, {})[row] = rows
-
-    def take(self, window: int) -> CompactRows:
-        """Return and remove the rows of a window."""
-        parts = self.parts.pop(window)
-        return join_rows([parts[row] for row in sorted(parts)])
-
-    def save(self, rows: CompactRows) -> None:
-        """Write the rows of the next window."""
-        if self.writer is not None:
-            self.writer.write(rows)
-
-    def finish(self) -> None:
-        """Do nothing: chunks were written in order."""
-
-    def node_sink(self) -> Callable[[], _CompactSink]:
-        """Return a constructor of sinks on nodes, whose rows this sink writes."""
-        return partial(_CompactSink, self.top_k, self.residual, None)
-
-
-_Sink = _LlamaSink | _CompactSink
-
-
-def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitStack) -> _Sink:
-    chunks = Chunks(model.n_vocab, windows)
-    if save.format == "llama.cpp":
-        return _LlamaSink(LlamaWriter(path, chunks, save.clip, activations_of(model)))
-    if save.format != "compact":
-        raise RecipeError(f"unknown format of base logits {save.format!r}; choose llama.cpp or compact", "QK-E203")
-    if save.top_k < 1 or not 0 <= save.residual < 1:
-        raise RecipeError(
-            f"top-k {save.top_k} must be greater than 0, and residual {save.residual} within [0, 1)", "QK-E203"
-        )
-    with open_gguf(model.path) as source:
-        fingerprint = source.fingerprint()
-    name = located(model.path).name
-    top_k = min(save.top_k, model.n_vocab)
-    activations = activations_of(model)
-    writer = CompactWriter(
-        path, chunks, top_k=top_k, codec=save.codec, model=name, fingerprint=fingerprint, activations=activations
-    )
-    return _CompactSink(top_k, save.residual, stack.enter_context(writer))

@@ -1,8 +1,8 @@
 """Evaluation of windows of a text: several sequences a pass, logits consumed in blocks.
 
-A window is one context of tokens, whose first token is replaced by BOS if the model has one. The predictions from
-position ``first`` to the last but one of each window are scored. No array of context x vocabulary exists: the engine
-delivers blocks of logits, which are cut into tiles and scored by threads.
+A window is one context of tokens, whose first token is replaced by BOS if the model has one, and the positions whose
+predictions are scored: in a text from ``first`` to the last but one. No array of context x vocabulary exists: the
+engine delivers blocks of logits, which are cut into tiles and scored by threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -230,6 +230,30 @@ def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | 
     return ids.astype(np.int32)
 
 
+class Window(NamedTuple):
+    """Tokens of a context int32 [n], and the positions bool [n] whose predictions of the next token are scored."""
+
+    tokens: I32
+    is_scored: npt.NDArray[np.bool_]
+
+    @property
+    def rows(self) -> int:
+        """The number of scored positions."""
+        return int(self.is_scored.sum())
+
+    @property
+    def following(self) -> I32:
+        """The token after each scored position, int32 [rows]."""
+        return self.tokens[np.flatnonzero(self.is_scored) + 1]
+
+
+def scored_range(n_ctx: int, first: int) -> npt.NDArray[np.bool_]:
+    """Return a mask bool [n_ctx] of positions ``first`` to n_ctx - 2: what follows the last token is unknown."""
+    is_scored = np.zeros(n_ctx, bool)
+    is_scored[first : n_ctx - 1] = True
+    return is_scored
+
+
 def run_windows(
     model: Model,
     windows: I32,
@@ -242,63 +266,90 @@ def run_windows(
     threads: int | None = None,
     session: Session | None = None,
 ) -> None:
-    """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
+    """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each (``run_contexts``)."""
+    is_scored = scored_range(windows.shape[1], first)
+    contexts = [Window(tokens, is_scored) for tokens in windows]
+    run_contexts(model, contexts, score, finish, n_batch=n_batch, bos=bos, threads=threads, session=session)
 
-    max(1, n_batch // n_ctx) windows make a pass. ``finish(begin, end)`` is called after each, from this thread.
-    session: large enough for a pass; None: a new one.
+
+def run_contexts(
+    model: Model,
+    windows: Sequence[Window],
+    score: Score,
+    finish: Callable[[int, int], None],
+    *,
+    n_batch: int,
+    bos: int | None,
+    threads: int | None = None,
+    session: Session | None = None,
+) -> None:
+    """Evaluate windows, of any lengths, and score the positions that each selects.
+
+    Consecutive windows of at most ``n_batch`` tokens make a pass, at least one. ``finish(begin, end)`` is called after
+    each, from this thread. bos: in place of the first token of each window. session: large enough for a pass; None: a
+    new one.
     """
-    n, n_ctx = windows.shape
-    n_seq = min(n, max(1, n_batch // n_ctx))
-    session = session or model.session(n_ctx, n_seq)
-    is_scored = np.zeros(n_ctx, bool)
-    is_scored[first : n_ctx - 1] = True
+    passes = list(_passes([len(window.tokens) for window in windows], n_batch))
+    n_ctx = max(len(window.tokens) for window in windows)
+    session = session or model.session(n_ctx, max(end - begin for begin, end in passes))
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
-        for begin in range(0, n, n_seq):
-            batch = windows[begin : begin + n_seq].copy()
-            if bos is not None:
-                batch[:, 0] = bos
-            tiles = _Tiles(pool, windows[begin : begin + n_seq], begin, first, score)
-            session.clear()
-            # A batch smaller than a context is part of a window, otherwise it has whole windows.
-            step = n_batch if n_batch < n_ctx else batch.size
-            sequences = np.repeat(np.arange(len(batch), dtype=np.int32), n_ctx)
-            outputs = np.tile(is_scored, len(batch))
-            for offset in range(0, batch.size, step):
-                part = slice(offset, offset + step)
-                n_before = int(outputs[:offset].sum())
-                if outputs[part].any():
-                    session.decode(
-                        batch.ravel()[part], sequences[part], outputs[part], consume=tiles.consumer(n_before)
-                    )
-                else:
-                    session.decode(batch.ravel()[part], sequences[part], outputs[part])
-            finish(begin, begin + len(batch))
+        for begin, end in passes:
+            part = windows[begin:end]
+            _run_pass(session, part, _Tiles(pool, part, begin, score), n_batch, bos)
+            finish(begin, end)
+
+
+def _passes(lengths: Sequence[int], n_batch: int) -> Iterator[tuple[int, int]]:
+    """Yield first and end of each pass."""
+    begin, n_tokens = 0, 0
+    for i, n in enumerate(lengths):
+        if i > begin and n_tokens + n > n_batch:
+            yield begin, i
+            begin, n_tokens = i, 0
+        n_tokens += n
+    yield begin, len(lengths)
+
+
+def _run_pass(session: Session, windows: Sequence[Window], tiles: _Tiles, n_batch: int, bos: int | None) -> None:
+    lengths = [len(window.tokens) for window in windows]
+    tokens = np.concatenate([window.tokens for window in windows])
+    if bos is not None:
+        tokens[np.cumsum([0, *lengths[:-1]])] = bos
+    sequences = np.repeat(np.arange(len(windows), dtype=np.int32), lengths)
+    outputs = np.concatenate([window.is_scored for window in windows])
+    session.clear()
+    # Only a single window may be longer than a batch.
+    for offset in range(0, tokens.size, n_batch):
+        part = slice(offset, offset + n_batch)
+        n_before = int(outputs[:offset].sum())
+        consume = {"consume": tiles.consumer(n_before)} if outputs[part].any() else {}
+        session.decode(tokens[part], sequences[part], outputs[part], **consume)
 
 
 class _Tiles:
     """The logits of one pass, cut into tiles within windows, which the pool scores."""
 
-    def __init__(self, pool: ThreadPoolExecutor, windows: I32, begin: int, first: int, score: Score) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, windows: Sequence[Window], begin: int, score: Score) -> None:
         self.pool = pool
-        self.windows = windows
         self.begin = begin
-        self.first = first
         self.score = score
+        self.starts = np.cumsum([0, *(window.rows for window in windows)])
+        self.following = np.concatenate([window.following for window in windows])
 
     def consumer(self, n_before: int) -> Callable[[int, F32], None]:
         """Return a consumer of blocks of logits, which follow ``n_before`` outputs of this pass."""
         return lambda index, block: self._consume(n_before + index, block)
 
     def _consume(self, index: int, block: F32) -> None:
-        rows = self.windows.shape[1] - 1 - self.first
         step = max(1, TILE // block.shape[1])
         jobs = []
         start = 0
         while start < len(block):
-            window, row = divmod(index + start, rows)
-            count = min(step, rows - row, len(block) - start)
-            position = self.first + row + 1
-            following = self.windows[window, position : position + count]
+            output = index + start
+            window = int(np.searchsorted(self.starts, output, side="right")) - 1
+            count = min(step, int(self.starts[window + 1]) - output, len(block) - start)
+            following = self.following[output : output + count]
+            row = output - int(self.starts[window])
             jobs.append(self.pool.submit(self.score, self.begin + window, row, block[start : start + count], following))
             start += count
         # The engine reuses the block after the return, so wait for all jobs, failed ones included.

@@ -106,6 +106,26 @@ def compare_with_llama(logits: F32, base: LlamaRows, following: I32) -> Scores:
     return Scores(nll, nll_base, kld, np.exp(-nll) - np.exp(-nll_base), same_top, np.zeros_like(kld))
 
 
+def compare_with_logits(logits: F32, base: F32, following: I32) -> Scores:
+    """Score rows of logits against the base's own, both f32 [rows, n_vocab]; equal logits have a divergence of 0."""
+    q = softmax(logits)
+    log_sum_q = q.top + q.log_total
+    p = softmax(base)  # in the scratch of q, whose exponentials are no longer needed
+    log_sum_p = p.top + p.log_total
+    probabilities = p.exps
+    probabilities /= p.total[:, None].astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        terms = np.subtract(base, logits, out=_scratch.like(logits, "terms"))
+        terms *= probabilities
+    if np.isneginf(min(base.min(), logits.min())):
+        terms[probabilities == 0] = 0  # Inf - Inf, 0 * Inf
+    kld = terms.sum(axis=1, dtype=np.float64) - (log_sum_p - log_sum_q)
+    nll = (log_sum_q - following_logits(logits, following)).astype(np.float32)
+    nll_base = (log_sum_p - following_logits(base, following)).astype(np.float32)
+    same_top = logits.argmax(axis=1) == base.argmax(axis=1)
+    return Scores(nll, nll_base, kld, np.exp(-nll) - np.exp(-nll_base), same_top, np.zeros_like(kld))
+
+
 def compare_with_compact(logits: F32, base: CompactRows, following: I32) -> Scores:
     """Score rows of logits against rows of quantkit's base file; the formula is in formats/logits/compact.py."""
     parts = softmax(logits)

@@ -42,6 +42,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "t.txt").write_text("".join(f"Line {i} of a text that says {i * i}.\n\n" for i in range(300)))
     (folder / "ids").write_bytes(np.arange(64, dtype="<i4").tobytes())
     (folder / "b").write_bytes(b"_logits_")
+    # Beside arguments, a value of --json ends in .json.
+    for name, copy in (("b", "b.json"), ("m.gguf", "m.json")):
+        shutil.copy(folder / name, folder / copy)
     return folder
 
 
@@ -70,8 +73,11 @@ CLASHES = (
     "perplexity -m m.gguf --tokens @ids --overwrite --save-all-logits =ids",
     "perplexity -m m.gguf -p a --save-all-logits o --json =o",
     "perplexity -m m.gguf -p a --save-all-logits o --json =o.part",
-    "kld -m m.gguf --base b --overwrite --json =b",
-    "kld -m m.gguf --base b --overwrite --json =m.gguf",
+    "kld -m m.gguf --base b.json --overwrite --json =b.json",
+    "kld m.json --base b --overwrite --json =m.json",
+    "kld m.gguf --base-model m.json -p a --overwrite --json =m.json",
+    "kld m.gguf --base-model m.gguf -f b.json --overwrite --json =b.json",
+    "kld m.gguf --base-model m.gguf --chat b.json --overwrite --json =b.json",
     "logits -m m.gguf -p a --overwrite -o =m.gguf",
     "logits -m m.gguf -f t.txt --overwrite -o =t.txt",
     "logits -m m.gguf -p a -o o --json =o",
@@ -191,6 +197,7 @@ OUTPUTS = (
     "perplexity -m m.gguf -p a --json OUT",
     "perplexity -m m.gguf -p a --save-all-logits OUT",
     "kld -m m.gguf --base b --json OUT",
+    "kld m.gguf --base-model m.gguf -p a --json OUT",
     "logits -m m.gguf -p a -o OUT",
     "logits -m m.gguf -p a -o o --json OUT",
     "quantize m.gguf OUT Q8_0",
@@ -231,12 +238,12 @@ def in_the_way(obstacle: str, path: Path) -> Iterator[str]:
 def test_every_output_is_checked_before_any_work(
     command: str, obstacle: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = folder / "out.svg"
+    out = folder / ("out.json" if command.startswith("kld") else "out.svg")
     if command == "logits -m m.gguf -p a -o OUT" and obstacle == "another run":  # looked at when the model is there
         install(monkeypatch, FakeModel(Path("m.gguf"), 100))
     if obstacle == "nothing":
-        result = run(command, OUT=folder / "none" / "out.svg")
-        check_refused(result.stderr, "QK-E401 out.svg")
+        result = run(command, OUT=folder / "none" / out.name)
+        check_refused(result.stderr, f"QK-E401 {out.name}")
     else:
         with in_the_way(obstacle, out) as words:
             before = {path.name: path.lstat().st_ino for path in folder.iterdir()}

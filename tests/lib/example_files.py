@@ -82,12 +82,20 @@ def write_text(path: Path) -> None:
     path.write_bytes((DATA / "tiny-moe-calibration.txt").read_bytes()[:120000].rpartition(b"\n")[0])
 
 
+def write_part(start: int) -> Callable[[Path], None]:
+    """Return a function that writes a part of a text."""
+
+    def write(path: Path) -> None:
+        path.write_bytes((DATA / "tiny-moe-calibration.txt").read_bytes().replace(b"\0", b"")[start : start + 20000])
+
+    return write
+
+
 def write_texts(path: Path) -> None:
     """Write a directory of two texts."""
     path.mkdir()
-    text = (DATA / "tiny-moe-calibration.txt").read_bytes().replace(b"\0", b"")
     for name, start in (("git.md", 40000), ("python.md", 80000)):
-        (path / name).write_bytes(text[start : start + 20000])
+        write_part(start)(path / name)
 
 
 def write_lora(path: Path) -> None:
@@ -101,6 +109,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "calibration.txt": write_calibration,
     "text.txt": write_text,
     "texts/": write_texts,
+    "prose.txt": write_part(40000),
+    "code.txt": write_part(80000),
     "my-adapter/": write_lora,
     "Qwen3-30B-A3B/": write_checkpoint,
     "Qwen2-VL/": write_vision_checkpoint,

@@ -14,6 +14,8 @@ import pytest
 from refusals import refuses
 from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 
+from quantkit import chat
+from quantkit.chat import chat_template
 from quantkit.checkpoint import general
 from quantkit.checkpoint.vocab import tokenizer
 from quantkit.convert import ConvertOptions, plan_convert
@@ -22,8 +24,6 @@ from quantkit.cook import read_config
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.foreign.child import Child, Limits
 from quantkit.formats.gguf import Field, open_gguf
-from quantkit.imatrix import texts
-from quantkit.imatrix.texts import chat_template
 from quantkit.pipeline.recipe import MAX_RULES, parse_custom_q, parse_recipe
 from small_models import llama_fields, llama_tensors, write_model
 
@@ -63,7 +63,7 @@ class Words:
 def test_a_template_has_a_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, refusal: str
 ) -> None:
-    monkeypatch.setattr(texts, "LIMITS", SHORT)
+    monkeypatch.setattr(chat, "LIMITS", SHORT)
     fields = [*llama_fields(), Field.of("tokenizer.chat_template", template)]
     path = write_model(tmp_path / "m.gguf", llama_tensors(), fields)
     with open_gguf(path) as source, chat_template(source, Words()) as child:

@@ -200,7 +200,8 @@ def test_an_existing_base_is_kept(gguf: Path, tmp_path: Path) -> None:
 
 
 def save(model: FakeModel, path: Path, n: int = 16 * 9, n_ctx: int = 16, **options: Any) -> Path:
-    perplexity(model, tokens=some_tokens(n), n_ctx=n_ctx, n_batch=40, save_logits=SaveLogits(path, **options))
+    base = SaveLogits(path, **{"format": "llama.cpp", **options})
+    perplexity(model, tokens=some_tokens(n), n_ctx=n_ctx, n_batch=40, save_logits=base)
     return path
 
 
@@ -681,7 +682,7 @@ def test_perplexity_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("loads")
-@pytest.mark.parametrize("form", [("--clip", 24), ("--logits-format", "compact", "--top-k", 100)])
+@pytest.mark.parametrize("form", [("--logits-format", "llama.cpp", "--clip", 24), ("--top-k", 100)])
 def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> None:
     base, ids = tmp_path / "base.bin", f"@{tmp_path}/ids.i32"
     saved = run("perplexity", "-m", tmp_path / "a.gguf", "--tokens", ids, "-c", 32, "--save-all-logits", base, *form)
@@ -692,7 +693,7 @@ def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> 
     expected = kld(FakeModel(tmp_path / "b.gguf", V, noise=0.2), base)
     assert statistics_text(expected.sums) in result.stdout
     assert chunk_line(20, expected.sums) in result.stdout
-    assert ("The base contains a part of the vocabulary" in result.stdout) == (form[0] != "--clip")
+    assert ("The base contains a part of the vocabulary" in result.stdout) == (form[0] == "--top-k")
     command = ("perplexity", "-m", tmp_path / "b.gguf", "--kl-divergence", "--tokens", "1,2")
     peer_run = run(*command, "--kl-divergence-base", base)
     assert statistics_text(expected.sums) in peer_run.stdout
@@ -703,6 +704,27 @@ def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> 
     assert output["kld_percentiles"]["Maximum"] == expected.sums.kld_distribution()["Maximum"]
     assert set(output["p_diff_percentiles"]) >= {"75.0%", "Median", "0.1%", "Minimum"}
     assert json.loads(run("kld", "-m", tmp_path / "b.gguf", "--base", base, "--json", "-").stdout)["n_chunks"] == 20
+
+
+@pytest.mark.usefixtures("loads")
+def test_the_option_names_the_format_of_base_logits(tmp_path: Path) -> None:
+    """llama.cpp's option writes llama.cpp's format, which llama-perplexity reads."""
+    common = ("perplexity", "-m", tmp_path / "a.gguf", "--tokens", f"@{tmp_path}/ids.i32", "-c", 32)
+    for options, kind in (
+        (("--save-all-logits", tmp_path / "a"), "quantkit"),
+        (("--kl-divergence-base", tmp_path / "b"), "llama.cpp"),
+        (("--save-all-logits", tmp_path / "c", "--logits-format", "llama.cpp"), "llama.cpp"),
+        (("--kl-divergence-base", tmp_path / "d", "--logits-format", "compact"), "quantkit"),
+        (("--kl-divergence-base", tmp_path / "e", "--clip", 24), "llama.cpp"),
+    ):
+        result = run(*common, *options)
+        assert result.exit_code == 0, result.output
+        assert open_logits(options[1]).kind == kind
+    for options, name in (
+        (("--save-all-logits", "f", "--kl-divergence-base", "g"), "--kl-divergence-base"),
+        (("--save-all-logits", "f", "--clip", 24), "--clip"),
+    ):
+        assert name in run(*common, *options).stderr
 
 
 @pytest.mark.usefixtures("loads")

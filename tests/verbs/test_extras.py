@@ -107,6 +107,8 @@ LINES = {
     "score -hf org/name -f t.txt --backend cuda": "cuda12 remote huggingface_hub",
     "kld -m m.gguf --base t.txt --ray local": "ray",
     "kld -hf org/name --base t.txt --backend cuda": "cuda12 remote huggingface_hub",
+    "kld m.gguf --base-model m.gguf --chat t.txt --ray local": "ray run",
+    "perplexity -m m.gguf --chat t.txt --ray local": "ray run",
     "logits -hf org/name -p one --backend cuda -o out.npy": "cuda12 remote huggingface_hub",
     "imatrix -m m.gguf --chat t.txt --layer-similarity --plot x.svg --ray local": "plot ray run",
     "imatrix -hf org/name --chat t.txt --backend cuda": "cuda12 remote run huggingface_hub",

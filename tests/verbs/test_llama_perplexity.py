@@ -87,7 +87,9 @@ def test_base_files_equal_llama_cpps(peer: dict[str, Any], llama_bin: Path, tiny
     expected = open_logits(peer["base"])
     path = peer["folder"] / "ours.bin"
     tokens = expected.chunks.tokens.ravel()
-    result = perplexity(LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=SaveLogits(path))
+    result = perplexity(
+        LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=SaveLogits(path, "llama.cpp")
+    )
     final = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", peer["ppl"])
     assert final is not None
     assert (f"{result.ppl.value:.4f}", f"{result.ppl.error:.5f}") == final.groups()
