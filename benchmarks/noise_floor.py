@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +28,25 @@ import quantkit
 from quantkit.activations import ACTIVATIONS
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.evaluate import SaveLogits
+from quantkit.formats.gguf import open_model
 from quantkit.kernels.formats import FORMATS
 from quantkit.quantize import QuantizeOptions
 from quantkit.types import BY_NAME
 
 DEFAULT = [name for name in FORMATS if BY_NAME[name].in_files]
+#: Presets of types whose name is that of a preset with another type.
+PRESETS = {"IQ2_S": "IQ2_M"}
 COLUMNS = ("type", "bits per weight", "floor, runtime", "floor, exact", "KLD, runtime", "KLD, exact", "noise, %")
+
+
+def check_type(path: Path, name: str) -> None:
+    """Exit unless all matrices of the layers have a type."""
+    with open_model(path) as model:
+        others = {t.type.name for t in model.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1} - {
+            name
+        }
+    if others - {"F32"}:  # routers
+        sys.exit(f"{path}: matrices in {', '.join(sorted(others))}, not {name}")
 
 
 def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
@@ -49,7 +63,8 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         for name in args.types.split(","):
             embeddings = "Q2_K" if BY_NAME[name].imatrix == "required" else None
             options = QuantizeOptions(pure=True, imatrix=args.imatrix, token_embedding_type=embeddings)
-            quantkit.quantize(args.model, file, name, options, overwrite=True)
+            quantkit.quantize(args.model, file, PRESETS.get(name, name), options, overwrite=True)
+            check_type(file, name)
             quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
             save_base(copy, copy_base)
             klds = [
