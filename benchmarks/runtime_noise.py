@@ -16,6 +16,7 @@ means over all types, each relative to that of --no-repack.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -108,14 +109,15 @@ class Comparison:
         quantkit.quantize(model, file, name, QuantizeOptions(pure=True, allow_requantize=True), overwrite=True)
         quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
         self.run_llama(copy, base)
-        noises = {}
-        for way, run in {
+        ways: dict[str, Callable[[], None]] = {
             "floor": lambda: self.run_engine(copy, logits, EXACT),
             "quantkit": lambda: self.run_engine(file, logits, RUNTIME),
             "llama.cpp": lambda: self.run_llama(file, logits, "--no-repack"),
             "repacked": lambda: self.run_llama(file, logits),
             "-fa off": lambda: self.run_llama(file, logits, "--no-repack", "-fa", "off"),
-        }.items():
+        }
+        noises = {}
+        for way, run in ways.items():
             run()
             noises[way] = noise_of(logits, base)
         return noises
