@@ -54,7 +54,11 @@ class Measurement:
 
 def ratio(measurement: Measurement, base: Measurement) -> str:
     """Return the ratio of two means over the same tokens, with its 95 % interval."""
-    a, b = measurement.klds.astype(np.float64), base.klds.astype(np.float64)
+    return ratio_of_means(measurement.klds.astype(np.float64), base.klds.astype(np.float64))
+
+
+def ratio_of_means(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> str:
+    """Return mean(a) / mean(b) with its 95 % interval; values of the same tokens are a pair."""
     value = a.mean() / b.mean()
     error = (a - value * b).std() / b.mean() / math.sqrt(len(a))
     return f"{value:.3f} ± {1.96 * error:.3f}"

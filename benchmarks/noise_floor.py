@@ -3,16 +3,19 @@
     benchmarks/noise_floor.py MODEL.gguf TEXT [--imatrix IM.gguf] [--types Q8_0,Q4_K] [--plot docs/noise-floor.svg]
     benchmarks/noise_floor.py --record docs/benchmarks/data/noise-floor.json --plot docs/noise-floor.svg
 
-All matrices in one type (--pure). The copy has the same weights as F32, so any divergence between the two is that of
-activations. Columns: of the file from its copy, with the runtime's activations (the floor) and with exact ones; of the
-file from the model, with both; base logits are exact. A second table has tokens per second of a prompt of 512 tokens
-with both, in turns, medians of --repetitions (--speed MODEL ..).
+All matrices in one type (--pure). Types that need an importance matrix need --imatrix with an entry of the output
+(quantkit imatrix --process-output); their token embeddings, which have none, are Q2_K, as in llama.cpp's presets. The
+copy has the same weights as F32, so any divergence between the two is that of activations. Columns: of the file from
+its copy, with the runtime's activations (the floor) and with exact ones; of the file from the model, with both; base
+logits are exact. A second table has tokens per second of a prompt of 512 tokens with both, in turns, medians
+of --repetitions (--speed MODEL ..).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +28,25 @@ import quantkit
 from quantkit.activations import ACTIVATIONS
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.evaluate import SaveLogits
+from quantkit.formats.gguf import open_model
 from quantkit.kernels.formats import FORMATS
 from quantkit.quantize import QuantizeOptions
 from quantkit.types import BY_NAME
 
-#: Types that need no entry in an importance matrix, which the output has none of.
-DEFAULT = [name for name in FORMATS if BY_NAME[name].in_files and BY_NAME[name].imatrix != "required"]
+DEFAULT = [name for name in FORMATS if BY_NAME[name].in_files]
+#: Presets of types whose name is that of a preset with another type.
+PRESETS = {"IQ2_S": "IQ2_M"}
 COLUMNS = ("type", "bits per weight", "floor, runtime", "floor, exact", "KLD, runtime", "KLD, exact", "noise, %")
+
+
+def check_type(path: Path, name: str) -> None:
+    """Exit unless all matrices of the layers have a type."""
+    with open_model(path) as model:
+        others = {t.type.name for t in model.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1} - {
+            name
+        }
+    if others - {"F32"}:  # routers
+        sys.exit(f"{path}: matrices in {', '.join(sorted(others))}, not {name}")
 
 
 def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
@@ -46,8 +61,10 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         base, copy_base, file, copy = (folder / name for name in ("base", "copy-base", "file.gguf", "copy.gguf"))
         save_base(args.model, base)
         for name in args.types.split(","):
-            options = QuantizeOptions(pure=True, imatrix=args.imatrix)
-            quantkit.quantize(args.model, file, name, options, overwrite=True)
+            embeddings = "Q2_K" if BY_NAME[name].imatrix == "required" else None
+            options = QuantizeOptions(pure=True, imatrix=args.imatrix, token_embedding_type=embeddings)
+            quantkit.quantize(args.model, file, PRESETS.get(name, name), options, overwrite=True)
+            check_type(file, name)
             quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
             save_base(copy, copy_base)
             klds = [
@@ -83,13 +100,23 @@ def time_prompts(models: list[Path], repetitions: int, threads: int) -> Iterator
 
 
 def figure(rows: list[tuple[str, ...]]) -> Scatter:
-    """Return the plot: bits per weight against both divergences, and against the floor."""
-    bits = [float(row[1]) for row in rows]
-    names = [row[0] for row in rows]
+    """Return the plot: bits per weight against both divergences, and against the floor.
+
+    Where the weights do not diverge, which a logarithmic axis cannot show, the floor has the type's name.
+    """
+
+    def points(name: str, column: str, labels: str) -> Points:
+        """Return the positive values of a column; named: those of types that are positive in column ``labels``."""
+        shown = [row for row in rows if float(row[COLUMNS.index(column)]) > 0]
+        is_named = [(float(row[COLUMNS.index("KLD, exact")]) > 0) == (labels == "exact") for row in shown]
+        names = [row[0] if named and labels else "" for row, named in zip(shown, is_named, strict=True)]
+        x, y = ([float(row[i]) for row in shown] for i in (1, COLUMNS.index(column)))
+        return Points(name, x, y, names)
+
     kinds = [
-        Points("divergence, exact activations", bits, [float(row[5]) for row in rows], names),
-        Points("divergence, the runtime's activations", bits, [float(row[4]) for row in rows]),
-        Points("of a file from its own decoded copy, the runtime's activations", bits, [float(row[2]) for row in rows]),
+        points("divergence, exact activations", "KLD, exact", "exact"),
+        points("divergence, the runtime's activations", "KLD, runtime", ""),
+        points("of a file from its own decoded copy, the runtime's activations", "floor, runtime", "floor"),
     ]
     return Scatter("Divergence of types, and the noise of rounded activations", "bits per weight", "KLD, nats", kinds)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.cli._plot_labels import place_labels
+from quantkit.cli._plot_labels import MARK, place_labels
 from quantkit.errors import RecipeError
 from quantkit.extras import PLOT, check_extras
 from quantkit.names import printable, shorten
@@ -79,7 +79,7 @@ class MapPanel:
 
 @dataclass(frozen=True)
 class Points:
-    """Points of one kind with their labels, or a line (``is_line``): a grey one that guides the eye, or the subject."""
+    """Points of one kind with a label each, empty: none; or a line (``is_line``) to guide the eye, or the subject."""
 
     name: str
     x: Sequence[float]
@@ -267,7 +267,8 @@ def _scatter(figure: Scatter) -> Any:
             colour = COLOURS[i % len(COLOURS)]
             style = {"color": colour, "marker": MARKS[i], "linestyle": "", "markersize": 4.5}
             axis.plot(points.x, points.y, label=_plain(points.name), **style)
-            labels += [(x, y, text, colour) for x, y, text in zip(points.x, points.y, points.labels, strict=False)]
+            texts = points.labels or [""] * len(points.x)
+            labels += [(x, y, text, colour) for x, y, text in zip(points.x, points.y, texts, strict=True)]
     axis.margins(0.05)
     axis.set_axisbelow(True)
     # Where both are logarithmic, points rise to the right.
@@ -305,7 +306,7 @@ _Label = tuple[float, float, str, str]
 
 
 def _label(axis: Any, labels: Sequence[_Label], legend: Any, curves: Sequence[Points]) -> None:
-    """Write labels near their points, in their colour, with a leader to distant ones."""
+    """Write labels near their points, in their colour, with a leader to distant ones; none covers a point without."""
     from matplotlib.colors import to_rgb
     from matplotlib.textpath import TextPath
 
@@ -314,11 +315,14 @@ def _label(axis: Any, labels: Sequence[_Label], legend: Any, curves: Sequence[Po
     def places(x: Sequence[float], y: Sequence[float]) -> Any:
         return axis.transData.transform(np.column_stack([x, y])) / point
 
-    sizes = np.array([(TextPath((0, 0), text, size=_LABEL).get_extents().width, _LABEL) for *_, text, _ in labels])
     area, box = axis.get_window_extent(), legend.extents / point
+    marks = [places([x], [y])[0] for x, y, text, _ in labels if not text]
+    obstacles = [tuple(box), *((x - MARK, y - MARK, x + MARK, y + MARK) for x, y in marks)]
+    labels = [label for label in labels if label[2]]
+    sizes = np.array([(TextPath((0, 0), text, size=_LABEL).get_extents().width, _LABEL) for *_, text, _ in labels])
     positions = places([label[0] for label in labels], [label[1] for label in labels])
     lines = [places(p.x, p.y) for p in curves]
-    label_places = place_labels(positions, sizes, tuple(area.extents / point), lines, (tuple(box),))
+    label_places = place_labels(positions, sizes, tuple(area.extents / point), lines, obstacles)
     for (x, y, text, colour), place in zip(labels, label_places, strict=True):
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2}
         style: dict[str, Any] = {"arrowprops": line} if place.has_leader else {}

@@ -19,7 +19,7 @@ F64 = npt.NDArray[np.float64]
 Box = tuple[float, float, float, float]
 
 #: Half the size of a point, and the space around labels, in points (1/72 in).
-_MARK = 3.2
+MARK = 3.2
 _PADDING = 1.0
 #: Number of passes over all labels.
 _ROUNDS = 6
@@ -98,7 +98,7 @@ class _Search:
         overlaps = np.minimum(self.boxes[:, 2:], high) - np.maximum(self.boxes[:, :2], low)
         cost: F64 = _COVERS_LABEL * np.where((overlaps > 0).all(2), overlaps.prod(2), 0).sum(1)
         gaps = np.maximum(np.maximum(low - self.points, self.points - high), 0)
-        cost += _ON_POINT * (gaps < _MARK).all(2).sum(1)
+        cost += _ON_POINT * (gaps < MARK).all(2).sum(1)
         distances = np.linalg.norm(gaps, axis=2)
         cost += _STRANGER * (distances < distances[:, i : i + 1]).sum(1) * is_near
         cost += _ON_LINE * _contains(self.line_points, boxes).sum(1) + _CROSSES * _contains(self.leaders, boxes).any(
@@ -112,7 +112,7 @@ class _Search:
         labels = _contains(leaders, self.boxes).any(2).sum(0)
         strangers = np.delete(self.points, i, 0)
         distances = np.linalg.norm(leaders[:, :, None] - strangers, axis=3)
-        cost: F64 = _CROSSES * (labels + (distances < _MARK + 1).any(1).sum(1))
+        cost: F64 = _CROSSES * (labels + (distances < MARK + 1).any(1).sum(1))
         return cost
 
 

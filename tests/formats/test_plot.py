@@ -6,17 +6,19 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from refusals import check_refused, refuses
 
-from quantkit.cli import cli
+from quantkit.cli import _plot, cli
 from quantkit.cli._plot import Figure, Line, LinePanel, MapPanel, Points, Scatter, check_plot, draw
-from quantkit.cli._plot_labels import place_labels
+from quantkit.cli._plot_labels import Box, Place, place_labels
 from quantkit.errors import RecipeError
 
 pytest.importorskip("matplotlib")
@@ -92,6 +94,24 @@ def test_points_with_labels() -> None:
     image = draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
     assert {"title", "x", "y", "line", "p$", "a", "b", "c$", "note", "200"} <= set(texts(image))
     assert image == draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
+
+
+def test_labels_do_not_cover_points_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark to the right of a labelled point, where its label would be: a hidden figure."""
+    areas: list[Box] = []
+
+    def place(points: Any, sizes: Any, area: Box, lines: Any, obstacles: Sequence[Box]) -> list[Place]:
+        places = place_labels(points, sizes, area, lines, obstacles)
+        assert len(places) == 1  # an empty label is none
+        centre, half = points[0] + (places[0].x, places[0].y), sizes[0] / 2
+        areas.extend([(*(centre - half), *(centre + half)), obstacles[-1]])
+        return places
+
+    monkeypatch.setattr(_plot, "place_labels", place)
+    named, plain = Points("a", [1, 8], [10, 1e4], ["label", ""]), Points("b", [1.15], [10])
+    draw(Scatter("title", "x", "y", [named, plain]), "svg")
+    label, mark = areas
+    assert label[0] > mark[2] or label[2] < mark[0] or label[1] > mark[3] or label[3] < mark[1]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from quantkit.errors import FormatError
 from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.evaluate.passes import Session
 from quantkit.formats.logits import LlamaRows, open_logits
+from quantkit.quantize import QuantizeOptions, quantize
 
 F32 = npt.NDArray[np.float32]
 
@@ -176,3 +177,25 @@ def test_a_compact_base_gives_llama_cpps_divergence(peer: dict[str, Any], llama_
     assert abs(mean - reference) < compact.bound
     assert mean == pytest.approx(reference, rel=0.01)
     assert path.stat().st_size < 0.7 * peer["base"].stat().st_size
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
+def test_the_noise_of_activations_is_llama_cpps(
+    tiny_moe: Path, llama_bin: Path, data: Path, tmp_path: Path, name: str
+) -> None:
+    """A file against its decoded copy: both round activations alike, so the divergences differ by chance alone.
+
+    Another format of activations changes them by a factor of 2 and more. Medians, because a few tokens for which
+    rounding changes the experts have most of the mean.
+    """
+    file, copy, base = (tmp_path / n for n in ("file.gguf", "copy.gguf", "base"))
+    quantize(tiny_moe, file, name, QuantizeOptions(pure=True))
+    quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True))
+    text = (data / "tiny-moe-evaluation.txt").read_text(encoding="utf-8")
+    perplexity(copy, text, n_ctx=128, chunks=8, save_logits=SaveLogits(base))
+    arguments = ("-m", file, "-c", 128, "--kl-divergence", "--kl-divergence-base", base, "--no-repack")
+    match = re.search(r"Median +KLD: +([\d.]+)", llama_perplexity(llama_bin, "Same top p:", *arguments))
+    assert match is not None
+    klds = np.concatenate(kld(file, base, activations="runtime").sums.klds)
+    assert np.median(klds) / float(match[1]) == pytest.approx(1, abs=0.25)
