@@ -24,6 +24,7 @@ from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.run_cache import CacheUse
 from quantkit.pipeline.completeness import identifies_source
 from quantkit.pipeline.fallback import fallback_line, fallbacks
+from quantkit.pipeline.exactness import ExactTensor, exact_tensors
 from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.plan import Plan
@@ -126,6 +127,21 @@ def _fallback_lines(plan: Plan) -> list[str]:
 
 def _runtime_lines(plan: Plan) -> list[str]:
     return [fold(f"{runtime.name}: {runtime}", 2) for runtime in _runtimes(plan)]
+
+
+def _grid_lines(tensors: list[ExactTensor]) -> list[str]:
+    """Return lines on the weights that are exact with --keep-grid; none without it."""
+    if not tensors:
+        return []
+    exact, total = sum(t.exact for t in tensors), sum(t.values for t in tensors)
+    line = f"--keep-grid: {exact} of {total} weights in {len(tensors)} tensors are exact ({100 * exact / total:.4g} %)"
+    partial = [t for t in tensors if t.exact < t.values]
+    names = [f"  {printable(t.name)}: {100 * t.exact / t.values:.4g} % exact as {t.type}" for t in partial]
+    return ["", line, *names]
+
+
+def _grid_dict(tensors: list[ExactTensor]) -> dict[str, Any]:
+    return {"exact": [asdict(t) for t in tensors]} if tensors else {}
 
 
 def dry_run_line(refused: str | None) -> str:
@@ -321,6 +337,7 @@ class RunReport:
             [
                 table(header, rows, left=2),
                 *feedback_lines(feedback_report(self.plan, result.run.losses)),
+                *_grid_lines(exact_tensors(self.plan, result.run.sums)),
                 "",
                 _totals(self.plan) + _total_error(groups),
                 *_fallback_lines(self.plan),
@@ -353,6 +370,7 @@ class RunReport:
         return {
             **DryRunReport(self.plan).as_dict(),
             **({} if feedback is None else {"feedback": feedback.as_dict()}),
+            **_grid_dict(exact_tensors(self.plan, result.run.sums)),
             "classes": classes,
             "seconds": result.run.seconds,
             "threads": result.threads,
