@@ -170,8 +170,8 @@ class QuantizeOptions(Options):
     )
     keep_grid: bool = option(
         False,
-        "Encode weights exactly that lie on the grid of a type, as those of QAT checkpoints and dequantized files do; a "
-        "tensor whose grid is that of a type no larger than its own gets that type.",
+        "Encode weights exactly that lie on the grid of a type (QAT checkpoints, dequantized files); a tensor on the "
+        "grid of a type no larger than its own gets that type.",
         TYPES,
         example="true",
     )

@@ -14,19 +14,27 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.errors import FormatError
 from quantkit.formats.gguf import TensorInfo
+from quantkit.formats.gguf.rules import n_dims
+from quantkit.formats.remote import URL
 from quantkit.kernels.lattices import PRECISIONS, lattice_of
+from quantkit.pipeline.facts import ROUTER, unquantized_reason
 from quantkit.pipeline.source import Source
 from quantkit.types import BY_NAME, TYPES, TensorType
 
 F32 = npt.NDArray[np.float32]
 
+#: What to do with weights that lie on a grid.
+KEEP_GRID = "quantize --keep-grid loses nothing of them"
 #: Rows of a tensor that are read, and values of them that are examined.
 _ROWS, _VALUES = 16, 1 << 16
 #: The least share of blocks on a grid for which a tensor is searched as a whole: others are there by chance.
 LEAST_SHARE = 1 / 16
 #: Bits of a weight above which a grid gains nothing over 16 bits.
 _MOST_BITS = 9
+#: Distinct magnitudes of 32 weights up to which a tensor is examined at all, on average.
+_MOST_MAGNITUDES = 28.5
 #: A type without a search of its own -> the one with the same values.
 _SAME_VALUES = {"TQ1_0": "TQ2_0"}
 
@@ -96,10 +104,58 @@ def find_grid(types: Iterable[TensorType], source: TensorType, rows: F32) -> Gri
     return best
 
 
+def _has_few_magnitudes(rows: F32) -> bool:
+    """Return whether blocks have as few distinct magnitudes as on a grid of up to 8 bits: cheap, and rarely wrong.
+
+    Of 32 Gaussian weights in BF16 29.5 are distinct on average, of those on Q8_0's grid 27.4.
+    """
+    if not len(rows) or rows.shape[1] % 32:
+        return False
+    magnitudes = np.sort(np.abs(rows.reshape(-1, 32)), axis=1)
+    return float((np.diff(magnitudes, axis=1) != 0).sum(axis=1).mean()) + 1 <= _MOST_MAGNITUDES
+
+
+def grids_of(source: Source, tensors: Iterable[TensorInfo], tree: str = "mainline") -> list[tuple[Grid | None, int]]:
+    """Return the grid of each tensor that has weights in BF16, F16 or F32, in a sample, and the number of its weights.
+
+    Raises FormatError or OSError if they cannot be read.
+    """
+    types, result = grid_types(tree), list[tuple[Grid | None, int]]()
+    for tensor in tensors:
+        rows = sample(source, tensor)
+        if len(rows):
+            grid = find_grid(types, tensor.type, rows) if _has_few_magnitudes(rows) else None
+            result.append((grid, prod(tensor.shape)))
+    return result
+
+
+def matrices_of(source: Source) -> list[TensorInfo]:
+    """Return the matrices of a model that quantize may encode."""
+    arch = source.get("general.architecture", "")
+    return [
+        t
+        for t in source.tensors.values()
+        if n_dims(t.shape) > 1 and ROUTER not in t.name and unquantized_reason(t.name, arch, ik=False) is None
+    ]
+
+
+def grid_note(source: Source, tensors: Sequence[TensorInfo], remedy: str = "", tree: str = "mainline") -> str:
+    """Return the sentence on the grids that tensors of a source on this machine lie on; "" if hardly any do.
+
+    Unreadable data is left to the command that needs it.
+    """
+    if any(isinstance(path, URL) for path in source.paths):
+        return ""
+    try:
+        return grid_line(grids_of(source, tensors, tree), remedy)
+    except (FormatError, OSError):
+        return ""
+
+
 def grid_line(weights: Sequence[tuple[Grid | None, int]], remedy: str) -> str:
     """Return the sentence on weights that lie on grids, "" if hardly any do.
 
-    weights: the grid of each tensor that can be quantized, and the number of its weights. remedy: what to do.
+    weights: the grid of each tensor that can be quantized, and the number of its weights. remedy: what to do, or "".
     """
     total = sum(n for _, n in weights)
     by_type: dict[str, float] = {}
@@ -110,4 +166,4 @@ def grid_line(weights: Sequence[tuple[Grid | None, int]], remedy: str) -> str:
     if not shares:
         return ""
     parts = [f"{100 * share:.3g} % of the weights lie on {name}'s grid" for name, share in shares.items()]
-    return f"{', '.join(parts)}: {remedy}"
+    return f"{', '.join(parts)}: {remedy}" if remedy else ", ".join(parts)

@@ -88,12 +88,10 @@ def with_grids(tensors: Sequence[OutputTensor], names: set[str]) -> list[OutputT
     return [replace(tensor, keeps_grid=tensor.name in names) for tensor in tensors]
 
 
-def _notes(
-    names: set[str], smaller: dict[tuple[str, str], list[str]], larger: dict[str, list[str]]
-) -> list[str]:
+def _notes(names: set[str], smaller: dict[tuple[str, str], list[str]], larger: dict[str, list[str]]) -> list[str]:
     notes = [
-        f"--keep-grid: {abbreviate(tensors)}: {type_name} holds the weights exactly, instead of {asked}"
-        for (asked, type_name), tensors in smaller.items()
+        f"--keep-grid: {abbreviate(tensors)}: {type_name} holds the weights exactly, instead of {larger_type}"
+        for (larger_type, type_name), tensors in smaller.items()
     ]
     notes += [
         f"--keep-grid: {abbreviate(tensors)}: the weights lie on {type_name}'s grid, but fewer bits are asked for, so "

@@ -72,10 +72,10 @@ def half_between(first: Any, low: Any, high: Any) -> Any:
 
 
 @helper
-def are_representable(x: Any, at: Any, n: Any, bits: Any) -> Any:
-    """Return whether the n values from ``at`` on have mantissas of so many bits."""
+def are_representable(x: Any, begin: Any, n: Any, bits: Any) -> Any:
+    """Return whether the n values from ``begin`` on have mantissas of so many bits."""
     least = least_exponent(bits)
-    for i in range(at, at + n):
+    for i in range(begin, begin + n):
         fraction, exponent = math.frexp(np.float64(x[i]))
         scaled = math.ldexp(fraction, min(bits, exponent - least))
         if scaled != math.floor(scaled) or (bits == 11 and abs(x[i]) > MAX_F16):
@@ -98,53 +98,53 @@ def half_unit(magnitude: Any, bits: Any) -> Any:
 
 
 @helper
-def store_bounds(x: Any, at: Any, n: Any, bits: Any, low: Any, high: Any) -> None:
+def store_bounds(x: Any, begin: Any, n: Any, bits: Any, low: Any, high: Any) -> None:
     """Store the bounds of the reals that round to each of the values in low and high, float32 [n]."""
     x_bits, low_bits, high_bits = x.view(np.int32), low.view(np.int32), high.view(np.int32)
     for i in range(n):
-        magnitude = x_bits[at + i] & np.int32(0x7FFFFFFF)
-        sign = x_bits[at + i] & np.int32(-0x80000000)
+        magnitude = x_bits[begin + i] & np.int32(0x7FFFFFFF)
+        sign = x_bits[begin + i] & np.int32(-0x80000000)
         unit = half_unit(magnitude, bits)
         down, up = (magnitude - unit) | sign, (magnitude + unit) | sign
         low_bits[i] = up if sign else down
         high_bits[i] = down if sign else up
     if bits == 11:
-        _widen_subnormals(x, at, n, low, high)
+        _widen_subnormals(x, begin, n, low, high)
 
 
 @inline
-def _widen_subnormals(x: Any, at: Any, n: Any, low: Any, high: Any) -> None:
+def _widen_subnormals(x: Any, begin: Any, n: Any, low: Any, high: Any) -> None:
     """Set the bounds of subnormal F16, which have the same unit."""
     for i in range(n):
-        if 0 < abs(x[at + i]) < LEAST_NORMAL:
-            low[i], high[i] = x[at + i] - HALF_SUBNORMAL, x[at + i] + HALF_SUBNORMAL
+        if 0 < abs(x[begin + i]) < LEAST_NORMAL:
+            low[i], high[i] = x[begin + i] - HALF_SUBNORMAL, x[begin + i] + HALF_SUBNORMAL
 
 
 @helper
-def sign_of_zeros(x: Any, at: Any, n: Any) -> Any:
+def sign_of_zeros(x: Any, begin: Any, n: Any) -> Any:
     """Return the sign of the scale that left its sign in the first zero: 1 or -1; 0 without zeros."""
-    for i in range(at, at + n):
+    for i in range(begin, begin + n):
         if x[i] == 0:
             return math.copysign(1.0, x[i])
     return 0.0
 
 
 @helper
-def extreme(x: Any, at: Any, n: Any) -> Any:
+def extreme(x: Any, begin: Any, n: Any) -> Any:
     """Return the first value of largest magnitude."""
     largest = np.float64(0)
-    for i in range(at, at + n):
+    for i in range(begin, begin + n):
         if abs(np.float64(x[i])) > abs(largest):
             largest = np.float64(x[i])
     return largest
 
 
 @helper
-def fits(x: Any, at: Any, n: Any, d: Any, bits: Any, codes: Any) -> Any:
+def fits(x: Any, begin: Any, n: Any, d: Any, bits: Any, codes: Any) -> Any:
     """Return whether all values may be levels times about d; a necessary condition that fails early."""
     inverse, share = 1 / d, math.ldexp(1.0, 1 - bits) * 1.001
     excess = math.ldexp(1.0, -25) * abs(inverse) if bits == 11 else 0.0
-    for i in range(at, at + n):
+    for i in range(begin, begin + n):
         quotient = np.float64(x[i]) * inverse
         level = np.rint(quotient)
         if abs(quotient - level) > min(abs(level) * share + excess, FARTHEST) or abs(level) > ZERO:
@@ -168,33 +168,33 @@ def nth_scale(d: Any, n: Any) -> Any:
 
 
 @helper
-def scale_interval(x: Any, at: Any, n: Any, d: Any, low: Any, high: Any, offset: Any) -> Any:
+def scale_interval(x: Any, begin: Any, n: Any, d: Any, low: Any, high: Any, offset: Any) -> Any:
     """Return the least and the greatest scale with which all values have the levels that they have by d."""
     least, greatest, inverse = -np.inf, np.inf, 1 / d
     for i in range(n):
-        level = np.rint(np.float64(x[at + i]) * inverse)
+        level = np.rint(np.float64(x[begin + i]) * inverse)
         if level == 0:
             if low[offset + i] > 0 or high[offset + i] < 0:
                 return np.inf, -np.inf
             continue
-        each = 1 / level
-        a, b = low[offset + i] * each, high[offset + i] * each
+        per_level = 1 / level
+        a, b = low[offset + i] * per_level, high[offset + i] * per_level
         least, greatest = max(least, min(a, b)), min(greatest, max(a, b))
-    # bounds may be scales themselves, which rounding here must not exclude
+    # bounds may be scales themselves, which rounding must not exclude
     return least - abs(least) * _ROUNDING, greatest + abs(greatest) * _ROUNDING
 
 
 @helper
-def store_codes(x: Any, at: Any, n: Any, d: Any, codes: Any, q: Any) -> None:
+def store_codes(x: Any, begin: Any, n: Any, d: Any, codes: Any, q: Any) -> None:
     """Store the codes of the levels that values have by d; by d = 0, that of level 0."""
     inverse = 1 / d if d != 0 else 0.0
-    for i in range(at, at + n):
+    for i in range(begin, begin + n):
         q[i] = codes[np.int64(np.rint(np.float64(x[i]) * inverse)) + ZERO]
 
 
 @helper
-def pack_field(out: Any, at: Any, field: Any, value: Any, runs: Any, fields: Any) -> None:
-    """Store the bits of a field in zeroed bytes, from ``at`` on."""
+def pack_field(out: Any, begin: Any, field: Any, value: Any, runs: Any, fields: Any) -> None:
+    """Store the bits of a field in zeroed bytes, from ``begin`` on."""
     for run in range(fields[field], fields[field + 1]):
         bits = (value >> runs[run, 2]) & ((1 << runs[run, 3]) - 1)
-        out[at + runs[run, 0]] |= np.uint8(bits << runs[run, 1])
+        out[begin + runs[run, 0]] |= np.uint8(bits << runs[run, 1])

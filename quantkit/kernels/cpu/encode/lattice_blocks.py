@@ -41,14 +41,12 @@ def _nearest_factor(factors: Any, d: Any, least: Any, greatest: Any) -> Any:
 
 
 @helper
-def _scale_of(
-    x: Any, at: Any, n: Any, d: Any, bits: Any, codes: Any, factors: Any, low: Any, high: Any
-) -> Any:
+def _scale_of(x: Any, begin: Any, n: Any, d: Any, bits: Any, codes: Any, factors: Any, low: Any, high: Any) -> Any:
     """Return a scale near d that makes all values, NaN if there is none, and its code, if it has one."""
-    if not fits(x, at, n, d, bits, codes):
+    if not fits(x, begin, n, d, bits, codes):
         return np.nan, 0
-    store_bounds(x, at, n, bits, low, high)
-    least, greatest = scale_interval(x, at, n, d, low, high, 0)
+    store_bounds(x, begin, n, bits, low, high)
+    least, greatest = scale_interval(x, begin, n, d, low, high, 0)
     if least > greatest:
         return np.nan, 0
     if not factors.size:
@@ -59,15 +57,15 @@ def _scale_of(
 
 @helper
 def _find_scale(
-    x: Any, at: Any, n: Any, bits: Any, tries: Any, follows_sign: Any, codes: Any, factors: Any, low: Any, high: Any,
+    x: Any, begin: Any, n: Any, bits: Any, tries: Any, follows_sign: Any, codes: Any, factors: Any, low: Any, high: Any,
     q: Any,
 ) -> Any:  # fmt: skip
     """Return whether values are on the lattice, with d and the code of a factor; store their levels' codes."""
-    largest = extreme(x, at, n)
+    largest = extreme(x, begin, n)
     if largest == 0:
-        store_codes(x, at, n, 0.0, codes, q)
+        store_codes(x, begin, n, 0.0, codes, q)
         return codes[128] >= 0, 0.0, 0
-    sign = 0.0 if follows_sign else sign_of_zeros(x, at, n)
+    sign = 0.0 if follows_sign else sign_of_zeros(x, begin, n)
     for other_sign in range(1 if sign == 0 else 2):
         for k in range(tries.size):
             level = -tries[k] if follows_sign and largest < 0 else tries[k]
@@ -75,9 +73,9 @@ def _find_scale(
                 continue
             for i in range(n_scales(level, bits)):
                 d = nth_scale(largest / level, i)
-                scale, code = _scale_of(x, at, n, d, bits, codes, factors, low, high)
+                scale, code = _scale_of(x, begin, n, d, bits, codes, factors, low, high)
                 if scale == scale and scale != 0:
-                    store_codes(x, at, n, d, codes, q)
+                    store_codes(x, begin, n, d, codes, q)
                     return True, scale, code
     return False, 0.0, 0
 
@@ -85,13 +83,13 @@ def _find_scale(
 @kernel
 def find_scales(
     x: Any, block: int, span: int, precisions: Any, tries: Any, follows_sign: bool, codes: Any, factors: Any, q: Any,
-    s: Any, d: Any, found: Any,
+    s: Any, d: Any, on_grid: Any,
 ) -> None:  # fmt: skip
     """Store which blocks of x, float32 [n], are on the lattice, with q [n], s [n / span] and d [n / block]."""
     low, high = np.empty(span, np.float32), np.empty(span, np.float32)
     subs = block // span
-    for b in range(found.size):
-        found[b] = False
+    for b in range(on_grid.size):
+        on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, b * block, block, bits):
@@ -105,41 +103,40 @@ def find_scales(
                     break
                 s[j] = code
                 d[b] = scale
-            found[b] = fit
+            on_grid[b] = fit
             if fit:
                 break
 
 
 @helper
-def _find_minimum(x: Any, at: Any, n: Any, d: Any, base: Any, lowest: Any, low: Any, high: Any) -> Any:
-    """Return the f16 that makes the lowest value d * base and all others multiples of d above it; NaN if there is none.
-    """
+def _find_minimum(x: Any, begin: Any, n: Any, d: Any, base: Any, lowest: Any, low: Any, high: Any) -> Any:
+    """Return the f16 minimum with which the lowest value has level ``base``; NaN if there is none."""
     least, greatest = -np.inf, np.inf
     for i in range(n):
-        value = d * (np.rint((np.float64(x[at + i]) - lowest) / d) + base)
+        value = d * (np.rint((np.float64(x[begin + i]) - lowest) / d) + base)
         least, greatest = max(least, low[i] - value), min(greatest, high[i] - value)
     return half_between(lowest - d * base, least, greatest) if least <= greatest else np.nan
 
 
 @helper
-def _find_scale_and_minimum(x: Any, at: Any, n: Any, bits: Any, top: Any, low: Any, high: Any, q: Any) -> Any:
+def _find_scale_and_minimum(x: Any, begin: Any, n: Any, bits: Any, top: Any, low: Any, high: Any, q: Any) -> Any:
     """Return whether values are d * q + m with q of 0 .. top, d and m; store q."""
-    lowest, highest = np.float64(x[at]), np.float64(x[at])
-    for i in range(at + 1, at + n):
+    lowest, highest = np.float64(x[begin]), np.float64(x[begin])
+    for i in range(begin + 1, begin + n):
         lowest, highest = min(lowest, np.float64(x[i])), max(highest, np.float64(x[i]))
-    q[at : at + n] = 0
+    q[begin : begin + n] = 0
     if lowest == highest:
         m = round_half(lowest)
         return m == lowest, 0.0, m
-    store_bounds(x, at, n, bits, low, high)
+    store_bounds(x, begin, n, bits, low, high)
     widest = 0.0
     for i in range(n):
         widest = max(widest, (high[i] - low[i]) / 2)
     for steps in range(top, 0, -1):
         d = (highest - lowest) / steps
-        if not steps_fit(x, at, n, d, lowest, widest):
+        if not steps_fit(x, begin, n, d, lowest, widest):
             continue
-        least, greatest = step_interval(x, at, n, d, lowest, low, high, 0)
+        least, greatest = step_interval(x, begin, n, d, lowest, low, high, 0)
         first = half_between(d, least, greatest) if least <= greatest else np.nan
         if first != first:
             continue
@@ -148,23 +145,23 @@ def _find_scale_and_minimum(x: Any, at: Any, n: Any, bits: Any, top: Any, low: A
             if scale != scale or scale <= 0:
                 continue
             for base in range(top - steps + 1):
-                m = _find_minimum(x, at, n, scale, base, lowest, low, high)
+                m = _find_minimum(x, begin, n, scale, base, lowest, low, high)
                 if m == m:
-                    for i in range(at, at + n):
+                    for i in range(begin, begin + n):
                         q[i] = np.uint8(np.rint((np.float64(x[i]) - lowest) / d) + base)
                     return True, scale, m
     return False, 0.0, 0.0
 
 
 @helper
-def steps_fit(x: Any, at: Any, n: Any, d: Any, lowest: Any, widest: Any) -> Any:
+def steps_fit(x: Any, begin: Any, n: Any, d: Any, lowest: Any, widest: Any) -> Any:
     """Return whether all values may be steps of about d above the lowest; a necessary condition that fails early.
 
     widest: the largest half unit of a value.
     """
     inverse = 1 / d
     farthest = min(FARTHEST, 4 * widest * inverse)
-    for i in range(at, at + n):
+    for i in range(begin, begin + n):
         quotient = (np.float64(x[i]) - lowest) * inverse
         if abs(quotient - np.rint(quotient)) > farthest:
             return False
@@ -172,14 +169,14 @@ def steps_fit(x: Any, at: Any, n: Any, d: Any, lowest: Any, widest: Any) -> Any:
 
 
 @helper
-def step_interval(x: Any, at: Any, n: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any) -> Any:
+def step_interval(x: Any, begin: Any, n: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any) -> Any:
     """Return bounds of a step with which all values are as many steps above the lowest as by d."""
     least, greatest = 0.0, np.inf
     bottom = 0
     for i in range(n):
-        bottom = i if np.float64(x[at + i]) == lowest else bottom
+        bottom = i if np.float64(x[begin + i]) == lowest else bottom
     for i in range(n):
-        steps = np.rint((np.float64(x[at + i]) - lowest) / d)
+        steps = np.rint((np.float64(x[begin + i]) - lowest) / d)
         if steps > 0:
             least = max(least, (low[offset + i] - high[offset + bottom]) / steps)
             greatest = min(greatest, (high[offset + i] - low[offset + bottom]) / steps)
@@ -187,15 +184,17 @@ def step_interval(x: Any, at: Any, n: Any, d: Any, lowest: Any, low: Any, high: 
 
 
 @kernel
-def find_scales_and_minimums(x: Any, block: int, precisions: Any, top: int, q: Any, d: Any, m: Any, found: Any) -> None:
+def find_scales_and_minimums(
+    x: Any, block: int, precisions: Any, top: int, q: Any, d: Any, m: Any, on_grid: Any
+) -> None:
     """Store which blocks of x, float32 [n], are on the lattice, with q [n], d and m [n / block]."""
     low, high = np.empty(block, np.float32), np.empty(block, np.float32)
-    for b in range(found.size):
-        found[b] = False
+    for b in range(on_grid.size):
+        on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, b * block, block, bits):
                 break
-            found[b], d[b], m[b] = _find_scale_and_minimum(x, b * block, block, bits, top, low, high, q)
-            if found[b]:
+            on_grid[b], d[b], m[b] = _find_scale_and_minimum(x, b * block, block, bits, top, low, high, q)
+            if on_grid[b]:
                 break

@@ -30,7 +30,6 @@ Flags = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-
 #: How exact a block is: also in the signs of its zeros, which are those of scales.
 EXACT, SAME_SIGNS = 1, 2
 
@@ -71,14 +70,14 @@ def _mark_exact(x: Any, y: Any, block: int, precisions: Any, exact: Any) -> None
 
 
 @kernel
-def _pack(chosen: Any, block: int, subs: int, q: Any, s: Any, m: Any, d: Any, dmin: Any, runs: Any, fields: Any,
+def _pack(flags: Any, block: int, subs: int, q: Any, s: Any, m: Any, d: Any, dmin: Any, runs: Any, fields: Any,
           counts: Any, out: Any) -> None:  # fmt: skip
-    """Write the fields of the chosen blocks into out, uint8 [blocks, block bytes]; d and dmin: uint16, bits of f16.
+    """Write the fields of the flagged blocks into out, uint8 [blocks, block bytes]; d and dmin: uint16, bits of f16.
 
     counts: numbers of fields of q, s, m, d and dmin.
     """
-    for b in range(chosen.size):
-        if not chosen[b]:
+    for b in range(flags.size):
+        if not flags[b]:
             continue
         out[b, :] = 0
         field = 0
@@ -101,14 +100,14 @@ def _pack(chosen: Any, block: int, subs: int, q: Any, s: Any, m: Any, d: Any, dm
 
 
 class _Blocks:
-    """Integers of blocks, and which of them were found to be on the lattice."""
+    """Integers of blocks, and which of them are on the lattice."""
 
     def __init__(self, lattice: Lattice, values: int) -> None:
         block, span = lattice.type.block, lattice.span
         self.q = np.zeros(values, np.uint8)
         self.s, self.m = np.zeros(values // span, np.uint8), np.zeros(values // span, np.uint8)
         self.d, self.dmin = np.zeros(values // block), np.zeros(values // block)
-        self.found = np.zeros(values // block, np.bool_)
+        self.on_grid = np.zeros(values // block, np.bool_)
 
 
 def _find(lattice: Lattice, x: F32, precisions: npt.NDArray[np.int64]) -> _Blocks:
@@ -116,17 +115,17 @@ def _find(lattice: Lattice, x: F32, precisions: npt.NDArray[np.int64]) -> _Block
     a, b, block = lattice, _Blocks(lattice, x.size), lattice.type.block
     if not a.has_minimum and not a.scales.size:
         find_scales(
-            x, block, a.span, precisions, a.tries, a.follows_sign, a.level_codes, a.factors, b.q, b.s, b.d, b.found
+            x, block, a.span, precisions, a.tries, a.follows_sign, a.level_codes, a.factors, b.q, b.s, b.d, b.on_grid
         )
     elif not a.scales.size:
-        find_scales_and_minimums(x, block, precisions, a.top, b.q, b.d, b.dmin, b.found)
+        find_scales_and_minimums(x, block, precisions, a.top, b.q, b.d, b.dmin, b.on_grid)
     elif not a.has_minimum:
         find_super_scales(
-            x, block, a.span, precisions, a.tries, a.level_codes, a.scales, a.scale_codes, b.q, b.s, b.d, b.found
+            x, block, a.span, precisions, a.tries, a.level_codes, a.scales, a.scale_codes, b.q, b.s, b.d, b.on_grid
         )
     else:
         find_super_scales_and_minimums(
-            x, block, a.span, precisions, a.top, a.scales, a.scale_codes, a.max_m, b.q, b.s, b.m, b.d, b.dmin, b.found
+            x, block, a.span, precisions, a.top, a.scales, a.scale_codes, a.max_m, b.q, b.s, b.m, b.d, b.dmin, b.on_grid
         )  # fmt: skip
     return b
 
@@ -136,7 +135,7 @@ def blocks_on_lattice(t: TensorType, source: TensorType, x: F32) -> Flags:
     lattice = lattice_of(t)
     if lattice is None:
         return np.zeros(x.size // t.block, np.bool_)
-    return _find(lattice, x.reshape(-1), np.array(PRECISIONS[source.name])).found
+    return _find(lattice, x.reshape(-1), np.array(PRECISIONS[source.name])).on_grid
 
 
 def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> int:
@@ -153,24 +152,22 @@ def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> int
     lattice = lattice_of(t)
     if lattice is not None and not (exact == SAME_SIGNS).all():
         blocks = _find(lattice, x.reshape(-1), precisions)
-        chosen = blocks.found & (exact < SAME_SIGNS)
-        if chosen.any():
-            exact = _replace(lattice, blocks, chosen, exact, precisions, x, out)
+        flags = blocks.on_grid & (exact < SAME_SIGNS) & x.reshape(-1, t.block).any(axis=1)
+        if flags.any():
+            exact = _replace(lattice, blocks, flags, exact, precisions, x, out)
     return int(np.count_nonzero(exact)) * t.block
 
 
-def _replace(
-    lattice: Lattice, blocks: _Blocks, chosen: Flags, exact: U8, precisions: Ints, x: F32, out: U8
-) -> U8:
-    """Write the chosen blocks where they are more exact; return how exact all are then."""
+def _replace(lattice: Lattice, blocks: _Blocks, flags: Flags, exact: U8, precisions: Ints, x: F32, out: U8) -> U8:
+    """Write the flagged blocks where they are more exact; return how exact all are then."""
     t, before, data = lattice.type, out.copy(), out.reshape(-1, lattice.type.block_bytes)
     d, dmin = (floats.astype(np.float16).view(np.uint16) for floats in (blocks.d, blocks.dmin))
     _pack(
-        chosen, t.block, t.block // lattice.span, blocks.q, blocks.s, blocks.m, d, dmin, lattice.runs, lattice.fields,
+        flags, t.block, t.block // lattice.span, blocks.q, blocks.s, blocks.m, d, dmin, lattice.runs, lattice.fields,
         lattice.counts, data,
     )  # fmt: skip
     after = exactness(t, precisions, x, out)
-    worse = chosen & (after <= exact)
+    worse = flags & (after <= exact)
     data[worse] = before.reshape(-1, t.block_bytes)[worse]
     return np.maximum(exact, after)
 

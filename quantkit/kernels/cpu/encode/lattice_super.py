@@ -35,23 +35,25 @@ VALUE, LEAST, GREATEST = 0, 1, 2
 
 
 @helper
-def _list_scales(x: Any, at: Any, span: Any, bits: Any, tries: Any, codes: Any, low: Any, high: Any, scales: Any) -> Any:
+def _list_scales(
+    x: Any, begin: Any, span: Any, bits: Any, tries: Any, codes: Any, low: Any, high: Any, scales: Any
+) -> Any:
     """Store the scales that a sub-block allows; return their number, 0 for zeros and -1 if there is none."""
-    largest = extreme(x, at, span)
+    largest = extreme(x, begin, span)
     if largest == 0:
         return 0
     count = 0
-    store_bounds(x, at, span, bits, low, high)
-    sign = sign_of_zeros(x, at, span)
+    store_bounds(x, begin, span, bits, low, high)
+    sign = sign_of_zeros(x, begin, span)
     for other_sign in range(1 if sign == 0 else 2):
         for k in range(tries.size):
             if sign != 0 and (largest * tries[k] * sign > 0) == (other_sign > 0):
                 continue
             for i in range(n_scales(tries[k], bits)):
                 d = nth_scale(largest / tries[k], i)
-                if count == _MOST or not fits(x, at, span, d, bits, codes):
+                if count == _MOST or not fits(x, begin, span, d, bits, codes):
                     continue
-                least, greatest = scale_interval(x, at, span, d, low, high, 0)
+                least, greatest = scale_interval(x, begin, span, d, low, high, 0)
                 if least <= greatest:
                     scales[count, VALUE], scales[count, LEAST], scales[count, GREATEST] = d, least, greatest
                     count += 1
@@ -65,9 +67,7 @@ def _divide(least: Any, greatest: Any, s: Any) -> Any:
 
 
 @helper
-def _share_scale(
-    d: Any, least: Any, greatest: Any, scales: Any, counts: Any, s_codes: Any, choice: Any, s: Any
-) -> Any:
+def _share_scale(d: Any, least: Any, greatest: Any, scales: Any, counts: Any, s_codes: Any, choice: Any, s: Any) -> Any:
     """Return the interval of scales near d of which every sub-block has a multiple; empty if there is none."""
     for j in range(counts.size):
         s[j] = 0
@@ -116,13 +116,13 @@ def _find_d(scales: Any, counts: Any, all_s: Any, s_codes: Any, choice: Any, s: 
 
 @helper
 def _find_super(
-    x: Any, at: Any, block: Any, span: Any, bits: Any, tries: Any, codes: Any, all_s: Any, s_codes: Any, low: Any,
+    x: Any, begin: Any, block: Any, span: Any, bits: Any, tries: Any, codes: Any, all_s: Any, s_codes: Any, low: Any,
     high: Any, scales: Any, counts: Any, choice: Any, factors: Any, q: Any, s: Any, first: Any,
 ) -> Any:  # fmt: skip
     """Return whether a super-block is on the lattice, and d; store its codes."""
     subs = block // span
     for j in range(subs):
-        counts[j] = _list_scales(x, at + j * span, span, bits, tries, codes, low, high, scales[j])
+        counts[j] = _list_scales(x, begin + j * span, span, bits, tries, codes, low, high, scales[j])
         if counts[j] < 0:
             return False, 0.0
     d = _find_d(scales, counts, all_s, s_codes, choice, factors)
@@ -131,33 +131,33 @@ def _find_super(
     for j in range(subs):
         s[first + j] = s_codes[factors[j] + 128]
         if counts[j]:
-            store_codes(x, at + j * span, span, scales[j, choice[j], VALUE], codes, q)
+            store_codes(x, begin + j * span, span, scales[j, choice[j], VALUE], codes, q)
         else:
-            q[at + j * span : at + (j + 1) * span] = 0
+            q[begin + j * span : begin + (j + 1) * span] = 0
     return True, d
 
 
 @kernel
 def find_super_scales(
     x: Any, block: int, span: int, precisions: Any, tries: Any, codes: Any, all_s: Any, s_codes: Any, q: Any, s: Any,
-    d: Any, found: Any,
+    d: Any, on_grid: Any,
 ) -> None:  # fmt: skip
     """Store which super-blocks of x, float32 [n], are on the lattice, with q [n], s [n / span] and d [n / block]."""
     subs = block // span
     low, high = np.empty(span, np.float32), np.empty(span, np.float32)
     scales = np.empty((subs, _MOST, 3))
     counts, choice, factors = np.empty(subs, np.int64), np.empty(subs, np.int64), np.empty(subs, np.int64)
-    for b in range(found.size):
-        found[b] = False
+    for b in range(on_grid.size):
+        on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, b * block, block, bits):
                 break
-            found[b], d[b] = _find_super(
+            on_grid[b], d[b] = _find_super(
                 x, b * block, block, span, bits, tries, codes, all_s, s_codes, low, high, scales, counts, choice,
                 factors, q, s, b * subs,
             )  # fmt: skip
-            if found[b]:
+            if on_grid[b]:
                 break
 
 
@@ -165,21 +165,21 @@ def find_super_scales(
 
 
 @helper
-def _list_steps(x: Any, at: Any, span: Any, top: Any, low: Any, high: Any, offset: Any, scales: Any) -> Any:
+def _list_steps(x: Any, begin: Any, span: Any, top: Any, low: Any, high: Any, offset: Any, scales: Any) -> Any:
     """Store the steps that the values of a sub-block may be apart; return their number, 0 if all values are equal and
     not positive, and -1 if there is none; and the lowest value.
     """
-    lowest, highest, widest = np.float64(x[at]), np.float64(x[at]), 0.0
+    lowest, highest, widest = np.float64(x[begin]), np.float64(x[begin]), 0.0
     for i in range(span):
-        lowest, highest = min(lowest, np.float64(x[at + i])), max(highest, np.float64(x[at + i]))
+        lowest, highest = min(lowest, np.float64(x[begin + i])), max(highest, np.float64(x[begin + i]))
         widest = max(widest, (high[offset + i] - low[offset + i]) / 2)
     if lowest == highest:
         return (0 if lowest <= 0 else -1), lowest
     count = 0
     for steps in range(top, 0, -1):
         d = (highest - lowest) / steps
-        if count < _MOST and steps_fit(x, at, span, d, lowest, widest):
-            least, greatest = step_interval(x, at, span, d, lowest, low, high, offset)
+        if count < _MOST and steps_fit(x, begin, span, d, lowest, widest):
+            least, greatest = step_interval(x, begin, span, d, lowest, low, high, offset)
             if least <= greatest and greatest > 0:
                 scales[count, VALUE], scales[count, LEAST], scales[count, GREATEST] = d, least, greatest
                 count += 1
@@ -188,12 +188,12 @@ def _list_steps(x: Any, at: Any, span: Any, top: Any, low: Any, high: Any, offse
 
 @helper
 def _minimum_interval(
-    x: Any, at: Any, span: Any, step: Any, d: Any, base: Any, lowest: Any, low: Any, high: Any, offset: Any
+    x: Any, begin: Any, span: Any, step: Any, d: Any, base: Any, lowest: Any, low: Any, high: Any, offset: Any
 ) -> Any:
     """Return the bounds of minimums with which the lowest value has level ``base`` and scale d."""
     least, greatest = -np.inf, np.inf
     for i in range(span):
-        level = (np.rint((np.float64(x[at + i]) - lowest) / step) if step > 0 else 0.0) + base
+        level = (np.rint((np.float64(x[begin + i]) - lowest) / step) if step > 0 else 0.0) + base
         least = max(least, d * level - high[offset + i])
         greatest = min(greatest, d * level - low[offset + i])
     return least, greatest
@@ -201,23 +201,25 @@ def _minimum_interval(
 
 @helper
 def _list_minimums(
-    x: Any, at: Any, span: Any, top: Any, step: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any,
+    x: Any, begin: Any, span: Any, top: Any, step: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any,
     minimums: Any,
 ) -> Any:  # fmt: skip
     """Store the minimums of a sub-block by the level of its lowest value; return the number of levels."""
     highest = lowest
     for i in range(span):
-        highest = max(highest, np.float64(x[at + i]))
+        highest = max(highest, np.float64(x[begin + i]))
     bases = top - np.int64(np.rint((highest - lowest) / step)) + 1 if step > 0 else 1
     for base in range(bases):
-        least, greatest = _minimum_interval(x, at, span, step, d, base, lowest, low, high, offset)
+        least, greatest = _minimum_interval(x, begin, span, step, d, base, lowest, low, high, offset)
         minimums[base, VALUE] = d * base - lowest
         minimums[base, LEAST], minimums[base, GREATEST] = least, greatest
     return bases
 
 
 @helper
-def _share_minimum(dmin: Any, least: Any, greatest: Any, minimums: Any, counts: Any, max_m: Any, m: Any, base: Any) -> Any:
+def _share_minimum(
+    dmin: Any, least: Any, greatest: Any, minimums: Any, counts: Any, max_m: Any, m: Any, base: Any
+) -> Any:
     """Return the interval of dmin of which every sub-block's minimum is a multiple; empty if there is none."""
     for j in range(counts.size):
         fit = False
@@ -265,20 +267,20 @@ def _find_dmin(minimums: Any, counts: Any, max_m: Any, m: Any, base: Any) -> Any
 
 @helper
 def _find_with_d(
-    x: Any, at: Any, span: Any, top: Any, d: Any, max_m: Any, low: Any, high: Any, scales: Any, counts: Any,
+    x: Any, begin: Any, span: Any, top: Any, d: Any, max_m: Any, low: Any, high: Any, scales: Any, counts: Any,
     choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any, base: Any, q: Any, m: Any,
 ) -> Any:  # fmt: skip
     """Return the dmin of a super-block with scale d, NaN if there is none; store its codes."""
     for j in range(counts.size):
         step = scales[j, choice[j], VALUE] if counts[j] else 0.0
         bases[j] = _list_minimums(
-            x, at + j * span, span, top, step, d * factors[j], lowest[j], low, high, j * span, minimums[j]
+            x, begin + j * span, span, top, step, d * factors[j], lowest[j], low, high, j * span, minimums[j]
         )
     dmin = _find_dmin(minimums, bases, max_m, m, base)
     if dmin == dmin:
         for j in range(counts.size):
             step = scales[j, choice[j], VALUE] if counts[j] else 0.0
-            for i in range(at + j * span, at + (j + 1) * span):
+            for i in range(begin + j * span, begin + (j + 1) * span):
                 level = (np.rint((np.float64(x[i]) - lowest[j]) / step) if step > 0 else 0.0) + base[j]
                 q[i] = np.uint8(level)
     return dmin
@@ -286,14 +288,14 @@ def _find_with_d(
 
 @helper
 def _find_super_with_minimums(
-    x: Any, at: Any, block: Any, span: Any, bits: Any, top: Any, all_s: Any, s_codes: Any, max_m: Any, low: Any,
+    x: Any, begin: Any, block: Any, span: Any, bits: Any, top: Any, all_s: Any, s_codes: Any, max_m: Any, low: Any,
     high: Any, scales: Any, counts: Any, choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any, base: Any,
     q: Any, s: Any, m: Any,
 ) -> Any:  # fmt: skip
     """Return whether a super-block is on the lattice, d and dmin; store its codes."""
     for j in range(counts.size):
-        store_bounds(x, at + j * span, span, bits, low[j * span :], high[j * span :])
-        counts[j], lowest[j] = _list_steps(x, at + j * span, span, top, low, high, j * span, scales[j])
+        store_bounds(x, begin + j * span, span, bits, low[j * span :], high[j * span :])
+        counts[j], lowest[j] = _list_steps(x, begin + j * span, span, top, low, high, j * span, scales[j])
         if counts[j] < 0:
             return False, 0.0, 0.0
     best = _largest(scales, counts)
@@ -308,8 +310,8 @@ def _find_super_with_minimums(
                 if half != half or half <= 0:
                     continue
                 dmin = _find_with_d(
-                    x, at, span, top, half, max_m, low, high, scales, counts, choice, factors, lowest, minimums, bases,
-                    base, q, m,
+                    x, begin, span, top, half, max_m, low, high, scales, counts, choice, factors, lowest, minimums,
+                    bases, base, q, m,
                 )  # fmt: skip
                 if dmin == dmin:
                     s[:] = factors.astype(np.uint8)
@@ -320,7 +322,7 @@ def _find_super_with_minimums(
 @kernel
 def find_super_scales_and_minimums(
     x: Any, block: int, span: int, precisions: Any, top: int, all_s: Any, s_codes: Any, max_m: int, q: Any, s: Any,
-    m: Any, d: Any, dmin: Any, found: Any,
+    m: Any, d: Any, dmin: Any, on_grid: Any,
 ) -> None:  # fmt: skip
     """Store which super-blocks of x, float32 [n], are on the lattice, with q [n], s and m [n / span], d and dmin."""
     subs = block // span
@@ -329,16 +331,16 @@ def find_super_scales_and_minimums(
     minimums = np.empty((subs, _MOST, 3))
     counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
     bases, base = np.empty(subs, np.int64), np.empty(subs, np.int64)
-    for b in range(found.size):
-        found[b] = False
+    for b in range(on_grid.size):
+        on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, b * block, block, bits):
                 break
-            here = slice(b * subs, (b + 1) * subs)
-            found[b], d[b], dmin[b] = _find_super_with_minimums(
+            of_block = slice(b * subs, (b + 1) * subs)
+            on_grid[b], d[b], dmin[b] = _find_super_with_minimums(
                 x, b * block, block, span, bits, top, all_s, s_codes, max_m, low, high, scales, counts, choice,
-                factors, lowest, minimums, bases, base, q, s[here], m[here],
+                factors, lowest, minimums, bases, base, q, s[of_block], m[of_block],
             )  # fmt: skip
-            if found[b]:
+            if on_grid[b]:
                 break
