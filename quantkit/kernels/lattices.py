@@ -92,7 +92,9 @@ def _by_magnitude(values: npt.NDArray[np.int64], follows_sign: bool) -> I16:
     """Return the distinct values but 0, the largest and of equals the negative first; without signs, magnitudes."""
     distinct = np.unique(np.abs(values[np.abs(values) < ZERO]) if follows_sign else values)
     distinct = distinct[distinct != 0]
-    return distinct[np.lexsort((distinct, -np.abs(distinct)))].astype(np.int16)
+    order = np.lexsort((distinct, -np.abs(distinct)))
+    result: I16 = distinct[order].astype(np.int16)
+    return result
 
 
 def _codes(values: npt.NDArray[np.int64]) -> I16:

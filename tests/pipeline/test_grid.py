@@ -66,11 +66,11 @@ def run(*arguments: Any) -> Any:
 def blocks_that_differ(a: Path, b: Path) -> tuple[int, int]:
     """Return the number of blocks that differ, and that of all blocks."""
     differ = total = 0
-    one, other = tensor_bytes(a), tensor_bytes(b)
-    for name, (type_name, data) in one.items():
-        assert other[name][0] == type_name
+    first, second = tensor_bytes(a), tensor_bytes(b)
+    for name, (type_name, data) in first.items():
+        assert second[name][0] == type_name
         blocks = [
-            np.frombuffer(d, np.uint8).reshape(-1, BY_NAME[type_name].block_bytes) for d in (data, other[name][1])
+            np.frombuffer(d, np.uint8).reshape(-1, BY_NAME[type_name].block_bytes) for d in (data, second[name][1])
         ]
         differ += int((blocks[0] != blocks[1]).any(axis=1).sum())
         total += len(blocks[0])
@@ -151,8 +151,8 @@ def test_a_dry_run_and_inspect_name_the_grid(tmp_path: Path) -> None:
     lines = run("quantize", "--dry-run", "--json", model, tmp_path / "q.gguf", "Q4_K_M")
     assert "--keep-grid" in lines["grid"]
     assert run("quantize", "--dry-run", "--json", plain, tmp_path / "q.gguf", "Q4_K_M")["grid"] is None
-    kept = run("quantize", "--dry-run", "--json", "--keep-grid", model, tmp_path / "q.gguf", "Q4_K_M")
-    assert kept["grid"] is None
+    silent = run("quantize", "--dry-run", "--json", "--keep-grid", model, tmp_path / "q.gguf", "Q4_K_M")
+    assert silent["grid"] is None
     summary = run("quantize", "--json", "--keep-grid", model, tmp_path / "q.gguf", "Q4_K_M")
     assert {(t["type"], t["exact"] == t["values"]) for t in summary["exact"]} == {("Q4_0", True)}
 
