@@ -1,4 +1,4 @@
-"""Contents of a GGUF file: ``quantkit inspect``. Reads headers only, never tensor data.
+"""Contents of a GGUF file: ``quantkit inspect``. Reads headers, and of BF16, F16 and F32 tensors a sample of rows.
 
 Every group has the same totals; n values in b bytes have 8 b / n bits per weight.
 """
@@ -24,6 +24,7 @@ from quantkit.formats.remote import located
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
+from quantkit.pipeline.grid import KEEP_GRID, grid_note, matrices_of
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.types import TYPES
@@ -161,6 +162,8 @@ class Inspection(HtmlTable):
     by_class: tuple[Group, ...]
     runtimes: tuple[Runtime, ...]
     big_endian: bool = False
+    #: The types on whose grid the weights lie, in words, if they do: see `quantize --keep-grid`.
+    grid: str = ""
 
     @property
     def file_bytes(self) -> int:
@@ -182,7 +185,7 @@ class Inspection(HtmlTable):
 
 @checked
 def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool = False) -> Inspection:
-    """Read the contents of a GGUF file, without its tensor data.
+    """Read the contents of a GGUF file; of its tensor data only a sample, to find grids, and only on this machine.
 
     Args:
         path: a file, or any shard of a split model.
@@ -221,6 +224,7 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
             by_class=_grouped(selected, lambda t: tensor_class(t.name)),
             runtimes=_verdicts(file, everything),
             big_endian=file.big_endian,
+            grid="" if header_only else grid_note(file, matrices_of(file), KEEP_GRID),
         )
 
 

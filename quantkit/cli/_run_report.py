@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import click
@@ -23,8 +24,11 @@ from quantkit.formats.outputs import part_path
 from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.run_cache import CacheUse
 from quantkit.pipeline.completeness import identifies_source
+from quantkit.pipeline.encoding import Action
+from quantkit.pipeline.exactness import ExactTensor, exact_tensors
 from quantkit.pipeline.fallback import fallback_line, fallbacks
 from quantkit.pipeline.feedback_report import feedback_report
+from quantkit.pipeline.grid import KEEP_GRID, grid_note
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.row_slices import PlannedTensor
@@ -128,6 +132,21 @@ def _runtime_lines(plan: Plan) -> list[str]:
     return [fold(f"{runtime.name}: {runtime}", 2) for runtime in _runtimes(plan)]
 
 
+def _grid_lines(tensors: list[ExactTensor]) -> list[str]:
+    """Return lines on the weights that are exact with --keep-grid; none without it."""
+    if not tensors:
+        return []
+    exact, total = sum(t.exact for t in tensors), sum(t.values for t in tensors)
+    line = f"--keep-grid: {exact} of {total} weights in {len(tensors)} tensors are exact ({100 * exact / total:.4g} %)"
+    partial = [t for t in tensors if t.exact < t.values]
+    names = [f"  {printable(t.name)}: {100 * t.exact / t.values:.4g} % exact as {t.type}" for t in partial]
+    return ["", line, *names]
+
+
+def _grid_dict(tensors: list[ExactTensor]) -> dict[str, Any]:
+    return {"exact": [asdict(t) for t in tensors]} if tensors else {}
+
+
 def dry_run_line(refused: str | None) -> str:
     """Return the last line of a dry run. ``refused``: the reason why the run would fail at the start."""
     refusal = f"; the run itself would refuse: {printable(refused)}" if refused is not None else ""
@@ -159,15 +178,27 @@ class DryRunReport:
         self.refused = refused
         self.cache = cache
 
+    @cached_property
+    def _grid_note(self) -> str:
+        """The sentence on weights that lie on a grid and are not kept on it."""
+        parts = (part for tensor in self.plan.tensors if not tensor.keeps_grid for part in tensor.parts)
+        lossy = [part.source for part in parts if part.encoding.action is Action.ENCODE]
+        return grid_note(self.plan.source, lossy, KEEP_GRID, self.plan.rules or "mainline")
+
     def text(self) -> str:
         files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
         tensors = (_row(self.plan, t) for t in self.plan.tensors)
         plan = table(["tensor", "shape", "type", "size", "why"], list(tensors), left=(0, 2, 4), droppable=(1,))
         lines = [plan, "", _totals(self.plan), *_fallback_lines(self.plan), *_runtime_lines(self.plan), *files]
+        lines += [fold(line, 2) for line in (self._grid_note,) if line]
         lines += cache_lines(self.cache, dry=True)
         return "\n".join([*lines, dry_run_line(self.refused)])
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the plan, and what a dry run alone finds out."""
+        return {**self.plan_dict(), "grid": self._grid_note or None}
+
+    def plan_dict(self) -> dict[str, Any]:
         return {
             "type": self.plan.title,
             "rules": self.plan.rules,
@@ -321,6 +352,7 @@ class RunReport:
             [
                 table(header, rows, left=2),
                 *feedback_lines(feedback_report(self.plan, result.run.losses)),
+                *_grid_lines(exact_tensors(self.plan, result.run.sums)),
                 "",
                 _totals(self.plan) + _total_error(groups),
                 *_fallback_lines(self.plan),
@@ -351,8 +383,9 @@ class RunReport:
             )
         feedback = feedback_report(self.plan, result.run.losses)
         return {
-            **DryRunReport(self.plan).as_dict(),
+            **DryRunReport(self.plan).plan_dict(),
             **({} if feedback is None else {"feedback": feedback.as_dict()}),
+            **_grid_dict(exact_tensors(self.plan, result.run.sums)),
             "classes": classes,
             "seconds": result.run.seconds,
             "threads": result.threads,

@@ -89,6 +89,8 @@ def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "architecture", _short(inspection.architecture)
     if inspection.name:
         yield "name", _short(inspection.name)
+    if inspection.grid:
+        yield "grid", inspection.grid
     if inspection.file_type is not None:
         yield "file type", f"{inspection.file_type} ({inspection.file_type_name})"
     for fact in inspection.facts:
@@ -199,6 +201,7 @@ def _as_dict(inspection: Inspection, metadata: str, no_tensors: bool) -> dict[st
         "total": _group_dict(inspection.total),
         "types": [_group_dict(g) for g in inspection.by_type],
         "classes": [_group_dict(g) for g in inspection.by_class],
+        "grid": inspection.grid or None,
         "runtimes": {r.name: r.as_dict() for r in inspection.runtimes},
         "provenance": {key: json_value(value) for key, value in inspection.provenance},
     }

@@ -138,9 +138,9 @@ def plan_cook(config: Config) -> CookPlan:
     Raises as ``cook``.
     """
     model, config, large = _read_source(config)
-    paths = Paths(config, model, tuple(mmproj_files(config, model)))
+    paths = Paths(config, model, tuple(mmproj_files(config, model)), grid=model.read_grid())
     _check_inputs(config, paths)
-    notes = [*model.notes, *large, *_check_targets(paths)]
+    notes = [*model.notes, *large, *_grid_notes(paths), *_check_targets(paths)]
     steps = tuple(_steps(paths))
     _check_outputs(paths, steps)
     decisions = tuple(decide(steps, State(config.work, planning=True)))
@@ -275,6 +275,18 @@ def _check_inputs(config: Config, paths: Paths) -> None:
 def _is_within(path: Path, folder: Path) -> bool:
     real = os.path.realpath
     return os.path.commonpath([real(path), real(folder)]) == real(folder)
+
+
+def _grid_notes(paths: Paths) -> list[str]:
+    """Return a note on weights that lie on a grid, and on the targets that keep it."""
+    if not paths.grid:
+        return []
+    labels = [t.label for t in paths.config.targets if quantize_options(paths, t).keep_grid]
+    if not labels:
+        return [f"{paths.grid}; no target keeps it: only presets without error feedback do, unless keep_grid = false"]
+    return [
+        f"{paths.grid}; {', '.join(labels)} keep{'s' * (len(labels) == 1)} it ([quantize] keep_grid = false: do not)"
+    ]
 
 
 def _check_targets(paths: Paths) -> list[str]:

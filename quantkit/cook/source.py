@@ -11,6 +11,7 @@ from quantkit.extras import MissingPackages
 from quantkit.formats.gguf import open_model
 from quantkit.formats.gguf.mmproj import check_language_model
 from quantkit.options.convert import ConvertOptions
+from quantkit.pipeline.grid import grid_note, matrices_of
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.source import Source
 from quantkit.quantize import QuantizeOptions, plan_quantize
@@ -54,6 +55,14 @@ class Model:
             first = replace(self.convert, outtype="auto", intermediate=self.convert.outtype)
             return plan_convert(self.path, output, type, first, options)
         return plan_quantize(self.path, output, type, options)
+
+    def read_grid(self) -> str:
+        """Return the types on whose grid the weights lie, in a sample, in words; "": none."""
+        if self.is_checkpoint:
+            source = plan_convert(self.path, None, None, self.convert).source
+            return grid_note(source, matrices_of(source))
+        with open_model(self.path) as source:
+            return grid_note(source, matrices_of(source))
 
 
 def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:

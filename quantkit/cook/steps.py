@@ -62,6 +62,8 @@ class Paths:
     model: Model
     mmproj: tuple[MmprojFile, ...] = ()
     plans: PlanCache = field(default_factory=PlanCache, compare=False)
+    #: The types on whose grid the model's weights lie, in words; "": none.
+    grid: str = ""
 
     def work(self, name: str) -> Path:
         """Return a file of the work folder."""

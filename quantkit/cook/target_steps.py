@@ -38,6 +38,10 @@ def check_path(paths: Paths, label: str) -> Path:
     return paths.work(f"checks/{label}.json")
 
 
+#: Options that keep_grid excludes.
+_EXCLUSIVE = ("feedback", "calibrate", "like")
+
+
 def recipe_path(paths: Paths, label: str) -> Path:
     """Return the recipe that the search for a target writes."""
     return paths.work(f"recipes/{label}.recipe")
@@ -71,7 +75,17 @@ def quantize_options(paths: Paths, settings: TargetSettings) -> QuantizeOptions:
         extra["calibrate"] = (*paths.calibration, *config.calibration.chat)
         extra["calibrate_ctx"] = config.imatrix.ctx or paths.model.ctx
         extra["calibrate_chunks"] = config.imatrix.chunks
-    return config.options(settings, **extra)
+    options = config.options(settings, **extra)
+    return replace(options, keep_grid=True) if keeps_grid_by_default(paths, settings) else options
+
+
+def keeps_grid_by_default(paths: Paths, settings: TargetSettings) -> bool:
+    """Return whether a target keeps the grid that weights lie on: a preset without error feedback, unless set."""
+    target, config = settings.target, paths.config
+    is_set = "keep_grid" in config.quantize or "keep_grid" in settings.quantize
+    has_types = target.goal is None and not target.feedback and not target.calibrate
+    has_feedback = any(options.get(name) for options in (config.quantize, settings.quantize) for name in _EXCLUSIVE)
+    return bool(paths.grid) and has_types and not is_set and not has_feedback
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,13 @@ class QuantizeOptions(Options):
     symmetric_q40: bool = option(
         False, "Use levels -7..7 for Q4_0, without the importance matrix.", TYPES, example="true"
     )
+    keep_grid: bool = option(
+        False,
+        "Encode weights exactly that lie on the grid of a type (QAT checkpoints, dequantized files); a tensor on the "
+        "grid of a type no larger than its own gets that type.",
+        TYPES,
+        example="true",
+    )
     merge_up_gate: bool = option(False, "Merge up and gate experts, as merge-up-gate does.", INPUT)
     split_up_gate: bool = option(False, "Split merged experts, as split-up-gate does.", INPUT)
     merge_lora: tuple[str, ...] = option(

@@ -70,6 +70,8 @@ class RowEncoding:
     missing: str
     #: A user's encoder, which replaces quantkit's.
     custom: CustomEncoder | None = None
+    #: Whether blocks that lie on the target's grid are encoded exactly (lattice_rows.py).
+    keeps_grid: bool = False
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -99,11 +101,12 @@ def encoding_of(
     inputs: Inputs | None = None,
     encoder: str = "",
     custom: CustomEncoder | None = None,
+    keep_grid: bool = False,
 ) -> RowEncoding:
     """Decide how rows of ``values`` values become rows of type ``target``.
 
     inputs: of rows encoded with feedback. encoder: the encoder, one of ``ENCODERS`` or SYMMETRIC; "" for the type's
-    own. custom: a user's encoder of the type, instead of these.
+    own. custom: a user's encoder of the type, instead of these. keep_grid: encode blocks on the type's grid exactly.
     """
     have, decoder_type = source.type, decoded_as(source.type)
     rows = base_of(target)
@@ -134,6 +137,7 @@ def encoding_of(
         has_plain_rows=action is Action.COPY and _has_plain_rows(source, decoder_type is not have),
         missing=_missing_function(target, decoder_type) if action is Action.ENCODE else "",
         custom=custom if action is Action.ENCODE else None,
+        keeps_grid=keep_grid and action is Action.ENCODE and custom is None and inputs is None,
     )
 
 

@@ -51,6 +51,8 @@ class OutputTensor:
     encoder: str = ""
     #: A user's encoder instead.
     custom: CustomEncoder | None = None
+    #: Whether blocks that lie on the type's grid are encoded exactly.
+    keeps_grid: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +65,7 @@ class OutputTensor:
 
     def planned_parts(self) -> tuple[PlannedPart, ...]:
         """Decide how each part is encoded."""
-        return tuple(plan_part(part, self.type, self.encoder, self.custom) for part in self.parts)
+        return tuple(plan_part(part, self.type, self.encoder, self.custom, self.keeps_grid) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def plan_output(
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
-    digest.update(" ".join(c.encoder for c in outputs).encode())
+    digest.update(" ".join(c.encoder + "+grid" * c.keeps_grid for c in outputs).encode())
     for name in dict.fromkeys(f"{c.custom.type} = {c.custom}" for c in outputs if c.custom is not None):
         digest.update(name.encode())
     for shard in shards:

@@ -76,9 +76,13 @@ class PlannedPart(RowSlice):
 
 
 def plan_part(
-    part: RowSlice, target: TensorType, encoder: str = "", custom: CustomEncoder | None = None
+    part: RowSlice,
+    target: TensorType,
+    encoder: str = "",
+    custom: CustomEncoder | None = None,
+    keep_grid: bool = False,
 ) -> PlannedPart:
-    """Decide how a part becomes rows of type ``target``; ``encoder``, ``custom``: as for ``encoding_of``."""
+    """Decide how a part becomes rows of type ``target``; further arguments: as for ``encoding_of``."""
     return PlannedPart(
         part.source,
         part.importance,
@@ -90,7 +94,7 @@ def plan_part(
         part.source_row,
         part.target_row,
         part.inputs,
-        encoding=encoding_of(part.source, target, part.values, part.inputs, encoder, custom),
+        encoding=encoding_of(part.source, target, part.values, part.inputs, encoder, custom, keep_grid),
     )
 
 
@@ -126,6 +130,11 @@ class PlannedTensor:
     @property
     def n_values(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def keeps_grid(self) -> bool:
+        """Whether blocks that lie on the type's grid are encoded exactly."""
+        return any(part.encoding.keeps_grid for part in self.parts)
 
     @property
     def is_copy(self) -> bool:

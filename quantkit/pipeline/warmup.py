@@ -30,9 +30,11 @@ def kernel_calls(
     sources = dict.fromkeys(e.decoder_type for e in (changed if measure else [e for e, _ in on_cpu]))
     targets = dict.fromkeys(encoding.target for encoding in changed)
     encoders = dict.fromkeys((e.target, e.encoder, e.encoder == "ik" and weighted) for e, weighted in with_kernel)
+    kept_grids = dict.fromkeys((e.source, e.target) for e in changed if e.keeps_grid)
     checked_types = dict.fromkeys(encoding.target for encoding in encodings if encoding.is_checked)
     return [
         *(partial(_encode, *arguments) for arguments in encoders),
+        *(partial(_keep_grid, *types) for types in kept_grids),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
         *(partial(_repack, encoding) for encoding in repacked.values()),
         *(partial(_validate, t) for t in checked_types),
@@ -59,6 +61,14 @@ def _encode(t: TensorType, encoder_name: str, weighted: bool) -> None:
     rows, n = _shape(t)
     weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
     encoder(t, encoder_name)(np.zeros((rows, n), np.float32), weights, out, 0, rows)
+
+
+def _keep_grid(source: TensorType, t: TensorType) -> None:
+    from quantkit.kernels.cpu.encode.lattice_rows import keep_exact_blocks
+
+    rows, n = _shape(t)
+    x = np.full((rows, n), 1 / 3, np.float32)
+    keep_exact_blocks(t, source, x, np.zeros((rows, t.row_bytes(n)), np.uint8))
 
 
 def _decode(t: TensorType) -> None:

@@ -63,6 +63,13 @@ def _losses(before: F64, after: F64) -> ErrorSums:
     return ErrorSums(loss_before=before.sum(), loss_after=after.sum(), rows_improved=improved)
 
 
+def _keep_grid(part: PlannedPart, x: F32, out: U8) -> ErrorSums:
+    """Encode blocks on the grid of the target exactly; return the number of values that are exact."""
+    from quantkit.kernels.cpu.encode.lattice_rows import keep_exact_blocks
+
+    return ErrorSums(exact=keep_exact_blocks(part.encoding.target, part.source.type, x, out))
+
+
 def source_digest(source: Source, index: int, tensor: PlannedTensor, values: int, buffers: Buffers) -> int:
     """Return the journal's digest of the source rows of a tensor that is cut into jobs of ``values`` values."""
     digests = []
@@ -271,7 +278,7 @@ class Worker:
             piece_sums = self._encode_rows(job, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
                 piece_sums += self._error(part, x, rows_out[row:stop], weights)
-            if self.measure or part.inputs is not None:
+            if self.measure or part.inputs is not None or part.encoding.keeps_grid:
                 sums.append(piece_sums)
         return sums
 
@@ -286,7 +293,7 @@ class Worker:
         encode = encoder(encoding.target, encoding.encoder)
         if part.inputs is None or not encoding.has_feedback or part.inputs.damping(job.matrix) is None:
             encode(x, self.importance_of(job, part), out, 0, len(x))
-            return ErrorSums()
+            return _keep_grid(part, x, out) if encoding.keeps_grid else ErrorSums()
         from quantkit.kernels.cpu.feedback.metric import target_of
         from quantkit.kernels.cpu.feedback.rounding import round_rows
 

@@ -27,6 +27,7 @@ from quantkit.pipeline.runtimes import check_complete, is_known
 from quantkit.pipeline.source import Source
 from quantkit.quantize.choices import choose, lint, request_of
 from quantkit.quantize.draft import Draft, shards_of, start, with_groups
+from quantkit.quantize.grid import GridChoices, choose_grids, with_grids
 from quantkit.quantize.inputs import (
     equalized_plain_names,
     with_covariances,
@@ -102,11 +103,13 @@ def plan_from(
     draft, tensors, choices = choose(draft, request)
     while names := equalized_plain_names(draft, tensors, choices):
         draft, tensors, choices = choose(without_equalization(draft, source, names), request)
-    draft = draft.with_notes(lint(draft, request, tensors, choices))
+    grids = choose_grids(draft.source, request, tensors, choices) if options.keep_grid else GridChoices(choices)
+    choices = grids.choices
+    draft = draft.with_notes((*lint(draft, request, tensors, choices), *grids.notes))
     if draft.like is not None:
         draft = draft.with_notes(draft.like.notes([tensor.name for tensor in tensors]))
     typed_tensors, coverage = with_importance(draft, request, tensors, choices)
-    outputs, feedback_notes = with_covariances(draft, typed_tensors)
+    outputs, feedback_notes = with_covariances(draft, with_grids(typed_tensors, grids.names))
     metadata, metadata_notes = metadata_of(draft, request, outputs)
     texts = [path for path in map(override_file, options.override_kv) if path is not None]
     # Files that remain open during the run.

@@ -60,6 +60,8 @@ def encoding_digest(part: PlannedPart, importance: str | None) -> str:
         "importance": None if encoding.target.imatrix == "ignored" else importance,
         "feedback": None if part.inputs is None else part.inputs.digest(),
     }
+    if encoding.keeps_grid:
+        settings["grid"] = True
     if encoding.custom is not None:
         settings["custom"] = f"{encoding.custom}"
     return _digest(settings)
@@ -77,7 +79,7 @@ def encoder_digest(source: TensorType, target: TensorType, feedback: bool = Fals
     roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.check", "cpu.unpack.dequantize", "tensor_scale"]
     roots += [f"cpu.unpack.{fmt.family}" for fmt in (have, want) if fmt is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
-    roots += ["cpu.feedback.rounding"] * feedback
+    roots += ["cpu.feedback.rounding"] * feedback + ["cpu.encode.lattice_rows"]
     paths = {_PACKAGE / f"pipeline/{name}.py" for name in ("encoding", "jobs", "worker")}
     paths |= set((_PACKAGE / "kernels").glob("*.npz"))
     paths |= {path for root in roots for path in _imported_modules(f"quantkit.kernels.{root}")}

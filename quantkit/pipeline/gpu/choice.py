@@ -33,6 +33,8 @@ def cpu_reason(part: PlannedPart) -> str | None:
         return None if encoding.target is _F32 and inputs.corrects else missing
     if encoding.has_feedback and not can_round(encoding.target):
         return f"no error feedback for {encoding.target} on GPUs"
+    if encoding.keeps_grid:
+        return "--keep-grid: exact blocks are searched on the CPU"
     if encoding.custom is not None:
         return f"{encoding.target} has an encoder from Python"
     if can_encode(encoding.encoder_type, encoding.search):

@@ -1,0 +1,129 @@
+"""Lattices of types: the values that a block can hold exactly, as tables for the search of a source's own scales.
+
+A value is ``d * s * level - dmin * m`` (levels.py); here levels and s are integers, each with its code, or s is one of
+the factors of a scale without d (MXFP4, NVFP4). Types whose levels come from a grid or are shifted, and types with a
+scale per row, have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.levels import Bits, Levels, all_levels, float_bits
+from quantkit.types import TensorType
+
+I16 = npt.NDArray[np.int16]
+I32 = npt.NDArray[np.int32]
+F64 = npt.NDArray[np.float64]
+
+#: Codes are looked up by a level, or an s, plus this.
+ZERO = 128
+#: Integers of a table of codes: -128 to 128.
+_SIZE = 2 * ZERO + 1
+#: Types whose encoders never make d negative, so that an extreme value keeps its sign.
+_POSITIVE = frozenset({"Q8_0", "TQ2_0", "Q1_0", "MXFP4", "NVFP4"})
+#: Mantissa bits, with the implicit one, of the numbers that a source type holds; of wider ones, of narrower numbers in
+#: them, too.
+PRECISIONS = {"BF16": (8,), "F16": (11, 8), "F32": (24, 11, 8)}
+
+
+@dataclass(frozen=True, eq=False)
+class Lattice:
+    """The lattice of a type.
+
+    span: values of a sub-block. tries: levels of the value of largest magnitude, in the order in which they are tried.
+    follows_sign: they are multiplied by its sign. top: the highest level, where there are minimums. level_codes,
+    scale_codes: int16 [257], -1 where there is none. scales: s of the largest scale, in that order; empty without s.
+    factors: float64, scales without d; empty elsewhere. max_m: the highest m; 0: a minimum is a float. runs: int32
+    [runs, 4], of each field of q, s, m, d and dmin in turn: byte, shift, first bit, bits. fields: int32 [fields + 1],
+    where the runs of each field begin. counts: int32 [5], fields of q, s, m, d and dmin.
+    """
+
+    type: TensorType
+    span: int
+    tries: I16
+    follows_sign: bool
+    top: int
+    level_codes: I16
+    scale_codes: I16
+    scales: I16
+    factors: F64
+    max_m: int
+    has_minimum: bool
+    runs: I32
+    fields: I32
+    counts: I32
+
+
+@cache
+def lattice_of(t: TensorType) -> Lattice | None:
+    """Return the lattice of a type; None if the search knows none."""
+    levels = all_levels().get(t.name)
+    if levels is None or levels.grid is not None or levels.shift is not None or not _has_block_scale(levels):
+        return None
+    codebook, has_factors = levels.codebook.astype(np.int64), levels.scale is not None and not levels.d
+    s = np.zeros(0, np.int64) if levels.factors is None or has_factors else levels.factors.astype(np.int64)
+    follows_sign = t.name in _POSITIVE
+    return Lattice(
+        type=t,
+        span=levels.span,
+        tries=_by_magnitude(codebook, follows_sign),
+        follows_sign=follows_sign,
+        top=int(codebook.max()),
+        level_codes=_codes(codebook),
+        scale_codes=_codes(s),
+        scales=_by_magnitude(s, follows_sign=False),
+        factors=levels.factors.astype(np.float64) if has_factors and levels.factors is not None else np.zeros(0),
+        max_m=0 if levels.minimum is None else 2 ** levels.minimum.shape[1] - 1,
+        has_minimum=bool(levels.dmin),
+        **_runs(levels),
+    )
+
+
+def _has_block_scale(levels: Levels) -> bool:
+    return levels.d.startswith("f16") or not levels.d and levels.scale is not None
+
+
+def _by_magnitude(values: npt.NDArray[np.int64], follows_sign: bool) -> I16:
+    """Return the distinct values but 0, the largest and of equals the negative first; without signs, magnitudes."""
+    distinct = np.unique(np.abs(values[np.abs(values) < ZERO]) if follows_sign else values)
+    distinct = distinct[distinct != 0]
+    order = np.lexsort((distinct, -np.abs(distinct)))
+    result: I16 = distinct[order].astype(np.int16)
+    return result
+
+
+def _codes(values: npt.NDArray[np.int64]) -> I16:
+    codes = np.full(_SIZE, -1, np.int16)
+    for code in range(len(values) - 1, -1, -1):  # the first of equal values remains
+        codes[values[code] + ZERO] = code
+    return codes
+
+
+def _runs(levels: Levels) -> dict[str, I32]:
+    """Return the places of all fields of a block as runs of bits within a byte."""
+    none = np.zeros((0, 1), np.int64)
+    floats = [float_bits(kind) if kind else none for kind in (levels.d, levels.dmin)]
+    integers = [none if group is None else group for group in (levels.levels, levels.scale, levels.minimum)]
+    runs, fields = list[tuple[int, int, int, int]](), [0]
+    for group in (*integers, *floats):
+        for bits in group:
+            runs += _runs_of(bits)
+            fields.append(len(runs))
+    counts = [len(group) for group in (*integers, *floats)]
+    return {name: np.array(v, np.int32) for name, v in (("runs", runs), ("fields", fields), ("counts", counts))}
+
+
+def _runs_of(bits: Bits) -> list[tuple[int, int, int, int]]:
+    runs = list[tuple[int, int, int, int]]()
+    for i, bit in enumerate(bits.tolist()):
+        if runs and bit % 8 and bit == bits[i - 1] + 1:
+            byte, shift, first, count = runs[-1]
+            runs[-1] = byte, shift, first, count + 1
+        else:
+            runs.append((bit // 8, bit % 8, i, 1))
+    return runs
