@@ -159,7 +159,7 @@ def gqa(b: Builder, x: Value) -> Value:
     attended = gate_attention(b, attended, gate)
     if b.has("attn_sub_norm.weight"):
         attended = b.norm(attended, "attn_sub_norm")
-    out = b.mul_mat(attended, "attn_output")
+    out = b.mul_mat(attended, "attn_o" if b.arch.layer_prefix else "attn_output")
     factor = b.h.float("attention.value_scale", 0.0) if b.arch.attention_rules.value_scale_key else 0.0
     return b.scale(out, factor or 1.0)
 
@@ -219,6 +219,9 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
     mask = "causal" if b.arch.causal else "whole"
     if windowed and b.arch.window:
         mask = b.arch.window.mask
+    buckets = b.maybe("attn_rel_b.weight")
+    if buckets is not None:
+        b.buckets = b.buckets or buckets
     b.add(
         Attention(
             out=out,
@@ -231,6 +234,7 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
             scale=scale,
             softcap=softcap,
             alibi=_alibi(b),
+            buckets=buckets or b.buckets,
             sinks=b.maybe("attn_sinks.weight"),
             mask=mask,
             window=window_size(b) if windowed else 0,
@@ -332,6 +336,8 @@ def _attention_scale(b: Builder, head: int) -> float:
         )
     if b.arch.attention_rules.scale == "head":
         return 1.0 / head
+    if b.arch.attention_rules.scale == "one":
+        return 1.0
     if b.arch.attention_rules.scale == "output":
         return b.h.float("attention.output_scale", _GROK_SCALE)
     scale = b.h.float("attention.scale", 0.0) if b.arch.attention_rules.scale == "key" else 0.0

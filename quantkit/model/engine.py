@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.errors import FormatError, QuantkitError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile, open_model
 from quantkit.formats.override import parse_overrides
 from quantkit.formats.remote import located
@@ -171,7 +171,8 @@ class Model:
 
     def prepare(self, graph: Graph, placement: Placement) -> None:
         """Fuse a graph, split it into segments, and fuse and check these."""
-        self.n_vocab = graph.logits.width
+        tables = (op.weight.n_out for op in graph.ops if isinstance(op, Embed) and not op.by_position)
+        self.n_vocab = graph.logits.width if graph.pooling is None else next(tables)
         check_devices(placement)
         self.unfused, self._placement = graph, placement
         self.graph, placed, decisions = self._place(graph, self._options)
@@ -281,10 +282,16 @@ class Model:
     @cached_property
     def is_bidirectional(self) -> bool:
         """Whether tokens attend to later ones."""
-        return any(isinstance(op, Attention) and op.mask == "whole" for op in self.graph.ops)
+        return any(isinstance(op, Attention) and op.mask in ("whole", "symmetric") for op in self.graph.ops)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the output is a row of each token, to be pooled, and not the logits of the next."""
+        return self.unfused.pooling is not None
 
     def forward(self, tokens: Sequence[int] | Ints) -> Floats:
-        """Return the logits after each token of a new sequence, float32 [n, n_vocab]."""
+        """Return the logits after each token of a new sequence, float32 [n, n_vocab]; of an encoder [n, n_embd], the
+        rows that are pooled."""
         ids = np.asarray(tokens, np.int32)
         logits = self.session(max(len(ids), 1)).decode(ids)
         assert logits is not None
@@ -431,6 +438,16 @@ class Model:
         return self._backends[device]
 
 
+def check_next_token(model: Model) -> None:
+    """Raise TypeNotSupported for an encoder, whose tokens have no logits."""
+    if getattr(model, "is_encoder", False):
+        raise TypeNotSupported(
+            f"{model.path}: an encoder ({model.arch}) has no next token: use quantkit drift to compare two files, or "
+            "quantkit.embed for its output",
+            "QK-E306",
+        )
+
+
 def check_tokens(ids: Ints, n_vocab: int, path: Path) -> None:
     """Raise FormatError for a token that a model does not have."""
     if len(ids) and (ids.min() < 0 or ids.max() >= n_vocab):
@@ -534,7 +551,7 @@ class Session:
             inputs: float32 [n, width] for each of the graph's ``inputs``.
 
         Returns:
-            float32 [n_out, n_vocab] in the order of the outputs; None with ``consume``.
+            float32 [n_out, n_vocab] in the order of the outputs, of an encoder [n_out, n_embd]; None with ``consume``.
 
         Raises:
             FormatError: a token or sequence does not exist, a sequence exceeds n_ctx, or a bidirectional model is given
@@ -549,11 +566,12 @@ class Session:
             len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(sequence_ids.tolist()))
         ):
             raise FormatError(
-                f"{self.model.path}: tokens also attend to later tokens (a diffusion model), so a sequence must be "
-                f"decoded in one batch of {self.limits.n_ubatch} tokens at most",
+                f"{self.model.path}: tokens also attend to later tokens (an encoder, or a diffusion model), so a "
+                f"sequence must be decoded in one batch of {self.limits.n_ubatch} tokens at most",
                 "QK-E203",
             )
-        result = None if consume is not None else np.empty((int(is_output.sum()), self.model.n_vocab), np.float32)
+        width = self.model.graph.logits.width
+        result = None if consume is not None else np.empty((int(is_output.sum()), width), np.float32)
         n_outputs = 0
         for start in range(0, len(ids), self.limits.n_ubatch):
             part = slice(start, start + self.limits.n_ubatch)
