@@ -203,7 +203,8 @@ class Arch:
     moe: Moe = Moe()
     #: Several residual streams (hyper_connections.py), ``alone`` or ``mixed`` with each other.
     hyper_connections: str = ""
-    #: False: tokens attend to the whole sequence (diffusion models, encoders).
+    #: False: tokens attend to the whole sequence (diffusion models, encoders); so they do if ``attention.causal`` is
+    #: false.
     causal: bool = True
     #: The output is a row of each token, which are pooled to an embedding; there is no next token.
     encoder: bool = False
@@ -588,7 +589,7 @@ _ROWS = (
          required=_tensors("attn_qkv token_embd_norm"), optional=_tensors("ffn_gate")),
     Arch(name="gemma-embedding", rope="neox", activation="gelu", embed_sqrt=True, causal=False, encoder=True,
          window=Window(period=6, mask="symmetric"), required=_HEAD_NORMS | _POST_NORMS, ignored=_tensors("output")),
-    Arch(name="llama-embed", rope="normal", causal=False, encoder=True, tensor_scales=frozenset({"ffn", "exps"}),
+    Arch(name="llama-embed", rope="normal", encoder=True, tensor_scales=frozenset({"ffn", "exps"}),
          moe=_NORMED, optional=_tensors("ffn_gate_exps"), ignored=_tensors("output")),
     *(Arch(name=name, rope="none", attention_rules=AttentionRules(scale="one"), activation="relu",
            gated_activation="gelu", causal=False, encoder=True, layer_prefix="enc.", decoder_prefix="dec.",

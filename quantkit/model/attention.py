@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.model.builder import Builder
 from quantkit.model.ops import (
     Activate,
@@ -216,9 +216,15 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
     if softcap:
         softcap = b.h.float("attn_logit_softcapping", softcap)
     windowed = is_windowed(b)
-    mask = "causal" if b.arch.causal else "whole"
+    mask = "causal" if is_causal(b) else "whole"
     if windowed and b.arch.window:
         mask = b.arch.window.mask
+        if mask != "symmetric" and not is_causal(b):
+            raise TypeNotSupported(
+                f"{b.source.paths[0]}: {b.h.arch}.attention.causal is false, but layers have windows of earlier tokens: "
+                "this model cannot be run",
+                "QK-E306",
+            )
     buckets = b.maybe("attn_rel_b.weight")
     if buckets is not None:
         b.buckets = b.buckets or buckets
@@ -242,6 +248,11 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
         )
     )
     return out
+
+
+def is_causal(b: Builder) -> bool:
+    """Return whether tokens attend to earlier ones only."""
+    return b.arch.causal and b.h.flag("attention.causal", True)
 
 
 def _alibi(b: Builder) -> float:

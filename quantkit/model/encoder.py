@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.model.attention import is_causal
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Activate, Activation, Graph, Pooling, Value
 
@@ -38,7 +39,7 @@ def pooling_of(b: Builder, kind: str = "") -> Pooling:
     row = kind
     if kind == "rank":
         default = _MEAN if b.arch.name == "modern-bert" else 0
-        first = "last" if b.arch.causal else "cls"
+        first = "last" if is_causal(b) else "cls"
         row = "mean" if b.h.int("classifier.pooling_type", default) == _MEAN else first
     return Pooling(kind, row, stated)
 
