@@ -578,7 +578,7 @@ _ROWS = (
          residual_norms=True, moe=_PLAIN, required=_BERT, optional=_tensors("ffn_gate ffn_gate_exps")),
     Arch(name="jina-bert-v2", rope="none", attention_rules=AttentionRules(alibi=8.0), norm="layer", activation="gelu",
          glu_in_up=True, causal=False, encoder=True, residual_norms=True,
-         required=_BERT | _tensors("token_types attn_output.bias"), optional=_tensors("ffn_gate")),
+         required=_BERT | _tensors("token_types attn_output.bias ffn_down.bias"), optional=_tensors("ffn_gate")),
     Arch(name="jina-bert-v3", rope="neox", norm="layer", activation="gelu", causal=False, encoder=True,
          residual_norms=True, required=_BERT, optional=_tensors("ffn_gate")),
     Arch(name="neo-bert", rope="normal", glu_in_up=True, causal=False, encoder=True, output_norm="enc.output_norm",
