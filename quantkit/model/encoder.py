@@ -63,7 +63,7 @@ def add_residual_norm_layer(b: Builder, x: Value, attention: Block, feed_forward
     ffn_in = b.norm(b.sum(attn_out, x, "attn_residual"), "attn_output_norm")
     if b.has("attn_norm_2.weight"):
         ffn_in = b.norm(b.sum(ffn_in, x, "attn_residual_2"), "attn_norm_2")
-    return b.norm(b.sum(feed_forward(b, ffn_in), ffn_in, "ffn_residual"), "layer_output_norm", out="layer_out")
+    return b.norm(b.sum(feed_forward(b, ffn_in), ffn_in, "layer_sum"), "layer_output_norm", out="layer_out")
 
 
 def head_graph(b: Builder, width: int, pooling: Pooling) -> Graph | None:

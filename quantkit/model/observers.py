@@ -87,15 +87,15 @@ def every_token(graph: Graph) -> Graph:
             result += [ops.SelectOutputs(layer=op.layer, out=selected, x=of_all(last.x)), replace(last, x=selected)]
             # Everything after it reads logits, which have rows of outputs only.
             renamed[last.out] = last.out
-        elif last.out in renamed:
+        elif last is not None and last.out in renamed:
             result.append(op)
         else:
             result.append(map_values(op, of_all))
+    logits = graph.logits
     if last is None:
-        rows = replace(graph.logits, name=f"{graph.logits.name}_rows", outputs=False)
-        result = [map_values(op, lambda value: rows if value is of_all(graph.logits) else value) for op in result]
-        result.append(ops.SelectOutputs(layer=1 + _last_layer(graph), out=graph.logits, x=rows))
-    return replace(graph, ops=tuple(result))
+        logits = replace(logits, name=f"{logits.name}_out", outputs=True)
+        result.append(ops.SelectOutputs(layer=1 + _last_layer(graph), out=logits, x=of_all(graph.logits)))
+    return replace(graph, ops=tuple(result), logits=logits)
 
 
 def _output(graph: Graph) -> ops.MulMat | None:
@@ -154,7 +154,7 @@ def fewest_rows(graph: Graph) -> Graph:
         else:
             selected.update({v: v if v.outputs else replace(v, outputs=True) for v in op.outputs()})
             result.append(map_values(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
-    return replace(graph, ops=tuple(result))
+    return replace(graph, ops=tuple(result), logits=selected.get(graph.logits, graph.logits))
 
 
 def _all_row_values(graph: Graph) -> set[Value]:
