@@ -562,9 +562,8 @@ class Session:
         sequence_ids[:] = sequences
         is_output = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
         positions = self._positions(ids, sequence_ids)
-        if self.model.is_bidirectional and (
-            len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(sequence_ids.tolist()))
-        ):
+        parts = self._parts(sequence_ids)
+        if self.model.is_bidirectional and not self._has_whole_sequences(parts, positions, sequence_ids):
             raise FormatError(
                 f"{self.model.path}: tokens also attend to later tokens (an encoder, or a diffusion model), so a "
                 f"sequence must be decoded in one batch of {self.limits.n_ubatch} tokens at most",
@@ -573,8 +572,7 @@ class Session:
         width = self.model.graph.logits.width
         result = None if consume is not None else np.empty((int(is_output.sum()), width), np.float32)
         n_outputs = 0
-        for start in range(0, len(ids), self.limits.n_ubatch):
-            part = slice(start, start + self.limits.n_ubatch)
+        for part in parts:
             rows = np.flatnonzero(is_output[part]).astype(np.int32)
             part_inputs = {value: rows_of[part] for value, rows_of in (inputs or {}).items()}
             logits = self._step(Batch(ids[part], positions[part], sequence_ids[part], rows), part_inputs)
@@ -584,6 +582,26 @@ class Session:
                 consume(n_outputs, logits)
             n_outputs += len(rows)
         return result
+
+    def _parts(self, sequence_ids: Ints) -> list[slice]:
+        """Return batches of at most n_ubatch tokens; of a bidirectional model, they end where a sequence does."""
+        n, step = len(sequence_ids), self.limits.n_ubatch
+        if n <= step or not self.model.is_bidirectional:
+            return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+        parts, begin = list[slice](), 0
+        ends = [*(np.flatnonzero(np.diff(sequence_ids)) + 1).tolist(), n]
+        for end, following in zip(ends, [*ends[1:], n + step + 1], strict=True):
+            if following - begin > step:
+                parts.append(slice(begin, end))
+                begin = end
+        return parts
+
+    def _has_whole_sequences(self, parts: Sequence[slice], positions: Ints, sequence_ids: Ints) -> bool:
+        """Return whether every sequence begins and ends in one batch, and each fits."""
+        starts = int((positions == 0).sum())
+        in_parts = sum(len(set(sequence_ids[part].tolist())) for part in parts)
+        fits = all(part.stop - part.start <= self.limits.n_ubatch for part in parts)
+        return fits and starts == len(set(sequence_ids.tolist())) == in_parts
 
     def _positions(self, ids: Ints, sequence_ids: Ints) -> Ints:
         """Return the positions of tokens, and advance the sequences."""
