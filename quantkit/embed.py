@@ -116,16 +116,18 @@ def _of_loaded(
         )
     tokens, n_cut = _tokens(model.tokenizer, texts, model.n_ctx_train, model.path, truncate)
 
-    def finish(done: int) -> None:
+    def finish(n_done: int) -> None:
         if progress is not None:
-            progress(Progress(done, len(texts), "texts"))
+            progress(Progress(n_done, len(texts), "texts"))
 
     rows = pooled_rows(model, tokens, finish)
     if (bad := np.flatnonzero(~np.isfinite(rows).all(1))).size:
         raise QuantkitError(f"{model.path}: the embedding of text {int(bad[0])} is NaN or infinite", "QK-E108")
-    unstated = [] if kind.stated or pooling else [f"{model.path.name} names no pooling: {kind.kind} of the tokens' rows"]
-    cut = [f"{n_cut} of {len(texts)} texts were cut to {model.n_ctx_train} tokens"] if n_cut else []
-    notes = (*model.notes, *unstated, *cut)
+    unstated = (
+        [] if kind.stated or pooling else [f"{model.path.name} names no pooling: the {kind.kind} of the tokens' rows"]
+    )
+    truncation = [f"{n_cut} of {len(texts)} texts were cut to {model.n_ctx_train} tokens"] if n_cut else []
+    notes = (*model.notes, *unstated, *truncation)
     return Embeddings(model.path, rows, kind.kind, n_cut, getattr(model, "activations", RUNTIME), notes)
 
 

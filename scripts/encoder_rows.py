@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from stand_ins import State, model_of, state_of
+from stand_ins import model_of, state_of
 from torch import Tensor, nn
 
 import checkpoints

@@ -74,7 +74,9 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "embeddings", "towers", "wide", "drafts", "adapters"))
+    parser.add_argument(
+        "what", choices=("reference", "vocabularies", "logits", "embeddings", "towers", "wide", "drafts", "adapters")
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")

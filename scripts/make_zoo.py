@@ -1189,7 +1189,9 @@ def hunyuan_vl() -> tuple[dict[str, Any], Shapes]:
     return small(*llama(head_norms=True, **extra))
 
 
-def bert(feed_forward: Callable[[int], Shapes], *, positions: bool = False, **extra: Any) -> tuple[dict[str, Any], Shapes]:
+def bert(
+    feed_forward: Callable[[int], Shapes], *, positions: bool = False, **extra: Any
+) -> tuple[dict[str, Any], Shapes]:
     """BERT's layers: norms after the sums, biases everywhere; positions: embeddings of them."""
     fields = usual(3, "layer_norm_epsilon", attention__causal=False, **extra) | {"attention.head_count_kv": N_HEAD}
     shapes: Shapes = {"token_embd.weight": (E, VOCAB), "token_types.weight": (E, 2)}

@@ -56,6 +56,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "upload": {"hash"},
         "generate": {"evaluate", "imatrix"},
         "score": {"evaluate"},
+        "embed": {"evaluate"},
+        "drift": {"embed", "evaluate", "score"},
         "split": {"quantize"},
         "stitch": {"hash"},
         "prune": set(),
@@ -100,8 +102,10 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "kimi": _BLOCK | {"attention", "mla", "recurrent"},
         "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
         "residual_attention": _BLOCK,
+        "encoder": _BLOCK | {"attention"},
         "graph": _BLOCK
-        | {"arch", "attention", "check", "deepseek4", "delta_net", "feed_forward", "gemma3n", "gemma4", "hparams"}
+        | {"arch", "attention", "check", "deepseek4", "delta_net", "encoder", "feed_forward", "gemma3n", "gemma4"}
+        | {"hparams"}
         | {"hyper_connections", "kimi", "lightning", "mamba", "mla", "residual_attention", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
@@ -109,15 +113,17 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "engine": {"activations", "backends", "batch", "check", "fusion", "graph", "hparams", "kv_types", "ops"}
         | {"placement"}
         | {"selection", "sources"},
+        "embeddings": {"backends", "batch", "engine", "ops"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),
         "arena": set(),
-        "reference": {"accumulators"},
-        "lowering": {"arena"},
+        "reference": {"accumulators", "distance_bias"},
+        "distance_bias": set(),
+        "lowering": {"arena", "distance_bias"},
         "boundary": {"arena", "lowering"},
         "slots": {"arena", "lowering"},
-        **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "lowering", "slots"}),
+        **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "distance_bias", "lowering", "slots"}),
         "registry": {"cpu", "cuda", "reference"},
     },
     "quantkit.model.backends.cuda": {

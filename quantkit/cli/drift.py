@@ -36,12 +36,14 @@ from quantkit.progress import Progress
 from quantkit.units import format_seconds
 
 _POOLINGS = ("mean", "cls", "last")
-#: Characters of the worst text that are shown.
-_SHOWN = 60
+#: Characters of the worst text in the output.
+_EXCERPT = 60
 
 
 @click.command("drift", cls=GroupedCommand)
-@option("-m", "--model", "models", group=MODEL, type=MODEL_FILE, multiple=True, required=True, help="GGUF file; repeatable.")
+@option(
+    "-m", "--model", "models", group=MODEL, type=MODEL_FILE, multiple=True, required=True, help="GGUF file; repeatable."
+)
 @option("--base", group=MODEL, type=MODEL_FILE, required=True, metavar="FILE", help="The file to compare with (BF16).")
 @option("-f", "--file", "file", group=TEXT, type=TEXT_FILE, required=True, help="Text file; - for stdin.")
 @setting(
@@ -52,7 +54,9 @@ _SHOWN = 60
     help="Texts are its lines, or its paragraphs, which empty lines separate.",
 )
 @option("--texts", "n_texts", group=TEXT, type=click.IntRange(1), metavar="N", help="Use the first N texts.")
-@option("--pooling", group=RUN, type=click.Choice(_POOLINGS), help="Pooling of the tokens' rows.  [default: the file's]")
+@option(
+    "--pooling", group=RUN, type=click.Choice(_POOLINGS), help="Pooling of the tokens' rows.  [default: the file's]"
+)
 @setting("--top", group=RUN, type=click.IntRange(1), default=TOP, help="Neighbours of recall.")
 @activations_option("exact; on GPUs runtime")
 @ubatch_option
@@ -83,7 +87,7 @@ def command(
 
     \b
     quantkit drift -m minilm-Q8_0.gguf --base minilm-f32.gguf -f sentences.txt
-    quantkit drift -m a.gguf -m b.gguf --base f32.gguf -f text.txt --split paragraphs
+    quantkit drift -m a.gguf -m b.gguf --base f32.gguf -f t.txt --split paragraphs
     """
     json_file = claim_json(json_to, (), [*models, base, file], overwrite=overwrite)
     texts, load = read_texts(file, split, n_texts), load_options(run)
@@ -109,8 +113,8 @@ def command(
 
 def _text(results: Sequence[Drift], texts: Sequence[str]) -> str:
     heads = ["model", "mean cosine", "worst", "rank correlation", "same nearest", "recall"]
-    near = results[0].neighbours
-    heads[-1] = f"recall@{near.k}" if near is not None else "recall"
+    nearest = results[0].neighbours
+    heads[-1] = f"recall@{nearest.k}" if nearest is not None else "recall"
     lines = [
         f"{len(texts):,} texts, embeddings of {results[0].width} values, pooling {results[0].pooling}",
         "",
@@ -119,17 +123,17 @@ def _text(results: Sequence[Drift], texts: Sequence[str]) -> str:
     ]
     for result in results:
         text = texts[result.worst]
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        lines.append(f"{printable(result.model.name)}: worst at text {result.worst + 1}: {printable(shown)}")
+        excerpt = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
+        lines.append(f"{printable(result.model.name)}: worst at text {result.worst + 1}: {printable(excerpt)}")
     lines += ["", MEANINGS[results[0].activations], format_seconds(sum(result.seconds for result in results))]
     return "\n".join(lines)
 
 
 def _row(result: Drift) -> list[str]:
     row = [printable(result.model.name), result.mean.text(6), f"{result.cosines.min():.6f}"]
-    near = result.neighbours
-    if near is None:
+    nearest = result.neighbours
+    if nearest is None:
         return [*row, "-", "-", "-"]
-    low, high = near.same_nearest.interval()
-    same = f"{100 * near.same_nearest.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-    return [*row, near.rank_correlation.text(5), same, near.recall.text(4)]
+    low, high = nearest.same_nearest.interval()
+    share = f"{100 * nearest.same_nearest.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+    return [*row, nearest.rank_correlation.text(5), share, nearest.recall.text(4)]

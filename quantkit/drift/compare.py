@@ -60,7 +60,7 @@ class Drift(HtmlTable):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``quantkit drift --json`` writes."""
-        near = self.neighbours
+        nearest = self.neighbours
         return {
             "model": str(self.model),
             "base": str(self.base),
@@ -73,7 +73,7 @@ class Drift(HtmlTable):
             "cosine": self.mean.as_dict(),
             "cosine_percentiles": dict(self.percentiles.rows),
             "worst_text": self.worst,
-            "neighbours": None if near is None else _neighbours_dict(near),
+            "neighbours": None if nearest is None else _neighbours_dict(nearest),
             "cosines": self.cosines.tolist(),
         }
 
@@ -81,25 +81,25 @@ class Drift(HtmlTable):
         """Return the statistics, with standard errors."""
         rows: list[tuple[str, float, float | None]] = [("mean cosine", *self.mean)]
         if self.neighbours is not None:
-            near = self.neighbours
+            nearest = self.neighbours
             rows += [
-                ("rank correlation of similarities", *near.rank_correlation),
-                ("same nearest neighbour", near.same_nearest.value, None),
-                (f"recall@{near.k}", *near.recall),
+                ("rank correlation of similarities", *nearest.rank_correlation),
+                ("same nearest neighbour", nearest.same_nearest.value, None),
+                (f"recall@{nearest.k}", *nearest.recall),
             ]
         rows += [(f"cosine, {label}", value, None) for label, value in self.percentiles.rows]
         caption = f"{self.model.name}: {len(self.cosines):,} texts, pooling {self.pooling}"
         return table_of("statistic, value, standard error", rows, caption)
 
 
-def _neighbours_dict(near: Neighbours) -> dict[str, Any]:
+def _neighbours_dict(nearest: Neighbours) -> dict[str, Any]:
     return {
-        "n_texts": near.n,
-        "k": near.k,
-        "rank_correlation": near.rank_correlation.as_dict(),
-        "same_nearest": near.same_nearest.value,
-        "same_nearest_interval": list(near.same_nearest.interval()),
-        "recall": near.recall.as_dict(),
+        "n_texts": nearest.n,
+        "k": nearest.k,
+        "rank_correlation": nearest.rank_correlation.as_dict(),
+        "same_nearest": nearest.same_nearest.value,
+        "same_nearest_interval": list(nearest.same_nearest.interval()),
+        "recall": nearest.recall.as_dict(),
     }
 
 
@@ -125,7 +125,7 @@ def drift(
         texts: at least one; the files' tokens must be the same.
         pooling: mean, cls or last; None: the files', or mean.
         top: the number of neighbours of recall.
-        progress: called with the number of texts, of one file after the other.
+        progress: called with the number of texts, of one file after the model.
         load: options of quantkit.load. ``activations`` are exact by default, on GPUs those of the runtime.
 
     Raises:
@@ -165,19 +165,20 @@ def embed_base(
     return embeddings_of(base, texts, pooling=pooling, truncate=True, progress=progress, **options)
 
 
-def _check_alike(base: Embeddings, other: Embeddings) -> None:
+def _check_alike(base: Embeddings, model: Embeddings) -> None:
     """Raise RecipeError unless two files' embeddings can be compared."""
-    if "rank" in (base.pooling, other.pooling):
+    if "rank" in (base.pooling, model.pooling):
         raise RecipeError(
             f"{base.model}: a classifier gives scores, not embeddings: choose --pooling cls, mean or last", "QK-E203"
         )
-    if base.pooling != other.pooling:
+    if base.pooling != model.pooling:
         raise RecipeError(
-            f"{base.model} pools by {base.pooling}, {other.model} by {other.pooling}: choose one by --pooling", "QK-E207"
+            f"{base.model} pools by {base.pooling}, {model.model} by {model.pooling}: choose one by --pooling",
+            "QK-E207",
         )
-    if base.rows.shape != other.rows.shape:
+    if base.rows.shape != model.rows.shape:
         raise QuantkitError(
-            f"embeddings of {base.model} have {base.rows.shape[1]} columns, those of {other.model} "
-            f"{other.rows.shape[1]}: use files of one model",
+            f"embeddings of {base.model} have {base.rows.shape[1]} columns, those of {model.model} "
+            f"{model.rows.shape[1]}: use files of one model",
             "QK-E207",
         )

@@ -72,8 +72,8 @@ def neighbours(a: F32, b: F32, k: int) -> Neighbours | None:
     similar_a, similar_b = (_similarities(rows[:n]) for rows in (a, b))
     nearest_a, nearest_b = (_nearest(similar, k) for similar in (similar_a, similar_b))
     shared = np.array([len(np.intersect1d(x, y)) for x, y in zip(nearest_a, nearest_b, strict=True)]) / k
-    same = int((nearest_a[:, 0] == nearest_b[:, 0]).sum())
-    return Neighbours(n, k, _rank_correlation(similar_a, similar_b), Accuracy(same, n), mean_of(shared))
+    n_same = int((nearest_a[:, 0] == nearest_b[:, 0]).sum())
+    return Neighbours(n, k, _rank_correlation(similar_a, similar_b), Accuracy(n_same, n), mean_of(shared))
 
 
 def _similarities(rows: F32) -> F32:

@@ -275,8 +275,10 @@ _UNUSED_QKV = _tensors(
     "attn_q.bias attn_k.bias attn_v.bias attn_qkv.bias attn_q.scale attn_k.scale attn_v.scale attn_qkv.scale"
 )
 _POST_NORMS = _tensors("post_attention_norm post_ffw_norm")
-_BERT = _tensors("token_embd_norm token_embd_norm.bias attn_output_norm attn_output_norm.bias layer_output_norm "
-                 "layer_output_norm.bias")
+_BERT = _tensors(
+    "token_embd_norm token_embd_norm.bias attn_output_norm attn_output_norm.bias layer_output_norm "
+    "layer_output_norm.bias"
+)
 #: The usual routers: softmax over all experts, with and without normalizing the weights of the selected ones.
 _NORMED, _PLAIN = Moe(gating="softmax", norm=True), Moe(gating="softmax", norm=False)
 #: By default sigmoid: Laguna, AFMoE, HY V3, Step 3.5.

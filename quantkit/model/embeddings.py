@@ -13,9 +13,7 @@ from quantkit.model.engine import Model, Programs
 from quantkit.model.ops import Graph
 
 
-def pooled_rows(
-    model: Model, sequences: Sequence[Ints], finish: Callable[[int], None] = lambda done: None
-) -> Floats:
+def pooled_rows(model: Model, sequences: Sequence[Ints], finish: Callable[[int], None] = lambda n_done: None) -> Floats:
     """Return the embedding of each sequence of tokens.
 
     Args:

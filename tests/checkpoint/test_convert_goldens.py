@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 import checkpoints
 from gguf_digests import differences, digests
@@ -28,7 +29,6 @@ from quantkit.model.builder import Builder
 from quantkit.model.engine import load
 from quantkit.model.ops import Activation, RopeConfig, Value
 from quantkit.model.placement import Placement
-from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("services_in_process")
 

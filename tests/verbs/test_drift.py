@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 
 import checkpoints
 import quantkit
@@ -27,7 +28,6 @@ from quantkit.model.encoder import POOLINGS
 from quantkit.model.engine import load
 from quantkit.model.graph import build_embeddings
 from quantkit.quantize import quantize
-from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("services_in_process")
 
@@ -63,7 +63,10 @@ def test_texts_together_and_alone_have_the_same_embeddings(encoder: Callable[[st
 def test_small_batches_change_nothing(encoder: Callable[[str], Path]) -> None:
     """Batches end where a text does, whatever their size."""
     sequences = [np.arange(5, 5 + n, dtype=np.int32) for n in (9, 16, 3, 1, 12)]
-    with load(encoder("modernbert"), kv_type="f32") as large, load(encoder("modernbert"), kv_type="f32", n_ubatch=16) as small:
+    with (
+        load(encoder("modernbert"), kv_type="f32") as large,
+        load(encoder("modernbert"), kv_type="f32", n_ubatch=16) as small,
+    ):
         assert nmse(pooled_rows(small, sequences), pooled_rows(large, sequences)) < 1e-12
         with refuses(FormatError, "QK-E203", "17", "16"):
             pooled_rows(small, [np.arange(17, dtype=np.int32)])
@@ -112,7 +115,9 @@ def test_pooled_rows_are_those_of_llama_cpp(
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["bert-classifier", "roberta-classifier", "xlm-roberta-classifier"])
-def test_scores_of_classifiers_are_those_of_llama_cpp(encoder: Callable[[str], Path], llama_bin: Path, name: str) -> None:
+def test_scores_of_classifiers_are_those_of_llama_cpp(
+    encoder: Callable[[str], Path], llama_bin: Path, name: str
+) -> None:
     path, ids = encoder(name), np.array(checkpoints.PROMPT, np.int32)
     expected = Libllama(llama_bin).embeddings(path, ids, POOLINGS.index("rank"))
     with load(path, kv_type="f32", build=lambda source, n: build_embeddings(source, n, pooling="rank")) as model:
@@ -173,9 +178,7 @@ def test_equal_values_have_the_mean_of_their_ranks() -> None:
     assert ranks(np.array([3, 1, 3, 0], np.float32)).tolist() == [2.5, 1, 2.5, 0]
 
 
-@pytest.mark.parametrize(
-    ("split", "expected"), [("lines", ["a b", "c", "d"]), ("paragraphs", ["a b\nc", "d\nc"])]
-)
+@pytest.mark.parametrize(("split", "expected"), [("lines", ["a b", "c", "d"]), ("paragraphs", ["a b\nc", "d\nc"])])
 def test_texts_of_a_file(tmp_path: Path, split: str, expected: list[str]) -> None:
     path = tmp_path / "t.txt"
     path.write_bytes(b"a b\nc\n\n  \nd\nc\n")

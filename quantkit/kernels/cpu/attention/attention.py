@@ -241,7 +241,9 @@ def _set_rows(args, begin, end, head, heads, rows, me):
         store(row, M, NONE)
         store(row, L, types.float32(0))
         store(row, SLOPE, _slope(farg(args, _ALIBI), head + r % heads, n_head))
-        store(row, BIAS, types.int64(0) if biases == 0 else biases + 4 * (stride * (head + r % heads) + center - position))
+        store(
+            row, BIAS, types.int64(0) if biases == 0 else biases + 4 * (stride * (head + r % heads) + center - position)
+        )
 
 
 @helper
