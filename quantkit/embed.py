@@ -123,11 +123,10 @@ def _of_loaded(
     rows = pooled_rows(model, tokens, finish)
     if (bad := np.flatnonzero(~np.isfinite(rows).all(1))).size:
         raise QuantkitError(f"{model.path}: the embedding of text {int(bad[0])} is NaN or infinite", "QK-E108")
-    unstated = (
-        [] if kind.stated or pooling else [f"{model.path.name} names no pooling: the {kind.kind} of the tokens' rows"]
-    )
+    choice = f"{model.path.name} names no pooling: the {kind.kind} of the tokens' rows is taken"
+    default = [] if kind.stated or pooling else [choice]
     truncation = [f"{n_cut} of {len(texts)} texts were cut to {model.n_ctx_train} tokens"] if n_cut else []
-    notes = (*model.notes, *unstated, *truncation)
+    notes = (*model.notes, *default, *truncation)
     return Embeddings(model.path, rows, kind.kind, n_cut, getattr(model, "activations", RUNTIME), notes)
 
 
@@ -137,7 +136,8 @@ def normalized(embeddings: Embeddings) -> F32:
     lengths = np.sqrt((rows * rows).sum(1, keepdims=True))
     if (zero := np.flatnonzero(lengths == 0)).size:
         raise QuantkitError(f"{embeddings.model}: the embedding of text {int(zero[0])} is zero", "QK-E108")
-    return (rows / lengths).astype(np.float32)
+    unit: F32 = (rows / lengths).astype(np.float32)
+    return unit
 
 
 def _tokens(

@@ -122,8 +122,8 @@ _ROWS = (
     named("t5-encoder", "T5EncoderModel", _T5, version=4, vocab=_T5_PIECES, files=_MEAN),
 )  # fmt: skip
 
-#: llama.cpp reads the number of key heads from the file, also of classes whose heads all have keys; Nomic's base of rope
-#: has a name of its own.
+#: llama.cpp reads the number of key heads from the file, also of classes whose heads all have keys; Nomic's base of
+#: rope has a name of its own.
 ENCODERS = tuple(
     row if row.name in _GROUPED else replace(row, drop=("num_key_value_heads", *["rope_theta"] * ("nomic" in row.name)))
     for row in _ROWS

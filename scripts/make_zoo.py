@@ -1288,8 +1288,8 @@ def t5_encoder() -> tuple[dict[str, Any], Shapes]:
         lambda i: dense(i, gate=i == 1),
         lambda i: one(i, "attn_rel_b.weight", N_HEAD, 32) if i < 2 else {},
     )
-    named = {f"enc.{name.replace('attn_output', 'attn_o')}": shape for name, shape in shapes.items()}
-    return fields, {"token_embd.weight": (E, VOCAB), "enc.output_norm.weight": (E,)} | named
+    encoder = {f"enc.{name.replace('attn_output', 'attn_o')}": shape for name, shape in shapes.items()}
+    return fields, {"token_embd.weight": (E, VOCAB), "enc.output_norm.weight": (E,)} | encoder
 
 
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {

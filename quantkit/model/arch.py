@@ -167,7 +167,7 @@ class Arch:
     position_embeddings: bool = False
     #: Embeddings of tokens are normalized, without weights (Muse Glimmer, Talkie).
     embed_norm: bool = False
-    #: Dense feed-forward without a gate tensor: ``ffn_up`` contains gate and up, if it is twice as wide as ``ffn_down``;
+    #: Dense feed-forward without a gate tensor: ``ffn_up`` contains gate and up, if it is wider than ``ffn_down``;
     #: otherwise there is no gate.
     glu_in_up: bool = False
     window: Window | None = None
@@ -210,8 +210,7 @@ class Arch:
     encoder: bool = False
     #: Norms of the residual sums, ``attn_output_norm`` and ``layer_output_norm`` (BERT).
     residual_norms: bool = False
-    #: Before ``blk.N`` in the names of the encoder's layers (T5), and the prefix of the decoder's tensors, which are not
-    #: used.
+    #: The prefix of the encoder's layers, before ``blk.N`` (T5), and of the decoder's tensors, which are not used.
     layer_prefix: str = ""
     decoder_prefix: str = ""
     #: Norms come after attention and the feed-forward layer instead of before (OLMo 2, EXAONE 4).

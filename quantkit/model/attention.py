@@ -221,7 +221,7 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
         mask = b.arch.window.mask
         if mask != "symmetric" and not is_causal(b):
             raise TypeNotSupported(
-                f"{b.source.paths[0]}: {b.h.arch}.attention.causal is false, but layers have windows of earlier tokens: "
+                f"{b.source.paths[0]}: {b.h.arch}.attention.causal is false, but windows are of earlier tokens: "
                 "this model cannot be run",
                 "QK-E306",
             )

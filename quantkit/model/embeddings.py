@@ -39,11 +39,11 @@ def pooled_rows(model: Model, sequences: Sequence[Ints], finish: Callable[[int],
         session.clear()
         outputs = np.concatenate([_outputs(len(part), pooling.row) for part in parts])
         numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-        decoded = session.decode(np.concatenate(parts), numbers, outputs)
-        assert decoded is not None
+        of_tokens = session.decode(np.concatenate(parts), numbers, outputs)
+        assert of_tokens is not None
         of_rows = numbers[outputs]
         for number, i in enumerate(batch):
-            rows[i] = decoded[of_rows == number].mean(0, dtype=np.float64)
+            rows[i] = of_tokens[of_rows == number].mean(0, dtype=np.float64)
         finish(batch[-1] + 1)
     return rows if model.unfused.head is None else _through_head(model, model.unfused.head, rows)
 

@@ -34,7 +34,7 @@ def pooling_of(b: Builder, kind: str = "") -> Pooling:
             f"({', '.join(POOLINGS)})",
             "QK-E123",
         )
-    stated = not kind and number > 0
+    stated = bool(kind) or number > 0
     kind = kind or POOLINGS[number or _MEAN]
     row = kind
     if kind == "rank":

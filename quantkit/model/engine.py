@@ -438,7 +438,7 @@ class Model:
         return self._backends[device]
 
 
-def check_next_token(model: Model) -> None:
+def check_next_token(model: Any) -> None:
     """Raise TypeNotSupported for an encoder, whose tokens have no logits."""
     if getattr(model, "is_encoder", False):
         raise TypeNotSupported(

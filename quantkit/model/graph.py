@@ -3,8 +3,8 @@
 ``build_graph`` walks the layers. A layer's tensors determine its biases, norms and experts, the row of arch.py
 everything else. The blocks of a layer are in attention.py, mla.py, deepseek4.py, delta_net.py, gemma4.py,
 hyper_connections.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, whole layers of another
-structure in encoder.py, gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This module does not
-depend on backends.
+structure in encoder.py, gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This
+module does not depend on backends.
 """
 
 from __future__ import annotations

@@ -770,9 +770,9 @@ class CountUp(Op):
 
 
 class Pooling(NamedTuple):
-    """How the rows of a text's tokens become its embedding: ``mean``, ``cls``, ``last``; ``rank``: a classifier's score.
+    """How rows of tokens become an embedding of a text: ``mean``, ``cls``, ``last``; ``rank``: a classifier's score.
 
-    row: the pooling before the classifier. stated: whether it is the file's.
+    row: the pooling before the classifier. stated: whether the file or the caller names it.
     """
 
     kind: str
@@ -784,9 +784,9 @@ class Pooling(NamedTuple):
 class Graph:
     """A forward pass, or a part of one: operations in order, and the value that holds the logits.
 
-    Of an encoder, which has a pooling, ``logits`` are the rows of tokens that are pooled, and ``head``, if there is one,
-    computes on pooled rows, its input. inputs: values of tokens that no operation computes; Session.decode takes them. leaves: values that are read after a
-    run, besides the logits.
+    Of an encoder, which has a pooling, ``logits`` are the rows that are pooled; ``head``, if there is one, computes on
+    pooled rows, its input. inputs: values of tokens that no operation computes; Session.decode takes them. leaves:
+    values that are read after a run, besides the logits.
     """
 
     ops: tuple[Op, ...]

@@ -241,7 +241,8 @@ def _fields(arch: str, moe: bool, size: Size) -> list[Field]:
 def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n: int = 40) -> tuple[float, str]:
     """Return the NMSE of the engine's logits after n tokens against llama.cpp's, and the reason of a refusal, or "".
 
-    Of encoders the rows of tokens are compared. The error is 0 if llama.cpp's own batches differ as much (Gemma 3n: 22 layers of 64 columns).
+    Of encoders the rows of tokens are compared. The error is 0 if llama.cpp's own batches differ as much (Gemma 3n: 22
+    layers of 64 columns).
     """
     if arch not in ARCHS:
         return 0.0, UNKNOWN

@@ -53,11 +53,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def test_texts_together_and_alone_have_the_same_embeddings(encoder: Callable[[str], Path]) -> None:
-    together = embed(encoder("bert"), TEXTS)
-    assert together.shape == (len(TEXTS), 64)
+    batch = embed(encoder("bert"), TEXTS)
+    assert batch.shape == (len(TEXTS), 64)
     alone = np.concatenate([embed(encoder("bert"), [text]) for text in TEXTS])
-    assert np.abs(together - alone).max() < 1e-6
-    assert np.linalg.norm(together, axis=1) == pytest.approx(np.ones(len(TEXTS)), abs=1e-6)
+    assert np.abs(batch - alone).max() < 1e-6
+    assert np.linalg.norm(batch, axis=1) == pytest.approx(np.ones(len(TEXTS)), abs=1e-6)
 
 
 def test_small_batches_change_nothing(encoder: Callable[[str], Path]) -> None:
@@ -163,14 +163,14 @@ def test_neighbours_of_known_rows() -> None:
     """Of four directions, two change places: each text has another nearest neighbour but one."""
     angles = np.array([0.0, 0.1, 0.5, 1.2])
     a = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-    near = neighbours(a, a[[0, 2, 1, 3]], 1)
-    assert near is not None
-    assert near.same_nearest.n_correct == 0
-    assert near.recall.value == 0
+    nearest = neighbours(a, a[[0, 2, 1, 3]], 1)
+    assert nearest is not None
+    assert nearest.same_nearest.n_correct == 0
+    assert nearest.recall.value == 0
     x = np.array([0.1, 0.5, 1.2, 0.4, 1.1, 0.7])  # distances of pairs, in the order of triu_indices
     y = np.array([0.5, 0.1, 1.2, 0.4, 0.7, 1.1])
     expected = np.corrcoef(x.argsort().argsort(), y.argsort().argsort())[0, 1]
-    assert near.rank_correlation.value == pytest.approx(expected)
+    assert nearest.rank_correlation.value == pytest.approx(expected)
     assert cosines(a, a[[0, 2, 1, 3]])[1] == pytest.approx(np.cos(0.4), abs=1e-6)
 
 

@@ -64,6 +64,7 @@ def distance_buckets(distances: npt.NDArray[np.int64], n_buckets: int) -> npt.ND
     sizes = np.abs(distances)
     logs = np.log((np.maximum(sizes, 1) / exact).astype(np.float32)) * np.float32(half - exact)
     steps = logs.astype(np.float64) / math.log(MAX_DISTANCE / exact)
-    far = np.floor((exact + steps).astype(np.float32)).astype(np.int64)
-    buckets = np.where(sizes < exact, sizes, np.minimum(far, half - 1))
-    return buckets + half * (distances > 0)
+    log_buckets = np.floor((exact + steps).astype(np.float32)).astype(np.int64)
+    buckets = np.where(sizes < exact, sizes, np.minimum(log_buckets, half - 1))
+    result: npt.NDArray[np.int64] = buckets + half * (distances > 0)
+    return result

@@ -628,11 +628,11 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     table = bias_table(op, p.n_ctx, buckets) if has_table(op) else None
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         first = _first_position(op, int(position))
-        own = int(position)
+        center = int(position)
         if op.mask in ("whole", "symmetric"):
             position = p.batch.positions[p.batch.sequences == sequence].max()
         if op.mask == "symmetric":
-            position = min(position, own + op.window // 2)
+            position = min(position, center + op.window // 2)
         cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
         if op.selected is not None:
             selected = p.values[op.selected][t]
@@ -644,7 +644,7 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
             if op.softcap:
                 s = f32(op.softcap) * np.tanh(s / f32(op.softcap))
             if table is not None:
-                s = s + table[h, p.n_ctx - 1 + first - own : p.n_ctx + position - own]
+                s = s + table[h, p.n_ctx - 1 + first - center : p.n_ctx + position - center]
             elif op.alibi:
                 before = np.arange(first, position + 1, dtype=f32) - f32(position)
                 s = s + alibi_slope(op.alibi, op.n_head, h) * before

@@ -142,7 +142,7 @@ def _end_of(args, token):
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
     mask = arg(args, _MASK)
     position = integer(positions, token)
-    if mask == NON_CAUSAL or mask == SYMMETRIC:
+    if mask in (NON_CAUSAL, SYMMETRIC):
         for t in range(batch_word(args, N_TOKENS) - 1, token, -1):
             if integer(sequences, t) == integer(sequences, token):
                 last = integer(positions, t)
