@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from quantkit.convert import ConvertOptions, convert, convert_mmproj, plan_convert, plan_mmproj
     from quantkit.cook import cook, plan_cook
     from quantkit.doctor import doctor
+    from quantkit.drift import drift
     from quantkit.edit import EditOptions, edit, plan_edit
+    from quantkit.embed import embed
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
@@ -89,7 +91,9 @@ __all__ = [
     "diff_imatrix",
     "diff_recipe",
     "doctor",
+    "drift",
     "edit",
+    "embed",
     "errors",
     "evaluate",
     "export",
@@ -178,7 +182,9 @@ _HOME = {
     "convert_recipe": "recipes",
     "cook": "cook",
     "doctor": "doctor",
+    "drift": "drift",
     "edit": "edit",
+    "embed": "embed",
     "covariance": "imatrix.covariance",
     "diff_imatrix": "imatrix",
     "diff_recipe": "recipes",

@@ -22,11 +22,11 @@ import numpy as np
 
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 from quantkit.model.cost import Cost, token_cost
-from quantkit.model.engine import Model, Session, load
+from quantkit.model.engine import Model, Session, check_next_token, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.kv_types import split_kv_type
 from quantkit.model.placement import Placement
@@ -376,7 +376,7 @@ def sweep_bench(
 
 
 def _load(model: str | Path, s: Setting) -> Model:
-    return load(
+    loaded = load(
         model,
         threads=s.threads or None,
         n_ubatch=s.n_ubatch,
@@ -389,6 +389,12 @@ def _load(model: str | Path, s: Setting) -> Model:
         max_vram=s.max_vram,
         cublas=s.cublas,
     )
+    try:
+        check_next_token(loaded)
+    except TypeNotSupported:
+        loaded.close()
+        raise
+    return loaded
 
 
 def _tokens(model: Model, n: int) -> Any:

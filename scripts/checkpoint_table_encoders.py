@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from checkpoint_table_decoders import named, of, written
@@ -52,7 +53,10 @@ _T5_PIECES = spm("T5Tokenizer", ("<pad>", "</s>", "<unk>"), unigram=True, file="
                  config={"extra_ids": 0})  # fmt: skip
 _START = {"decoder_start_token_id": 0}
 
-ENCODERS = (
+#: Classes whose keys have fewer heads than their queries.
+_GROUPED = {"eurobert"}
+
+_ROWS = (
     named("bert", "BertModel", {}, version=4, vocab=_WORDS, files=_MEAN),
     named("bert-masked", "BertForMaskedLM", {}, version=4, files={"README.md": "---\ntags: [test]\n---\n"},
           vocab=wordpiece(list=True, config={"do_lower_case": False, "strip_accents": False})),
@@ -117,3 +121,10 @@ ENCODERS = (
           vocab=_T5_PIECES, config=_START | {"n_positions": 512}),
     named("t5-encoder", "T5EncoderModel", _T5, version=4, vocab=_T5_PIECES, files=_MEAN),
 )  # fmt: skip
+
+#: llama.cpp reads the number of key heads from the file, also of classes whose heads all have keys; Nomic's base of
+#: rope has a name of its own.
+ENCODERS = tuple(
+    row if row.name in _GROUPED else replace(row, drop=("num_key_value_heads", *["rope_theta"] * ("nomic" in row.name)))
+    for row in _ROWS
+)

@@ -3,13 +3,14 @@ checkpoint.
 
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
-    PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py {logits,embeddings} --checkpoints DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py {towers,wide,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME]
 
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process: torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6,
 the version whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in
 tests/data/convert-logits.npz; run it with 4.57.6 and with 5.18.0: each handles the checkpoints that it can run.
+``embeddings`` enters the rows of an encoder's tokens in tests/data/convert-embeddings.npz; run it with 5.18.0.
 ``vocabularies`` enters the hashes of --vocab-only for the real vocabularies of tests/lib/real_files.py in
 tests/data/real-vocabularies.json, and prints the seconds. The reference runs the program beside qwen.tiktoken:
 --remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
@@ -73,7 +74,9 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "vocabularies", "logits", "towers", "wide", "drafts", "adapters"))
+    parser.add_argument(
+        "what", choices=("reference", "vocabularies", "logits", "embeddings", "towers", "wide", "drafts", "adapters")
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
@@ -86,6 +89,7 @@ def main() -> None:
         "reference": (make_reference, checkpoints.NAMES),
         "vocabularies": (make_vocabularies, real_files.VOCABULARIES),
         "logits": (make_logits, checkpoints.NAMES),
+        "embeddings": (make_embeddings, ()),
         "towers": (make_towers, checkpoints.TOWERS),
         "wide": (make_wide, checkpoints.WIDE),
         "drafts": (make_drafts, checkpoints.DRAFTS),
@@ -488,6 +492,27 @@ def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
     with target.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
     return failures
+
+
+def make_embeddings(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Enter the rows [tokens, n_embd] of encoders in float32, by default of all of scripts/encoder_rows.py."""
+    import torch
+    from encoder_rows import ROWS
+
+    torch.set_num_threads(1)
+    target = ROOT / "tests" / "data" / "convert-embeddings.npz"
+    rows = dict(np.load(target)) if target.exists() else {}
+    for name in names or ROWS:
+        description = checkpoints.describe(name)
+        path = checkpoints.write_description(description, args.checkpoints)
+        with torch.no_grad():
+            rows[name] = ROWS[name](description, path, torch.tensor([checkpoints.PROMPT])).float().numpy()
+        print(name, rows[name].shape, float(rows[name].std()), flush=True)
+        if not np.isfinite(rows[name]).all():
+            raise ValueError(f"{name}: not finite")
+    with target.open("wb") as file:
+        np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
+    return []
 
 
 def logits(path: Path, description: checkpoints.Description) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Add models to the zoo: write tests/data/zoo/headers/NAME.head and enter llama.cpp b11434's logits in logits.npz.
+"""Add models to the zoo: write tests/data/zoo/headers/NAME.head and enter llama.cpp b11434's logits in logits.npz, of
+encoders the rows of tokens.
 
     scripts/make_zoo.py [NAME ...] --lib DIR
 
@@ -23,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).par
 
 from libllama import Libllama  # noqa: E402
 from quantkit.formats.gguf import Field, write_gguf  # noqa: E402
+from quantkit.model.arch import ARCHS  # noqa: E402
 from quantkit.types import BY_NAME  # noqa: E402
 from zoo import SEED, TABLE, ZOO, write_zoo  # noqa: E402
 
@@ -1187,6 +1189,109 @@ def hunyuan_vl() -> tuple[dict[str, Any], Shapes]:
     return small(*llama(head_norms=True, **extra))
 
 
+def bert(
+    feed_forward: Callable[[int], Shapes], *, positions: bool = False, **extra: Any
+) -> tuple[dict[str, Any], Shapes]:
+    """BERT's layers: norms after the sums, biases everywhere; positions: embeddings of them."""
+    fields = usual(3, "layer_norm_epsilon", attention__causal=False, **extra) | {"attention.head_count_kv": N_HEAD}
+    shapes: Shapes = {"token_embd.weight": (E, VOCAB), "token_types.weight": (E, 2)}
+    shapes |= {"position_embd.weight": (E, N_CTX)} if positions else {}
+    shapes |= {"token_embd_norm.weight": (E,), "token_embd_norm.bias": (E,)}
+    return fields | {".tokenizer.ggml.token_type_count": 2}, shapes | layers(
+        3,
+        lambda i: attention(i, n_kv=N_HEAD, bias=True),
+        lambda i: norms(i, "attn_output_norm", "layer_output_norm", bias=True),
+        feed_forward,
+    )
+
+
+def plain_layer(layer: int) -> Shapes:
+    return dense(layer, gate=False, bias=True)
+
+
+def jina_bert_v2() -> tuple[dict[str, Any], Shapes]:
+    """The first layer has no gate, the second one in a matrix of its own, the third in ffn_up; norms of q and k."""
+    fields, shapes = bert(lambda i: {})
+    shapes |= plain_layer(0) | dense(1) | gate_in_up(2) | one(1, "ffn_down.bias", E) | one(2, "ffn_down.bias", E)
+    return fields, shapes | norms(1, "attn_q_norm", "attn_k_norm", "attn_norm_2", bias=True)
+
+
+def nomic_bert_moe() -> tuple[dict[str, Any], Shapes]:
+    """The second of every two layers has experts, which have no gate."""
+
+    def feed_forward(layer: int) -> Shapes:
+        without_gate = {name: shape for name, shape in mixture(layer, width=FF).items() if "gate_exps" not in name}
+        return without_gate if layer == 1 else plain_layer(layer)
+
+    return bert(feed_forward, expert_count=N_EXPERT, expert_used_count=2, moe_every_n_layers=2)
+
+
+def before_norms(
+    n_layer: int, feed_forward: Callable[[int], Shapes], eps: str = "layer_norm_rms_epsilon", **extra: Any
+) -> tuple[dict[str, Any], Shapes]:
+    """An encoder with norms before attention, whose q, k and v are in one matrix, and before the feed-forward layer."""
+    fields = usual(n_layer, eps, attention__causal=False, **extra)
+    return fields, {"token_embd.weight": (E, VOCAB)} | layers(
+        n_layer, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: fused(i, N_KV, bias=()), feed_forward
+    )
+
+
+def gate_in_up(layer: int) -> Shapes:
+    return {f"blk.{layer}.ffn_up.weight": (E, 2 * FF), f"blk.{layer}.ffn_down.weight": (FF, E)}
+
+
+def neo_bert() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = before_norms(3, gate_in_up)
+    return fields, shapes | {"enc.output_norm.weight": (E,)}
+
+
+def modern_bert() -> tuple[dict[str, Any], Shapes]:
+    """The first layer has no norm before attention; all but every third layer have a window."""
+    extra = {"attention.sliding_window": 20, "rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0}
+    fields, shapes = before_norms(4, gate_in_up, "layer_norm_epsilon", **extra)
+    del shapes["blk.0.attn_norm.weight"]
+    return fields | {"attention.head_count_kv": N_HEAD}, shapes | {
+        "token_embd_norm.weight": (E,),
+        "output_norm.weight": (E,),
+    } | {f"blk.{i}.attn_qkv.weight": (E, 3 * E) for i in range(4)}
+
+
+def eurobert() -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = llama(attention__causal=False)
+    del shapes["output.weight"]
+    return fields, shapes
+
+
+def gemma_embedding() -> tuple[dict[str, Any], Shapes]:
+    """Two layers with a window and one without."""
+    head: dict[str, Any] = {"attention.key_length": 32, "attention.value_length": 32}
+    extra = head | {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True]}
+    extra |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    return usual(3, **extra), ends(output=False) | layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"),
+        lambda i: attention(i, 32, head_norms=True),
+        dense,
+    )
+
+
+def t5_encoder() -> tuple[dict[str, Any], Shapes]:
+    """The second layer has a gate and biases by distance of its own, the others share the first layer's."""
+    fields = usual(3, attention__key_length=HEAD, attention__value_length=HEAD) | {
+        "attention.relative_buckets_count": 32,
+        "attention.head_count_kv": N_HEAD,
+    }
+    shapes = layers(
+        3,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: attention(i, n_kv=N_HEAD),
+        lambda i: dense(i, gate=i == 1),
+        lambda i: one(i, "attn_rel_b.weight", N_HEAD, 32) if i < 2 else {},
+    )
+    encoder = {f"enc.{name.replace('attn_output', 'attn_o')}": shape for name, shape in shapes.items()}
+    return fields, {"token_embd.weight": (E, VOCAB), "enc.output_norm.weight": (E,)} | encoder
+
+
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "afmoe-moe": afmoe,
     "apertus-dense": apertus,
@@ -1198,6 +1303,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "bailingmoe-moe": bailingmoe,
     "bailingmoe3-moe": bailing_v3,
     "bitnet-dense": bitnet,
+    "bert-dense": lambda: bert(plain_layer, positions=True),
     "bloom-dense": bloom,
     "chatglm-dense": chatglm,
     "codeshell-dense": codeshell,
@@ -1208,12 +1314,14 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "deepseek4-moe": deepseek4,
     "dots3note-moe": dots3note,
     "dream-dense": lambda: small(*qwen2vl()),
+    "eurobert-dense": eurobert,
     "exaone-dense": exaone,
     "exaone-moe-moe": exaone_moe,
     "falcon-dense": lambda: falcon(N_KV, "attn_norm", "attn_norm_2"),
     "falcon-h1-dense": falcon_h1,
     "falcon-small": lambda: falcon(1, "attn_norm"),
     "gemma-dense": gemma,
+    "gemma-embedding-dense": gemma_embedding,
     "gemma3n-dense": gemma3n,
     "gemma4-dense": gemma4,
     "gemma4-moe": gemma4_moe,
@@ -1230,11 +1338,14 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "jais-dense": jais,
     "jais2-dense": lambda: layer_normed(gate=False, bias=True),
     "jamba-moe": jamba,
+    "jina-bert-v2-dense": jina_bert_v2,
+    "jina-bert-v3-dense": lambda: bert(plain_layer),
     "kimi-k3-moe": kimi_k3,
     "kimi-linear-moe": kimi_linear,
     "laguna-elements": laguna_elements,
     "laguna-moe": laguna,
     "lfm2-dense": lfm2,
+    "llama-embed-dense": eurobert,
     "lfm2moe-moe": lfm2moe,
     "llada-dense": lambda: small(*llama()),
     "llada-moe-moe": diffusion,
@@ -1245,6 +1356,10 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "maple-moe": maple,
     "mellum-moe": mellum,
     "mimo2-moe": mimo2,
+    "modern-bert-dense": modern_bert,
+    "neo-bert-dense": neo_bert,
+    "nomic-bert-dense": lambda: bert(dense),
+    "nomic-bert-moe-moe": nomic_bert_moe,
     "minicpm-dense": minicpm,
     "minimax-01-moe": minimax_01,
     "minimax-m3-moe": minimax_m3,
@@ -1274,6 +1389,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "smallthinker-moe": smallthinker,
     "spark2_5-dense": spark,
     "starcoder-dense": starcoder,
+    "t5encoder-dense": t5_encoder,
     "talkie-dense": talkie,
     "step35-moe": step35,
 }
@@ -1308,7 +1424,9 @@ def main() -> None:
         write_header(name)
         with tempfile.TemporaryDirectory() as folder:
             model = write_zoo(name, Path(folder, "model.gguf"), SEED)
-            logits[name] = Libllama(options.lib).logits(model, logits["tokens"])
+            library = Libllama(options.lib)
+            is_encoder = ARCHS[name.rpartition("-")[0]].encoder
+            logits[name] = (library.embeddings if is_encoder else library.logits)(model, logits["tokens"])
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **dict(sorted(logits.items())))
     logits_path.write_bytes(buffer.getvalue())

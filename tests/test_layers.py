@@ -57,6 +57,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "chat": set(),
         "generate": {"chat", "evaluate"},
         "score": {"evaluate"},
+        "embed": {"evaluate"},
+        "drift": {"embed", "evaluate", "score"},
         "split": {"quantize"},
         "stitch": {"hash"},
         "prune": set(),
@@ -122,8 +124,10 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "kimi": _BLOCK | {"attention", "mla", "recurrent"},
         "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
         "residual_attention": _BLOCK,
+        "encoder": _BLOCK | {"attention"},
         "graph": _BLOCK
-        | {"arch", "attention", "check", "deepseek4", "delta_net", "feed_forward", "gemma3n", "gemma4", "hparams"}
+        | {"arch", "attention", "check", "deepseek4", "delta_net", "encoder", "feed_forward", "gemma3n", "gemma4"}
+        | {"hparams"}
         | {"hyper_connections", "kimi", "lightning", "mamba", "mla", "residual_attention", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
@@ -131,15 +135,17 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "engine": {"activations", "backends", "batch", "check", "fusion", "graph", "hparams", "kv_types", "ops"}
         | {"placement"}
         | {"selection", "sources"},
+        "embeddings": {"backends", "batch", "engine", "ops"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),
         "arena": set(),
-        "reference": {"accumulators"},
-        "lowering": {"arena"},
+        "reference": {"accumulators", "distance_bias"},
+        "distance_bias": set(),
+        "lowering": {"arena", "distance_bias"},
         "boundary": {"arena", "lowering"},
         "slots": {"arena", "lowering"},
-        **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "lowering", "slots"}),
+        **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "distance_bias", "lowering", "slots"}),
         "registry": {"cpu", "cuda", "reference"},
     },
     "quantkit.model.backends.cuda": {

@@ -38,6 +38,7 @@ COMMANDS = {
     "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",
     "perplexity": "Measure perplexity on a text; save logits as a base for kld.",
     "kld": "Measure the KL divergence of a model from saved logits.",
+    "drift": "Compare the embeddings of a quantized encoder with its base's: cosines, neighbours.",
     "score": "Score multiple-choice tasks: HellaSwag, WinoGrande, ARC, MMLU, TruthfulQA, or your own.",
     "logits": "Write the logits a model computes for given tokens.",
     "imatrix": "Collect, show, compare, merge and convert importance matrices.",

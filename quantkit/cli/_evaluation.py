@@ -245,12 +245,17 @@ def _experts_on_cpu(all_layers: bool, first: int | None) -> list[str]:
 
 _KV_TYPE: dict[str, Any] = {"group": RUN, "type": click.Choice(KV_TYPES, case_sensitive=False)}
 
-#: Types of the caches; ``kv_type_from`` takes the values.
-kv_options = options(
-    setting("--kv-type", "kv_type", default="f16", help="Type of both K and V cache.", **_KV_TYPE),
-    option("-ctk", "--cache-type-k", "k_type", help="Type of the K cache.", **_KV_TYPE),
-    option("-ctv", "--cache-type-v", "v_type", help="Type of the V cache.", **_KV_TYPE),
-)
+
+def kv_options_of(default: str) -> Callable[[F], F]:
+    """Declare the types of the caches; ``kv_type_from`` takes the values."""
+    return options(
+        setting("--kv-type", "kv_type", default=default, help="Type of both K and V cache.", **_KV_TYPE),
+        option("-ctk", "--cache-type-k", "k_type", help="Type of the K cache.", **_KV_TYPE),
+        option("-ctv", "--cache-type-v", "v_type", help="Type of the V cache.", **_KV_TYPE),
+    )
+
+
+kv_options = kv_options_of("f16")
 
 
 def kv_type_from(run: dict[str, Any]) -> str:
@@ -275,12 +280,9 @@ def activations_option(default: str) -> Callable[[F], F]:
 
 _COUNT = click.IntRange(1)
 _ON: dict[str, Any] = {"group": RUN, "default": True}
-#: Options of a run; ``load_options`` takes the values.
-run_options = options(
-    setting("-b", "--batch-size", "n_batch", group=RUN, type=_COUNT, default=2048, help="Logical batch size."),
-    setting("-ub", "--ubatch-size", "n_ubatch", group=RUN, type=_COUNT, default=512, help="Physical batch size."),
-    threads_option,
-    kv_options,
+_BATCH = setting("-b", "--batch-size", "n_batch", group=RUN, type=_COUNT, default=2048, help="Logical batch size.")
+#: Options of loading a model; ``load_options`` takes the values of these, a physical batch and types of caches.
+engine_options = options(
     option("-fug/-no-fug", "--fused-up-gate/--no-fused-up-gate", **_ON, help="Fuse dense up+gate (default)."),
     option("-fmoe/-no-fmoe", "--fused-moe/--no-fused-moe", **_ON, help="Fuse up+gate of experts (default)."),
     option("-fqkv/-no-fqkv", "--fused-qkv/--no-fused-qkv", **_ON, help="Fuse q, k and v (default)."),
@@ -312,6 +314,12 @@ run_options = options(
         help="Maximum memory for weights; the rest is streamed from the file.",
     ),
 )
+
+ubatch_option = setting(
+    "-ub", "--ubatch-size", "n_ubatch", group=RUN, type=_COUNT, default=512, help="Physical batch size."
+)
+#: Options of a run; ``load_options`` takes the values.
+run_options = options(_BATCH, ubatch_option, threads_option, kv_options, engine_options)
 
 
 def load_options(run: Mapping[str, Any]) -> LoadOptions:

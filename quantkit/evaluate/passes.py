@@ -153,17 +153,19 @@ def activations_of(model: Model) -> str:
 def loaded_model(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
     """Load a model from its path for contexts of ``n_ctx``; yield a loaded model unchanged.
 
-    Raises ArgumentError for options other than ``threads`` of a loaded model.
+    Raises ArgumentError for options other than ``threads`` of a loaded model, TypeNotSupported for an encoder.
     """
+    from quantkit.model.engine import check_next_token, load
+
     if not isinstance(model, (str, Path)):
         if extra := [name for name in options if name != "threads"]:
             raise ArgumentError(f"{extra[0]}: {model.path} is already loaded; pass this argument to quantkit.load")
+        check_next_token(model)
         yield model
         return
-    from quantkit.model.engine import load
-
     loaded = load(model, n_ctx=n_ctx, **options)
     try:
+        check_next_token(loaded)
         yield loaded
     finally:
         loaded.close()

@@ -238,6 +238,8 @@ def imatrix(
         loaded = stack.enter_context(
             load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **engine_options)
         )
+        if loaded.is_encoder:
+            options = replace(options, ppl=False)
         text = chunks_of(loaded, files, chat, prompt, tokens, options)
         n_seq = min(len(text.windows), max(1, options.n_batch // options.n_ctx))
         observe_layer, predictor = partial(_observe, options, latent), None

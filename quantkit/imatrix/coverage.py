@@ -23,6 +23,7 @@ from quantkit.formats.imatrix import Imatrix, ImatrixEntry
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.fill import without_fill
 from quantkit.imatrix.rows import EXPERTS, expert_counts, raw, split_experts
+from quantkit.model.arch import ARCHS
 from quantkit.names import tensor_class
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, unquantized_reason
 from quantkit.pipeline.importance import TINY, Importance
@@ -157,6 +158,10 @@ class Coverage(HtmlTable):
         return table_of(header, rows, f"coverage {100 * self.share:.2f} %")
 
 
+#: Tensors of encoders that multiply pooled rows, or none.
+_BESIDE_ENCODER = ("cls.", "dense_2.", "dense_3.", "dec.", "output.")
+
+
 def expected_tensors(
     tensors: Iterable[TensorLike], arch: str = "", *, process_output: bool = False
 ) -> tuple[TensorLike, ...]:
@@ -164,9 +169,14 @@ def expected_tensors(
 
     These are all matrices that can be quantized, including the router (--ffn-gate-inp-type), except embeddings, which
     see no activations; the output only with ``process_output``, as in llama-imatrix (tied embeddings are the output).
+    Encoders have no output, and their heads, biases by distance and unused decoder no entries.
     """
     tensors = tuple(tensors)
-    output = {"output.weight"} & {t.name for t in tensors} or {"token_embd.weight"}
+    is_encoder = arch in ARCHS and ARCHS[arch].encoder
+    if is_encoder:
+        tensors = tuple(t for t in tensors if not t.name.startswith(_BESIDE_ENCODER) and "attn_rel_b" not in t.name)
+    tied = set() if is_encoder else {"token_embd.weight"}
+    output = {"output.weight"} & {t.name for t in tensors} or tied
     return tuple(
         t
         for t in tensors

@@ -11,7 +11,7 @@ MAX_DECAYS = 256
 #: Kinds of gating by their numbers in a slot.
 GATINGS = ("softmax", "sigmoid", "softmax_weight", "sqrt_softplus")
 #: Masks of attention by their numbers in a slot.
-MASKS = ("causal", "sliding", "chunked", "whole")
+MASKS = ("causal", "sliding", "chunked", "whole", "symmetric")
 
 
 @dataclass(frozen=True)

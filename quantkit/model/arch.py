@@ -128,7 +128,7 @@ class AttentionRules:
     #: Scale of q by position: ``llama4`` (layers without rope), or ``mistral3`` (attention.temperature_scale).
     temperature: str = ""
     #: The scale of q . k, if not 1 / sqrt(head): ``key`` (attention.scale, if present), ``output``
-    #: (attention.output_scale, by default Grok's), ``head`` (1 / head).
+    #: (attention.output_scale, by default Grok's), ``head`` (1 / head), ``one``.
     scale: str = ""
     #: ``attention.value_scale`` multiplies the output of attention (MiMo 2).
     value_scale_key: bool = False
@@ -157,13 +157,18 @@ class Arch:
     #: ``rms``, ``layer``, or ``by_eps``: the kind whose epsilon the metadata has.
     norm: str = "rms"
     activation: str = "silu"
+    #: The activation if there is a gate (T5); empty: the same.
+    gated_activation: str = ""
+    #: ``hidden_activation`` takes precedence (ModernBERT).
+    activation_key: bool = False
     #: Norms of rows have no weights (OLMo, Talkie).
     plain_norms: bool = False
     #: Position embeddings are required (StarCoder); if the file has them, they are always added.
     position_embeddings: bool = False
     #: Embeddings of tokens are normalized, without weights (Muse Glimmer, Talkie).
     embed_norm: bool = False
-    #: Dense feed-forward without a gate tensor: ``ffn_up`` contains gate and up; otherwise there is no gate.
+    #: Dense feed-forward without a gate tensor: ``ffn_up`` contains gate and up, if it is wider than ``ffn_down``;
+    #: otherwise there is no gate.
     glu_in_up: bool = False
     window: Window | None = None
     #: Names of norms: before the feed-forward layer; after attention and after the feed-forward layer.
@@ -198,8 +203,16 @@ class Arch:
     moe: Moe = Moe()
     #: Several residual streams (hyper_connections.py), ``alone`` or ``mixed`` with each other.
     hyper_connections: str = ""
-    #: False: tokens attend to the whole sequence (diffusion models).
+    #: False: tokens attend to the whole sequence (diffusion models, encoders); so they do if ``attention.causal`` is
+    #: false.
     causal: bool = True
+    #: The output is a row of each token, which are pooled to an embedding; there is no next token.
+    encoder: bool = False
+    #: Norms of the residual sums, ``attn_output_norm`` and ``layer_output_norm`` (BERT).
+    residual_norms: bool = False
+    #: The prefix of the encoder's layers, before ``blk.N`` (T5), and of the decoder's tensors, which are not used.
+    layer_prefix: str = ""
+    decoder_prefix: str = ""
     #: Norms come after attention and the feed-forward layer instead of before (OLMo 2, EXAONE 4).
     norms_after: bool = False
     #: Optional tensors of a graph that llama.cpp requires for this architecture; and usually required ones that it does
@@ -261,6 +274,10 @@ _UNUSED_QKV = _tensors(
     "attn_q.bias attn_k.bias attn_v.bias attn_qkv.bias attn_q.scale attn_k.scale attn_v.scale attn_qkv.scale"
 )
 _POST_NORMS = _tensors("post_attention_norm post_ffw_norm")
+_BERT = _tensors(
+    "token_embd_norm token_embd_norm.bias attn_output_norm attn_output_norm.bias layer_output_norm "
+    "layer_output_norm.bias"
+)
 #: The usual routers: softmax over all experts, with and without normalizing the weights of the selected ones.
 _NORMED, _PLAIN = Moe(gating="softmax", norm=True), Moe(gating="softmax", norm=False)
 #: By default sigmoid: Laguna, AFMoE, HY V3, Step 3.5.
@@ -554,6 +571,31 @@ _ROWS = (
                            "token_embd_norm.bias")),
     Arch(name="arwkv7", rope="none", attention="time_mix_7",
          required=_tensors("output time_mix_v0 time_mix_v1 time_mix_v2")),
+    Arch(name="bert", rope="none", norm="layer", activation="gelu", causal=False, encoder=True, residual_norms=True,
+         position_embeddings=True, required=_BERT, optional=_tensors("ffn_gate")),
+    Arch(name="nomic-bert", rope="neox", norm="layer", causal=False, encoder=True, residual_norms=True, required=_BERT,
+         ignored=_tensors("ffn_up.bias ffn_down.bias ffn_gate.bias")),
+    Arch(name="nomic-bert-moe", rope="neox", norm="layer", activation="gelu", causal=False, encoder=True,
+         residual_norms=True, moe=_PLAIN, required=_BERT, optional=_tensors("ffn_gate ffn_gate_exps")),
+    Arch(name="jina-bert-v2", rope="none", attention_rules=AttentionRules(alibi=8.0), norm="layer", activation="gelu",
+         glu_in_up=True, causal=False, encoder=True, residual_norms=True,
+         required=_BERT | _tensors("token_types attn_output.bias ffn_down.bias"), optional=_tensors("ffn_gate")),
+    Arch(name="jina-bert-v3", rope="neox", norm="layer", activation="gelu", causal=False, encoder=True,
+         residual_norms=True, required=_BERT, optional=_tensors("ffn_gate")),
+    Arch(name="neo-bert", rope="normal", glu_in_up=True, causal=False, encoder=True, output_norm="enc.output_norm",
+         required=_tensors("attn_qkv"), optional=_tensors("ffn_gate")),
+    Arch(name="eurobert", rope="neox", causal=False, encoder=True),
+    Arch(name="modern-bert", rope="neox", norm="layer", activation="gelu", activation_key=True, glu_in_up=True,
+         causal=False, encoder=True, window=Window(period=3, dense_first=True, mask="symmetric"),
+         required=_tensors("attn_qkv token_embd_norm"), optional=_tensors("ffn_gate")),
+    Arch(name="gemma-embedding", rope="neox", activation="gelu", embed_sqrt=True, causal=False, encoder=True,
+         window=Window(period=6, mask="symmetric"), required=_HEAD_NORMS | _POST_NORMS, ignored=_tensors("output")),
+    Arch(name="llama-embed", rope="normal", encoder=True, tensor_scales=frozenset({"ffn", "exps"}),
+         moe=_NORMED, optional=_tensors("ffn_gate_exps"), ignored=_tensors("output")),
+    *(Arch(name=name, rope="none", attention_rules=AttentionRules(scale="one"), activation="relu",
+           gated_activation="gelu", causal=False, encoder=True, layer_prefix="enc.", decoder_prefix="dec.",
+           output_norm="enc.output_norm", optional=_tensors("ffn_gate"), ignored=_tensors("output"))
+      for name in ("t5", "t5encoder")),
 )
 # fmt: on
 

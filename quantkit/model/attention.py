@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.model.builder import Builder
 from quantkit.model.ops import (
     Activate,
@@ -159,7 +159,7 @@ def gqa(b: Builder, x: Value) -> Value:
     attended = gate_attention(b, attended, gate)
     if b.has("attn_sub_norm.weight"):
         attended = b.norm(attended, "attn_sub_norm")
-    out = b.mul_mat(attended, "attn_output")
+    out = b.mul_mat(attended, "attn_o" if b.arch.layer_prefix else "attn_output")
     factor = b.h.float("attention.value_scale", 0.0) if b.arch.attention_rules.value_scale_key else 0.0
     return b.scale(out, factor or 1.0)
 
@@ -216,9 +216,18 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
     if softcap:
         softcap = b.h.float("attn_logit_softcapping", softcap)
     windowed = is_windowed(b)
-    mask = "causal" if b.arch.causal else "whole"
+    mask = "causal" if is_causal(b) else "whole"
     if windowed and b.arch.window:
         mask = b.arch.window.mask
+        if mask != "symmetric" and not is_causal(b):
+            raise TypeNotSupported(
+                f"{b.source.paths[0]}: {b.h.arch}.attention.causal is false, but windows are of earlier tokens: "
+                "this model cannot be run",
+                "QK-E306",
+            )
+    buckets = b.maybe("attn_rel_b.weight")
+    if buckets is not None:
+        b.buckets = b.buckets or buckets
     b.add(
         Attention(
             out=out,
@@ -231,6 +240,7 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
             scale=scale,
             softcap=softcap,
             alibi=_alibi(b),
+            buckets=buckets or b.buckets,
             sinks=b.maybe("attn_sinks.weight"),
             mask=mask,
             window=window_size(b) if windowed else 0,
@@ -238,6 +248,11 @@ def attend(b: Builder, q: Value, cache: Cache, heads: HeadShape, scale: float, s
         )
     )
     return out
+
+
+def is_causal(b: Builder) -> bool:
+    """Return whether tokens attend to earlier ones only."""
+    return b.arch.causal and b.h.flag("attention.causal", True)
 
 
 def _alibi(b: Builder) -> float:
@@ -332,6 +347,8 @@ def _attention_scale(b: Builder, head: int) -> float:
         )
     if b.arch.attention_rules.scale == "head":
         return 1.0 / head
+    if b.arch.attention_rules.scale == "one":
+        return 1.0
     if b.arch.attention_rules.scale == "output":
         return b.h.float("attention.output_scale", _GROK_SCALE)
     scale = b.h.float("attention.scale", 0.0) if b.arch.attention_rules.scale == "key" else 0.0

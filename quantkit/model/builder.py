@@ -71,6 +71,8 @@ class Builder:
         self.used: set[str] = set()
         #: Names of required tensors that the file lacks.
         self.missing: dict[str, None] = {}
+        #: The first layer's biases by distance, which layers without biases of their own share (T5).
+        self.buckets: Matrix | None = None
         #: The selection of the last lightning indexer.
         self.selection: Value | None = None
         self._tables: dict[tuple[RopeConfig, Matrix | None, int, bool], Value] = {}
@@ -79,7 +81,8 @@ class Builder:
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name in the file: with ``blk.N.`` within a layer."""
-        return f"blk.{self.layer % self.h.n_stored}.{name}" if 0 <= self.layer < self.n_blocks else name
+        in_layer = 0 <= self.layer < self.n_blocks
+        return f"{self.arch.layer_prefix}blk.{self.layer % self.h.n_stored}.{name}" if in_layer else name
 
     def global_matrix(self, name: str) -> Matrix:
         """Return a tensor that belongs to no layer."""
@@ -169,6 +172,7 @@ class Builder:
         """Return whether a tensor is read by the graph, or also ignored by llama.cpp."""
         kind = kind_of(name)
         is_used = name in self.used or kind in self.arch.ignored or self._in_prediction_layer(name)
+        is_used = is_used or bool(self.arch.decoder_prefix and name.startswith(self.arch.decoder_prefix))
         base, _, ending = kind.rpartition(".")
         return is_used or name.startswith(EXTRA_OUTPUT) or (ending in ("scale", "input_scale") and base in SCALED)
 
@@ -308,13 +312,13 @@ class Builder:
 
 def layer_of(name: str) -> int | None:
     """Return the layer of a tensor by its name, or None."""
-    parts = name.split(".", 2)
+    parts = name.removeprefix("enc.").split(".", 2)
     return int(parts[1]) if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() else None
 
 
 def kind_of(name: str) -> str:
     """Return a tensor's name without ``blk.N.``."""
-    return name.split(".", 2)[2] if layer_of(name) is not None else name
+    return name.removeprefix("enc.").split(".", 2)[2] if layer_of(name) is not None else name
 
 
 def format_names(names: Collection[str]) -> str:

@@ -53,7 +53,8 @@ def fit(right: bool, op: Op, matrix: Matrix | None, problem: str) -> None:
 
 def _count(matrix: Matrix) -> int:
     columns = matrix.columns or (0, matrix.tensor.shape[0])
-    return (columns[1] - columns[0]) * math.prod(matrix.tensor.shape[1:])
+    rows = matrix.n_out * math.prod(matrix.tensor.shape[2:])
+    return (columns[1] - columns[0]) * rows
 
 
 def _vector(op: Op, matrix: Matrix | None, n: int, purpose: str) -> None:
@@ -312,7 +313,11 @@ def _attention(op: ops.Attention, experts: dict[Value, int]) -> None:
     right = c.k_width == op.n_head_kv * op.head_k and values
     fit(right, op, None, f"keys of {c.k_width} and values of {c.v_width} columns for {op.n_head_kv} heads")
     _vector(op, op.sinks, op.n_head, "sinks")
-    fit(op.mask != "whole" or not op.alibi, op, None, "distances are counted among earlier tokens")
+    fit(op.mask != "symmetric" or not op.alibi, op, None, "no bias by distance within a symmetric window")
+    if op.buckets is not None:
+        n = op.buckets.n_out
+        right = op.buckets.n_in == op.n_head and op.buckets.n_matrices == 1 and n >= 4 and n % 4 == 0
+        fit(right and op.mask == "whole", op, op.buckets, f"where buckets of {op.n_head} heads are needed")
     if op.selected is not None:
         right = op.selected.integer and op.selected.width > 0 and op.selected.outputs == op.out.outputs
         fit(right, op, None, f"{op.selected.width} positions are selected")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.errors import FormatError, QuantkitError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile, open_model
 from quantkit.formats.override import parse_overrides
 from quantkit.formats.remote import located
@@ -171,7 +171,8 @@ class Model:
 
     def prepare(self, graph: Graph, placement: Placement) -> None:
         """Fuse a graph, split it into segments, and fuse and check these."""
-        self.n_vocab = graph.logits.width
+        tables = (op.weight.n_out for op in graph.ops if isinstance(op, Embed) and not op.by_position)
+        self.n_vocab = graph.logits.width if graph.pooling is None else next(tables)
         check_devices(placement)
         self.unfused, self._placement = graph, placement
         self.graph, placed, decisions = self._place(graph, self._options)
@@ -281,10 +282,16 @@ class Model:
     @cached_property
     def is_bidirectional(self) -> bool:
         """Whether tokens attend to later ones."""
-        return any(isinstance(op, Attention) and op.mask == "whole" for op in self.graph.ops)
+        return any(isinstance(op, Attention) and op.mask in ("whole", "symmetric") for op in self.graph.ops)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the output is a row of each token, to be pooled, and not the logits of the next."""
+        return self.unfused.pooling is not None
 
     def forward(self, tokens: Sequence[int] | Ints) -> Floats:
-        """Return the logits after each token of a new sequence, float32 [n, n_vocab]."""
+        """Return the logits after each token of a new sequence, float32 [n, n_vocab]; of an encoder [n, n_embd], the
+        rows that are pooled."""
         ids = np.asarray(tokens, np.int32)
         logits = self.session(max(len(ids), 1)).decode(ids)
         assert logits is not None
@@ -431,6 +438,16 @@ class Model:
         return self._backends[device]
 
 
+def check_next_token(model: Any) -> None:
+    """Raise TypeNotSupported for an encoder, whose tokens have no logits."""
+    if getattr(model, "is_encoder", False):
+        raise TypeNotSupported(
+            f"{model.path}: an encoder ({model.arch}) has no next token: use quantkit drift to compare two files, or "
+            "quantkit.embed for its output",
+            "QK-E306",
+        )
+
+
 def check_tokens(ids: Ints, n_vocab: int, path: Path) -> None:
     """Raise FormatError for a token that a model does not have."""
     if len(ids) and (ids.min() < 0 or ids.max() >= n_vocab):
@@ -534,7 +551,7 @@ class Session:
             inputs: float32 [n, width] for each of the graph's ``inputs``.
 
         Returns:
-            float32 [n_out, n_vocab] in the order of the outputs; None with ``consume``.
+            float32 [n_out, n_vocab] in the order of the outputs, of an encoder [n_out, n_embd]; None with ``consume``.
 
         Raises:
             FormatError: a token or sequence does not exist, a sequence exceeds n_ctx, or a bidirectional model is given
@@ -545,18 +562,17 @@ class Session:
         sequence_ids[:] = sequences
         is_output = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
         positions = self._positions(ids, sequence_ids)
-        if self.model.is_bidirectional and (
-            len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(sequence_ids.tolist()))
-        ):
+        parts = self._parts(sequence_ids)
+        if self.model.is_bidirectional and not self._has_whole_sequences(parts, positions, sequence_ids):
             raise FormatError(
-                f"{self.model.path}: tokens also attend to later tokens (a diffusion model), so a sequence must be "
-                f"decoded in one batch of {self.limits.n_ubatch} tokens at most",
+                f"{self.model.path}: tokens also attend to later tokens (an encoder, or a diffusion model), so a "
+                f"sequence must be decoded in one batch of {self.limits.n_ubatch} tokens at most",
                 "QK-E203",
             )
-        result = None if consume is not None else np.empty((int(is_output.sum()), self.model.n_vocab), np.float32)
+        width = self.model.graph.logits.width
+        result = None if consume is not None else np.empty((int(is_output.sum()), width), np.float32)
         n_outputs = 0
-        for start in range(0, len(ids), self.limits.n_ubatch):
-            part = slice(start, start + self.limits.n_ubatch)
+        for part in parts:
             rows = np.flatnonzero(is_output[part]).astype(np.int32)
             part_inputs = {value: rows_of[part] for value, rows_of in (inputs or {}).items()}
             logits = self._step(Batch(ids[part], positions[part], sequence_ids[part], rows), part_inputs)
@@ -566,6 +582,26 @@ class Session:
                 consume(n_outputs, logits)
             n_outputs += len(rows)
         return result
+
+    def _parts(self, sequence_ids: Ints) -> list[slice]:
+        """Return batches of at most n_ubatch tokens; of a bidirectional model, they end where a sequence does."""
+        n, step = len(sequence_ids), self.limits.n_ubatch
+        if n <= step or not self.model.is_bidirectional:
+            return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+        parts, begin = list[slice](), 0
+        ends = [*(np.flatnonzero(np.diff(sequence_ids)) + 1).tolist(), n]
+        for end, following in zip(ends, [*ends[1:], n + step + 1], strict=True):
+            if following - begin > step:
+                parts.append(slice(begin, end))
+                begin = end
+        return parts
+
+    def _has_whole_sequences(self, parts: Sequence[slice], positions: Ints, sequence_ids: Ints) -> bool:
+        """Return whether every sequence begins and ends in one batch, and each fits."""
+        starts = int((positions == 0).sum())
+        in_parts = sum(len(set(sequence_ids[part].tolist())) for part in parts)
+        fits = all(part.stop - part.start <= self.limits.n_ubatch for part in parts)
+        return fits and starts == len(set(sequence_ids.tolist())) == in_parts
 
     def _positions(self, ids: Ints, sequence_ids: Ints) -> Ints:
         """Return the positions of tokens, and advance the sequences."""

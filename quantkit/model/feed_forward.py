@@ -91,11 +91,14 @@ def dense(b: Builder, x: Value, gate: str, up: str, down: str, part: str) -> Val
     """Add a dense layer: up and gate (or merged, or up alone), activation, down."""
     ups = _dense_mul_mat(b, x, up, part)
     activation = _activation(b, part)
-    if b.has(f"{gate}.weight"):
+    has_gate = b.has(f"{gate}.weight")
+    if has_gate and b.arch.gated_activation:
+        activation = Activation(b.arch.gated_activation)
+    if has_gate:
         gates = _dense_mul_mat(b, x, gate, part)
         hidden = b.value(f"{part}_hidden", ups.width, x)
         add_glu(b, hidden, gates, ups, activation)
-    elif b.arch.glu_in_up:
+    elif b.arch.glu_in_up and ups.width != b.matrix(f"{down}.weight").n_in:
         hidden = b.value(f"{part}_hidden", ups.width // 2, x)
         b.add(Glu(out=hidden, gate=ups, up=None, activation=activation))
     elif b.arch.activation == "xielu":
@@ -152,7 +155,7 @@ def _dense_mul_mat(b: Builder, x: Value, name: str, part: str) -> Value:
 
 def _activation(b: Builder, part: str) -> Activation:
     """Return the activation of a part (exps, shexp, ffn) of the current layer, with its clamps."""
-    plain, limits = Activation(b.arch.activation), b.arch.swiglu_limits
+    plain, limits = Activation(_activation_kind(b)), b.arch.swiglu_limits
     if plain.kind == "swiglu_oai":
         return replace(plain, gate_limit=_OAI_LIMIT, up_limit=_OAI_LIMIT)
     if not limits or (limits == "before" and part != "exps"):
@@ -165,6 +168,17 @@ def _activation(b: Builder, part: str) -> Activation:
     if limits != "after":
         return replace(plain, up_limit=limit, gate_limit=limit)
     return replace(plain, up_limit=limit, act_limit=limit)
+
+
+#: Values of ``hidden_activation``; ModernBERT's GELU is the default.
+_HIDDEN_ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "swish": "silu"}
+
+
+def _activation_kind(b: Builder) -> str:
+    """Return the function of the activation, by the architecture or a key."""
+    if not b.arch.activation_key:
+        return b.arch.activation
+    return _HIDDEN_ACTIVATIONS.get(str(b.h.get("hidden_activation", "")), b.arch.activation)
 
 
 def routing(b: Builder) -> Routing:

@@ -3,8 +3,8 @@
 ``build_graph`` walks the layers. A layer's tensors determine its biases, norms and experts, the row of arch.py
 everything else. The blocks of a layer are in attention.py, mla.py, deepseek4.py, delta_net.py, gemma4.py,
 hyper_connections.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, whole layers of another
-structure in gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This module does not
-depend on backends.
+structure in encoder.py, gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This
+module does not depend on backends.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quantkit.model.builder import Builder, format_names, kind_of
 from quantkit.model.check import check_graph
 from quantkit.model.deepseek4 import compressed_attention
 from quantkit.model.delta_net import delta_net_hybrid
+from quantkit.model.encoder import add_residual_norm_layer, check_encoder, head_graph, pooling_of
 from quantkit.model.feed_forward import arctic_feed_forward, feed_forward
 from quantkit.model.gemma4 import add_layer_input, gemma4, gemma4_feed_forward, layer_inputs
 from quantkit.model.hparams import HParams
@@ -29,7 +30,7 @@ from quantkit.model.kimi import kimi_linear
 from quantkit.model.lightning import lightning_hybrid
 from quantkit.model.mamba import mamba, mamba2, mamba2_hybrid, mamba2_parallel, mamba_hybrid, nemotron_h, plamo2
 from quantkit.model.mla import gqa_fixed_rope, mla, mla_gated, mla_plain
-from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
+from quantkit.model.ops import Embed, Graph, MultiplyBy, Norm, Softcap, Value
 from quantkit.model.residual_attention import add_residual_attention_layer, mix_block_sums
 from quantkit.model.rwkv import add_rwkv_layer, time_mix_6, time_mix_7
 from quantkit.model.short_convolution import short_convolution_hybrid
@@ -61,7 +62,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
 
 
 def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
-    """Return the forward pass of a model.
+    """Return the forward pass of a model: to logits, or of an encoder to rows that are pooled.
 
     Args:
         source: the opened model; its tensors' data are not read.
@@ -72,15 +73,42 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         FormatError: a required tensor or key is missing.
     """
     b = Builder(source, n_ctx)
+    if b.arch.encoder:
+        return _embedding_graph(b, "")
     with b.require_all_tensors():
-        logits = _forward(b)
+        logits = _logits(b, _hidden(b))
     graph = Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
     check_graph(graph, has_decoder)
     return graph
 
 
-def _forward(b: Builder) -> Value:
-    """Add the operations of all layers and return the logits."""
+def build_embeddings(source: GGUFFile, n_ctx: int = 0, *, pooling: str = "") -> Graph:
+    """Return the forward pass of any model to the rows that its embeddings are pooled from, without logits.
+
+    Args:
+        source: as of ``build_graph``, whose errors it raises.
+        n_ctx: the same.
+        pooling: one of encoder.POOLINGS; empty: that of the metadata, or the mean.
+    """
+    return _embedding_graph(Builder(source, n_ctx), pooling)
+
+
+def _embedding_graph(b: Builder, pooling: str) -> Graph:
+    check_encoder(b)
+    kind = pooling_of(b, pooling)
+    with b.require_all_tensors():
+        rows = _hidden(b)
+        head = head_graph(b, rows.width, kind)
+        b.ignore("output.weight", "output.bias", "output.scale")
+    graph = Graph(tuple(b.ops), rows, tuple(b.caches), tuple(b.states), pooling=kind, head=head)
+    check_graph(graph, has_decoder)
+    if head is not None:
+        check_graph(head, has_decoder)
+    return graph
+
+
+def _hidden(b: Builder) -> Value:
+    """Add the operations of all layers and return their output, normalized."""
     b.embeddings = x = _embeddings(b)
     b.layer_inputs = layer_inputs(b, x)
     if b.arch.altup:
@@ -98,37 +126,43 @@ def _forward(b: Builder) -> Value:
     elif b.arch.hyper_connections:
         x = hyper_connections.merge_streams(b, x)
     x = x if x.outputs else b.select_outputs(x)
-    x = b.norm(x, b.arch.output_norm)
-    logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", base_name="output")
-    return _logits(b, logits)
+    return x if b.arch.residual_norms else b.norm(x, b.arch.output_norm)
 
 
 def unused_notes(source: GGUFFile) -> list[str]:
     """Return a note on tensors in the file that neither the engine nor llama.cpp uses."""
-    ignored = arch_by_name(HParams(source).arch).ignored
+    arch = arch_by_name(HParams(source).arch)
+    ignored = set() if arch.encoder else arch.ignored
     names = [name for name in source.tensors if kind_of(name) in ignored and not name.endswith("scale")]
-    return [f"not used, as in llama.cpp: {format_names(names)}"] if names else []
+    notes = [f"not used, as in llama.cpp: {format_names(names)}"] if names else []
+    prefix = arch.decoder_prefix
+    decoder = [name for name in source.tensors if prefix and name.startswith(prefix)]
+    return [*notes, "the decoder is not run: the output is the encoder's"] if decoder else notes
 
 
 # ---------------------------------------------------------------- beginning and end
 
 
 def _embeddings(b: Builder) -> Value:
-    """Return the input of the first layer."""
+    """Return the input of the first layer: embeddings of tokens, the first type of token, and positions, normalized."""
     weighted = b.has("token_embd_norm.weight") and b.arch.output_norm != "token_embd_norm"
-    normed = weighted or b.arch.embed_norm
-    has_positions = b.arch.position_embeddings or b.has("position_embd.weight")
-    x = b.value("token_embeddings" if has_positions or normed else "embeddings", b.h.n_embd)
+    has_types, has_positions = b.has("token_types.weight"), b.has("position_embd.weight")
+    has_positions = has_positions or b.arch.position_embeddings
+    is_last = not (weighted or b.arch.embed_norm or has_types or has_positions)
+    x = b.value("embeddings" if is_last else "token_embeddings", b.h.n_embd)
     b.add(Embed(out=x, weight=b.matrix("token_embd.weight"), scale=_embed_scale(b)))
+    if has_types:
+        typed = b.value("typed_embeddings", x.width)
+        first = b.matrix("token_types.weight", (0, 1))
+        b.add(MultiplyBy(out=typed, x=x, vector=first, kind="plus"))
+        x = typed
+    if has_positions:
+        positions = b.value("position_embeddings", b.h.n_embd)
+        b.add(Embed(out=positions, weight=b.matrix("position_embd.weight"), by_position=True))
+        x = b.sum(x, positions, "embedding_sum" if weighted else "embeddings")
     if weighted:
         return b.norm(x, "token_embd_norm", out="embeddings")
-    if b.arch.embed_norm:
-        return b.plain_norm(x, x.width, out="embeddings")
-    if not has_positions:
-        return x
-    positions = b.value("position_embeddings", b.h.n_embd)
-    b.add(Embed(out=positions, weight=b.matrix("position_embd.weight"), by_position=True))
-    return b.sum(x, positions, "embeddings")
+    return b.plain_norm(x, x.width, out="embeddings") if b.arch.embed_norm else x
 
 
 def _embed_scale(b: Builder) -> float:
@@ -138,7 +172,9 @@ def _embed_scale(b: Builder) -> float:
     return (b.h.float("embedding_scale", fixed) if "embedding" in b.arch.scales else fixed) or 1.0
 
 
-def _logits(b: Builder, logits: Value) -> Value:
+def _logits(b: Builder, x: Value) -> Value:
+    """Add the output matrix, and the scale and cap of its logits."""
+    logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", base_name="output")
     fixed = b.arch.fixed_scales.logits or b.arch.fixed_scales.width / b.h.n_embd if b.arch.fixed_scales else 0.0
     scale = b.h.float("logit_scale", fixed) if b.arch.logit_scale else fixed
     if scale:
@@ -166,6 +202,8 @@ def add_layer(b: Builder, x: Value) -> Value:
         return add_rwkv_layer(b, x)
     if b.arch.single_block:
         return _single_block(b, x)
+    if b.arch.residual_norms:
+        return add_residual_norm_layer(b, x, ATTENTION[b.arch.attention], feed_forward)
     if b.arch.optional_attention and not (b.has("attn_norm.weight") and b.has("ffn_norm.weight")):
         return _layer_without_attention(b, x)
     return _transformer_layer(b, x)
@@ -194,7 +232,8 @@ def _transformer_layer(b: Builder, x: Value) -> Value:
     parallel = _is_parallel(b, norms.own_ffn_norm)
     shared = parallel and not norms.own_ffn_norm  # attention and feed-forward layer have the same input
     router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.router_on_input and b.has("ffn_gate_inp.weight") else None
-    normed = b.norm(x, "attn_norm") if norms.first else x
+    first_norm = norms.first and not (b.arch.encoder and b.layer == 0 and not b.has_norm("attn_norm"))
+    normed = b.norm(x, "attn_norm") if first_norm else x
     own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") and not b.arch.normed_residual else normed
     attn_out = ATTENTION[b.arch.attention](b, own_input)
     if b.layer == b.h.n_layer - 1:

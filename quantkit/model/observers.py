@@ -69,7 +69,7 @@ class Input:
 
 
 def every_token(graph: Graph) -> Graph:
-    """Return the graph with SelectOutputs moved from the last layer to just before the output matrix."""
+    """Return the graph with SelectOutputs moved from the last layer to just before the output matrix, or to the end."""
     renamed: dict[Value, Value] = {}
 
     def of_all(value: Value) -> Value:
@@ -87,16 +87,33 @@ def every_token(graph: Graph) -> Graph:
             result += [ops.SelectOutputs(layer=op.layer, out=selected, x=of_all(last.x)), replace(last, x=selected)]
             # Everything after it reads logits, which have rows of outputs only.
             renamed[last.out] = last.out
-        elif last.out in renamed:
+        elif last is not None and last.out in renamed:
             result.append(op)
         else:
             result.append(map_values(op, of_all))
-    return replace(graph, ops=tuple(result))
+    logits = graph.logits
+    if last is None:
+        logits = replace(logits, name=f"{logits.name}_out", outputs=True)
+        result.append(ops.SelectOutputs(layer=1 + _last_layer(graph), out=logits, x=of_all(graph.logits)))
+    return replace(graph, ops=tuple(result), logits=logits)
 
 
-def _output(graph: Graph) -> ops.MulMat:
-    """Return the product that computes the logits."""
+def _output(graph: Graph) -> ops.MulMat | None:
+    """Return the product that computes the logits; None for an encoder."""
+    if graph.pooling is not None:
+        return None
     return next(op for op in reversed(graph.ops) if isinstance(op, ops.MulMat))
+
+
+def _selection(graph: Graph) -> ops.SelectOutputs | None:
+    """Return the selection of the rows that the output matrix multiplies, or of an encoder's rows."""
+    output = _output(graph)
+    selected = graph.logits if output is None else output.x
+    return next((op for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is selected), None)
+
+
+def _last_layer(graph: Graph) -> int:
+    return max(op.layer for op in graph.ops for value in op.outputs() if value.name.endswith(".layer_out"))
 
 
 def map_values(op: Op, new: Callable[[Value], Value]) -> Op:
@@ -137,7 +154,7 @@ def fewest_rows(graph: Graph) -> Graph:
         else:
             selected.update({v: v if v.outputs else replace(v, outputs=True) for v in op.outputs()})
             result.append(map_values(op, lambda v, op=op: of_outputs(v, op.layer)))  # type: ignore[misc]
-    return replace(graph, ops=tuple(result))
+    return replace(graph, ops=tuple(result), logits=selected.get(graph.logits, graph.logits))
 
 
 def _all_row_values(graph: Graph) -> set[Value]:
@@ -153,7 +170,7 @@ def _all_row_values(graph: Graph) -> set[Value]:
 
 def up_to_layer(graph: Graph, last: int) -> Graph:
     """Return the graph without the layers after ``last``; its logits are no longer the model's."""
-    end = _output(graph).layer
+    end = 1 + _last_layer(graph)
     outs = {op.layer: value for op in graph.ops for value in op.outputs() if value.name.endswith(".layer_out")}
     final_out, cut_off = outs[max(outs)], outs[last]
     remaining = [op for op in graph.ops if op.layer <= last or op.layer >= end]
@@ -170,7 +187,8 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
     """
     result: dict[tuple[Value, Value | None], Input] = {}
     output = _output(graph)
-    unselected = next((op.x for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is output.x), None)
+    selection = _selection(graph)
+    unselected = None if selection is None else selection.x
     for op in graph.ops:
         if isinstance(op, ops.MulMats | ops.UpGate | ops.UpGateId):
             raise RecipeError("fused operations hide inputs of weights: add observers before fusing", "QK-E201")
@@ -217,19 +235,16 @@ def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = F
 
 def _insertion_point(graph: Graph, item: Input) -> Op:
     """Return the operation to insert an observer before; for the output matrix, SelectOutputs."""
-    if item.reader is not _output(graph):
-        return item.reader
-    return next(
-        (op for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is _output(graph).x), item.reader
-    )
+    return item.reader if item.reader is not _output(graph) else _selection(graph) or item.reader
 
 
 def observe_hidden(graph: Graph) -> Graph:
-    """Return the graph with Observe of the input of its output matrix, for all tokens.
+    """Return the graph with Observe of the input of its output matrix, or of an encoder's rows, for all tokens.
 
     graph: a result of ``observe`` or ``every_token``.
     """
-    selection = next(op for op in graph.ops if isinstance(op, ops.SelectOutputs) and op.out is _output(graph).x)
+    selection = _selection(graph)
+    assert selection is not None
     observation = ops.Observe(layer=selection.layer, x=selection.x, label=selection.x.name)
     return replace(
         graph, ops=tuple(new_op for op in graph.ops for new_op in ((observation, op) if op is selection else (op,)))

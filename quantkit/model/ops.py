@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import TensorInfo
@@ -552,8 +552,10 @@ class Attention(Op):
     columns. A cache without values (MLA): they are the first head_v columns of the keys. scale multiplies the
     products, softcap (0: none) follows; sinks, one value a head, join the softmax's denominator.
     mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``;
-    ``whole``: the tokens after it in the batch, too, so that a sequence must come in one batch.
-    alibi: the largest bias (0: none). selected: the positions that a token attends to, from LightningIndexer; where the
+    ``whole``: the tokens after it in the batch, too, so that a sequence must come in one batch; ``symmetric``: of
+    these, those up to window / 2 positions away.
+    alibi: the largest bias (0: none). buckets: biases by distance, [n_head, n_buckets] in ggml's order (T5, see
+    backends/distance_bias.py). selected: the positions that a token attends to, from LightningIndexer; where the
     cache has blocks, the cells from WindowAndBlocks, of the same window.
     """
 
@@ -570,6 +572,7 @@ class Attention(Op):
     mask: str = "causal"
     window: int = 0
     alibi: float = 0.0
+    buckets: Matrix | None = None
     selected: Value | None = None
 
 
@@ -766,12 +769,24 @@ class CountUp(Op):
     first: int
 
 
+class Pooling(NamedTuple):
+    """How rows of tokens become an embedding of a text: ``mean``, ``cls``, ``last``; ``rank``: a classifier's score.
+
+    row: the pooling before the classifier. stated: whether the file or the caller names it.
+    """
+
+    kind: str
+    row: str
+    stated: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A forward pass, or a part of one: operations in order, and the value that holds the logits.
 
-    inputs: values of tokens that no operation computes; Session.decode takes them. leaves: values that are read after a
-    run, besides the logits.
+    Of an encoder, which has a pooling, ``logits`` are the rows that are pooled; ``head``, if there is one, computes on
+    pooled rows, its input. inputs: values of tokens that no operation computes; Session.decode takes them. leaves:
+    values that are read after a run, besides the logits.
     """
 
     ops: tuple[Op, ...]
@@ -780,6 +795,8 @@ class Graph:
     states: tuple[State, ...] = ()
     inputs: tuple[Value, ...] = ()
     leaves: tuple[Value, ...] = ()
+    pooling: Pooling | None = None
+    head: Graph | None = None
 
     def cache_writes(self) -> Mapping[Cache, Sequence[Op]]:
         """Return the operations that write to each cache."""

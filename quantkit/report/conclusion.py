@@ -11,8 +11,9 @@ from quantkit.report.data import File, Quality
 
 #: Meaning of the columns of a table of scores.
 SCORE_EXPLANATION = (
-    "Accuracy: the share of multiple-choice tasks answered correctly. Flips: answers that turn correct or wrong against "
-    "the base model; p: McNemar's exact test; tasks needed: to detect this difference at p < 0.05 with a power of 80 %."
+    "Accuracy: the share of multiple-choice tasks answered correctly. Flips: answers that turn correct or wrong "
+    "against the base model; p: McNemar's exact test; tasks needed: to detect this difference at p < 0.05 with a "
+    "power of 80 %."
 )
 
 

@@ -32,7 +32,7 @@ from quantkit.formats.remote import URL, located
 from quantkit.kernels.first_run import working_seconds
 from quantkit.kernels.levels import all_levels
 from quantkit.model.batch import Batch
-from quantkit.model.engine import Model, load
+from quantkit.model.engine import Model, check_next_token, load
 from quantkit.model.selection import without_selection
 from quantkit.names import span
 from quantkit.options.sensitivity import ALL_FULL_TYPES, FULL_RUNS, TYPES, SensitivityOptions
@@ -154,6 +154,7 @@ class _Run:
                 wrap=OverlaidFile,
             )
         )
+        check_next_token(self.model)
         ids = self._tokens(tokens)
         self.windows = split_chunks(ids, options.n_ctx, options.chunks)
         note_context(self.model, options.n_ctx, self.notes)

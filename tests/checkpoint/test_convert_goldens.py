@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 import checkpoints
 from gguf_digests import differences, digests
@@ -26,7 +27,7 @@ from quantkit.model.arch import ARCHS, Arch
 from quantkit.model.backends import reference
 from quantkit.model.builder import Builder
 from quantkit.model.engine import load
-from quantkit.model.ops import RopeConfig, Value
+from quantkit.model.ops import Activation, RopeConfig, Value
 from quantkit.model.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("services_in_process")
@@ -34,6 +35,17 @@ pytestmark = pytest.mark.usefixtures("services_in_process")
 DATA = Path(__file__).parents[1] / "data"
 EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
 LOGITS = np.load(DATA / "convert-logits.npz")
+#: Rows of an encoder's tokens.
+EMBEDDINGS = np.load(DATA / "convert-embeddings.npz")
+#: Encoders of which transformers has no class.
+FOREIGN_ENCODERS = ("neobert", "nomic-bert-moe", "nomic-bert-xlm")
+#: llama.cpp, and so the engine, computes something else of these files: its converter keeps the unused positions of
+#: CamemBERT, and without attention.causal llama-embed's tokens do not see later ones.
+DIFFERENT_ROWS = {"camembert", "llama-embed"}
+#: llama.cpp crashes if no layer lacks a window.
+CRASHES = {"gemma-embedding", "gemma-embedding-dense"}
+#: Encoders without a key for the epsilon of their norms, which neither the engine nor llama.cpp loads.
+WITHOUT_EPSILON = ("modernbert-classifier",)
 BOUND = 1e-5
 #: Converted as the reference does it, and refused by the engine as by llama.cpp: a bias of attention is missing.
 INCOMPLETE = {"pangu"}
@@ -190,6 +202,54 @@ def test_the_logits_are_those_of_llama_cpp(
         return
     with load(path, n_ctx=512, kv_type="f32") as model:
         assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= TOLERANCES.get(name, 1e-8)
+
+
+def exact_gelu(x: Any, a: Activation) -> Any:
+    return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))
+
+
+def exact_tanh_gelu(x: Any, a: Activation) -> Any:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@of_each(EMBEDDINGS)
+def test_rows_of_encoders_are_those_of_transformers(
+    name: str, checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml takes GELU by the tanh and rounds it to f16; with transformers' own function, the rows are the same."""
+    path, expected = in_f32(), EMBEDDINGS[name]
+    assert (nmse(rows_of(path, "CPU"), expected) <= BOUND) == (name not in DIFFERENT_ROWS)
+    if name in DIFFERENT_ROWS:
+        return
+    tanh = checkpoints.describe(name).config["model_type"] in ("t5", "mt5", "umt5", "gemma3_text")
+    monkeypatch.setitem(reference._ACTIVATIONS, "gelu", exact_tanh_gelu if tanh else exact_gelu)
+    assert relative_error(rows_of(path, "REFERENCE"), expected) <= 1e-5
+
+
+@pytest.mark.peer
+@of_each([name for name in (*EMBEDDINGS, *FOREIGN_ENCODERS) if name not in CRASHES])
+def test_rows_of_encoders_are_those_of_llama_cpp(
+    name: str, checkpoint: Path, in_f32: Callable[[], Path], llama_bin: Path
+) -> None:
+    path = in_f32()
+    assert nmse(rows_of(path, "CPU"), Libllama(llama_bin).embeddings(path, checkpoints.PROMPT)) <= 2e-8
+
+
+@of_each(WITHOUT_EPSILON)
+def test_an_encoder_without_epsilon_is_refused(name: str, checkpoint: Path, in_f32: Callable[[], Path]) -> None:
+    with refuses(FormatError, "QK-E123", "modern-bert.attention.layer_norm_epsilon"):
+        load(in_f32())
+
+
+def rows_of(path: Path, device: str) -> Any:
+    """Return the rows of an encoder's tokens on a device."""
+    placement = Placement(gpu_layers=99, rules=((".*", device),), accelerators=(device,))
+    with load(path, n_ctx=512, kv_type="f32", placement=placement) as model:
+        return model.forward(np.array(checkpoints.PROMPT, np.int32))
 
 
 def last_logits(path: Path) -> Any:

@@ -107,7 +107,7 @@ class Model:
         case, n, memory = self.case, len(q), self.memory
         sizes = (case.n_head, case.n_head_kv, case.head_k, case.head_v)
         capability = memory.device.capability
-        layer = AttentionLayer(case.kind, *sizes, self.n_ctx, case.mla, case.selected)
+        layer = AttentionLayer(case.kind, *sizes, self.n_ctx, case.mla, case.selected, case.biased)
         plan = attention(layer, n, capability=capability, algorithm=algorithm, splits=splits)
         out = memory.allocate((n, case.n_head * case.head_v))
         sinks = memory.put(self.sinks) if case.sinks else 0
@@ -127,6 +127,7 @@ class Model:
             mask=MASKS.index(case.mask),
             window=case.window,
             alibi=case.alibi,
+            biases=memory.put(case.bias_table(self.n_ctx)) if case.biased else 0,
             selected=memory.put(case.selection(positions)) if case.selected else 0,
             n_selected=case.selected,
             ratio=0,
@@ -200,6 +201,17 @@ def test_features(memory: Memory, name: str, algorithm: int, kind: str) -> None:
     model.check([63, 64, 65, 127, 128], 1, algorithm=algorithm, splits=3)
     if algorithm != VECTOR:
         model.check(np.arange(111, 130), 1, algorithm=algorithm, splits=1)
+
+
+@pytest.mark.parametrize("name", attention_cases.BOTH_DIRECTIONS)
+@ALGORITHMS
+def test_whole_sequences(memory: Memory, name: str, algorithm: int, kind: str) -> None:
+    """Tokens also see later ones of their sequence; of two, alternately."""
+    case, n = Case(kind=kind, end=69, **attention_cases.BOTH_DIRECTIONS[name]), 70
+    model = Model(memory, case, (n, n), 80)
+    sequences, positions = np.arange(2 * n) % 2, np.arange(2 * n) // 2
+    model.check(positions, sequences, algorithm=algorithm, splits=1)
+    model.check(positions, sequences, algorithm=algorithm, splits=2)
 
 
 SHAPES = {

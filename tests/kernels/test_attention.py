@@ -47,6 +47,7 @@ class Model:
         self.sinks = np.random.default_rng(7).normal(0, 2, case.n_head).astype(np.float32)
         self.scratch = np.full(scratch_bytes(case.head_k, case.head_v, threads, case.selected > 0) + 64, 255, np.uint8)
         self.selected = np.zeros((n_max, case.selected), np.int32)
+        self.biases = case.bias_table(n_ctx)
         caches = {"k_cache": address_of(self.k_cache), "k_type": self.k_type.id, "v_type": self.v_type.id}
         v_cache = 0 if case.mla else address_of(self.v_cache)
         shared = {"batch": self.batch.address, **caches, "v_cache": v_cache}
@@ -71,6 +72,7 @@ class Model:
             mask=MASKS.index(case.mask),
             window=case.window,
             alibi=case.alibi,
+            biases=address_of(self.biases) if case.biased else 0,
             selected=address_of(self.selected) if case.selected else 0,
             n_selected=case.selected,
             ratio=0,
@@ -230,15 +232,16 @@ def test_sequences_in_one_batch(kind: str) -> None:
         assert nmse(actual, model.expected(q, positions, sequences)) < 1e-12
 
 
-@pytest.mark.parametrize("n", [3, 40])
-def test_whole_sequences(n: int) -> None:
-    """Every token sees as much as the last of its sequence; of two, alternately."""
-    case = Case(4, 2, 32, 32, mask="whole")
+@pytest.mark.parametrize("name", attention_cases.BOTH_DIRECTIONS)
+@pytest.mark.parametrize("n", [3, 40, 128])
+def test_whole_sequences(n: int, name: str) -> None:
+    """Tokens also see later ones of their sequence; of two, alternately."""
+    case = Case(end=n - 1, **attention_cases.BOTH_DIRECTIONS[name])
     model = Model(case, 2, 128)
     sequences, positions = np.arange(2 * n) % 2, np.arange(2 * n) // 2
     q, k, v = draw(case, 2 * n, n)
     actual = model.run(q, k, v, positions, sequences)
-    assert nmse(actual, model.expected(q, np.full(2 * n, n - 1), sequences)) < 1e-12
+    assert nmse(actual, model.expected(q, positions, sequences)) < 1e-12
 
 
 DEEP = {

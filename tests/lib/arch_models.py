@@ -34,14 +34,15 @@ DENSE = (
     "starcoder2 mamba mamba2 jamba falcon-h1 xverse command-r cohere2 olmo olmo2 muse-glimmer openelm chatglm "
     "glm4 bitnet t5 jais jais2 nemotron nemotron_h nemotron_h_moe exaone exaone4 granite granitemoe granitehybrid "
     "granite_swa arcee hunyuan-dense hunyuan_vl smollm3 lfm2 dream llada seed_oss apertus hrm_text cogvlm "
-    "pangu-embedded mistral3 spark2_5 maincoder talkie nanbeige qwen3tts pockettts"
+    "pangu-embedded mistral3 spark2_5 maincoder talkie nanbeige qwen3tts pockettts bert nomic-bert "
+    "jina-bert-v2 jina-bert-v3 neo-bert eurobert modern-bert gemma-embedding llama-embed t5encoder"
 )
 MOE = (
     "llama llama4 grok refact qwen2moe qwen3moe qwen3next qwen3vlmoe qwen35moe qwen4exp phimoe minicpm maple "
     "cohere2moe dbrx olmoe arctic deepseek deepseek2 deepseek32 deepseek4 glm4moe glm-dsa exaone-moe granite "
     "granitemoe bailingmoe bailingmoe2 bailingmoe3 dots1 dots3note afmoe laguna ernie4_5 ernie4_5-moe hunyuan-moe "
     "hy_v3 hy_v4 gpt-oss lfm2moe smallthinker llada-moe grovemoe minimax-01 minimax-m2 minimax-m3 rnd1 mistral3 "
-    "mistral4 paddleocr mimo2 step35 kimi-linear kimi-k3 glm5-next mellum"
+    "mistral4 paddleocr mimo2 step35 kimi-linear kimi-k3 glm5-next mellum nomic-bert-moe"
 )
 MODELS = (*((name, False) for name in DENSE.split()), *((name, True) for name in MOE.split()))
 
@@ -202,6 +203,8 @@ def _extra_fields(arch: str, size: Size, head: int) -> dict[str, Any]:
         case "bailingmoe3":
             later = size.layers - 1
             return {"swiglu_clamp_exp": [0.0] + [4.0] * later, "swiglu_clamp_shexp": [0.0] + [5.0] * later}
+        case "bert" | "nomic-bert" | "nomic-bert-moe" | "jina-bert-v2" | "jina-bert-v3":
+            return {".tokenizer.ggml.token_type_count": 2, "moe_every_n_layers": 2}
         case "hrm_text":
             return {"hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2}
     return {}
@@ -238,7 +241,8 @@ def _fields(arch: str, moe: bool, size: Size) -> list[Field]:
 def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n: int = 40) -> tuple[float, str]:
     """Return the NMSE of the engine's logits after n tokens against llama.cpp's, and the reason of a refusal, or "".
 
-    The error is 0 if llama.cpp's own batches differ as much (Gemma 3n: 22 layers of 64 columns).
+    Of encoders the rows of tokens are compared. The error is 0 if llama.cpp's own batches differ as much (Gemma 3n: 22
+    layers of 64 columns).
     """
     if arch not in ARCHS:
         return 0.0, UNKNOWN
@@ -248,8 +252,11 @@ def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n
     except QuantkitError as e:
         return 0.0, str(e)
     tokens = tokens_of(size, n)
-    expected = library.logits(model, tokens)
+    is_encoder = ARCHS[arch].encoder
+    expected = (library.embeddings if is_encoder else library.logits)(model, tokens)
     with opened:
         error = nmse(opened.forward(tokens), expected)
+    if is_encoder:
+        return error, ""
     by_one = library.logits(model, tokens, batch=1) if error > BOUND else expected
     return (0.0 if error <= 30 * nmse(by_one, expected) else error), ""

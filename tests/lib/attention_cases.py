@@ -13,7 +13,11 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """An attention operation; ``mla``: the cache has no values; ``selected``: number of keys per token, 0: all."""
+    """An attention operation; ``mla``: the cache has no values; ``selected``: number of keys per token, 0: all.
+
+    ``end``: the last position of a sequence, to which masks for both directions extend. ``biased``: scores have biases
+    by distance.
+    """
 
     n_head: int = 4
     n_head_kv: int = 2
@@ -26,6 +30,8 @@ class Case:
     alibi: float = 0.0
     mla: bool = False
     selected: int = 0
+    end: int = 0
+    biased: bool = False
 
     @property
     def scale(self) -> float:
@@ -38,6 +44,11 @@ class Case:
             first = max(0, position - self.window + 1)
         elif self.mask == "chunked":
             first = position // self.window * self.window
+        elif self.mask == "whole":
+            return np.arange(self.end + 1)
+        elif self.mask == "symmetric":
+            half = self.window // 2
+            return np.arange(max(0, position - half), min(self.end, position + half) + 1)
         elif 0 < self.selected <= position:
             return np.sort(np.random.default_rng(position).permutation(position + 1)[: self.selected])
         return np.arange(first, position + 1)
@@ -50,6 +61,14 @@ class Case:
             out[i, : len(row_positions)] = row_positions
         return out
 
+    def bias_table(self, n_ctx: int) -> npt.NDArray[np.float32]:
+        """Return the biases of all distances as kernels take them; what no distance has is NaN."""
+        table = np.full((self.n_head, 2 * n_ctx + 64), np.nan, np.float32)
+        distances = np.arange(1 - n_ctx, n_ctx)
+        for h in range(self.n_head):
+            table[h, : len(distances)] = bias(h, distances)
+        return table
+
     def attend(self, q: Any, position: int, k: Doubles, v: Doubles, sinks: Any) -> Doubles:
         """Return a token's output; k and v: [visible, n_head_kv, head], its rows of the cache."""
         out, before = [], self.visible(position) - position
@@ -60,11 +79,17 @@ class Case:
                 s = self.softcap * np.tanh(s / self.softcap)
             if self.alibi:
                 s = s + slope(self.alibi, h, self.n_head) * before
+            if self.biased:
+                s = s + bias(h, before)
             largest = max(s.max(), sinks[h]) if self.sinks else s.max()
             p = np.exp(s - largest)
             total = p.sum() + (np.exp(sinks[h] - largest) if self.sinks else 0.0)
             out.append(p @ v[:, kv] / total)
         return np.concatenate(out)
+
+
+def bias(head: int, distances: npt.NDArray[np.int64]) -> Doubles:
+    return np.asarray(3 * np.sin(0.3 * (head + 1) * distances), np.float64)
 
 
 def slope(largest: float, head: int, n_head: int) -> float:
@@ -77,6 +102,14 @@ def slope(largest: float, head: int, n_head: int) -> float:
 def nmse(actual: npt.NDArray[np.floating], want: Doubles) -> float:
     return float(((actual - want) ** 2).sum() / (want**2).sum())
 
+
+#: Cases whose tokens also attend to later ones.
+BOTH_DIRECTIONS: dict[str, dict[str, Any]] = {
+    "whole": {"mask": "whole"},
+    "biased": {"mask": "whole", "biased": True, "n_head": 6, "n_head_kv": 3},
+    "symmetric": {"mask": "symmetric", "window": 22},
+    "neighbours": {"mask": "symmetric", "window": 3, "n_head": 6, "n_head_kv": 3, "softcap": 5.0},
+}
 
 #: Arguments of a case.
 FEATURES: dict[str, dict[str, Any]] = {

@@ -1,12 +1,15 @@
 """Logits and token ids from libllama.so of llama.cpp b11434 or of ik_llama.cpp, each in a process of its own.
 
     python tests/lib/libllama.py MODEL TOKENS.npy OUT.npy --lib DIR --batch 64
+    python tests/lib/libllama.py MODEL TOKENS.npy OUT.npy --lib DIR --embeddings 0
     python tests/lib/libllama.py MODEL TEXT.txt OUT.npy --lib DIR --ik --tokenize
     python tests/lib/libllama.py MODEL --lib DIR --load [--target TARGET]
     python tests/lib/libllama.py KEYS.gguf - OUT.npy --lib DIR --tensors
 
 TOKENS has raw token ids, [n] or [sequences, n]; OUT gets float32 logits, [n, n_vocab] or [sequences, n, n_vocab], one
-row after each token. Every sequence begins at position 0 with an empty cache. With --tokenize OUT gets int32 ids.
+row after each token. Every sequence begins at position 0 with an empty cache. With --embeddings (llama.cpp only)
+TOKENS is one sequence and OUT gets the encoder's rows [n, n_embd], or those of a pooling type [1, n]; -1: the file's.
+With --tokenize OUT gets int32 ids.
 --load loads the model and creates a context, without computing anything; of a draft, beside a context of its target
 (llama.cpp only), as llama-server does. With --tensors KEYS is a GGUF file without
 tensors, and OUT gets name and ne of every tensor that llama.cpp's loader reads for these keys, including all optional
@@ -100,6 +103,13 @@ class Libllama:
         default the library's most exact one. Raises LibllamaError.
         """
         options = ["--batch", str(batch), "--flash-attn", str(int(flash_attn)), *(["--kv", kv] if kv else [])]
+        with tempfile.TemporaryDirectory() as folder:
+            np.save(ids := Path(folder, "tokens.npy"), np.asarray(tokens, np.int32))
+            return self._run(model, ids, options)
+
+    def embeddings(self, model: Path, tokens: npt.ArrayLike, pooling: int = 0, *, batch: int = 512) -> Logits:
+        """Return float32 [n, n_embd], an encoder's row for each token; with a pooling type [1, n], -1 the file's."""
+        options = ["--batch", str(batch), "--embeddings", str(pooling)]
         with tempfile.TemporaryDirectory() as folder:
             np.save(ids := Path(folder, "tokens.npy"), np.asarray(tokens, np.int32))
             return self._run(model, ids, options)
@@ -529,6 +539,36 @@ def compute(api: Mainline | Ik, model: int, n_vocab: int, options: argparse.Name
     return out.reshape(*tokens.shape, n_vocab)
 
 
+def embeddings(api: Mainline, model: int, options: argparse.Namespace) -> Logits:
+    """Return the rows of one sequence's tokens, or the row that they are pooled to."""
+    tokens, pooling = np.load(options.tokens).astype(np.int32), options.embeddings
+    context = open_context(api, model, len(tokens), options, embeddings=True, pooling_type=pooling)
+    for name, kind, arguments in (
+        ("llama_pooling_type", c_int, [c_void_p]),
+        ("llama_model_n_embd", c_int32, [c_void_p]),
+        ("llama_model_n_cls_out", c_uint32, [c_void_p]),
+        ("llama_get_embeddings", POINTER(c_float), [c_void_p]),
+        ("llama_get_embeddings_seq", POINTER(c_float), [c_void_p, c_int32]),
+        ("llama_model_has_encoder", c_bool, [c_void_p]),
+        ("llama_encode", c_int32, [c_void_p, api.Batch]),
+    ):
+        getattr(api.c, name).restype, getattr(api.c, name).argtypes = kind, arguments
+    batch = batch_of(api, tokens, 0, [1] * len(tokens))
+    if not api.c.llama_model_has_encoder(model):
+        decode_batch(api, context, batch)
+    elif (status := api.c.llama_encode(context, batch)) != 0:
+        sys.exit(f"llama_encode ended with {status}")
+    width, kind = api.c.llama_model_n_embd(model), api.c.llama_pooling_type(context)
+    if kind == 0:
+        return np.ctypeslib.as_array(api.c.llama_get_embeddings(context), (len(tokens), width)).copy()
+    width = api.c.llama_model_n_cls_out(model) if kind == RANK else width
+    return np.ctypeslib.as_array(api.c.llama_get_embeddings_seq(context, 0), (1, width)).copy()
+
+
+#: LLAMA_POOLING_TYPE_RANK
+RANK = 4
+
+
 def tokenize(api: Mainline | Ik, model: int, vocab: int, text: bytes) -> Ids:
     call = api.c.llama_tokenize
     call.argtypes = [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]
@@ -573,6 +613,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, metavar="N")
     parser.add_argument("--flash-attn", type=int, choices=(0, 1), default=0)
     parser.add_argument("--kv", choices=KV_TYPES, help="type of the cache (default: f32; ik_llama.cpp: f16)")
+    parser.add_argument("--embeddings", type=int, metavar="POOLING", help="write an encoder's rows of one sequence")
     parser.add_argument("--tokenize", action="store_true", help="write the ids of a text instead")
     parser.add_argument("--load", action="store_true", help="load the model and create a context, without output")
     parser.add_argument("--target", type=Path, metavar="FILE", help="the model that a draft with --load guesses for")
@@ -597,6 +638,9 @@ def execute(api: Mainline | Ik, options: argparse.Namespace) -> None:
     vocab = api.c.llama_model_get_vocab(model)
     if options.tokenize:
         result: npt.NDArray[Any] = tokenize(api, model, vocab, options.tokens.read_bytes())
+    elif options.embeddings is not None:
+        assert isinstance(api, Mainline)
+        result = embeddings(api, model, options)
     else:
         result = compute(api, model, api.c.llama_vocab_n_tokens(vocab), options)
     write(options.out, result)

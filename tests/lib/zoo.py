@@ -28,8 +28,17 @@ ZOO = Path(__file__).parents[1] / "data" / "zoo"
 NAMES = tuple(sorted(path.stem for path in (ZOO / "headers").glob("*.head")))
 #: Models that together have every pair of neighbouring operations that any has (tests/model/test_zoo.py).
 VARIED = (
-    *("apertus-dense", "bitnet-dense", "bloom-dense", "chatglm-dense", "cohere2moe-moe", "dbrx-moe", "deepseek2-moe"),
-    *("deepseek4-moe", "dots3note-moe", "gemma3n-dense", "gemma4-dense", "gemma4-moe", "granite-dense", "grok-both"),
+    *("apertus-dense", "bert-dense", "bitnet-dense", "bloom-dense", "chatglm-dense", "cohere2moe-moe", "dbrx-moe"),
+    *(
+        "deepseek2-moe",
+        "deepseek4-moe",
+        "dots3note-moe",
+        "gemma3n-dense",
+        "gemma4-dense",
+        "gemma4-moe",
+        "granite-dense",
+        "grok-both",
+    ),
     *("grovemoe-moe", "hy_v4-moe", "jamba-moe", "kimi-k3-moe", "kimi-linear-moe", "lfm2-dense", "llama-dense"),
     *("llama4-moe", "mimo2-moe", "mpt-dense", "nanbeige-looped", "nemotron_h_moe-moe", "olmo-dense", "plamo2-dense"),
     *("qwen3next-moe", "rwkv6-dense", "rwkv6qwen2-dense", "rwkv7-dense", "smallthinker-moe", "talkie-dense"),

@@ -73,6 +73,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "plm": lambda path: test_mla.plain(path, "plm"),
     "qwen35": lambda path: test_delta_net.qwen(path, "qwen35"),
     "qwen3next-ssm_in": lambda path: test_delta_net.qwen(path, "qwen3next", ssm_in=True),
+    "t5": lambda path: renamed(path, "t5encoder-dense", "t5"),
     "xverse": lambda path: renamed(path, "smollm3-dense", "xverse"),
 }
 #: llama.cpp crashes on a vocabulary without Chameleon's 8192 tokens of pictures.
@@ -131,8 +132,14 @@ def with_tokenizer(source: Path, target: Path) -> Path:
     return target
 
 
+def is_encoder(name: str) -> bool:
+    """Return whether llama-imatrix, which computes a perplexity, ends with an error and without a message."""
+    arch = name.rpartition("-")[0] or name
+    return arch in ARCHS and ARCHS[arch].encoder
+
+
 @pytest.mark.peer
-@pytest.mark.parametrize("name", [name for name in (*NAMES, *WRITERS) if name not in DIES])
+@pytest.mark.parametrize("name", [name for name in (*NAMES, *WRITERS) if name not in DIES and not is_encoder(name)])
 def test_sums_are_those_of_llama_imatrix(
     name: str, zoo: Callable[[str], Path], tmp_path: Path, llama_bin: Path
 ) -> None:

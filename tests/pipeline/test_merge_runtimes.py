@@ -22,7 +22,7 @@ Zoo = Callable[[str], Path]
 MERGED = ["deepseek2-moe", "gemma4-moe", "qwen3next-moe", "qwen35moe-moe", "granite_swa-moe"]
 SCALED = ["glm4moe-moe", "olmoe-moe", "qwen2moe-moe"]
 #: Experts without a gate.
-UNGATED = ["nemotron_h_moe-moe"]
+UNGATED = ["nemotron_h_moe-moe", "nomic-bert-moe-moe"]
 #: Those that it loads in either form.
 EITHER = ["cohere2moe-moe", "hy_v3-moe"]
 SEPARATE = [name for name in NAMES if name.endswith("-moe") and name not in MERGED + EITHER + SCALED + UNGATED]

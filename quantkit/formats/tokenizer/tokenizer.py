@@ -137,6 +137,11 @@ class Tokenizer:
         return self._model.piece(token) if attr & (Attr.NORMAL | Attr.BYTE) else b""
 
     @property
+    def closing(self) -> int | None:
+        """The id that ``encode`` adds at the end of a text ([SEP], EOS), or None."""
+        return self._required_token(self._closing) if self._adds_closing else None
+
+    @property
     def _adds_opening(self) -> bool:
         return self.add_bos or self._vocab.model == "bert"
 

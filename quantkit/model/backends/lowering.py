@@ -18,7 +18,8 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry
-from quantkit.model.ops import Embed, Lookup, Matrix, Norm, Op, State, Value
+from quantkit.model.backends.distance_bias import bias_table, has_table
+from quantkit.model.ops import Attention, Embed, Lookup, Matrix, Norm, Op, State, Value
 
 T = TypeVar("T")
 
@@ -113,6 +114,14 @@ class Lowering(ABC):
     def vector(self, matrix: Matrix | None) -> int:
         """Return the address of a bias, a norm's weight, ... as float32; 0 for None."""
         return 0 if matrix is None else self.array(self.vector_values(matrix))
+
+    def distance_biases(self, op: Attention) -> int:
+        """Return the address of attention's biases by distance, shared by layers with the same; 0: none."""
+        if not has_table(op):
+            return 0
+        buckets = None if op.buckets is None else self.vector_values(op.buckets)
+        key = ("distance biases", op.buckets, op.alibi, op.n_head)
+        return self.once(key, lambda: self.array(bias_table(op, self.limits.n_ctx, buckets)))
 
     def norm_vectors(self, op: Norm) -> dict[str, int]:
         """Return the slots of a norm's weight and bias, and their period."""

@@ -28,6 +28,7 @@ from quantkit.model.backends.accumulators import (
     similarity,
     sum_columns,
 )
+from quantkit.model.backends.distance_bias import alibi_slope, bias_table, has_table
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.check import table_of
 from quantkit.model.ops import Activation, Cache, Matrix, Op, OpTable, RopeConfig, State, Value
@@ -623,10 +624,15 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     out = np.empty((len(q), op.n_head, op.head_v), f32)
     sinks = None if op.sinks is None else p.weight(op.sinks).reshape(-1)
     group = op.n_head // op.n_head_kv
+    buckets = None if op.buckets is None else p.weight(op.buckets)
+    table = bias_table(op, p.n_ctx, buckets) if has_table(op) else None
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         first = _first_position(op, int(position))
-        if op.mask == "whole":
+        center = int(position)
+        if op.mask in ("whole", "symmetric"):
             position = p.batch.positions[p.batch.sequences == sequence].max()
+        if op.mask == "symmetric":
+            position = min(position, center + op.window // 2)
         cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
         if op.selected is not None:
             selected = p.values[op.selected][t]
@@ -637,8 +643,11 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
             s = k[:, h // group] @ q[t, h] * f32(op.scale)
             if op.softcap:
                 s = f32(op.softcap) * np.tanh(s / f32(op.softcap))
-            if op.alibi:
-                s = s + alibi_slope(op, h) * (np.arange(first, position + 1, dtype=f32) - f32(position))
+            if table is not None:
+                s = s + table[h, p.n_ctx - 1 + first - center : p.n_ctx + position - center]
+            elif op.alibi:
+                before = np.arange(first, position + 1, dtype=f32) - f32(position)
+                s = s + alibi_slope(op.alibi, op.n_head, h) * before
             top = s.max() if sinks is None else max(s.max(), sinks[h])
             e = np.exp(s - top)
             total = e.sum() + (0 if sinks is None else np.exp(sinks[h] - top))
@@ -651,15 +660,9 @@ def _first_position(op: ops.Attention, position: int) -> int:
         return max(0, position - op.window + 1)
     if op.mask == "chunked":
         return position // op.window * op.window
+    if op.mask == "symmetric":
+        return max(0, position - op.window // 2)
     return 0
-
-
-def alibi_slope(op: ops.Attention, head: int) -> Any:
-    """Return ALiBi's slope of a head: a geometric series over the largest power of two, then the values between."""
-    n = 1 << math.floor(math.log2(op.n_head))
-    if head < n:
-        return f32((2.0 ** (-op.alibi / n)) ** (head + 1))
-    return f32((2.0 ** (-op.alibi / 2 / n)) ** (2 * (head - n) + 1))
 
 
 # ---------------------------------------------------------------- recurrent layers

@@ -20,8 +20,11 @@ take units from a counter, and no result depends on which thread takes which.
     k_cache     rows of n_head_kv * head_k values of k_type (cache.py); v_cache the same with head_v and v_type
                 v_cache = 0: values are the first head_v columns of the keys (MLA)
     sinks       float32 [n_head], or 0
-    mask        CAUSAL; SLIDING, CHUNKED, with window; NON_CAUSAL: those after it in the batch, too
+    mask        CAUSAL; SLIDING, CHUNKED, with window; NON_CAUSAL: those after it in the batch, too; SYMMETRIC: those up
+                to window / 2 positions before and after it
     softcap     0: none;  alibi: largest bias, 0: none
+    biases      float32 [n_head, 2 * n_ctx + BLOCK], the bias of a key by its distance: column n_ctx - 1 is that of the
+                token's position, later ones are those of the keys after it; or 0
     selected    int32 [n_tokens, n_selected]: the positions visible to a token (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
                 side by side. The keys of a tile, one token then, are counted as they come in this row.
@@ -36,6 +39,7 @@ from __future__ import annotations
 from numba import types
 
 from quantkit.kernels.cpu.attention.attention_blocks import (
+    BIAS,
     FIRST,
     HEAD,
     LAST,
@@ -81,7 +85,7 @@ from quantkit.kernels.cpu.core.tape import (
 from quantkit.kernels.cpu.core.team import atomic_add, atomic_store, barrier
 
 #: Numbers of parameters.MASKS.
-CAUSAL, SLIDING, CHUNKED, NON_CAUSAL = range(4)
+CAUSAL, SLIDING, CHUNKED, NON_CAUSAL, SYMMETRIC = range(5)
 
 #: Maximum rows of q for which products run along the head.
 FEW_ROWS = 16
@@ -96,7 +100,7 @@ SPLITS = 16
 COUNTER = 8
 
 _Q, _OUT, _K_CACHE, _V_CACHE, _K_TYPE, _V_TYPE, _N_HEAD, _N_HEAD_KV, _HEAD_K, _HEAD_V = range(1, 11)
-_SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _SELECTED, _N_SELECTED, _RATIO, _SCRATCH = range(11, 21)
+_SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _BIASES, _SELECTED, _N_SELECTED, _RATIO, _SCRATCH = range(11, 22)
 
 
 # ---------------------------------------------------------------- tiles, and the keys visible to their rows
@@ -126,18 +130,24 @@ def _first_seen(position, mask, window):
         return max(position - window + 1, 0)
     if mask == CHUNKED:
         return position // window * window
+    if mask == SYMMETRIC:
+        return max(position - window // 2, 0)
     return types.int64(0)
 
 
 @helper
 def _end_of(args, token):
-    """Return the last position that a token could see: its own; with the mask NON_CAUSAL that of its sequence."""
+    """Return the last position that a token could see: its own; with the mask NON_CAUSAL that of its sequence, with
+    SYMMETRIC that within the window."""
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    if arg(args, _MASK) == NON_CAUSAL:
+    mask = arg(args, _MASK)
+    position = integer(positions, token)
+    if mask in (NON_CAUSAL, SYMMETRIC):
         for t in range(batch_word(args, N_TOKENS) - 1, token, -1):
             if integer(sequences, t) == integer(sequences, token):
-                return integer(positions, t)
-    return integer(positions, token)
+                last = integer(positions, t)
+                return min(last, position + arg(args, _WINDOW) // 2) if mask == SYMMETRIC else last
+    return position
 
 
 @helper
@@ -217,6 +227,8 @@ def _set_rows(args, begin, end, head, heads, rows, me):
     mask = arg(args, _MASK)
     window = arg(args, _WINDOW)
     n_head = arg(args, _N_HEAD)
+    biases, stride = arg(args, _BIASES), 2 * batch_word(args, N_CTX) + BLOCK
+    center = batch_word(args, N_CTX) - 1
     for r in range(rows):
         row, token = me + 64 * r, begin + r // heads
         valid = token < end
@@ -229,6 +241,9 @@ def _set_rows(args, begin, end, head, heads, rows, me):
         store(row, M, NONE)
         store(row, L, types.float32(0))
         store(row, SLOPE, _slope(farg(args, _ALIBI), head + r % heads, n_head))
+        store(
+            row, BIAS, types.int64(0) if biases == 0 else biases + 4 * (stride * (head + r % heads) + center - position)
+        )
 
 
 @helper
@@ -385,7 +400,7 @@ def _attend_tiles(args, kv_head, b0, b1, rows, me):
     k_type = arg(args, _K_TYPE)
     k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
-    is_capped, last = softcap > 0 or farg(args, _ALIBI) > 0, _last_seen(me, rows)
+    is_bent, last = softcap > 0 or farg(args, _ALIBI) > 0 or arg(args, _BIASES) != 0, _last_seen(me, rows)
     for block in range(b0, b1):
         start = block * BLOCK
         keys = min(BLOCK, last + 1 - start)
@@ -394,7 +409,7 @@ def _attend_tiles(args, kv_head, b0, b1, rows, me):
         k_source, v_source = k_rows + kv_head * bytes_of(k_type, n), v_rows + kv_head * bytes_of(v_type, nv)
         transpose_keys(k_source, k_bytes, k_type, keys, n, me + SIXTEEN, me + keys_at(k))
         read_rows(v_source, v_bytes, v_type, keys, nv, COLUMNS, me + values_at(k))
-        many_scores(me, rows, k, n, Scoring(start, scale, softcap, is_capped))
+        many_scores(me, rows, k, n, Scoring(start, scale, softcap, is_bent))
         many_values(me, rows, k, v, start)
 
 
@@ -409,7 +424,7 @@ def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
     k_type = arg(args, _K_TYPE)
     k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
-    is_capped, last = softcap > 0 or farg(args, _ALIBI) > 0, _last_seen(me, rows)
+    is_bent, last = softcap > 0 or farg(args, _ALIBI) > 0 or arg(args, _BIASES) != 0, _last_seen(me, rows)
     k_head, k_direct = bytes_of(k_type, n), k_type != Q8_0 and n % 16 == 0
     for block in range(b0, b1):
         start = block * BLOCK
@@ -430,7 +445,7 @@ def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
                 kind = F32
             fetch = k_head if k_direct else 0
             rows_of_keys = Source(source, stride, kind, after, fetch)
-            few_scores(me, head * rows, rows, k, rows_of_keys, Scoring(start, scale, softcap, is_capped))
+            few_scores(me, head * rows, rows, k, rows_of_keys, Scoring(start, scale, softcap, is_bent))
             source = v_at + head * v_head
             stride = v_bytes
             kind = v_type
@@ -458,7 +473,7 @@ def _heads_of_unit(args, rows, heads, work, nth):
 
 @operation(
     "batch q out k_cache v_cache k_type v_type n_head n_head_kv head_k head_v scale:f softcap:f sinks mask window"
-    " alibi:f selected n_selected ratio scratch"
+    " alibi:f biases selected n_selected ratio scratch"
 )
 def attention(args, tid, nth):
     """Causal attention of every token over the cells of its sequence; slots: see the top of this file."""

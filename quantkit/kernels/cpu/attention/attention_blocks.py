@@ -58,12 +58,12 @@ lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
 
 
 class Scoring(NamedTuple):
-    """The transformation of a block's scores; start: its first key; is_capped: whether a softcap or a bias applies."""
+    """The transformation of a block's scores; start: its first key; is_bent: whether a softcap or a bias applies."""
 
     start: Any
     scale: Any
     softcap: Any
-    is_capped: Any
+    is_bent: Any
 
 
 class Source(NamedTuple):
@@ -109,8 +109,8 @@ FACTORS = 64 * TILE
 SCORES = FACTORS + 4 * TILE
 SIXTEEN = SCORES + 4 * TILE * BLOCK
 #: Fields of a row: first and last visible position, head, token; m, l, slope of the bias, sum of the weights in the
-#: last block.
-FIRST, LAST, HEAD, TOKEN, M, L, SLOPE, SUM = range(0, 32, 4)
+#: last block; the address of the bias of key 0, or 0.
+FIRST, LAST, HEAD, TOKEN, M, L, SLOPE, SUM, BIAS = range(0, 36, 4)
 
 
 @inline
@@ -222,13 +222,16 @@ def _mask(s, key, first, end):
 @helper
 def _bend(s, n0, n1, row, start, softcap):
     """Cap scores and add the bias by distance."""
-    slope, last = load(types.float32, row, SLOPE), field(row, LAST)
+    slope, last, biases = load(types.float32, row, SLOPE), field(row, LAST), load(types.int64, row, BIAS)
     for v in range(n0, n1):
         x = load(f32x16, s, 64 * v)
         if softcap > 0:
             x = tanh(x / softcap) * softcap
         distance = convert(f32x16, lanes() + types.int32(start + 16 * v - last))
-        store(s, 64 * v, x + distance * slope)
+        x = x + distance * slope
+        if biases != 0:
+            x = x + load(f32x16, biases, 4 * (start + 16 * v))
+        store(s, 64 * v, x)
 
 
 @helper
@@ -238,11 +241,11 @@ def _softmax(rows_at, factors, scores, n0, n1, scoring):
     for r in range(ROWS):
         row, s = rows_at + 64 * r, scores + 4 * BLOCK * r
         first, end = field(row, FIRST) - start, field(row, LAST) - start + 1
-        if scoring.is_capped:
+        if scoring.is_bent:
             for v in range(n0, n1):
                 store(s, 64 * v, load(f32x16, s, 64 * v) * scoring.scale)
             _bend(s, n0, n1, row, start, scoring.softcap)
-        factor = types.float32(1) if scoring.is_capped else scoring.scale
+        factor = types.float32(1) if scoring.is_bent else scoring.scale
         largest = splat(f32x16, load(types.float32, row, M))
         for v in range(n0, n1):
             x = load(f32x16, s, 64 * v) * factor

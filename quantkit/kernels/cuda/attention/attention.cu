@@ -17,9 +17,10 @@
 #include "core/last_block.cuh"
 
 // q: [rows][n_head][HEAD_K], out: [rows][n_head][HEAD_V]; v_cache 0: the values are the first columns of the keys;
-// sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: if splits > 1, see attention.py; selected:
-// [rows][n_selected], if SELECTED; ratio: 0, or the number of positions per block if `selected` numbers the cells of a
-// window followed by blocks (blocks.cu).
+// sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED, SYMMETRIC with window; biases: [n_head][2 * n_ctx + BIAS_PADDING],
+// if BIASED, column n_ctx - 1 + d for the key d positions after the token; scratch: if splits > 1, see attention.py;
+// selected: [rows][n_selected], if SELECTED; ratio: 0, or the number of positions per block if `selected` numbers the
+// cells of a window followed by blocks (blocks.cu).
 struct attention_args {
     const Batch* batch;
     int64_t rows;
@@ -31,6 +32,7 @@ struct attention_args {
     const float* sinks;
     int64_t mask, window;
     double alibi;
+    const float* biases;
     int64_t splits;
     float* scratch;
     const int32_t* selected;

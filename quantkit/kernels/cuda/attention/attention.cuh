@@ -11,14 +11,19 @@
 #ifndef SELECTED
 #define SELECTED 0
 #endif
+#ifndef BIASED
+#define BIASED 0
+#endif
 
 #define CAUSAL 0
 #define SLIDING 1
 #define CHUNKED 2
 #define WHOLE 3
+#define SYMMETRIC 4
 
 #define NONE -3.0e38f  // the largest score if there are no keys: finite, so that differences are never NaN
 #define NO_SEQUENCE 0x7fffffff
+#define BIAS_PADDING 64  // columns of a.biases after the last distance
 
 INLINE int warp_smallest(int v) {
     for (int d = 16; d; d >>= 1) v = min(v, __shfl_xor_sync(FULL, v, d));
@@ -30,11 +35,12 @@ INLINE int first_visible(const attention_args& a, int position) {
     const int window = (int)a.window;
     if (a.mask == SLIDING) return max(position - window + 1, 0);
     if (a.mask == CHUNKED) return position / window * window;
+    if (a.mask == SYMMETRIC) return max(position - window / 2, 0);
     return 0;
 }
 
 // The number of the last key visible to a token: its position, or the number of selected keys; with WHOLE that of the
-// last token of its sequence.
+// last token of its sequence, with SYMMETRIC that within the window.
 INLINE int last_visible(const attention_args& a, int token) {
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
     if (SELECTED) {
@@ -42,16 +48,20 @@ INLINE int last_visible(const attention_args& a, int token) {
         return (a.ratio ? min(end, window) + min(end / (int)a.ratio, n - window) : min(end, n)) - 1;
     }
     int last = token;
-    if (a.mask == WHOLE)
+    if (a.mask == WHOLE || a.mask == SYMMETRIC)
         for (last = (int)a.rows - 1; sequences[last] != sequences[token];) last--;
-    return positions[last];
+    return a.mask == SYMMETRIC ? min(positions[last], positions[token] + (int)a.window / 2) : positions[last];
 }
 
-// A row of q: its number (token * n_head + head; -1: none) and the range of keys visible to it.
+// A row of q: its number (token * n_head + head; -1: none) and the range of keys visible to it; if BIASED, the bias of
+// key 0, before those of the others.
 struct Row {
     int64_t number;
     int sequence, first, last;
     float slope;
+#if BIASED
+    const float* biases;
+#endif
 };
 
 // ALiBi's slope of a head (Press et al. 2022): powers of 2^-(largest / n), n a power of two.
@@ -65,11 +75,20 @@ INLINE float slope_of(double largest, int head, int n_head) {
 
 INLINE Row row_of(const attention_args& a, int kv_head, int row) {
     const int group = (int)(a.n_head / a.n_head_kv), token = row / group, head = kv_head * group + row % group;
+#if BIASED
+    if (token >= a.rows) return Row{-1, -1, 0, -1, 0.0f, a.biases};
+#else
     if (token >= a.rows) return Row{-1, -1, 0, -1, 0.0f};
+#endif
     const int position = a.batch->positions[token];
     const int sequence = SELECTED ? token : a.batch->sequences[token];
-    return Row{token * a.n_head + head, sequence, first_visible(a, position), last_visible(a, token),
-               slope_of(a.alibi, head, (int)a.n_head)};
+    Row r{token * a.n_head + head, sequence, first_visible(a, position), last_visible(a, token),
+          slope_of(a.alibi, head, (int)a.n_head)};
+#if BIASED
+    const int64_t n_ctx = a.batch->n_ctx;
+    r.biases = a.biases + head * (2 * n_ctx + BIAS_PADDING) + n_ctx - 1 - position;
+#endif
+    return r;
 }
 
 // The keys visible to a block's rows of one sequence.
@@ -124,7 +143,7 @@ INLINE Row in_range(Row row, const Range& range) {
 }
 
 // Whether scores are capped, or biased by distance.
-INLINE bool is_bent(const attention_args& a) { return a.softcap > 0 || a.alibi > 0; }
+INLINE bool is_bent(const attention_args& a) { return BIASED || a.softcap > 0 || a.alibi > 0; }
 
 // Scores are exponents of 2, which makes a weight one instruction: e^s = 2^(s log2 e). Products are multiplied by
 // scale_of; with a cap or bias, `bend` applies log2 e.
@@ -133,6 +152,9 @@ INLINE float scale_of(const attention_args& a) { return (float)(is_bent(a) ? a.s
 
 INLINE float bend(const attention_args& a, const Row& row, int key, float s) {
     if (a.softcap > 0) s = tanhf(s * (1.0f / (float)a.softcap)) * (float)a.softcap;
+#if BIASED
+    if (key >= row.first && key <= row.last) s += row.biases[key];
+#endif
     return (s + row.slope * (float)(key - row.last)) * (float)LOG2_E;
 }
 

@@ -53,7 +53,8 @@ class _Algorithm:
 class AttentionLayer:
     """Heads of a layer and its cache, of n_ctx cells a sequence; kind: f32, f16 or q8_0.
 
-    mla: the cache has no values. selected: number of keys visible to a token (0: all).
+    mla: the cache has no values. selected: number of keys visible to a token (0: all). biased: scores have biases by
+    distance.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class AttentionLayer:
     n_ctx: int
     mla: bool = False
     selected: int = 0
+    biased: bool = False
 
 
 @cache
@@ -88,6 +90,7 @@ def attention(
         splits = max(1, min(SPLITS, MULTIPROCESSORS * block.at_once // tiles, -(-cells // 64)))
     bound = block.kernel.bind(CACHE=TYPES.index(layer.kind), HEAD_K=layer.head_k, HEAD_V=head_v)
     bound = bound.bind(SELECTED=1) if layer.selected else bound
+    bound = bound.bind(BIASED=1) if layer.biased else bound
     attend = Shape(bound, (tiles, splits, 1), block.shared)
     if splits == 1:
         return Attention(attend, 1, 0, None)

@@ -20,6 +20,7 @@ from quantkit.model.backends import slots
 from quantkit.model.backends.arena import BufferOffset, Slot
 from quantkit.model.backends.cpu import observe
 from quantkit.model.backends.cpu.lowering import CPULowering, rows
+from quantkit.model.backends.distance_bias import has_table
 from quantkit.model.backends.lowering import LINE, expert_bytes_of, row_bytes_of
 from quantkit.model.ops import Matrix, Op, OpTable, Value
 from quantkit.units import round_up
@@ -372,7 +373,7 @@ def _lightning_indexer(b: CPULowering, op: ops.LightningIndexer) -> None:
 def _attention(b: CPULowering, op: ops.Attention) -> None:
     keys, values, kind = b.cache(op.cache)
     numbers = {name: getattr(op, name) for name in ("n_head", "n_head_kv", "head_k", "head_v", "window")}
-    floats = {name: getattr(op, name) for name in ("scale", "softcap", "alibi")}
+    floats = {"scale": op.scale, "softcap": op.softcap, "alibi": 0.0 if has_table(op) else op.alibi}
     b.emit(
         attention.attention,
         q=b.buffer(op.q),
@@ -383,6 +384,7 @@ def _attention(b: CPULowering, op: ops.Attention) -> None:
         v_type=kind,
         sinks=b.vector(op.sinks),
         mask=MASKS.index(op.mask),
+        biases=b.distance_biases(op),
         selected=0 if op.selected is None else b.buffer(op.selected),
         n_selected=0 if op.selected is None else op.selected.width,
         ratio=0 if op.selected is None else op.cache.ratio,

@@ -18,6 +18,7 @@ from quantkit.model.backends.cuda import lower_fused, observe, products
 from quantkit.model.backends.cuda.fuse.formats import AttentionWithFormat
 from quantkit.model.backends.cuda.lowering import CUDALowering, Rows
 from quantkit.model.backends.cuda.products import emit_glu
+from quantkit.model.backends.distance_bias import has_table
 from quantkit.model.backends.lowering import row_bytes_of
 from quantkit.model.ops import Op, OpTable, Value
 
@@ -259,7 +260,7 @@ def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int 
     keys, values, kind = b.cache(op.cache)
     selected = 0 if op.selected is None else op.selected.width
     sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-    layer = attention.AttentionLayer(kind, *sizes, b.limits.n_ctx, not op.cache.v_width, selected)
+    layer = attention.AttentionLayer(kind, *sizes, b.limits.n_ctx, not op.cache.v_width, selected, has_table(op))
     choose_kernel = partial(attention.attention, layer, capability=b.device.capability)
     n_ubatch = b.limits.n_ubatch
     scratch = b.scratch(attention.most_scratch(layer, n_ubatch, b.device.capability))
@@ -276,7 +277,8 @@ def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int 
         softcap=op.softcap,
         mask=MASKS.index(op.mask),
         window=op.window,
-        alibi=op.alibi,
+        alibi=0.0 if has_table(op) else op.alibi,
+        biases=b.distance_biases(op),
         selected=0 if op.selected is None else b.buffer(op.selected),
         n_selected=selected,
         ratio=op.cache.ratio if selected else 0,
