@@ -21,7 +21,7 @@ from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS, MMPROJ, NAT
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, convert_mmproj
 from quantkit.errors import QuantkitError, TypeNotSupported
-from quantkit.export import ExportOptions, export, exported_encoders, plan_export
+from quantkit.export import ExportOptions, export, exported_encoders, plan_export, run_export
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.safetensors import read_checkpoint
 
@@ -239,6 +239,21 @@ def test_another_class_of_the_same_files(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["model_type"], config["vision_config"]["model_type"]) == ("smolvlm", "smolvlm_vision")
     assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+@pytest.mark.parametrize(("name", "rounded"), [("mm-gemma3-4x", True), ("mm-gemma3", False)])
+def test_a_tensor_in_f16_of_every_file_is_named_if_it_lost_bits(name: str, rounded: bool, tmp_path: Path) -> None:
+    checkpoint, text, mmproj = both_files(name, tmp_path)
+    plan = plan_export(text, tmp_path / "out", ExportOptions(mmproj=mmproj))
+    run_export(plan)
+    before, after = contents(checkpoint), contents(tmp_path / "out")
+    projection = "multi_modal_projector.mm_input_projection_weight"
+    assert any(projection in note and "F16" in note for note in plan.plan.notes) == rounded
+    assert [key for key in before if before[key] != after[key]] == [projection] * rounded
+    values, exported = (
+        (np.frombuffer(x[projection][2], "<u2").astype("<u4") << 16).view("<f4") for x in (before, after)
+    )
+    assert np.array_equal(exported, values.astype(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize(("outtype", "dtypes"), [("f16", {"BF16"}), ("f32", {"BF16"}), ("q8_0", {"BF16"})])
