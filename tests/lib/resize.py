@@ -29,7 +29,7 @@ _FEED_FORWARD_TENSOR = re.compile(
     r"\.(mlp|ffn|feed_forward|fc[0-3]|w[123]|gate_proj|up_proj|down_proj|linear_fc[12]|dense_h_to_4h|dense_4h_to_h|c_fc|c_proj"
     r"|linear[12]|intermediate|output_query|lin[12])\b"
 )
-_LAYERS = re.compile(r"^(\w*_)?(layers|depth)$|num_hidden_layers$")
+_LAYERS = re.compile(r"^(?!num_hash)(\w*_)?(layers|depth)$")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _PATCH = ("patch_size", "spatial_patch_size", "vision_patch_size")
 #: Tensors whose rows or planes count positions, codes or filters.
