@@ -9,7 +9,7 @@ run with 4.57.6 and with 5.18.0 of transformers, checks the checkpoints that eac
 NMSE of the logits of a prompt, weights that differ, and whether the tokenizer gives the same ids. It exits with 1 if a
 model computes something else.
 
-With --mmproj both are the whole models of checkpoints with encoders: every weight must be there and equal. A weight that
+With --mmproj both are the whole models of checkpoints with encoders: every weight must be there and equal. One that
 the BF16 mmproj file has in F16 must be the original rounded to F16. Settings that differ, except those of
 ``_SETTINGS``, are printed.
 """

@@ -94,9 +94,7 @@ _SO400M: Json = {
 }
 
 
-def _qwen3_vl(
-    sizes: tuple[int, int, int, int, int, int], vision: tuple[int, int, int], deepstack: list[int]
-) -> Sizes:
+def _qwen3_vl(sizes: tuple[int, int, int, int, int, int], vision: tuple[int, int, int], deepstack: list[int]) -> Sizes:
     hidden, feed_forward, heads, keys, head, layers = sizes
     width, inner, depth = vision
     visual: Rules = [
@@ -349,9 +347,7 @@ _GEMMA_4 = Sizes(
     layer_of=lambda prefix, number, n: int(number % 6 == 5) if "language" in prefix else min(number, n - 1),
 )
 PUBLISHED: dict[str, Sizes] = {
-    "qwen3-vl-2b": replace(
-        _qwen3_vl((2048, 6144, 16, 8, 128, 28), (1024, 4096, 24), [5, 11, 17]), drop=r"^lm_head"
-    ),
+    "qwen3-vl-2b": replace(_qwen3_vl((2048, 6144, 16, 8, 128, 28), (1024, 4096, 24), [5, 11, 17]), drop=r"^lm_head"),
     "qwen3-vl-8b": _qwen3_vl((4096, 12288, 32, 8, 128, 36), (1152, 4304, 27), [8, 16, 24]),
     "qwen3-vl-32b": _qwen3_vl((5120, 25600, 64, 8, 128, 64), (1152, 4304, 27), [8, 16, 24]),
     "gemma-3-4b": _gemma3((2560, 10240, 8, 4, 256, 34)),
@@ -412,7 +408,10 @@ def _with_layers(
 
 def _merged(a: Json, b: Json) -> Json:
     """Return settings with changes, also to nested ones."""
-    return a | {key: _merged(a[key], x) if isinstance(x, dict) and key in a and key != "per_layer_config" else x for key, x in b.items()}
+    return a | {
+        key: _merged(a[key], x) if isinstance(x, dict) and key in a and key != "per_layer_config" else x
+        for key, x in b.items()
+    }
 
 
 def write_published(name: str, out: Path) -> Path:

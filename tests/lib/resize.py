@@ -16,7 +16,9 @@ from typing import Any
 from checkpoints import Description, Json, Shape, expand
 
 #: Parts of a model, by names of tensors and of settings; all else is text.
-_IMAGES = re.compile(r"vis|image|(^|\.)vit(\.|$)|sam_|qwen2_model|mm_projector|multi_modal|projector|siglip|mlp1|merger|aligner")
+_IMAGES = re.compile(
+    r"vis|image|(^|\.)vit(\.|$)|sam_|qwen2_model|mm_projector|multi_modal|projector|siglip|mlp1|merger|aligner"
+)
 _SOUND = re.compile(r"audio|sound|speech|speaker|conformer|whisper|mimi|(^|\.)encoder\.|acoustic")
 _WIDTH = re.compile(r"(^|_)(dim|size|width|rank|d_model|channels)(_|$)|^d_model$")
 _NO_WIDTH = re.compile(
@@ -33,7 +35,9 @@ _LAYERS = re.compile(r"^(?!num_hash)(\w*_)?(layers|depth)$")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _PATCH = ("patch_size", "spatial_patch_size", "vision_patch_size")
 #: Tensors whose rows or planes count positions, codes or filters.
-_TABLE = re.compile(r"pos_emb|position|query|pos_embed|probe|boi|eoi|cls_token|class_embedding|codebook|speech_embeddings")
+_TABLE = re.compile(
+    r"pos_emb|position|query|pos_embed|probe|boi|eoi|cls_token|class_embedding|codebook|speech_embeddings"
+)
 #: A multiple of 16 in a table is one of these for 16.
 _UNITS = (4, 8, 12, 20, 24, 32, 40, 48, 72)
 _FEED_FORWARDS = (16, 40, 72, 88, 104, 160, 200, 269, 320)
@@ -102,16 +106,16 @@ class _Sizes:
         """Change the widths of each part: one unit, and that of feed-forward layers."""
         for part in ("text", "images", "sound"):
             unit, feed_forward = rng.choice(_UNITS), rng.choice(_FEED_FORWARDS)
-            before = {
-                value for _, key, value in self._settings(part) if _FEED_FORWARD.search(key) and value % 16 == 0
-            }
+            before = {value for _, key, value in self._settings(part) if _FEED_FORWARD.search(key) and value % 16 == 0}
             only = before if rng.random() < 0.7 else set()
             for container, key, value in self._settings(part):
                 if _FEED_FORWARD.search(key) and value in only:
                     container[key] = value // 32 * feed_forward
                 elif _WIDTH.search(key) and not _NO_WIDTH.search(key):
                     container[key] = _scaled(value, unit)
-            self._each_shape(part, lambda name, shape, u=unit, f=feed_forward, o=only: self._widened(name, shape, u, f, o))
+            self._each_shape(
+                part, lambda name, shape, u=unit, f=feed_forward, o=only: self._widened(name, shape, u, f, o)
+            )
 
     def _widened(self, name: str, shape: Shape, unit: int, feed_forward: int, before: set[int]) -> Shape:
         if "featurizer" in name:
@@ -211,7 +215,9 @@ class _Sizes:
                 elif int(match[2]) == before - 1:
                     for i in range(before, n):
                         self.tensors[f"{match[1]}{i}{match[3]}"] = self.tensors[name]
-        pattern = re.compile(r"experts\.(gate_up|down|up|gate)|router|\.gate\.(weight|bias|e_score)|e_score|expert_bias")
+        pattern = re.compile(
+            r"experts\.(gate_up|down|up|gate)|router|\.gate\.(weight|bias|e_score)|e_score|expert_bias"
+        )
 
         def rows(name: str, shape: Shape) -> Shape:
             return (n, *shape[1:]) if pattern.search(name) and shape and shape[0] == before else shape
