@@ -28,31 +28,11 @@ _I64 = type_by_name("I64")
 #: Architectures of which llama.cpp b11434 reads the hidden states before each layer (t_layer_inp in src/models/*.cpp),
 #: and those of which it reads the states after the last layer, too. EAGLE-3 reads these as the input of the head.
 HIDDEN_STATES = frozenset(
-    [
-        "bailingmoe3",
-        "deepseek4",
-        "gemma4",
-        "gpt-oss",
-        "hunyuan-dense",
-        "hunyuan_vl",
-        "lfm2",
-        "lfm2moe",
-        "llama",
-        "llama-embed",
-        "mimo2",
-        "minimax-01",
-        "minimax-m2",
-        "muse-glimmer",
-        "nanbeige",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "qwen3",
-        "qwen35",
-        "qwen35moe",
-        "qwen3moe",
-        "qwen3next",
-        "qwen4exp",
-    ]
+    (
+        *("bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama"),
+        *("llama-embed", "mimo2", "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h"),
+        *("nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"),
+    )
 )
 LAST_HIDDEN_STATES = frozenset(("deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"))
 #: The table of a reduced vocabulary: what to add to the number of each of its tokens for that in the target.

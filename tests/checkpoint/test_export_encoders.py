@@ -201,6 +201,15 @@ def clip_keys(path: Path) -> dict[str, bytes]:
         return {key: field.encode() for key, field in file.fields.items() if key.startswith("clip.")}
 
 
+def test_both_files_count_as_the_source(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, text, mmproj = qwen
+    arguments = ["export", text, tmp_path / "out", "--mmproj", mmproj, "--dry-run", "--json"]
+    result = json.loads(CliRunner().invoke(cli, list(map(str, arguments))).stdout)
+    assert result["source"]["files"] == [str(text), str(mmproj)]
+    sizes = [len(data) for path in (text, mmproj) for _, _, data in tensors_of(path).values()]
+    assert result["source"]["bytes"] == sum(sizes)
+
+
 def test_every_class_has_a_checkpoint() -> None:
     assert {name for rows in (CLASSES, TEXTS) for names in rows.values() for name in names} == HF_ENCODERS.keys()
     classes = exported_encoders()
@@ -310,7 +319,7 @@ def copy_with(
         ({"keys": {"clip.vision.strange": True}}, "QK-E305 clip.vision.strange"),
         ({"keys": {"clip.vision.projection_dim": 65}}, "QK-E305 clip.vision.projection_dim"),
         ({"keys": {"clip.vision.patch_size": "x"}}, "QK-E123 clip.vision.patch_size"),
-        ({"keys": {"clip.projector_type": "gemma3"}}, "QK-E304 gemma3"),
+        ({"keys": {"clip.projector_type": "gemma3"}}, "QK-E304 gemma3 qwen2vl"),
         ({"keys": {"general.architecture": "llama", "general.type": "model"}}, "QK-E207"),
     ],
 )
