@@ -25,6 +25,16 @@ from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.types import TensorType, type_by_name
 
 _I64 = type_by_name("I64")
+#: Architectures of which llama.cpp b11434 reads the hidden states before each layer (t_layer_inp in src/models/*.cpp),
+#: and those of which it reads the states after the last layer, too. EAGLE-3 reads these as the input of the head.
+HIDDEN_STATES = frozenset(
+    (
+        *("bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama"),
+        *("llama-embed", "mimo2", "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h"),
+        *("nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"),
+    )
+)
+LAST_HIDDEN_STATES = frozenset(("deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"))
 #: The table of a reduced vocabulary: what to add to the number of each of its tokens for that in the target.
 IDS = "d2t"
 
@@ -40,6 +50,8 @@ class Target:
     raw: Json
     #: Writes the keys of its vocabulary, as for a model of its class.
     write_vocab: Callable[[Vocabulary], None]
+    #: Its architecture in GGUF.
+    arch: str
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor by its name in the files. Raises FormatError if it is absent."""
@@ -139,8 +151,7 @@ def check_target(config: DraftConfig, keys: Keys, shapes: Mapping[str, tuple[int
     ``shapes``: of the tensors of the file, outermost first.
     """
     target, draft_width = config.target.config, config.number("hidden_size")
-    width, count = target.number("hidden_size", "n_embd", "dim"), target.layers
-    layers = keys.fields[f"{keys.arch}.target_layers"].value if f"{keys.arch}.target_layers" in keys.fields else []
+    width, count, layers = target.number("hidden_size", "n_embd", "dim"), target.layers, _layers_read(keys)
     wrong = next((layer for layer in layers if not 0 <= layer <= count), None)
     if wrong is not None:
         raise _mismatch(config, f"reads the hidden state of layer {wrong}, but the target has {count} layers")
@@ -151,6 +162,25 @@ def check_target(config: DraftConfig, keys: Keys, shapes: Mapping[str, tuple[int
         )
     if draft_width != width and "token_embd.weight" not in shapes:
         raise _mismatch(config, f"has {draft_width} values per token and no embeddings, but the target's have {width}")
+
+
+def target_notes(config: DraftConfig, keys: Keys) -> list[str]:
+    """Return a note on a draft that llama.cpp converts and loads, but stops at as soon as it drafts."""
+    arch, count, layers = config.target.arch, config.target.config.layers, _layers_read(keys)
+    if layers and arch not in HIDDEN_STATES:
+        return [f"llama.cpp b11434 reads no hidden states of {arch} models: it stops when it drafts for this target"]
+    if count in layers and keys.arch != "eagle3" and arch not in LAST_HIDDEN_STATES:
+        return [
+            f"the draft reads the output of layer {count - 1}, the last of its target, which llama.cpp b11434 does not "
+            f"provide for {arch} models: it stops when it drafts"
+        ]
+    return []
+
+
+def _layers_read(keys: Keys) -> list[int]:
+    """Return the layers of the target whose inputs a draft reads; their number for the output of the last."""
+    field = keys.fields.get(f"{keys.arch}.target_layers")
+    return [] if field is None else list(field.value)
 
 
 def _mismatch(config: DraftConfig, problem: str) -> FormatError:

@@ -15,7 +15,7 @@ from quantkit.checkpoint import dense_modules
 from quantkit.checkpoint.adapter_model import AdapterConfig
 from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
 from quantkit.checkpoint.config import NATIVE_FILE, Config, read_json
-from quantkit.checkpoint.draft import DraftConfig, Target, check_target
+from quantkit.checkpoint.draft import DraftConfig, Target, check_target, target_notes
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
@@ -185,7 +185,8 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     omission = None if options.kind else dense_modules.omission_of(config, checkpoint.files, row.dense_modules)
     if omission is not None:
         checkpoint.omissions = (*checkpoint.omissions, omission)
-    checkpoint.notes = (*_lossless_note(weights, options), *adapter_notes, *ids)
+    draft_notes = target_notes(config, keys) if isinstance(config, DraftConfig) else []
+    checkpoint.notes = (*_lossless_note(weights, options), *adapter_notes, *ids, *draft_notes)
     return checkpoint
 
 
@@ -221,7 +222,8 @@ def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture
         if target_row.draft:
             raise FormatError(f"{folder}: {target.architecture} is a draft model itself, not a target", "QK-E207")
         raw = read_json(folder / "config.json")
-        return DraftConfig(config, Target(folder, target, raw, target_row.vocab)), row
+        arch = (target_row.dispatch(target) or target_row).arch
+        return DraftConfig(config, Target(folder, target, raw, target_row.vocab, arch)), row
 
 
 def _vocabulary(config: Config, keys: Keys, options: OpenOptions) -> Vocabulary:

@@ -98,7 +98,9 @@ class ExportReport:
         return groups
 
     def _source_bytes(self) -> int:
-        return sum(t.nbytes for t in self.export.opened.model.tensors.values())
+        opened = self.export.opened
+        files = [opened.model] if opened.mmproj is None else [opened.model, opened.mmproj]
+        return sum(t.nbytes for file in files for t in file.tensors.values())
 
     def _totals(self) -> str:
         plan, before = self.export.plan, self._source_bytes()

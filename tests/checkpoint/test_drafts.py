@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -14,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hidden_states import reads_hidden_states
 from refusals import check_refused, refuses
 
 import checkpoints
+import zoo
 from gguf_digests import differences, digests
 from libllama import Libllama
+from quantkit.checkpoint.draft import HIDDEN_STATES, LAST_HIDDEN_STATES
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
@@ -42,6 +46,20 @@ KINDS = {
     "dspark-draft": "DSpark",
     "dspark-deepseek-v4": "DSpark",
 }
+_LAST = r"reads the output of layer \d+, the last of its target"
+#: Drafts of which llama.cpp stops beside their targets: these have no hidden states, or not those after the last layer.
+ABORTS = {
+    **dict.fromkeys(
+        ("dflash", "dflash2", "muse-glimmer-draft", "dspark-draft", "dspark-gemma4", "dspark-qwen3"), [_LAST]
+    ),
+    **dict.fromkeys(("eagle3-speculator", "dflash-mrope", "dspark-speculator"), ["reads no hidden states of qwen3vl"]),
+}
+#: Models of the zoo whose hidden states llama.cpp reads.
+TARGETS = (
+    *("bailingmoe3-moe", "deepseek4-moe", "gemma4-dense", "gpt-oss-moe", "hunyuan_vl-dense", "lfm2-dense"),
+    *("lfm2moe-moe", "llama-dense", "mimo2-moe", "minimax-01-moe", "minimax-m2-moe", "muse-glimmer-dense"),
+    *("nemotron_h-dense", "nemotron_h_moe-moe", "qwen3-dense", "qwen35moe-moe", "qwen3moe-moe", "qwen3next-moe"),
+)
 #: Targets of the tests whose own context llama.cpp cannot create (a division by 0), and others of the same width.
 _STAND_INS = {"deepseek-v4": "maincoder"}
 
@@ -123,6 +141,26 @@ def test_a_draft_loads_beside_its_target(name: str, folder: Path, llama_bin: Pat
     with open_gguf(path) as file:
         mainline, _ = runtimes(file.fields, [(t.name, t.type, t.shape) for t in file.tensors.values()])
     assert (mainline.loads, mainline.draft) == (True, True), mainline.problems
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_target_without_hidden_states_is_noted(name: str, folder: Path, tmp_path: Path) -> None:
+    """llama-speculative-simple of b11434 aborts for these with "layer input tensor is null", and drafts for others."""
+    source, options = options_of(name, folder)
+    notes = [note for note in plan_convert(source, tmp_path, None, options).notes if "llama.cpp b11434" in note]
+    assert [bool(re.search(pattern, *notes)) for pattern in ABORTS.get(name, ())] == [True] * len(notes)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", [*TARGETS, "gemma3-dense", "glm4-dense", "qwen2-dense", "qwen3vl-dense"])
+def test_targets_are_those_of_llama_cpp(name: str, tmp_path: Path, llama_bin: Path) -> None:
+    """The hidden states before the first layer, and after the last."""
+    model = zoo.write_zoo(name, tmp_path / "model.gguf")
+    with open_gguf(model) as file:
+        arch = file.get("general.architecture")
+        last = file.get(f"{arch}.block_count") - (file.get(f"{arch}.nextn_predict_layers") or 0)
+    states = [reads_hidden_states(llama_bin, model, layer) for layer in (0, last)]
+    assert states == [arch in HIDDEN_STATES, arch in LAST_HIDDEN_STATES]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS.items())

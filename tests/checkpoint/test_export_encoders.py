@@ -21,7 +21,7 @@ from quantkit.checkpoint.registry import ARCHITECTURES, HF_ENCODERS, MMPROJ, NAT
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, convert_mmproj
 from quantkit.errors import QuantkitError, TypeNotSupported
-from quantkit.export import ExportOptions, export, exported_encoders, plan_export
+from quantkit.export import ExportOptions, export, exported_encoders, plan_export, run_export
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.safetensors import read_checkpoint
 
@@ -201,6 +201,15 @@ def clip_keys(path: Path) -> dict[str, bytes]:
         return {key: field.encode() for key, field in file.fields.items() if key.startswith("clip.")}
 
 
+def test_both_files_count_as_the_source(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, text, mmproj = qwen
+    arguments = ["export", text, tmp_path / "out", "--mmproj", mmproj, "--dry-run", "--json"]
+    result = json.loads(CliRunner().invoke(cli, list(map(str, arguments))).stdout)
+    assert result["source"]["files"] == [str(text), str(mmproj)]
+    sizes = [len(data) for path in (text, mmproj) for _, _, data in tensors_of(path).values()]
+    assert result["source"]["bytes"] == sum(sizes)
+
+
 def test_every_class_has_a_checkpoint() -> None:
     assert {name for rows in (CLASSES, TEXTS) for names in rows.values() for name in names} == HF_ENCODERS.keys()
     classes = exported_encoders()
@@ -239,6 +248,21 @@ def test_another_class_of_the_same_files(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["model_type"], config["vision_config"]["model_type"]) == ("smolvlm", "smolvlm_vision")
     assert contents(tmp_path / "out") == contents(checkpoint)
+
+
+@pytest.mark.parametrize(("name", "rounded"), [("mm-gemma3-4x", True), ("mm-gemma3", False)])
+def test_a_tensor_in_f16_of_every_file_is_named_if_it_lost_bits(name: str, rounded: bool, tmp_path: Path) -> None:
+    checkpoint, text, mmproj = both_files(name, tmp_path)
+    plan = plan_export(text, tmp_path / "out", ExportOptions(mmproj=mmproj))
+    run_export(plan)
+    before, after = contents(checkpoint), contents(tmp_path / "out")
+    projection = "multi_modal_projector.mm_input_projection_weight"
+    assert any(projection in note and "F16" in note for note in plan.plan.notes) == rounded
+    assert [key for key in before if before[key] != after[key]] == [projection] * rounded
+    values, exported = (
+        (np.frombuffer(x[projection][2], "<u2").astype("<u4") << 16).view("<f4") for x in (before, after)
+    )
+    assert np.array_equal(exported, values.astype(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize(("outtype", "dtypes"), [("f16", {"BF16"}), ("f32", {"BF16"}), ("q8_0", {"BF16"})])
@@ -295,7 +319,7 @@ def copy_with(
         ({"keys": {"clip.vision.strange": True}}, "QK-E305 clip.vision.strange"),
         ({"keys": {"clip.vision.projection_dim": 65}}, "QK-E305 clip.vision.projection_dim"),
         ({"keys": {"clip.vision.patch_size": "x"}}, "QK-E123 clip.vision.patch_size"),
-        ({"keys": {"clip.projector_type": "gemma3"}}, "QK-E304 gemma3"),
+        ({"keys": {"clip.projector_type": "gemma3"}}, "QK-E304 gemma3 qwen2vl"),
         ({"keys": {"general.architecture": "llama", "general.type": "model"}}, "QK-E207"),
     ],
 )

@@ -205,6 +205,10 @@ def find_encoders(mmproj: GGUFFile, text: ModelMetadata, requested: str | None) 
         places = [place for kind in types for place in (f"{kind} {text.arch}", kind)]
         reason = next((f" ({NOT_EXPORTED[place]})" for place in places if place in NOT_EXPORTED), "")
         request = "" if requested is None else f" as {short(requested)}"
+        rows = [(name, row) for name, row in HF_ENCODERS.items() if row.projector in types]
+        archs = sorted({ARCHITECTURES[row.text_class or name].arch for name, row in rows})
+        if archs and text.arch not in archs and not reason:
+            reason = f" (they belong to text models of {', '.join(archs)})"
         raise TypeNotSupported(
             f"{path}: encoders with the projector {', '.join(types) or 'unknown'} beside a text model of "
             f"{short(text.arch)} are not exported{reason}{request}{supported}; without --mmproj the text model is",

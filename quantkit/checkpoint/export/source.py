@@ -27,6 +27,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
 from quantkit.checkpoint.export.tensor_values import EncodedTensor, read_tensors
 from quantkit.checkpoint.export.tokenizer import tokenizer_files
 from quantkit.checkpoint.expressions import (
+    F32,
     PIECE,
     TYPE_BF16,
     TYPE_F16,
@@ -42,7 +43,7 @@ from quantkit.checkpoint.expressions import (
 )
 from quantkit.checkpoint.fusions import split_tensors
 from quantkit.checkpoint.general import SAMPLING
-from quantkit.checkpoint.policy import type_of
+from quantkit.checkpoint.policy import OUTTYPES, type_of
 from quantkit.checkpoint.pooling import pooling_files
 from quantkit.checkpoint.row import Architecture, HfClass
 from quantkit.checkpoint.tensor_names import TensorNames
@@ -234,6 +235,11 @@ def _open(
     for tensor_name, x in sorted(tower.items()):
         origins[tensor_name] = tuple(dict.fromkeys(x.parts()))
         expressions[tensor_name] = _cast_tower(x, target_type)
+    if mmproj is not None and (narrow := _f16_tensors(mmproj, tower)):
+        notes.append(
+            f"{', '.join(narrow)}: F16 in {mmproj.paths[0]}, as in mmproj files of every type: values below 2^-14 have "
+            "fewer bits than in the original"
+        )
     return ExportSource(model, name, dtype, expressions, origins, files, notes + vocabulary_notes, mmproj)
 
 
@@ -373,6 +379,25 @@ def _cast_tower(x: Expression, target_type: TensorType) -> Expression:
     return cast(x, target_type) if quantized or target_type is TYPE_F32 or _is_exact(x, target_type) else x
 
 
+def _f16_tensors(mmproj: GGUFFile, tower: Mapping[str, Expression]) -> list[str]:
+    """Return the tensors with values that an F16 part of a BF16 or F32 mmproj file cannot hold in full."""
+    if mmproj.get("general.file_type") not in (OUTTYPES["bf16"].file_type, OUTTYPES["f32"].file_type):
+        return []
+    smallest = float(np.finfo(np.float16).smallest_normal)
+    return [
+        name
+        for name, x in sorted(tower.items())
+        if any(part.dtype == "F16" for part in x.parts())
+        and any((np.abs(values) < smallest).any() for values in _pieces(x))
+    ]
+
+
+def _pieces(x: Expression) -> Iterator[F32]:
+    """Yield all values of a tensor as float32, a part at a time."""
+    for start in range(0, size_of(x), PIECE):
+        yield read_f32(x, start, min(PIECE, size_of(x) - start))
+
+
 def _keeps_type(x: Expression, as_stored: set[str]) -> bool:
     """Return whether a tensor keeps its type: integers, and floats already in the checkpoint's type."""
     part = next(x.parts(), None)
@@ -386,8 +411,7 @@ def _keeps_type(x: Expression, as_stored: set[str]) -> bool:
 
 def _is_exact(x: Expression, target_type: TensorType) -> bool:
     """Return whether a type holds all values exactly."""
-    for start in range(0, size_of(x), PIECE):
-        values = read_f32(x, start, min(PIECE, size_of(x) - start))
+    for values in _pieces(x):
         data = np.empty(value_bytes(target_type, values.size), np.uint8)
         from_f32(target_type, values, data)
         if not np.array_equal(as_f32(target_type, data), values):
