@@ -59,12 +59,14 @@ def compute_bytes(
     masks = {cache: _mask(shapes, context, cache) for cache in plan.graph.caches}
     rotated = set(_rotated(plan.graph, batch))
     split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
+    last = {op.layer: op for op in plan.order if 0 <= op.layer < batch.n_vectors - 1}
+    stacked = set(last.values())
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split)
+        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split, stacked)
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
@@ -84,15 +86,15 @@ def compute_bytes(
 def _batch(shapes: CacheShapes, h: HParams, context: Context) -> Batch:
     graph = shapes.graph
     heads = {(op.head_k, op.head_v) for op in graph.ops if isinstance(op, ops.Attention)}
-    latent = any(not cache.v_width for cache in graph.caches)
+    is_plain = not shapes.has_cache or any(not cache.v_width for cache in graph.caches)
     return Batch(
         n_tokens=context.n_tokens,
         n_outputs=context.n_outputs,
         n_seqs=context.n_parallel,
         flash_attn=context.flash_attn and h.arch not in WITHOUT_FLASH_ATTENTION,
-        # Latent keys are not rotated (llm_graph_input_attn_k).
-        k_rotation=0 if latent else _k_rotation({k for k, _ in heads}, context.k_type),
-        v_rotation=0 if latent else _v_rotation({v for _, v in heads}, context.v_type),
+        # Latent keys are not rotated (llm_graph_input_attn_k), nor are those without a cache.
+        k_rotation=0 if is_plain else _k_rotation({k for k, _ in heads}, context.k_type),
+        v_rotation=0 if is_plain else _v_rotation({v for _, v in heads}, context.v_type),
         mixed=h.arch not in _UNMIXED,
         n_positions=4 if h.arch in _SECTIONS else 1,
         n_vectors=1 + h.int("n_deepstack_layers", 0),
