@@ -2,8 +2,9 @@
 
     benchmarks/bench_files.py
 
-The model is in the page cache. quantkit flushes its outputs to disk before they get their names; of the other programs
-only cp is followed by a sync. "same bytes": the outputs of both are compared, "-" where there is nothing to compare.
+The model is in the page cache. quantkit flushes its outputs to the disk before they get their names, the other programs
+do not: "other and sync" adds the time of `sync FILE..` on their outputs. "same bytes": the outputs of both are
+compared, "-" where there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -23,6 +24,19 @@ from results import parse_options, record_output
 Command = Sequence[str | Path]
 
 
+COLUMNS = (
+    "task",
+    "other program",
+    "quantkit, s",
+    "other, s",
+    "other and sync, s",
+    "other / quantkit",
+    "other and sync / quantkit",
+    "same bytes",
+    "peak RSS, MiB",
+)
+
+
 @dataclass(frozen=True)
 class Task:
     """A task: the commands of quantkit and of the other program, and the files that each writes."""
@@ -33,6 +47,13 @@ class Task:
     outputs: tuple[Path, Path] | None = None
     #: Called before each command.
     prepare: Callable[[], object] = lambda: None
+    #: A file that the other program changes, without outputs to compare.
+    changed: Path | None = None
+
+    def sync(self) -> float:
+        """Flush the outputs of the other program to the disk, and return the seconds that it takes."""
+        paths = _files(self.outputs[1]) if self.outputs is not None else [self.changed] if self.changed else []
+        return run(["sync", *paths]).checked("sync").seconds if paths else 0.0
 
     def same_bytes(self) -> str:
         """Compare the outputs of both: files, or folders of files with the same names."""
@@ -95,6 +116,7 @@ def tasks(model: Path, folder: Path, bin_folder: Path, small: Path) -> list[Task
             (quantkit("edit", edited, "--set", "general.file_type=1"), set_metadata),
             None,
             lambda: edited.exists() or shutil.copy(model, edited),
+            edited,
         ),
         Task(
             "split",
@@ -143,10 +165,10 @@ def main() -> None:
         model = make_moe(folder / "model.gguf", "--size", options.size)
         small = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
         print(f"{model.stat().st_size / 2**30:.2f} GiB, median of {options.rounds}; {machine()}\n")
-        print("| task | other program | quantkit, s | other, s | other / quantkit | same bytes | peak RSS, MiB |")
-        print("|---|---|---|---|---|---|---|")
+        print(f"| {' | '.join(COLUMNS)} |")
+        print(f"|{'---|' * len(COLUMNS)}")
         for task in tasks(model, folder, bin_folder, small):
-            seconds: tuple[list[float], list[float]] = ([], [])
+            seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
             rss = 0
             for turn in range(options.rounds + 1):
                 task.prepare()
@@ -155,10 +177,19 @@ def main() -> None:
                     outcome = run(task.commands[program]).checked(task.name)
                     if turn:  # the first round warms up
                         seconds[program].append(outcome.seconds)
-                        rss = max(rss, outcome.peak_rss) if program == 0 else rss
-            time, peer_time = (statistics.median(times) for times in seconds)
-            cells = (f"{time:.2f}", f"{peer_time:.2f}", f"{peer_time / time:.1f}x", task.same_bytes(), f"{rss >> 20}")
-            print(f"| {task.name} | {task.peer} | {' | '.join(cells)} |", flush=True)
+                        if program == 0:
+                            rss = max(rss, outcome.peak_rss)
+                        else:
+                            seconds[2].append(outcome.seconds + task.sync())
+            print(_row(task, [statistics.median(times) for times in seconds], rss), flush=True)
+
+
+def _row(task: Task, seconds: Sequence[float], rss: int) -> str:
+    """Return the row of a task: medians of quantkit, of the other program, and of that with a sync."""
+    time, peer_time, durable_time = seconds
+    cells = (task.name, task.peer, *(f"{x:.2f}" for x in seconds), f"{peer_time / time:.1f}x")
+    cells += (f"{durable_time / time:.1f}x", task.same_bytes(), str(rss >> 20))
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Kill edit, split, join, stitch and prune-experts (SIGKILL) at many moments; compare the files, and resumed output.
 
-    scripts/check_kills.py [MOMENTS]
+    scripts/check_kills.py [MOMENTS] [FOLDER]
 
+In a FOLDER on btrfs or XFS, "edit in a clone" has real clones; elsewhere copies stand in for them.
 tests/verbs/test_kills.py does the same at five moments.
 """
 
@@ -20,8 +21,9 @@ from kills import COMMANDS, check_kills  # noqa: E402
 
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    parent = sys.argv[2] if len(sys.argv) > 2 else None
     for name, command in COMMANDS.items():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
             moments, incomplete = check_kills(command, ROOT / "tests/data/tiny-moe-bf16.gguf", Path(folder), count)
         print(f"{name}: killed at {moments} moments, {incomplete} with work incomplete; all resumed to the same bytes")
 

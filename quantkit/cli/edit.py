@@ -101,8 +101,9 @@ def command(
     """Edit the metadata of a GGUF file.
 
     The file changes in place if the new header fits; otherwise a new file, with
-    the tensor data copied, replaces it. Only the first shard of a split model
-    changes. A key keeps its type.
+    the tensor data copied, replaces it. Where the file system has clones (btrfs,
+    XFS), a changed clone replaces the file instead. Only the first shard of a
+    split model changes. A key keeps its type.
 
     Changes that would stop llama.cpp or ik_llama.cpp from loading the file are
     refused, and so is a chat template that does not render.
@@ -152,7 +153,9 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     if plan.method is Method.NOTHING:
         return [f"{first}: nothing to change"]
     if plan.method is Method.IN_PLACE:
-        line = f"the header of {first}, {size}, in place"
+        line = f"the header of {first}, {size}, in place with a journal"
+    elif plan.method is Method.CLONE:
+        line = f"the header of {first}, {size}, in a clone that replaces the file"
     elif plan.method is Method.REWRITE:
         line = f"{first} whole, {size}: the new header is {_growth(plan)}"
     else:

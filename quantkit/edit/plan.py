@@ -10,6 +10,7 @@ from quantkit.arguments import checked
 from quantkit.edit.changes import Change, Editor
 from quantkit.edit.checks import check_kinds, check_loading, check_templates, token_texts
 from quantkit.errors import RecipeError, ResourceError, TypeNotSupported
+from quantkit.formats.clone import can_clone
 from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, GGUFFile, open_first_shard, parse_split_path, split_path
 from quantkit.formats.gguf.header import Header, check_room
@@ -26,9 +27,13 @@ _BLOCK = 4096
 
 
 class Method(Enum):
-    """The way an edit is written: the header in place, the whole file again, or a copy."""
+    """The way an edit is written.
+
+    CLONE is in place for everyone but the inode: the header of a clone changes, which is then renamed.
+    """
 
     NOTHING = "nothing to do"
+    CLONE = "in a clone"
     IN_PLACE = "in place"
     REWRITE = "written again"
     COPY = "copied"
@@ -107,6 +112,8 @@ def plan_edit(
         _check_editable(Path(source))
         outputs = (resolve_links(sources[0]),)
         method, new = _choose_method(header, fields, bool(changes), reserve)
+        if method is Method.IN_PLACE and can_clone(sources[0]):
+            method = Method.CLONE
     nbytes = 0 if method is Method.NOTHING else len(new)
     if method in (Method.REWRITE, Method.COPY):
         nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from quantkit.arguments import checked
 from quantkit.edit.plan import EditPlan, Method, plan_edit
-from quantkit.errors import ResourceError, os_error_code
-from quantkit.formats.files import check_unchanged
+from quantkit.errors import FormatError, ResourceError, os_error_code
+from quantkit.formats.clone import clone, copy_attributes
+from quantkit.formats.files import check_unchanged, open_input
 from quantkit.formats.gguf.header_journal import replace_header
 from quantkit.formats.outputs import Output, atomic_write
 from quantkit.formats.ranges import copy_range, read_range, write_range
@@ -37,9 +39,10 @@ def edit(
 ) -> EditPlan:
     """Edit the metadata of a GGUF file, in place where the new header fits; tensor data is never decoded.
 
-    Only the first shard of a split model changes. In place, the old header is journaled first and put back, after a
-    crash, by the next command that opens the file. A header that does not fit has the file written again, beside, and
-    renamed; data is shared or copied by the file system where it can.
+    Only the first shard of a split model changes. Where the file system has clones, the header of one changes, which is
+    then renamed. Elsewhere the old header is journaled first and put back, after a crash, by the next command that
+    opens the file. A header that does not fit has the file written again, beside, and renamed; data is shared or copied
+    by the file system where it can.
 
     Args:
         source: a file, or any shard of a split one.
@@ -75,13 +78,43 @@ def run_edit(plan: EditPlan, *, overwrite: bool = False, progress: ProgressCallb
                 return
             counter = ByteCounter(progress, plan.nbytes)
             parts = [stack.enter_context(atomic_write(path)) for path in paths]
+            if plan.method is Method.CLONE:
+                _write_clone(plan, parts[0])
+                counter.add(plan.nbytes)
+                return
             for i, (source, part) in enumerate(zip(plan.sources, parts, strict=False)):
                 header = plan.header if i == 0 else b""
                 _write(_Copy(source, part, header, len(plan.present) if i == 0 else 0), counter.add)
-                shutil.copymode(source, part)
+                _copy_attributes(source, part, of_owner=plan.method is Method.REWRITE)
             check_unchanged(plan.sources)
+            if plan.method is Method.REWRITE:
+                _check_name(plan)
         except OSError as e:
             raise ResourceError(f"{paths[0]}: {e.strerror or e}; nothing was changed", os_error_code(e)) from None
+
+
+def _write_clone(plan: EditPlan, part: Path) -> None:
+    """Write the new header into a clone of the first shard. Raises FormatError, OSError."""
+    source = plan.sources[0]
+    clone(source, part)
+    write_range(part, np.frombuffer(plan.header, np.uint8), 0)
+    check_unchanged([source])
+    _check_name(plan)
+
+
+def _check_name(plan: EditPlan) -> None:
+    """Raise FormatError if another file has the name of the first shard since the plan. Raises OSError."""
+    with open_input(plan.sources[0]) as fd:
+        if not os.path.samestat(os.fstat(fd), os.stat(plan.outputs[0])):
+            raise FormatError(f"{plan.outputs[0]}: the file was replaced meanwhile; start over", "QK-E109")
+
+
+def _copy_attributes(source: Path, part: Path, *, of_owner: bool) -> None:
+    """Give a written file the permissions of its source; also the rest of its attributes where this user may."""
+    shutil.copymode(source, part)
+    if of_owner:
+        with open_input(source) as fd, open(part, "rb+") as file, suppress(OSError):
+            copy_attributes(fd, file.fileno())
 
 
 class _Copy(NamedTuple):

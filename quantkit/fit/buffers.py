@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from quantkit.fit.allocator import Tensor, buffer_size
-from quantkit.fit.caches import CacheShapes, Context, has_cache
+from quantkit.fit.caches import CacheShapes, Context
 from quantkit.fit.nodes import Batch, BlockIndexer, Mask, Nodes, emit, in_ggml_order
 from quantkit.model import ops
 from quantkit.model.hparams import HParams
@@ -55,16 +55,18 @@ def compute_bytes(
     memory whose operations are computed on a GPU, which therefore copies them. pipeline: batches overlap on several
     GPUs.
     """
-    batch = _batch(plan.graph, h, context)
+    batch = _batch(shapes, h, context)
     masks = {cache: _mask(shapes, context, cache) for cache in plan.graph.caches}
     rotated = set(_rotated(plan.graph, batch))
     split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
+    last = {op.layer: op for op in plan.order if 0 <= op.layer < batch.n_vectors - 1}
+    stacked = set(last.values())
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split)
+        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split, stacked)
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
@@ -81,21 +83,22 @@ def compute_bytes(
     return sizes
 
 
-def _batch(graph: Graph, h: HParams, context: Context) -> Batch:
+def _batch(shapes: CacheShapes, h: HParams, context: Context) -> Batch:
+    graph = shapes.graph
     heads = {(op.head_k, op.head_v) for op in graph.ops if isinstance(op, ops.Attention)}
-    latent = any(not cache.v_width for cache in graph.caches)
+    is_plain = not shapes.has_cache or any(not cache.v_width for cache in graph.caches)
     return Batch(
         n_tokens=context.n_tokens,
         n_outputs=context.n_outputs,
         n_seqs=context.n_parallel,
         flash_attn=context.flash_attn and h.arch not in WITHOUT_FLASH_ATTENTION,
-        # Latent keys are not rotated (llm_graph_input_attn_k).
-        k_rotation=0 if latent else _k_rotation({k for k, _ in heads}, context.k_type),
-        v_rotation=0 if latent else _v_rotation({v for _, v in heads}, context.v_type),
+        # Latent keys are not rotated (llm_graph_input_attn_k), nor are those without a cache.
+        k_rotation=0 if is_plain else _k_rotation({k for k, _ in heads}, context.k_type),
+        v_rotation=0 if is_plain else _v_rotation({v for _, v in heads}, context.v_type),
         mixed=h.arch not in _UNMIXED,
         n_positions=4 if h.arch in _SECTIONS else 1,
         n_vectors=1 + h.int("n_deepstack_layers", 0),
-        no_cache=not has_cache(graph),
+        no_cache=not shapes.has_cache,
         block_indexer=_block_indexer(h, context),
     )
 
@@ -125,7 +128,7 @@ def _mask(shapes: CacheShapes, context: Context, cache: ops.Cache) -> Mask:
     if cache.ratio:
         blocks = -(-context.cells // cache.ratio)
         cells = blocks if not cache.positions else cells + blocks
-    if not has_cache(shapes.graph):
+    if not shapes.has_cache:
         cells = context.n_tokens
     kind = "indexer" if cache.name.endswith("_indexer") else "window" if shapes.windows.get(cache) else "full"
     return Mask(cells, context.n_stream, kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from quantkit.model import ops
 from quantkit.model.hparams import HParams
@@ -93,6 +94,11 @@ class CacheShapes:
     windows: Mapping[Cache, int] = field(default_factory=dict)
     layer_of_state: Mapping[str, int] = field(default_factory=dict)
 
+    @cached_property
+    def has_cache(self) -> bool:
+        """Whether llama.cpp keeps a context; diffusion models attend to the batch alone."""
+        return not any(isinstance(op, ops.Attention) and op.mask == "whole" for op in self.graph.ops)
+
     @property
     def widest_v(self) -> int:
         return max((cache.v_width for cache in self.graph.caches), default=0)
@@ -129,14 +135,9 @@ def cache_shapes(graph: Graph, h: HParams) -> CacheShapes:
     return CacheShapes(graph, h.arch, h.n_layer, indexers, layers, windows, states)
 
 
-def has_cache(graph: Graph) -> bool:
-    """Return whether llama.cpp keeps a context; diffusion models attend to the batch alone."""
-    return not any(isinstance(op, ops.Attention) and op.mask == "whole" for op in graph.ops)
-
-
 def layer_memory(shapes: CacheShapes, context: Context) -> list[LayerMemory]:
     """Return the memory of each layer and kind."""
-    if not has_cache(shapes.graph):
+    if not shapes.has_cache:
         return []
     return [*_caches(shapes, context), *_states(shapes, context)]
 

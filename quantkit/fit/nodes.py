@@ -64,7 +64,8 @@ class Batch:
     mixed: bool = True
     #: Positions per token: 4 with sections of rope.
     n_positions: int = 1
-    #: Widths of the vectors that may take the place of embeddings, in embeddings (qwen3vl: those of its deep stack).
+    #: Widths of the vectors that may take the place of embeddings, in embeddings: one more for each layer of a deep
+    #: stack, whose part is added to the output of the layer (qwen3vl).
     n_vectors: int = 1
     #: There is no cache: tokens attend to those of the batch.
     no_cache: bool = False
@@ -81,6 +82,7 @@ class Nodes:
         widest_v: int,
         rotated: Collection[Value] = (),
         split: Collection[Value] = (),
+        stacked: Collection[Op] = (),
     ) -> None:
         self.batch = batch
         self.masks = masks
@@ -89,6 +91,9 @@ class Nodes:
         self.rotated = rotated
         #: Values of which columns are read, not whole rows.
         self.split = split
+        #: The last operations of the layers of a deep stack, and the embeddings with all its parts.
+        self.stacked = stacked
+        self.deep_stack: Tensor | None = None
         #: Ropes of the last columns of these, which are rotated when they are read.
         self.unrotated: dict[Value, ops.Rope] = {}
         self.inputs: list[Tensor] = []
@@ -211,11 +216,21 @@ def emit(nodes: Nodes, ops_of_device: Iterable[Op], copies: Sequence[Tensor] = (
             sources = nodes.sources(op)
             for value in op.outputs():
                 nodes.out(value, *sources)
+        if op in nodes.stacked:
+            _add_stack(nodes, op)
         for value in op.outputs():
             if value in nodes.rotated:
                 nodes.out(value, nodes.tensor(value))
     if copies:
         nodes.node(0, *copies)
+
+
+def _add_stack(nodes: Nodes, op: Op) -> None:
+    """Add a layer's part of the deep stack to its output."""
+    (out,) = op.outputs()
+    if nodes.deep_stack is None:
+        nodes.deep_stack = nodes.input(F32 * out.width * nodes.batch.n_vectors * nodes.batch.n_tokens)
+    nodes.out(out, nodes.tensor(out), nodes.view(nodes.deep_stack), in_place=True)
 
 
 def _embedding_inputs(nodes: Nodes, out: Value) -> None:
@@ -230,6 +245,7 @@ def _embedding_inputs(nodes: Nodes, out: Value) -> None:
     nodes.out(out, ids)
     if nodes.batch.n_vectors > 1:
         padded = nodes.node(width * n, nodes.tensor(out))
+        nodes.deep_stack = padded
         nodes.tensors[out] = nodes.view(padded, nodes.shape(out))
     if nodes.batch.mixed:
         rows = nodes.node(F32 * out.width * n, mixed_ids)
@@ -307,6 +323,21 @@ def _take(nodes: Nodes, op: ops.Take) -> None:
         nodes.out(op.out, nodes.view(x))
         return
     nodes.tensors[op.out] = nodes.view(x, nodes.shape(op.out))
+
+
+@EMIT.register(ops.Mix)
+def _mix(nodes: Nodes, op: ops.Mix) -> None:
+    """Add a mixture of streams: a product with the streams as columns, or copies of one row times weights (gemma3n)."""
+    x, weights, nbytes, shape = nodes.tensor(op.x), nodes.tensor(op.weights), nodes.nbytes(op.out), nodes.shape(op.out)
+    if op.n > 1 and op.base is not op.x:  # hyper-connections
+        nodes.out(op.out, *nodes.sources(op))
+        return
+    if op.n > 1:
+        product = nodes.node(nbytes, nodes.node(nodes.nbytes(op.x), x), weights)
+        mixture = nodes.node(nbytes, product, shape=shape)
+    else:
+        mixture = nodes.like(nodes.node(nbytes, x, shape=shape), weights)
+    nodes.out(op.out, mixture, nodes.tensor(op.base), in_place=True)
 
 
 # ---------------------------------------------------------------- experts
@@ -436,10 +467,13 @@ def _block_attention(nodes: Nodes, op: ops.Attention, indexer: BlockIndexer, q: 
 def _plain_attention(nodes: Nodes, op: ops.Attention, q: Tensor, mask: Tensor) -> Tensor:
     """Add attention without flash attention: the scores of all heads are in memory at once."""
     n_kv = nodes.masks[op.cache].n_kv
-    scores = nodes.node(F32 * n_kv * nodes.rows(op.q) * op.n_head, q)
+    keys = nodes.keys.get(op.cache, [])
+    scores = nodes.node(F32 * n_kv * nodes.rows(op.q) * op.n_head, q, *keys[:1])
     scores = nodes.like(scores, mask)
     values = None
-    if not op.cache.v_width:
+    if nodes.batch.no_cache:
+        values = nodes.node(F32 * op.cache.v_width * nodes.batch.n_tokens, *keys[1:])
+    elif not op.cache.v_width:
         values = nodes.node(F16 * op.head_v * n_kv * nodes.masks[op.cache].n_stream)
     heads = nodes.node(nodes.nbytes(op.out), values, scores)
     return nodes.node(nodes.nbytes(op.out), heads, shape=nodes.shape(op.out))
@@ -516,12 +550,17 @@ def in_ggml_order(graph: Graph) -> list[Op]:
             order[pending.pop()] = None
 
     writes: dict[Cache, list[Op]] = {}
+    for op in graph.ops:  # embeddings are computed first, also those that later layers read (gemma3n)
+        if isinstance(op, ops.Embed) or isinstance(op, ops.Scale) and isinstance(makers.get(op.x), ops.Embed):
+            expand(op)
     for op in graph.ops:
         if isinstance(op, ops.CacheWrite | ops.BlockWrite):
             writes.setdefault(op.cache, []).append(op)
         elif isinstance(op, ops.Attention):
             expand(makers.get(op.q))
             for write in writes.pop(op.cache, ()):
+                if op.mask == "whole" and isinstance(write, ops.CacheWrite):  # without a cache, k comes before v
+                    expand(makers.get(write.k))
                 v = write.v if isinstance(write, ops.CacheWrite) else None
                 expand(None if v is None else makers.get(v))
                 expand(write)

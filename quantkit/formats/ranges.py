@@ -11,7 +11,8 @@ import ctypes
 import errno
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -150,12 +151,29 @@ def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_of
                     end = source_offset + position
                     raise FormatError(f"{source}: ends at byte {end}, within tensor data: truncated", "QK-E103")
                 position += n
+        start_writeback(fd, target_offset, nbytes)
     except OSError as e:
         # Two file systems, or one without the call: the caller has the bytes and can write them.
         if e.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             return False
         raise OSError(e.errno, e.strerror, str(target)) from None
     return True
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the kernel write a range of an open file to the disk, without waiting; do nothing outside Linux.
+
+    The sync at the end then waits for the last ranges only.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        write = 2  # SYNC_FILE_RANGE_WRITE; errors are reported by the sync at the end
+        call(fd, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes), ctypes.c_uint(write))
+
+
+@cache
+def _sync_file_range() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
 def both_ends(path: Path, ranges: Iterable[tuple[int, int]], sample: int) -> Iterator[bytes]:

@@ -32,9 +32,10 @@ from quantkit.fit.layout import Device, Estimator, Layout
 from quantkit.fit.options import MARGIN
 from quantkit.fit.weights import Weights as ModelWeights
 from quantkit.search.allocation import Allocation, DeviceFit
+from quantkit.search.bounds import Bounds
 from quantkit.search.finder import MAX_TANGENTS, Finder
-from quantkit.search.placement import Placement, Rates, model_weights
-from quantkit.search.solve import F64, Answer, Exclusion, Limit, Weights, relaxed_cost
+from quantkit.search.placement import Placement, Rates, TensorTable, model_weights
+from quantkit.search.solve import F64, Answer, Exclusion, Limit, Program, Weights
 from quantkit.units import format_size
 
 #: Default bound of the divergence of --aim speed and balance, in divergences of --aim quality.
@@ -77,6 +78,9 @@ class DeviceFinder:
         self.notes = finder.notes
         options = self.options
         self.rates = Rates(options)
+        self.table = TensorTable(self.space)
+        #: Answers of least divergence by placement, limits and exclusions, which all aims begin with.
+        self._least: dict[tuple[Placement, tuple[float, ...], tuple[Exclusion, ...]], Answer | None] = {}
         self.fit_options = FitOptions(
             ctx=options.ctx,
             ctk=options.ctk,
@@ -151,7 +155,7 @@ class DeviceFinder:
         """The placements of all layouts, several GPUs as one, those with most on the GPUs first."""
         weights, n = self._smallest_weights, self.model.weights.n_layer
         if not self.model.gpus:
-            return [Placement(self.space, Layout(n), self.rates)]
+            return [Placement(self.table, Layout(n), self.rates)]
         rates = self.rates.pooled(self.model.gpus) if len(self.model.gpus) > 1 else self.rates
         layouts = [Layout(n, (n + 1,), 0)]
         if weights.has_experts:
@@ -159,7 +163,7 @@ class DeviceFinder:
         if not weights.has_experts or not self._fits_gpus(layouts[-1]):
             cpu_moe = n if weights.has_experts else 0
             layouts += [Layout(n, (gpu_layers,), cpu_moe) for gpu_layers in range(n, -1, -1)]
-        return [Placement(self.space, layout, rates) for layout in layouts]
+        return [Placement(self.table, layout, rates) for layout in layouts]
 
     def _fits_gpus(self, layout: Layout) -> bool:
         devices = self._pool.with_weights(self._smallest_weights).devices(layout, self.context)
@@ -184,18 +188,18 @@ class DeviceFinder:
         floor = self.finder.kld_floor(max_kld)
         # In quadrature, the floor is far below the divergence; sums of divergences rank layouts better.
         klds = self.finder.klds if self.space.quadrature else floor
-        ranks = []
-        for number, placement in enumerate(self._placements):
+        programs, constants = [], []
+        for placement in self._placements:
             limits = [*self._limits(placement, self._smallest_reserve(placement)), Limit(floor, max_kld)]
-            cost = relaxed_cost(_weighted(goal, klds, placement.seconds), limits)
-            if cost is not None:
-                ranks.append((cost + goal.seconds * placement.fixed_seconds, number))
+            programs.append(Program(_weighted(goal, klds, placement.seconds), limits))
+            constants.append(goal.seconds * placement.fixed_seconds)
         best: FitAnswer | None = None
-        for bound, number in sorted(ranks):
+        tangents = Bounds()
+        for bound, number in Bounds().ascending(programs, constants):
             placement = self._placements[number]
             if best is not None and not self.space.quadrature and bound >= best.value * (1 - _TOLERANCE):
                 break
-            if best is not None and self.space.quadrature and not self._may_improve(placement, goal, best):
+            if best is not None and self.space.quadrature and not self._may_improve(placement, goal, best, tangents):
                 continue
             result = self._solve_placement(placement, goal)
             if result is not None and (best is None or result.value < best.value * (1 - _TOLERANCE)):
@@ -207,7 +211,7 @@ class DeviceFinder:
         """The divergence of the worst answer."""
         return math.fsum(max(choice.kld for choice in group.choices) for group in self.space.choice_groups)
 
-    def _may_improve(self, placement: Placement, goal: Goal, best: FitAnswer) -> bool:
+    def _may_improve(self, placement: Placement, goal: Goal, best: FitAnswer, bounds: Bounds) -> bool:
         """Return whether the relaxation with the tangent of the divergence at the best answer is better than that.
 
         In quadrature, a lower bound is too weak to omit layouts. The tangent is above the divergence, by the square of
@@ -217,12 +221,13 @@ class DeviceFinder:
         limits = self._limits(placement, self._smallest_reserve(placement))
         limits += [] if math.isinf(goal.max_kld) else [finder.kld_limit(goal.max_kld, picks)]
         gradient = finder.kld_gradient(picks)
-        cost = relaxed_cost(_weighted(goal, gradient, placement.seconds), limits)
-        if cost is None:
-            return False
         constant = self.space.kld(picks) - math.fsum(row[i] for row, i in zip(gradient, picks, strict=True))
-        value = cost + goal.kld * constant + goal.seconds * placement.fixed_seconds
-        return value < best.value * (1 - _TOLERANCE)
+        most = best.value * (1 - _TOLERANCE) - goal.kld * constant - goal.seconds * placement.fixed_seconds
+        program = Program(_weighted(goal, gradient, placement.seconds), limits)
+        if bounds.estimate(program) >= most:
+            return False
+        cost = bounds.relaxed(program)
+        return cost is not None and cost < most
 
     # --- one layout ---
 
@@ -230,14 +235,20 @@ class DeviceFinder:
         self, placement: Placement, goal: Goal, exclusions: Sequence[Exclusion] = ()
     ) -> FitAnswer | None:
         """Return the best answer in a layout; None if none fits."""
-        answer = self._solve_limits(placement, goal, exclusions)
-        if answer is None or len(self.model.gpus) < 2 or len(placement.layout.counts) > 1:
+        is_pool = len(placement.layout.counts) < len(self.model.gpus)
+        answer = self._solve_limits(placement, goal, exclusions, exact=not is_pool)
+        if answer is not None and is_pool:
+            # A good answer is enough for a division, unless it fits.
+            layout = self._divide(placement.layout, answer.picks)
+            if self._devices_that_fit(layout, answer.picks) is not None:
+                answer = self._solve_limits(placement, goal, exclusions)
+        if answer is None or not is_pool:
             return None if answer is None else self._fit_answer(answer, goal, placement)
         for _ in range(_ROUNDS):
             layout = self._divide(placement.layout, answer.picks)
             if self._devices_that_fit(layout, answer.picks) is not None:
-                return self._fit_answer(answer, goal, Placement(self.space, layout, self.rates))
-            divided = Placement(self.space, layout, self.rates)
+                return self._fit_answer(answer, goal, Placement(self.table, layout, self.rates))
+            divided = Placement(self.table, layout, self.rates)
             answer = self._solve_limits(divided, goal, exclusions)
             if answer is None:
                 return None
@@ -245,11 +256,13 @@ class DeviceFinder:
                 return self._fit_answer(answer, goal, divided)
         return None
 
-    def _solve_limits(self, placement: Placement, goal: Goal, exclusions: Sequence[Exclusion]) -> Answer | None:
-        """Return the best answer of a placement within the limits, with buffers of its own types."""
+    def _solve_limits(
+        self, placement: Placement, goal: Goal, exclusions: Sequence[Exclusion], *, exact: bool = True
+    ) -> Answer | None:
+        """Return the best answer of a placement within the limits, with buffers of its own types, or a good one."""
         reserve = self._smallest_reserve(placement)
         for _ in range(_ROUNDS):
-            answer = self._solve_goal(placement, self._limits(placement, reserve), goal, exclusions)
+            answer = self._solve_goal(placement, self._limits(placement, reserve), goal, exclusions, exact)
             if answer is None:
                 return None
             own_reserve = self._reserve(placement, self._weights(answer.picks))
@@ -262,24 +275,39 @@ class DeviceFinder:
         return None
 
     def _solve_goal(
-        self, placement: Placement, limits: list[Limit], goal: Goal, exclusions: Sequence[Exclusion]
+        self, placement: Placement, limits: list[Limit], goal: Goal, exclusions: Sequence[Exclusion], exact: bool
     ) -> Answer | None:
-        finder = self.finder
-        answer = finder.solve_least(limits, exclusions)
-        if answer is None or self.space.kld(answer.picks) > goal.max_kld * (1 + _TOLERANCE):
-            return None
-        if not goal.seconds:
+        answer = self._start(placement, limits, goal, exclusions, exact)
+        if answer is None or not goal.seconds:
             return answer
         # The divergence is concave in sums of costs: the optimum for its tangent at an answer is no worse than that.
-        for _ in range(MAX_TANGENTS):
-            costs = _weighted(goal, finder.kld_gradient(answer.picks), placement.seconds)
-            within = [] if math.isinf(goal.max_kld) else [finder.kld_limit(goal.max_kld, answer.picks)]
-            better = finder.solve(costs, [*limits, *within], exclusions)
-            value = self._value(placement, answer.picks, goal)
-            if better is None or self._value(placement, better.picks, goal) >= value * (1 - _TOLERANCE):
-                break
-            answer = better
+        # Good answers lead to the last tangent, of which the optimum is proven.
+        for is_exact in (False, True) if exact else (False,):
+            for _ in range(MAX_TANGENTS):
+                costs = _weighted(goal, self.finder.kld_gradient(answer.picks), placement.seconds)
+                within = [] if math.isinf(goal.max_kld) else [self.finder.kld_limit(goal.max_kld, answer.picks)]
+                better = self.finder.solve(costs, [*limits, *within], exclusions, exact=is_exact)
+                value = self._value(placement, answer.picks, goal)
+                if better is None or self._value(placement, better.picks, goal) >= value * (1 - _TOLERANCE):
+                    break
+                is_close = self.finder.is_close(answer.picks, better.picks)
+                answer = better
+                if is_close:
+                    break
         return answer
+
+    def _start(
+        self, placement: Placement, limits: list[Limit], goal: Goal, exclusions: Sequence[Exclusion], exact: bool
+    ) -> Answer | None:
+        """Return the answer of least divergence, or, for a goal of time, a good one; None beyond the goal's bound."""
+        key = placement, tuple(limit.most for limit in limits), tuple(exclusions)
+        for is_exact in (False, True) if (goal.seconds or not exact) and key not in self._least else (True,):
+            if is_exact and key not in self._least:
+                self._least[key] = self.finder.solve_least(limits, exclusions)
+            answer = self._least[key] if is_exact else self.finder.solve_least(limits, exclusions, exact=False)
+            if answer is None or self.space.kld(answer.picks) <= goal.max_kld * (1 + _TOLERANCE):
+                return answer
+        return None
 
     def _value(self, placement: Placement, picks: Sequence[int], goal: Goal) -> float:
         return goal.kld * self.space.kld(picks) + goal.seconds * placement.total_seconds(picks)
@@ -347,7 +375,7 @@ class DeviceFinder:
 
     def _allocation(self, result: FitAnswer) -> Allocation:
         allocation = self.finder.allocation(result.answer)
-        placement = Placement(self.space, result.layout, self.rates)
+        placement = Placement(self.table, result.layout, self.rates)
         fit = DeviceFit(
             self.context.n_ctx,
             result.layout.gpu_layers,

@@ -20,6 +20,8 @@ _MAX_ROUNDS = 16
 _MIN_DIFFERENCE = 0.05
 #: Tangents of the root of the summed squares of flips; three are nearly always enough.
 MAX_TANGENTS = 8
+#: Relative difference of a tangent from the divergence below which no other tangent is tried.
+_CLOSE = 1e-4
 
 
 class Finder:
@@ -164,23 +166,42 @@ class Finder:
     # --- objectives ---
 
     def solve_least(
-        self, limits: Sequence[Limit], exclusions: Sequence[Exclusion] = (), costs: Sequence[Weights] | None = None
+        self,
+        limits: Sequence[Limit],
+        exclusions: Sequence[Exclusion] = (),
+        costs: Sequence[Weights] | None = None,
+        *,
+        exact: bool = True,
     ) -> Answer | None:
-        """Return the answer of least ``costs``, by default of least predicted divergence.
+        """Return the answer of least ``costs``, by default of least predicted divergence; see ``solve``.
 
         In quadrature, the root of summed squares is not additive, but concave, so nowhere above its tangents: the
-        optimum for the tangent at an answer is no worse than that answer, and its own tangent is next.
+        optimum for the tangent at an answer is no worse than that answer, and its own tangent is next. Good answers
+        lead to the last tangent, of which the optimum is proven.
         """
         if costs is not None or not self.space.quadrature:
-            return self.solve(costs or self._errors, limits, exclusions)
-        answer = self.solve(self.klds, limits, exclusions)
-        for _ in range(MAX_TANGENTS if answer is not None else 0):
-            assert answer is not None
-            better = self.solve(self._tangent_costs(answer.picks), limits, exclusions)
-            if better is None or self.space.kld(better.picks) >= self.space.kld(answer.picks):
-                break
-            answer = better
+            return self.solve(costs or self._errors, limits, exclusions, exact=exact)
+        answer = self.solve(self.klds, limits, exclusions, exact=False)
+        for is_exact in (False, True) if exact else (False,):
+            for _ in range(MAX_TANGENTS if answer is not None else 0):
+                assert answer is not None
+                better = self.solve(self._tangent_costs(answer.picks), limits, exclusions, exact=is_exact)
+                if better is None or self.space.kld(better.picks) >= self.space.kld(answer.picks):
+                    break
+                is_close = self.is_close(answer.picks, better.picks)
+                answer = better
+                if is_close:
+                    break
         return answer
+
+    def is_close(self, picks: Sequence[int], better: Sequence[int]) -> bool:
+        """Return whether the tangent of the divergence at ``picks`` is that at ``better``, except for a ten-thousandth.
+
+        The optimum for the one is then taken for that of the other.
+        """
+        gradient, kld = self.kld_gradient(picks), self.space.kld(better)
+        tangent = self.space.kld(picks) + _sum(gradient, better) - _sum(gradient, picks)
+        return tangent - kld <= _CLOSE * kld
 
     def _flips_root(self, picks: Sequence[int]) -> float:
         """Return the root of the summed squares of flips."""
@@ -223,12 +244,24 @@ class Finder:
         return Limit(self._tangent_costs(picks), most - self._flips_root(picks) / 2)
 
     def solve(
-        self, costs: Sequence[Weights], limits: Sequence[Limit], exclusions: Sequence[Exclusion] = ()
+        self,
+        costs: Sequence[Weights],
+        limits: Sequence[Limit],
+        exclusions: Sequence[Exclusion] = (),
+        *,
+        exact: bool = True,
     ) -> Answer | None:
+        """Return the answer of least cost within limits and those on speed; not ``exact``: a good one, if any."""
         all_limits = [*limits, *self._speed_limits]
         floats = [cost.astype(np.float64) for cost in costs]
+        options = self.options
         return solve(
-            floats, all_limits, exclusions=exclusions, time_limit=self.options.time_limit, gap=self.options.gap
+            floats,
+            all_limits,
+            exclusions=exclusions,
+            time_limit=options.time_limit,
+            gap=options.gap,
+            exact=exact,
         )
 
     def amounts(self, name: str) -> list[Weights]:

@@ -19,13 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import ResourceError
 from quantkit.extras import SEARCH, check_extras
+from quantkit.search.rounding import Exchanges
 
 F64 = npt.NDArray[np.float64]
 #: Weights of the choices of a row; int64 if they are exact.
@@ -77,6 +78,7 @@ def solve(
     exclusions: Sequence[Exclusion] = (),
     time_limit: float = 60.0,
     gap: float = 0.0,
+    exact: bool = True,
 ) -> Answer | None:
     """Return the answer of least cost; None if the limits allow none.
 
@@ -86,17 +88,22 @@ def solve(
         exclusions: excluded answers.
         time_limit: seconds, after which the best answer so far is returned with its gap.
         gap: accepted relative distance from the optimum.
+        exact: False: a good answer near the relaxation is enough, if there is one.
 
     Raises:
         ResourceError: scipy is not installed, or no answer was found within the time.
     """
     check_extras(SEARCH)
-    program, end = _Program(costs, limits, tuple(exclusions)), time.monotonic() + time_limit
+    program, end = Program(costs, limits, tuple(exclusions)), time.monotonic() + time_limit
     for _ in range(_CUTS):
         relaxation = program.relax()
         if relaxation is None:
             return None
-        rounded, columns = program.reduce(*relaxation)
+        rounded = program.round_shares(relaxation)
+        if rounded is not None and not exact:
+            cost = program.cost(rounded)
+            return Answer(rounded, cost, max(0.0, cost - relaxation.bound))
+        columns = program.reduce(relaxation, rounded)
         answer, proven = program.milp(columns, max(end - time.monotonic(), 0.1), gap)
         if answer is not None and not program.allows(answer):
             program.exclude(answer)
@@ -107,27 +114,39 @@ def solve(
             raise ResourceError(f"found no allocation within {time_limit:g} s: raise --time-limit", "QK-E213")
         best = min((picks for picks in (answer, rounded) if picks is not None), key=program.cost)
         cost = program.cost(best)
-        return Answer(best, cost, 0.0 if proven else max(0.0, cost - relaxation[0]))
+        return Answer(best, cost, 0.0 if proven else max(0.0, cost - relaxation.bound))
     raise ResourceError("the solver's results exceed the limits by rounding errors: change the target slightly")
 
 
-def relaxed_cost(costs: Sequence[F64], limits: Sequence[Limit]) -> float | None:
-    """Return the cost of the linear relaxation, a lower bound for all answers; None if the limits allow none.
+def relax(program: Program) -> tuple[float | None, F64 | None]:
+    """Return the cost of the linear relaxation, a lower bound for all answers, and the multipliers of the limits.
 
-    If HiGHS does not decide, which happens near the limits of what is possible, the bound is minus infinity.
+    The cost is None if the limits allow no answer, and minus infinity if HiGHS does not decide, which happens near the
+    limits of what is possible; there are no multipliers then.
     """
     check_extras(SEARCH)
     try:
-        relaxation = _Program(costs, limits, ()).relax()
+        relaxation = program.relax()
     except ResourceError:
-        return -math.inf
-    return None if relaxation is None else relaxation[0]
+        return -math.inf, None
+    if relaxation is None:
+        return None, None
+    return relaxation.bound, relaxation.multipliers * program.limit_scales()
 
 
-class _Program:
+class Relaxation(NamedTuple):
+    """The linear relaxation: a bound, shares and reduced costs of all choices, multipliers of the scaled limits."""
+
+    bound: float
+    shares: F64
+    reduced_costs: F64
+    multipliers: F64
+
+
+class Program:
     """The program, with the choices of all rows in one array: ``row`` of each, ``first`` choice of each row."""
 
-    def __init__(self, costs: Sequence[F64], limits: Sequence[Limit], exclusions: tuple[Exclusion, ...]) -> None:
+    def __init__(self, costs: Sequence[F64], limits: Sequence[Limit], exclusions: tuple[Exclusion, ...] = ()) -> None:
         self.costs, self.limits = costs, limits
         self.exclusions = list(exclusions)
         counts = [len(row) for row in costs]
@@ -148,6 +167,22 @@ class _Program:
         """Exclude one answer."""
         self.exclusions.append(Exclusion(picks))
 
+    def dual(self, multipliers: F64) -> float:
+        """Return the lower bound of the cost by multipliers of the limits, none negative."""
+        costs = self.cost_of.copy()
+        for multiplier, weights in zip(multipliers, self.weights, strict=True):
+            costs += multiplier * weights
+        most = math.fsum(m * limit.most for m, limit in zip(multipliers, self.limits, strict=True))
+        return float(np.minimum.reduceat(costs, self.first[:-1]).sum()) - most
+
+    def limit_scales(self) -> F64:
+        """Return the factors by which ``constraint_rows`` of all choices multiplies the limits."""
+        scales = []
+        for limit, weights in zip(self.limits, self.weights, strict=True):
+            least = np.minimum.reduceat(weights, self.first[:-1])
+            scales.append(_scale_of(limit.most - math.fsum(least), weights - least[self.row]))
+        return np.array(scales)
+
     def constraint_rows(self, columns: npt.NDArray[np.intp]) -> tuple[list[F64], list[float]]:
         """Return the limits and exclusions over the choices ``columns``: coefficients [len(columns)], and upper bounds.
 
@@ -159,7 +194,7 @@ class _Program:
             np.minimum.at(least, self.row[columns], weights[columns])
             above = weights[columns] - least[self.row[columns]]
             remainder = limit.most - math.fsum(least)
-            scale = _SCALE / max(abs(remainder), float(above.max()), 1e-300)
+            scale = _scale_of(remainder, above)
             coefficients.append(above * scale)
             bounds.append(remainder * scale)
         for exclusion in self.exclusions:
@@ -176,8 +211,8 @@ class _Program:
         ones, n = np.ones(len(columns)), len(self.costs)
         return csr_array((ones, (self.row[columns], np.arange(len(columns)))), shape=(n, len(columns)))
 
-    def relax(self) -> tuple[float, F64, F64] | None:
-        """Return bound, shares of all choices and their reduced costs of the linear relaxation; None: infeasible."""
+    def relax(self) -> Relaxation | None:
+        """Return the linear relaxation; None: infeasible."""
         from scipy.optimize import linprog
 
         columns = np.arange(len(self.row))
@@ -199,44 +234,35 @@ class _Program:
         if not result.success:
             raise ResourceError(f"the solver failed: {result.message}")
         reduced_costs = above * scale - result.eqlin.marginals[self.row]
+        multipliers = np.zeros(0)
         if matrix is not None:
             reduced_costs -= matrix.T @ result.ineqlin.marginals
-        return result.fun / scale + math.fsum(self.least), result.x, reduced_costs / scale
+            multipliers = -result.ineqlin.marginals
+        bound = result.fun / scale + math.fsum(self.least)
+        return Relaxation(bound, result.x, reduced_costs / scale, multipliers / scale)
 
-    def reduce(
-        self, bound: float, shares: F64, reduced_costs: F64
-    ) -> tuple[tuple[int, ...] | None, npt.NDArray[np.intp]]:
-        """Return a rounded answer, or None, and the choices that a better one may have."""
-        picks = self.round_shares(shares)
+    def reduce(self, relaxation: Relaxation, picks: tuple[int, ...] | None) -> npt.NDArray[np.intp]:
+        """Return the choices that a better answer than ``picks`` may have."""
         if picks is None:
-            return None, np.arange(len(self.row))
+            return np.arange(len(self.row))
         cost = self.cost(picks)
-        gap = cost - bound + 1e-9 * max(abs(cost), float(self.cost_of.max()))
+        gap = cost - relaxation.bound + 1e-9 * max(abs(cost), float(self.cost_of.max()))
         selected = np.zeros(len(self.row), bool)
         selected[self.first[:-1] + np.array(picks)] = True
-        return picks, np.flatnonzero((reduced_costs <= gap) | selected)
+        return np.flatnonzero((relaxation.reduced_costs <= gap) | selected)
 
-    def round_shares(self, shares: F64) -> tuple[int, ...] | None:
-        """Return an answer near the relaxation: in each row the lightest choice with a share, greedily improved."""
-        picks = []
-        for i in range(len(self.costs)):
-            span = slice(self.first[i], self.first[i + 1])
-            shared = np.flatnonzero(shares[span] > 1e-9)
-            keys = self.weights[0][span] if self.weights else self.costs[i]
-            picks.append(int(shared[keys[shared].argmin()]))
-        if not all(limit.total(picks) <= limit.most for limit in self.limits):
+    def round_shares(self, relaxation: Relaxation) -> tuple[int, ...] | None:
+        """Return a good answer near the relaxation."""
+        columns = np.arange(len(self.row))
+        coefficients, bounds = self.constraint_rows(columns)
+        weights = np.array(coefficients).reshape(len(bounds), len(columns))
+        _, shares, reduced_costs, multipliers = relaxation
+        exchanges = Exchanges(self.cost_of, weights, np.array(bounds), self.row, shares, reduced_costs, multipliers)
+        choices = exchanges.best()
+        if choices is None:
             return None
-        indices = self.first[:-1] + np.array(picks)
-        while True:
-            gain = self.cost_of[indices][self.row] - self.cost_of
-            for limit, weights in zip(self.limits, self.weights, strict=True):
-                gain[weights - weights[indices][self.row] > limit.most - limit.total(picks)] = 0.0
-            best = int(gain.argmax())
-            if gain[best] <= 0.0:
-                break
-            indices[self.row[best]] = best
-            picks[self.row[best]] = int(best - self.first[self.row[best]])
-        return tuple(picks) if self.allows(picks) else None
+        picks = tuple(int(i) for i in choices - self.first[:-1])
+        return picks if self.allows(picks) else None
 
     def milp(self, columns: npt.NDArray[np.intp], seconds: float, gap: float) -> tuple[tuple[int, ...] | None, bool]:
         """Return the best answer of the choices ``columns``, or None, and whether that is proven."""
@@ -258,6 +284,11 @@ class _Program:
             raise ResourceError(f"the solver failed: {result.message}")
         selected = columns[np.rint(result.x) > 0]
         return tuple(int(i) for i in selected - self.first[self.row[selected]]), result.status == 0
+
+
+def _scale_of(remainder: float, above: F64) -> float:
+    """Return the factor of a limit by which its bound and weights, above the least of each row, are at most 1e6."""
+    return _SCALE / max(abs(remainder), float(above.max()), 1e-300)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kills import copy_blocks
 from refusals import check_refused, refuses
 
 from checkpoints import write_checkpoint
@@ -21,6 +23,7 @@ from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert
 from quantkit.edit import EditOptions, Method, ValueText, edit, plan_edit, run_edit
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
+from quantkit.formats import clone
 from quantkit.formats.gguf import Field, ValueType, header_journal, layout_gguf, open_gguf
 from quantkit.formats.gguf.header_journal import journal_path, replace_header
 from quantkit.formats.locks import drop_lock, take_lock
@@ -37,6 +40,16 @@ def model(tiny_moe: Path, tmp_path: Path) -> Path:
     path = tmp_path / "m.gguf"
     edit(tiny_moe, path, reserve=4096)
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_clones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without clones, wherever the tests run."""
+
+    def refuse(source: int, target: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no clones")
+
+    monkeypatch.setattr(clone, "share_blocks", refuse)
 
 
 def tensors_of(path: Path) -> dict[str, bytes]:
@@ -154,6 +167,66 @@ def test_the_first_shard_alone(tiny_moe: Path, tmp_path: Path) -> None:
     shutil.copy(first, folder)
     assert values_of(moved[-1])["general.name"] == "Tiny"
     assert tensors_of(moved[-1]) == tensors_of(tiny_moe)
+
+
+# ---------------------------------------------------------------- in a clone
+
+
+@pytest.fixture
+def clones(no_clones: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system with clones."""
+    monkeypatch.setattr(clone, "share_blocks", copy_blocks)
+
+
+def test_an_edit_in_a_clone_replaces_the_file(model: Path, clones: None) -> None:
+    model.chmod(0o640)
+    os.setxattr(model, "user.origin", b"here")
+    before = model.stat()
+    expected = bytearray(model.read_bytes())
+    plan = plan_edit(model, options=change("Tiny"))
+    expected[: len(plan.header)] = plan.header
+    with open(model, "rb") as reader:
+        run_edit(plan)
+        assert reader.read(len(plan.present)) == plan.present
+    after = model.stat()
+    assert plan.method is Method.CLONE
+    assert plan.nbytes == len(plan.header)
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert after.st_ino != before.st_ino
+    assert os.getxattr(model, "user.origin") == b"here"
+    assert model.read_bytes() == expected
+    assert [path.name for path in model.parent.iterdir()] == [model.name]
+
+
+def test_a_link_leads_to_the_file_that_is_edited_in_a_clone(model: Path, tmp_path: Path, clones: None) -> None:
+    (folder := tmp_path / "links").mkdir()
+    (link := folder / "l.gguf").symlink_to(model)
+    assert edit(link, options=change("Tiny")).method is Method.CLONE
+    assert link.is_symlink()
+    assert values_of(model)["general.name"] == "Tiny"
+
+
+@pytest.mark.parametrize("call", ["fchown", "fchmod", "open"])
+def test_a_clone_that_would_differ_is_not_made(
+    model: Path, clones: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Where this user may not give a file the same owner, or may not write beside it, the edit is in place."""
+    original = getattr(os, call)
+
+    def refuse(path: object, *arguments: int) -> object:
+        if call == "open" and arguments[0] & os.O_TMPFILE != os.O_TMPFILE:
+            return original(path, *arguments)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, call, refuse)
+    assert plan_edit(model, options=change("Tiny")).method is Method.IN_PLACE
+
+
+def test_a_dry_run_leaves_nothing_and_says_how(model: Path, clones: None) -> None:
+    content = model.read_bytes()
+    code, text = run(model, "--name", "Tiny", "--dry-run", "--json")
+    assert (code, json.loads(text)["method"]) == (0, "clone")
+    assert [(path.name, path.read_bytes()) for path in model.parent.iterdir()] == [(model.name, content)]
 
 
 # ---------------------------------------------------------------- crashes and other processes
@@ -388,9 +461,14 @@ def test_a_chat_template_that_fails_is_refused(model: Path, text: str, tmp_path:
     assert values_of(model)["tokenizer.chat_template"] == text
 
 
+@pytest.mark.parametrize("share", [None, copy_blocks])
 @pytest.mark.parametrize("reserve", [None, 1 << 16])
-def test_a_file_that_changes_after_the_plan_keeps_the_change(model: Path, reserve: int | None) -> None:
-    """In place, and where the file would be written again."""
+def test_a_file_that_changes_after_the_plan_keeps_the_change(
+    model: Path, monkeypatch: pytest.MonkeyPatch, reserve: int | None, share: Callable[[int, int], None] | None
+) -> None:
+    """In place, in a clone, and where the file would be written again; also if another file has its name now."""
+    if share is not None:
+        monkeypatch.setattr(clone, "share_blocks", share)
     plan = plan_edit(model, None, EditOptions(name="first"), reserve=reserve)
     edit(model, None, EditOptions(name="second"))
     with refuses(FormatError, "QK-E109"):

@@ -89,6 +89,9 @@ def test_scaled_models_take_what_llama_cpp_allocates(
         ("qwen3next-moe", 0.01),
         ("jamba-moe", 0.01),
         ("minimax-m3-moe", 0.01),
+        ("llada-moe-moe", 0.01),
+        ("qwen3vl-dense", 0.01),
+        ("gemma3n-dense", 0.11),
     ],
 )
 def test_other_memory_takes_what_llama_cpp_allocates(

@@ -26,7 +26,7 @@ from quantkit.fit.layout import Layout
 from quantkit.formats.gguf import open_model
 from quantkit.quantize import QuantizeOptions
 from quantkit.search import SearchOptions, search
-from quantkit.search.placement import Placement, Rates, model_weights
+from quantkit.search.placement import Placement, Rates, TensorTable, model_weights
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity
 from zoo import write_hollow_zoo
@@ -75,7 +75,8 @@ def all_rows(space: Space) -> Iterator[Row]:
     n, has_experts = model.weights.n_layer, model.weights.has_experts
     layouts = [Layout(n, (n + 1,), k) for k in range(n + 1 if has_experts else 1)]
     layouts += [Layout(n, (k,), n if has_experts else 0) for k in range(n + 1)]
-    placements = [Placement(space, layout, Rates(space.options)) for layout in layouts]
+    table = TensorTable(space)
+    placements = [Placement(table, layout, Rates(space.options)) for layout in layouts]
     for picks in itertools.product(range(len(TYPES)), repeat=len(space.choice_groups)):
         allocation = model.with_weights(model_weights(space, picks, n))
         for placement in placements:
