@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from hidden_states import reads_hidden_states
 from refusals import check_refused, refuses
 
 import checkpoints
 import zoo
 from gguf_digests import differences, digests
+from hidden_states import reads_hidden_states
 from libllama import Libllama
 from quantkit.checkpoint.draft import HIDDEN_STATES, LAST_HIDDEN_STATES
 from quantkit.cli import cli

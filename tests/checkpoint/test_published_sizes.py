@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_sizes import PUBLISHED, describe_published, write_published
 
+from published_sizes import PUBLISHED, describe_published, write_published
 from quantkit.convert import ConvertOptions, plan_convert, plan_mmproj
 from quantkit.types import type_by_name
 
