@@ -1,7 +1,7 @@
 """Checkpoints of other sizes: layers, widths, patches, images, experts, heads and tokens drawn at random.
 
 A description is changed as a whole: the sizes in config.json and in the files of preprocessors, and the shapes of the
-tensors that have them. Each part of a model (text, images, sound) has sizes of its generator. Real models differ in these;
+tensors that have them. Each part of a model (text, images, sound) has its own sizes. Real models differ in these;
 no converter checks whether tensors fit one another, so what counts is that settings and shapes change together.
 """
 
@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from checkpoints import Description, Json, Shape, expand
@@ -115,9 +116,7 @@ class _Sizes:
                     container[key] = value // 32 * feed_forward
                 elif _WIDTH.search(key) and not _NO_WIDTH.search(key):
                     container[key] = _scaled(value, unit)
-            self._each_shape(
-                part, lambda name, shape, u=unit, f=feed_forward, o=only: self._widened(name, shape, u, f, o)
-            )
+            self._each_shape(part, partial(self._widened, unit=unit, feed_forward=feed_forward, before=only))
 
     def _widened(self, name: str, shape: Shape, unit: int, feed_forward: int, before: set[int]) -> Shape:
         if "featurizer" in name:
