@@ -178,8 +178,8 @@ def compare(case: Case, key: str, row: Json, out: Path) -> tuple[str, str]:
         if difference and all(name in row.get("rounded", {}) for name in names):
             bits = {name: file.data(name).view(np.int32).astype(np.int64) for name in names}
             largest = max(int(abs(bits[name].reshape(-1) - row["rounded"][name]).max()) for name in names)
-            # A bit of the square root is up to two of the quotient.
-            return ("same except for the last bits" if largest <= 2 else "different", difference)
+            # A bit of the square root is up to two of the quotient, and more of an offset that nearly cancels.
+            return ("same except for the last bits" if largest <= 4 else "different", difference)
     return ("different", difference) if difference else ("same", "")
 
 
