@@ -19,9 +19,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
-from published_sizes import PUBLISHED, describe_published, write_published  # noqa: E402
-
 from make_convert_goldens import converted, enter, load_reference  # noqa: E402
+from published_sizes import PUBLISHED, describe_published, write_published  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "published-sha256.json"
 

@@ -30,19 +30,20 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "scripts")]
 
-from resize import resize  # noqa: E402
-
 import checkpoints  # noqa: E402
 from gguf_digests import differences, digests, split  # noqa: E402
 from make_convert_goldens import converted, enter, load_reference  # noqa: E402
+from resize import resize  # noqa: E402
 
 Json = dict[str, Any]
 OUTTYPES = ("f16", "q8_0")
 SHA256 = ROOT / "tests" / "data" / "resized-sha256.json"
 #: F32 tensors whose last bit depends on the CPU of the reference: torch's sqrt, softplus and exp.
-ROUNDED = re.compile(r"\.(conv_norm(_var)?|per_dim_scale)\.(weight|bias)$|\.ssm_a$")
+ROUNDED = re.compile(r"\.(conv_norm(_var)?|per_dim_scale)\.(weight|bias)$|\.(ssm_a|alpha|beta)$")
 
-AGREEMENT = ("same", "same but for the last bits", "refused by both")
+#: A checkpoint of random sizes: its description, its folder, and that of its target.
+Case = tuple[checkpoints.Description, Path, Path | None]
+AGREEMENT = ("same", "same except for the last bits", "refused by both")
 
 
 def main() -> None:
@@ -82,7 +83,7 @@ def jobs_of(name: str) -> list[tuple[str, list[str]]]:
     return [(f"{mode}{outtype}", [*options, "--outtype", outtype]) for mode, options in modes for outtype in OUTTYPES]
 
 
-def write_case(name: str, seed: int, out: Path) -> tuple[checkpoints.Description, Path, Path | None]:
+def write_case(name: str, seed: int, out: Path) -> Case:
     """Write a checkpoint of random sizes and the target of a draft model; return its description and both folders."""
     shutil.rmtree(out, ignore_errors=True)
     description = resize(checkpoints.describe(name), seed)
@@ -101,8 +102,8 @@ def convert_all(cases: list[tuple[str, int]], args: argparse.Namespace) -> int:
         description, source, target = write_case(name, seed, args.out / "reference")
         rows: Json = {"checkpoint": checkpoints.digest(source)}
         for key, options in jobs_of(name):
-            beside = [] if target is None else ["--target-model-dir", str(target)]
-            rows[key] = converted(program, description, source, args.out / "files", [*beside, *options])
+            target_options = [] if target is None else ["--target-model-dir", str(target)]
+            rows[key] = converted(program, description, source, args.out / "files", [*target_options, *options])
             if "file" in rows[key]:
                 rows[key]["rounded"] = rounded_tensors(args.out / "files" / rows[key]["file"])
         (args.out / f"{name}.{seed}.json").write_text(json.dumps(rows))
@@ -127,11 +128,13 @@ def compare_all(cases: list[tuple[str, int]], args: argparse.Namespace) -> int:
         if not record.exists():
             continue
         rows = json.loads(record.read_text())
-        description, source, target = write_case(name, seed, args.out / "own")
-        if checkpoints.digest(source) != rows["checkpoint"]:
-            sys.exit(f"{name} of seed {seed} is another checkpoint than that of the reference")
+        case = write_case(name, seed, args.out / "own")
+        if checkpoints.digest(case[1]) != rows["checkpoint"]:
+            print("not the checkpoint of the reference", name, seed, sep="  ", flush=True)
+            totals["not converted by the reference"] += 1
+            continue
         for key, _ in jobs_of(name):
-            outcome, why = compare(description, source, target, key, rows[key], args.out / "own")
+            outcome, why = compare(case, key, rows[key], args.out / "own/model.gguf")
             totals[outcome] += 1
             if args.enter and outcome in AGREEMENT:
                 row = entries.setdefault(name, {"seed": seed})
@@ -144,36 +147,39 @@ def compare_all(cases: list[tuple[str, int]], args: argparse.Namespace) -> int:
     return int(not totals.keys() <= set(AGREEMENT))
 
 
-def compare(
-    description: checkpoints.Description, source: Path, target: Path | None, key: str, row: Json, out: Path
-) -> tuple[str, str]:
-    """Return the outcome of one conversion, and what differs."""
+def convert_own(case: Case, key: str, out: Path) -> Path:
+    """Convert a checkpoint with quantkit; return the file. Raises QuantkitError."""
     from quantkit.convert import ConvertOptions, convert, convert_mmproj
+
+    description, source, target = case
+    mode, _, outtype = key.rpartition("-")
+    keywords = description.convert_keywords() | {"outtype": outtype, "allow_incomplete": True}
+    if mode == "mmproj":
+        options = ConvertOptions(outtype=outtype, allow_incomplete=True)
+        return convert_mmproj(source, out, None, options, overwrite=True).paths[0]
+    target_keywords = {} if target is None else {"target_model_dir": target}
+    return convert(source, out, None, ConvertOptions(**keywords | target_keywords), overwrite=True).paths[0]
+
+
+def compare(case: Case, key: str, row: Json, out: Path) -> tuple[str, str]:
+    """Return the outcome of one conversion, and what differs."""
     from quantkit.errors import QuantkitError
     from quantkit.formats.gguf import open_gguf
 
-    mode, _, outtype = key.rpartition("-")
-    keywords = description.convert_keywords() | {"outtype": outtype, "allow_incomplete": True}
     try:
-        if mode == "mmproj":
-            native = {k: v for k, v in keywords.items() if k in ("outtype", "allow_incomplete", "mistral_format")}
-            result = convert_mmproj(source, out / "model.gguf", None, ConvertOptions(**native), overwrite=True)
-        else:
-            beside = {} if target is None else {"target_model_dir": target}
-            result = convert(source, out / "model.gguf", None, ConvertOptions(**keywords | beside), overwrite=True)
+        path = convert_own(case, key, out)
     except QuantkitError as e:
         return ("refused by both", "") if "error" in row else ("refused by quantkit", str(e))
     if "error" in row:
         return "refused by the reference", row["error"]
-    (path,) = result.paths
     with open_gguf(path) as file:
         difference = differences(row, digests(path), list(file.tensors))
         names = [part.removesuffix(" differs") for part in difference.split("; ")]
-        if difference and all(name in row["rounded"] for name in names):
+        if difference and all(name in row.get("rounded", {}) for name in names):
             bits = {name: file.data(name).view(np.int32).astype(np.int64) for name in names}
             largest = max(int(abs(bits[name].reshape(-1) - row["rounded"][name]).max()) for name in names)
-            # A bit of the square root is up to two of the quotient.
-            return ("same but for the last bits" if largest <= 2 else "different", difference)
+            # A bit of the square root is up to two of the quotient, and more of an offset that nearly cancels.
+            return ("same except for the last bits" if largest <= 4 else "different", difference)
     return ("different", difference) if difference else ("same", "")
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from hidden_states import reads_hidden_states
 from refusals import check_refused, refuses
 
 import checkpoints
 import zoo
 from gguf_digests import differences, digests
+from hidden_states import reads_hidden_states
 from libllama import Libllama
 from quantkit.checkpoint.draft import HIDDEN_STATES, LAST_HIDDEN_STATES
 from quantkit.cli import cli
@@ -148,7 +148,9 @@ def test_a_target_without_hidden_states_is_noted(name: str, folder: Path, tmp_pa
     """llama-speculative-simple of b11434 aborts for these with "layer input tensor is null", and drafts for others."""
     source, options = options_of(name, folder)
     notes = [note for note in plan_convert(source, tmp_path, None, options).notes if "llama.cpp b11434" in note]
-    assert [bool(re.search(pattern, *notes)) for pattern in ABORTS.get(name, ())] == [True] * len(notes)
+    patterns = ABORTS.get(name, [])
+    assert len(notes) == len(patterns)
+    assert all(re.search(pattern, note) for pattern, note in zip(patterns, notes, strict=True))
 
 
 @pytest.mark.peer

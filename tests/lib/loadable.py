@@ -24,7 +24,7 @@ def describe_loadable(name: str) -> checkpoints.Description:
             for projectors in ("layerwise_projectors.{0-1}", "spatial_projectors.{0-3}"):
                 tensors[entry.replace(both, projectors)] = shape
         tensors.pop("lm_head.weight")  # tied
-    if name == "mm-qwen2-vl-model":  # transformers 5 requires a whole number
+    if name == "mm-qwen2-vl-model":  # transformers 5 requires an integer
         config["vision_config"] = config["vision_config"] | {"mlp_ratio": 2}
         tensors = {entry: [96 if n == 80 else n for n in shape] for entry, shape in tensors.items()}
     if name.startswith("mm-minicpm-v4.6"):  # a merger four times as wide as a layer

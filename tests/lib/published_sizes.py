@@ -395,15 +395,15 @@ def _with_layers(
     tensors: dict[str, Shape], prefix: str, count: int, layer_of: Callable[[str, int, int], int]
 ) -> dict[str, Shape]:
     layers: dict[int, dict[str, Shape]] = {}
-    others: dict[str, Shape] = {}
+    remaining: dict[str, Shape] = {}
     for name, shape in tensors.items():
-        number, _, rest = name.removeprefix(prefix).partition(".")
+        number, _, suffix = name.removeprefix(prefix).partition(".")
         if name.startswith(prefix) and number.isdigit():
-            layers.setdefault(int(number), {})[rest] = shape
+            layers.setdefault(int(number), {})[suffix] = shape
         else:
-            others[name] = shape
+            remaining[name] = shape
     copies = ((i, layers[layer_of(prefix, i, len(layers))]) for i in range(count))
-    return others | {f"{prefix}{i}.{rest}": shape for i, layer in copies for rest, shape in layer.items()}
+    return remaining | {f"{prefix}{i}.{suffix}": shape for i, layer in copies for suffix, shape in layer.items()}
 
 
 def _merged(a: Json, b: Json) -> Json:

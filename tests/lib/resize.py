@@ -1,7 +1,7 @@
 """Checkpoints of other sizes: layers, widths, patches, images, experts, heads and tokens drawn at random.
 
 A description is changed as a whole: the sizes in config.json and in the files of preprocessors, and the shapes of the
-tensors that have them. Each part of a model (text, images, sound) has sizes of its own. Real models differ in these;
+tensors that have them. Each part of a model (text, images, sound) has its own sizes. Real models differ in these;
 no converter checks whether tensors fit one another, so what counts is that settings and shapes change together.
 """
 
@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from checkpoints import Description, Json, Shape, expand
@@ -31,7 +32,9 @@ _FEED_FORWARD_TENSOR = re.compile(
     r"\.(mlp|ffn|feed_forward|fc[0-3]|w[123]|gate_proj|up_proj|down_proj|linear_fc[12]|dense_h_to_4h|dense_4h_to_h|c_fc|c_proj"
     r"|linear[12]|intermediate|output_query|lin[12])\b"
 )
-_LAYERS = re.compile(r"^(?!num_hash)(\w*_)?(layers|depth)$")
+_LAYERS = re.compile(r"^(?!num_hash|num_nextn)(\w*_)?(layers|depth)$")
+#: The beginning of names of layers.
+_STACK = re.compile(r"(?<!mtp\.)\b(layers?|blocks|resblocks)\.$")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _PATCH = ("patch_size", "spatial_patch_size", "vision_patch_size")
 #: Tensors whose rows or planes count positions, codes or filters.
@@ -62,10 +65,10 @@ def resize(description: Description, seed: int) -> Description:
     ]
     for change, share in changes:
         # Drawn in any case, so that a draft model and its target get the same sizes.
-        own = random.Random(rng.random())
+        generator = random.Random(rng.random())
         if rng.random() < share:
-            change(own)
-    own = random.Random(rng.random())
+            change(generator)
+    generator = random.Random(rng.random())
     plain = description.quantized is None
     return replace(
         description,
@@ -76,8 +79,8 @@ def resize(description: Description, seed: int) -> Description:
             file: tensors if file.endswith(".pt") else {n: list(s) for n, s in model.parts[file].items()}
             for file, tensors in description.parts.items()
         },
-        dtype=own.choice(("bfloat16", "bfloat16", "float16", "float32")) if plain else description.dtype,
-        shards=own.randint(1, 4),
+        dtype=generator.choice(("bfloat16", "bfloat16", "float16", "float32")) if plain else description.dtype,
+        shards=generator.randint(1, 4),
     )
 
 
@@ -113,9 +116,7 @@ class _Sizes:
                     container[key] = value // 32 * feed_forward
                 elif _WIDTH.search(key) and not _NO_WIDTH.search(key):
                     container[key] = _scaled(value, unit)
-            self._each_shape(
-                part, lambda name, shape, u=unit, f=feed_forward, o=only: self._widened(name, shape, u, f, o)
-            )
+            self._each_shape(part, partial(self._widened, unit=unit, feed_forward=feed_forward, before=only))
 
     def _widened(self, name: str, shape: Shape, unit: int, feed_forward: int, before: set[int]) -> Shape:
         if "featurizer" in name:
@@ -141,6 +142,7 @@ class _Sizes:
             stacks = {
                 prefix: 1 + max(int(m[2]) for m in map(_layer, self.tensors) if m and m[1] == prefix)
                 for prefix in {m[1] for m in map(_layer, self.tensors) if m and part_of(m[1]) == part}
+                if _STACK.search(prefix)
             }
             for count in sorted(counts & set(stacks.values())):
                 for container, key, value, path in list(_numbers(self.config)):
