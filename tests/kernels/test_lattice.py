@@ -78,7 +78,7 @@ def test_other_blocks_differ_in_the_sign_of_scale_and_levels_alone(name: str) ->
 
 
 def _scales(i: Integers) -> np.ndarray:
-    """Return the scales of sub-blocks, but for a constant factor, of types with signed scales."""
+    """Return the scales of sub-blocks, except for a constant factor, of types with signed scales."""
     assert i.d is not None
     if i.s is None:
         return i.d

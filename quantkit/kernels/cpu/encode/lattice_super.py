@@ -30,7 +30,7 @@ from quantkit.kernels.cpu.encode.lattice import (
 from quantkit.kernels.cpu.encode.lattice_blocks import step_interval, steps_fit
 
 #: Scales of a sub-block that are remembered, and numbers of each: value, least, greatest.
-_MOST = 32
+_MOST = 8
 VALUE, LEAST, GREATEST = 0, 1, 2
 
 
@@ -328,7 +328,7 @@ def find_super_scales_and_minimums(
     subs = block // span
     low, high = np.empty(block, np.float32), np.empty(block, np.float32)
     scales, lowest = np.empty((subs, _MOST, 3)), np.empty(subs)
-    minimums = np.empty((subs, _MOST, 3))
+    minimums = np.empty((subs, top + 1, 3))
     counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
     bases, base = np.empty(subs, np.int64), np.empty(subs, np.int64)
     for b in range(on_grid.size):
