@@ -161,9 +161,14 @@ def fits(x: Any, begin: Any, n: Any, d: Any, bits: Any, codes: Any) -> Any:
 
 
 @inline
-def n_scales(level: Any, bits: Any) -> Any:
-    """Return the number of scales that are tried for a level: a value of BF16 says too little about high levels."""
-    return 9 if bits == 8 and abs(level) >= 16 else 1
+def n_scales(k: Any, level: Any, bits: Any) -> Any:
+    """Return the number of scales that are tried for the k-th level: a value of BF16 says too little about high ones.
+
+    Of these only the first are tried, which encoders give to the largest value: the others would cost too much.
+    """
+    if bits == 8 and abs(level) >= 16:
+        return 9 if k < 4 else 0
+    return 1
 
 
 @inline
@@ -186,6 +191,8 @@ def scale_interval(x: Any, begin: Any, n: Any, d: Any, low: Any, high: Any, offs
         per_level = 1 / level
         a, b = low[offset + i] * per_level, high[offset + i] * per_level
         least, greatest = max(least, min(a, b)), min(greatest, max(a, b))
+        if least > greatest * (1 + _ROUNDING) and least > greatest * (1 - _ROUNDING):
+            break
     # bounds may be scales themselves, which rounding must not exclude
     return least - abs(least) * _ROUNDING, greatest + abs(greatest) * _ROUNDING
 

@@ -49,7 +49,7 @@ def _list_scales(
         for k in range(tries.size):
             if sign != 0 and (largest * tries[k] * sign > 0) == (other_sign > 0):
                 continue
-            for i in range(n_scales(tries[k], bits)):
+            for i in range(n_scales(k, tries[k], bits)):
                 d = nth_scale(largest / tries[k], i)
                 if count == _MOST or not fits(x, begin, span, d, bits, codes):
                     continue
