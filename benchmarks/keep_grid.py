@@ -3,8 +3,8 @@
     benchmarks/keep_grid.py MODEL.gguf EVALUATION [--chunks N] [--rounds N]
 
 MODEL is made QAT-like by Q4_0 with levels -7 to 7, decoded to BF16. Round trips: a type's own bytes of Gaussian
-weights, decoded, stored in a float type, encoded again. Times are of one thread on 64 rows of 2048 BF16 weights in memory: the
-minimum of the rounds, with and without the search in turns.
+weights, decoded, stored in a float type, encoded again. Times are of one thread on 64 rows of 2048 BF16 weights in
+memory: the minimum of the rounds, with and without the search in turns.
 """
 
 from __future__ import annotations
