@@ -25,7 +25,7 @@ ZERO = 128
 #: Integers of a table of codes: -128 to 128.
 _SIZE = 2 * ZERO + 1
 #: Numbers of s up to which all are tried.
-_FEW = 16
+_MOST_TRIES = 16
 #: Types whose encoders never make d negative, so that an extreme value keeps its sign.
 _POSITIVE = frozenset({"Q8_0", "TQ2_0", "Q1_0", "MXFP4", "NVFP4"})
 #: Mantissa bits, with the implicit one, of the numbers that a source type holds; of wider ones, of narrower numbers in
@@ -103,7 +103,7 @@ def _largest_scales(s: npt.NDArray[np.int64]) -> I16:
     """Return the s that the largest scale of a super-block may have: encoders give it the extreme one, or nearly."""
     ordered = _by_magnitude(s, follows_sign=False)
     ordered = ordered if s.min(initial=0) < 0 else ordered[ordered > 0]
-    return ordered if len(ordered) <= _FEW else ordered[4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)]
+    return ordered if len(ordered) <= _MOST_TRIES else ordered[4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)]
 
 
 def _codes(values: npt.NDArray[np.int64]) -> I16:
