@@ -103,7 +103,9 @@ def _largest_scales(s: npt.NDArray[np.int64]) -> I16:
     """Return the s that the largest scale of a super-block may have: encoders give it the extreme one, or nearly."""
     ordered = _by_magnitude(s, follows_sign=False)
     ordered = ordered if s.min(initial=0) < 0 else ordered[ordered > 0]
-    return ordered if len(ordered) <= _MOST_TRIES else ordered[4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)]
+    if len(ordered) <= _MOST_TRIES:
+        return ordered
+    return ordered[4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)]
 
 
 def _codes(values: npt.NDArray[np.int64]) -> I16:
