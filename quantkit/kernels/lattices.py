@@ -24,6 +24,8 @@ F64 = npt.NDArray[np.float64]
 ZERO = 128
 #: Integers of a table of codes: -128 to 128.
 _SIZE = 2 * ZERO + 1
+#: Numbers of s up to which all are tried.
+_MOST_TRIES = 16
 #: Types whose encoders never make d negative, so that an extreme value keeps its sign.
 _POSITIVE = frozenset({"Q8_0", "TQ2_0", "Q1_0", "MXFP4", "NVFP4"})
 #: Mantissa bits, with the implicit one, of the numbers that a source type holds; of wider ones, of narrower numbers in
@@ -76,7 +78,7 @@ def lattice_of(t: TensorType) -> Lattice | None:
         top=int(codebook.max()),
         level_codes=_codes(codebook),
         scale_codes=_codes(s),
-        scales=_by_magnitude(s, follows_sign=False),
+        scales=_largest_scales(s),
         factors=levels.factors.astype(np.float64) if has_factors and levels.factors is not None else np.zeros(0),
         max_m=0 if levels.minimum is None else 2 ** levels.minimum.shape[1] - 1,
         has_minimum=bool(levels.dmin),
@@ -95,6 +97,15 @@ def _by_magnitude(values: npt.NDArray[np.int64], follows_sign: bool) -> I16:
     order = np.lexsort((distinct, -np.abs(distinct)))
     result: I16 = distinct[order].astype(np.int16)
     return result
+
+
+def _largest_scales(s: npt.NDArray[np.int64]) -> I16:
+    """Return the s that the largest scale of a super-block may have: encoders give it the extreme one, or nearly."""
+    ordered = _by_magnitude(s, follows_sign=False)
+    ordered = ordered if s.min(initial=0) < 0 else ordered[ordered > 0]
+    if len(ordered) <= _MOST_TRIES:
+        return ordered
+    return ordered[4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)]
 
 
 def _codes(values: npt.NDArray[np.int64]) -> I16:

@@ -28,7 +28,7 @@ F32 = npt.NDArray[np.float32]
 #: What to do with weights that lie on a grid.
 KEEP_GRID = "quantize --keep-grid loses nothing of them"
 #: Rows of a tensor that are read, and values of them that are examined.
-_ROWS, _VALUES = 16, 1 << 16
+_ROWS, _VALUES = 16, 1 << 15
 #: The least share of blocks on a grid for which a tensor is searched as a whole: others are there by chance.
 LEAST_SHARE = 1 / 16
 #: Bits of a weight above which a grid gains nothing over 16 bits.

@@ -78,7 +78,7 @@ def test_other_blocks_differ_in_the_sign_of_scale_and_levels_alone(name: str) ->
 
 
 def _scales(i: Integers) -> np.ndarray:
-    """Return the scales of sub-blocks, but for a constant factor, of types with signed scales."""
+    """Return the scales of sub-blocks, except for a constant factor, of types with signed scales."""
     assert i.d is not None
     if i.s is None:
         return i.d
@@ -157,3 +157,12 @@ def test_ternary_weights_are_found() -> None:
     for name in ("TQ2_0", "Q2_0", "Q4_0", "Q8_0"):
         assert blocks_on_lattice(BY_NAME[name], BY_NAME["BF16"], x).all()
     assert not blocks_on_lattice(BY_NAME["Q1_0"], BY_NAME["BF16"], x).any()
+
+
+@pytest.mark.parametrize("t", SEARCHED, ids=str)
+def test_the_fields_of_a_block_have_all_of_its_bits_once(t: TensorType) -> None:
+    lattice = lattice_of.__wrapped__(t)
+    bits = [8 * byte + shift + i for byte, shift, _, count in lattice.runs.tolist() for i in range(count)]
+    assert sorted(bits) == list(range(8 * t.block_bytes))
+    assert lattice.fields[-1] == len(lattice.runs)
+    assert len(lattice.fields) == lattice.counts.sum() + 1

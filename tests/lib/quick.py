@@ -17,6 +17,7 @@ COMPILED = {
     **{f"kernels/cpu/encode/ik_{n}.py": f"{_BYTES}[IQ4_KS]" for n in ("blocks", "levels", "scales", "search")},
     **{f"kernels/cpu/encode/ik_{n}.py": f"{_BYTES}[IQ2_KL]" for n in ("pairs", "partitions")},
     "kernels/cpu/encode/ik_parity.py": f"{_BYTES}[IQ4_KSS]",
+    "kernels/cpu/encode/lattice.py": "tests/kernels/test_lattice.py::test_ternary_weights_are_found",
     "kernels/cpu/encode/fp4.py": f"{_BYTES}[MXFP4]",
     **{
         f"kernels/cpu/encode/trellis{n}.py": "tests/kernels/test_kernels.py::test_round_trip_error[IQ2_KT]"

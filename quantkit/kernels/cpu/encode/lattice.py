@@ -24,6 +24,8 @@ LEAST_NORMAL, HALF_SUBNORMAL = np.float32(2.0**-14), np.float32(2.0**-25)
 #: F16 scales that are tried on each side of the first.
 _STEPS = 12
 _ROUNDING = 2.0**-50
+#: The share of a level by which a quotient of two numbers of a type may miss it.
+_SHARE_BF16, _SHARE_F16, _SHARE_F32 = 1.001 * 2.0**-7, 1.001 * 2.0**-10, 1.001 * 2.0**-23
 #: The farthest from an integer that a quotient may be.
 FARTHEST = 0.5
 
@@ -142,8 +144,12 @@ def extreme(x: Any, begin: Any, n: Any) -> Any:
 @helper
 def fits(x: Any, begin: Any, n: Any, d: Any, bits: Any, codes: Any) -> Any:
     """Return whether all values may be levels times about d; a necessary condition that fails early."""
-    inverse, share = 1 / d, math.ldexp(1.0, 1 - bits) * 1.001
-    excess = math.ldexp(1.0, -25) * abs(inverse) if bits == 11 else 0.0
+    inverse, share = 1 / d, _SHARE_F32
+    excess = 0.0
+    if bits == 11:
+        share, excess = _SHARE_F16, np.float64(HALF_SUBNORMAL) * abs(inverse)
+    elif bits == 8:
+        share = _SHARE_BF16
     for i in range(begin, begin + n):
         quotient = np.float64(x[i]) * inverse
         level = np.rint(quotient)
@@ -155,9 +161,14 @@ def fits(x: Any, begin: Any, n: Any, d: Any, bits: Any, codes: Any) -> Any:
 
 
 @inline
-def n_scales(level: Any, bits: Any) -> Any:
-    """Return the number of scales that are tried for a level: a value of BF16 says too little about high levels."""
-    return 9 if bits == 8 and abs(level) >= 16 else 1
+def n_scales(k: Any, level: Any, bits: Any) -> Any:
+    """Return the number of scales that are tried for the k-th level: a value of BF16 says too little about high ones.
+
+    Of these only the first are tried, which encoders give to the largest value: the others would cost too much.
+    """
+    if bits == 8 and abs(level) >= 16:
+        return 9 if k < 4 else 0
+    return 1
 
 
 @inline
@@ -180,6 +191,8 @@ def scale_interval(x: Any, begin: Any, n: Any, d: Any, low: Any, high: Any, offs
         per_level = 1 / level
         a, b = low[offset + i] * per_level, high[offset + i] * per_level
         least, greatest = max(least, min(a, b)), min(greatest, max(a, b))
+        if least > greatest * (1 + _ROUNDING) and least > greatest * (1 - _ROUNDING):
+            break
     # bounds may be scales themselves, which rounding must not exclude
     return least - abs(least) * _ROUNDING, greatest + abs(greatest) * _ROUNDING
 

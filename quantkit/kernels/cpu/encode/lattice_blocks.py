@@ -71,7 +71,7 @@ def _find_scale(
             level = -tries[k] if follows_sign and largest < 0 else tries[k]
             if sign != 0 and (largest * level * sign > 0) == (other_sign > 0):
                 continue
-            for i in range(n_scales(level, bits)):
+            for i in range(n_scales(k, level, bits)):
                 d = nth_scale(largest / level, i)
                 scale, code = _scale_of(x, begin, n, d, bits, codes, factors, low, high)
                 if scale == scale and scale != 0:

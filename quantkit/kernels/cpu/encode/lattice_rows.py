@@ -173,7 +173,7 @@ def _replace(lattice: Lattice, blocks: _Blocks, flags: Flags, exact: U8, precisi
 
 
 def exactness(t: TensorType, precisions: Ints, x: F32, rows: U8) -> U8:
-    """Return how exactly each block of rows decodes to the values of x: 0, EXACT or SAME_SIGNS."""
+    """Return the exactness with which each block of rows decodes to the values of x: 0, EXACT or SAME_SIGNS."""
     y = np.empty_like(x)
     dequantize_rows(t, rows, y)
     exact = np.empty(x.size // t.block, np.uint8)

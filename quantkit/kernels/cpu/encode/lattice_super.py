@@ -30,7 +30,7 @@ from quantkit.kernels.cpu.encode.lattice import (
 from quantkit.kernels.cpu.encode.lattice_blocks import step_interval, steps_fit
 
 #: Scales of a sub-block that are remembered, and numbers of each: value, least, greatest.
-_MOST = 32
+_MOST = 8
 VALUE, LEAST, GREATEST = 0, 1, 2
 
 
@@ -49,7 +49,7 @@ def _list_scales(
         for k in range(tries.size):
             if sign != 0 and (largest * tries[k] * sign > 0) == (other_sign > 0):
                 continue
-            for i in range(n_scales(tries[k], bits)):
+            for i in range(n_scales(k, tries[k], bits)):
                 d = nth_scale(largest / tries[k], i)
                 if count == _MOST or not fits(x, begin, span, d, bits, codes):
                     continue
@@ -328,7 +328,7 @@ def find_super_scales_and_minimums(
     subs = block // span
     low, high = np.empty(block, np.float32), np.empty(block, np.float32)
     scales, lowest = np.empty((subs, _MOST, 3)), np.empty(subs)
-    minimums = np.empty((subs, _MOST, 3))
+    minimums = np.empty((subs, top + 1, 3))
     counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
     bases, base = np.empty(subs, np.int64), np.empty(subs, np.int64)
     for b in range(on_grid.size):
