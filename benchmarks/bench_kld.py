@@ -38,10 +38,13 @@ def run_llama(program: Path, base: Path, files: list[Path], common: list[str], l
     seconds = run([program, "-m", base, *common, "--save-all-logits", logits]).checked("llama-perplexity").seconds
     means = []
     for path in files:
-        outcome = run([program, "-m", path, *common, "--kl-divergence", "--kl-divergence-base", logits])
-        seconds += outcome.checked(path.name).seconds
-        match = re.search(r"Mean +KLD: +([\d.]+)", outcome.stdout)
-        means.append(match.group(1) if match else "-")
+        command = [program, "-m", path, *common, "--kl-divergence", "--kl-divergence-base", logits]
+        outcome = run(command).checked(path.name)
+        seconds += outcome.seconds
+        # Its log may lose lines at the end of the process.
+        while (match := re.search(r"Mean +KLD: +([\d.]+)", outcome.stdout)) is None:
+            outcome = run(command).checked(path.name)
+        means.append(match.group(1))
     return seconds, means
 
 

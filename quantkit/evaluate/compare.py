@@ -2,9 +2,9 @@
 
 Windows are taken in rounds. In each the base runs first, and its logits stay in memory, f32, those of as many windows
 as ``base_bytes`` hold. Then every model runs over the round's windows. One model is open at a time: memory has the
-weights and the cache of one, and a file is read once per round. Models that take turns within a batch would each read
-all of their weights for every batch. With a vocabulary of 150,000, a round has 3,600 tokens in chunks of 512: opening a
-file is nothing beside it.
+weights and the cache of one (525 MiB for five files of SmolLM2 135M, 1,467 MiB if all are open), and a file is read
+once per round. Models that take turns within a batch would each read all of their weights for every batch. With a
+vocabulary of 150,000, a round has 3,600 tokens in chunks of 512: opening a file is nothing beside it.
 
 If a single window does not fit (of more than 3,600 tokens with such a vocabulary), all are kept in the compact form
 (``formats/logits/compact.py``), and a note says so. Otherwise divergences are exact up to float32.

@@ -382,8 +382,8 @@ def test_kld_prints_a_row_per_file(files: list[Path], tmp_path: Path) -> None:
     assert ["far.gguf", "near.gguf"] in [row[:2] for row in rows]
     output = json.loads((tmp_path / "o.json").read_text())
     assert {**output, "seconds": 0} == json.loads(json.dumps({**expected.as_dict(), "seconds": 0}))
-    stopped = compare_models(files[0], files[1:3], Texts(tokens=TOKENS), n_ctx=N_CTX, until=0.5)
-    low, high = stopped.models[0].mean.interval(stopped.miss)
+    interim = compare_models(files[0], files[1:3], Texts(tokens=TOKENS), n_ctx=N_CTX, until=0.5)
+    low, high = interim.models[0].mean.interval(interim.miss)
     assert f"{low:.5f} to {high:.5f}" in run(*common, "--until", "50%").stdout
     assert run(*common, "--max-kld", 10).exit_code == 0
     assert run(*common, "--max-kld", 1e-9).exit_code == 3
