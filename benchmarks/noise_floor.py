@@ -42,9 +42,7 @@ COLUMNS = ("type", "bits per weight", "floor, runtime", "floor, exact", "KLD, ru
 def check_type(path: Path, name: str) -> None:
     """Exit unless all matrices of the layers have a type."""
     with open_model(path) as model:
-        types = {t.type.name for t in model.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1} - {
-            name
-        }
+        types = {t.type.name for t in model.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1} - {name}
     if types - {"F32"}:  # routers
         sys.exit(f"{path}: matrices in {', '.join(sorted(types))}, not {name}")
 

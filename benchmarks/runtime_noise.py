@@ -84,7 +84,7 @@ def noise_of(path: Path, base_path: Path) -> Noise:
 
 
 class Comparison:
-    """Runs both programs on a text, in a folder."""
+    """Both programs on a text, in a folder."""
 
     def __init__(self, args: argparse.Namespace, text: Path, folder: Path) -> None:
         self.args, self.text, self.folder = args, text, folder
@@ -104,7 +104,7 @@ class Comparison:
         )  # fmt: skip
 
     def measure(self, model: Path, name: str) -> dict[str, Noise]:
-        """Return the noise of all programs to compute a type, by name."""
+        """Return the noise of a type by program and options."""
         file, copy, base, logits = (self.folder / n for n in ("file.gguf", "copy.gguf", "base", "logits"))
         quantkit.quantize(model, file, name, QuantizeOptions(pure=True, allow_requantize=True), overwrite=True)
         quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
@@ -127,7 +127,9 @@ def ratios(noises: dict[str, list[Noise]]) -> list[str]:
     """Return the cells of ratios: means over types, relative to llama.cpp's."""
     cells = []
     for field in ("klds", "errors"):
-        values: dict[str, list[F64]] = {program: [getattr(noise, field) for noise in row] for program, row in noises.items()}
+        values: dict[str, list[F64]] = {
+            program: [getattr(noise, field) for noise in row] for program, row in noises.items()
+        }
         scales = [of_type.mean() for of_type in values["llama.cpp"]]
         means = {
             program: np.mean([of_type / scale for of_type, scale in zip(row, scales, strict=True)], axis=0)
