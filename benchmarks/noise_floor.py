@@ -42,11 +42,9 @@ COLUMNS = ("type", "bits per weight", "floor, runtime", "floor, exact", "KLD, ru
 def check_type(path: Path, name: str) -> None:
     """Exit unless all matrices of the layers have a type."""
     with open_model(path) as model:
-        others = {t.type.name for t in model.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1} - {
-            name
-        }
-    if others - {"F32"}:  # routers
-        sys.exit(f"{path}: matrices in {', '.join(sorted(others))}, not {name}")
+        types = {t.type.name for t in model.tensors.values() if t.name.startswith("blk.") and len(t.shape) > 1} - {name}
+    if types - {"F32"}:  # routers
+        sys.exit(f"{path}: matrices in {', '.join(sorted(types))}, not {name}")
 
 
 def measure(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
@@ -106,11 +104,11 @@ def figure(rows: list[tuple[str, ...]]) -> Scatter:
     """
 
     def points(name: str, column: str, labels: str) -> Points:
-        """Return the positive values of a column; named: those of types that are positive in column ``labels``."""
-        shown = [row for row in rows if float(row[COLUMNS.index(column)]) > 0]
-        is_named = [(float(row[COLUMNS.index("KLD, exact")]) > 0) == (labels == "exact") for row in shown]
-        names = [row[0] if named and labels else "" for row, named in zip(shown, is_named, strict=True)]
-        x, y = ([float(row[i]) for row in shown] for i in (1, COLUMNS.index(column)))
+        """Return the positive values of a column; with names of those types that are positive in column ``labels``."""
+        positive = [row for row in rows if float(row[COLUMNS.index(column)]) > 0]
+        is_named = [(float(row[COLUMNS.index("KLD, exact")]) > 0) == (labels == "exact") for row in positive]
+        names = [row[0] if has_name and labels else "" for row, has_name in zip(positive, is_named, strict=True)]
+        x, y = ([float(row[i]) for row in positive] for i in (1, COLUMNS.index(column)))
         return Points(name, x, y, names)
 
     kinds = [

@@ -84,7 +84,7 @@ def noise_of(path: Path, base_path: Path) -> Noise:
 
 
 class Comparison:
-    """Runs both programs on a text, in a folder."""
+    """Both programs on a text, in a folder."""
 
     def __init__(self, args: argparse.Namespace, text: Path, folder: Path) -> None:
         self.args, self.text, self.folder = args, text, folder
@@ -104,12 +104,12 @@ class Comparison:
         )  # fmt: skip
 
     def measure(self, model: Path, name: str) -> dict[str, Noise]:
-        """Return the noise of all ways to compute a type, by name."""
+        """Return the noise of a type by program and options."""
         file, copy, base, logits = (self.folder / n for n in ("file.gguf", "copy.gguf", "base", "logits"))
         quantkit.quantize(model, file, name, QuantizeOptions(pure=True, allow_requantize=True), overwrite=True)
         quantkit.quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True), overwrite=True)
         self.run_llama(copy, base)
-        ways: dict[str, Callable[[], None]] = {
+        programs: dict[str, Callable[[], None]] = {
             "floor": lambda: self.run_engine(copy, logits, EXACT),
             "quantkit": lambda: self.run_engine(file, logits, RUNTIME),
             "llama.cpp": lambda: self.run_llama(file, logits, "--no-repack"),
@@ -117,9 +117,9 @@ class Comparison:
             "-fa off": lambda: self.run_llama(file, logits, "--no-repack", "-fa", "off"),
         }
         noises = {}
-        for way, run in ways.items():
+        for program, run in programs.items():
             run()
-            noises[way] = noise_of(logits, base)
+            noises[program] = noise_of(logits, base)
         return noises
 
 
@@ -127,13 +127,15 @@ def ratios(noises: dict[str, list[Noise]]) -> list[str]:
     """Return the cells of ratios: means over types, relative to llama.cpp's."""
     cells = []
     for field in ("klds", "errors"):
-        values: dict[str, list[F64]] = {way: [getattr(noise, field) for noise in row] for way, row in noises.items()}
+        values: dict[str, list[F64]] = {
+            program: [getattr(noise, field) for noise in row] for program, row in noises.items()
+        }
         scales = [of_type.mean() for of_type in values["llama.cpp"]]
         means = {
-            way: np.mean([of_type / scale for of_type, scale in zip(row, scales, strict=True)], axis=0)
-            for way, row in values.items()
+            program: np.mean([of_type / scale for of_type, scale in zip(row, scales, strict=True)], axis=0)
+            for program, row in values.items()
         }
-        cells += [ratio_of_means(means[way], means["llama.cpp"]) for way in ("quantkit", "repacked", "-fa off")]
+        cells += [ratio_of_means(means[program], means["llama.cpp"]) for program in ("quantkit", "repacked", "-fa off")]
     return cells
 
 
@@ -162,11 +164,11 @@ def main() -> None:
             by_type = {}
             for name in types:
                 noises = by_type[name] = comparison.measure(model, name)
-                ways = [noises[way] for way in ("quantkit", "llama.cpp", "repacked")]
-                klds = [f"{abs(noise.klds.mean()):.7f}" for noise in (noises["floor"], *ways)]
-                changes = [f"{100 * (noise.ppl_ratio - 1):+.3f} %" for noise in ways]
+                programs = [noises[program] for program in ("quantkit", "llama.cpp", "repacked")]
+                klds = [f"{abs(noise.klds.mean()):.7f}" for noise in (noises["floor"], *programs)]
+                changes = [f"{100 * (noise.ppl_ratio - 1):+.3f} %" for noise in programs]
                 print(f"| {' | '.join((model.stem, name, *klds, *changes))} |", flush=True)
-                rows.append((model.stem, name, *ratios({way: [noise] for way, noise in noises.items()})))
+                rows.append((model.stem, name, *ratios({program: [noise] for program, noise in noises.items()})))
             rows.append((model.stem, "all", *ratios({w: [by_type[n][w] for n in types] for w in noises})))
     print(f"\n| {' | '.join(RATIO_COLUMNS)} |\n|{'---|' * len(RATIO_COLUMNS)}")
     for row in rows:

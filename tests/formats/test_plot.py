@@ -108,8 +108,8 @@ def test_labels_do_not_cover_points_without(monkeypatch: pytest.MonkeyPatch) -> 
         return places
 
     monkeypatch.setattr(_plot, "place_labels", place)
-    named, plain = Points("a", [1, 8], [10, 1e4], ["label", ""]), Points("b", [1.15], [10])
-    draw(Scatter("title", "x", "y", [named, plain]), "svg")
+    labelled, plain = Points("a", [1, 8], [10, 1e4], ["label", ""]), Points("b", [1.15], [10])
+    draw(Scatter("title", "x", "y", [labelled, plain]), "svg")
     label, mark = areas
     assert label[0] > mark[2] or label[2] < mark[0] or label[1] > mark[3] or label[3] < mark[1]
 
