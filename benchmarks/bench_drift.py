@@ -31,14 +31,13 @@ def join(texts: Sequence[Path], out: Path) -> None:
     out.write_bytes(b"\n\n".join(path.read_bytes() for path in sorted(texts)))
 
 
-def measure(folder: Path, base: Path) -> None:
+def measure(folder: Path, base: Path, types: Sequence[str], methods: Sequence[str]) -> None:
     """Quantize the base in every way and print a row for each."""
     print("| type | method | MB | mean cosine | worst | rank correlation | same nearest, % | recall@10 |")
     print("|---|---|---|---|---|---|---|---|")
-    for kind in TYPES:
-        for method, options in METHODS.items():
-            if kind == "Q8_0" and method != "plain":
-                continue
+    for kind in types:
+        for method in methods if kind != "Q8_0" else ("plain",):
+            options = METHODS[method]
             path, result = folder / "model.gguf", folder / "drift.json"
             files = [folder / word if word.endswith((".gguf", ".txt")) else word for word in options]
             run(quantkit("quantize", *files, base, path, kind, "--overwrite")).checked(f"{kind} {method}")
@@ -61,6 +60,8 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, nargs="+", required=True, metavar="TEXT")
     parser.add_argument("-f", "--file", dest="texts", type=Path, nargs="+", required=True, metavar="TEXT")
     parser.add_argument("--chunks", type=int, default=32, help="chunks of calibration (default: 32)")
+    parser.add_argument("--types", nargs="+", default=TYPES, help="types (default: all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods (default: all)")
     options = parse_options(parser)
     print(f"exact activations; {machine()}\n")
     with work_folder(None) as folder:
@@ -71,7 +72,7 @@ def main() -> None:
         collect = ["imatrix", "-m", base, "-f", folder / "calibration.txt", "-o", folder / "imatrix.gguf"]
         collect += ["--covariance", folder / "cov.gguf", "--chunks", str(options.chunks)]
         run(quantkit(*collect)).checked("imatrix")
-        measure(folder, base)
+        measure(folder, base, options.types, options.methods)
 
 
 if __name__ == "__main__":

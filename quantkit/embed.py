@@ -152,8 +152,8 @@ def _tokens(
         if len(ids) > n_ctx:
             if not truncate:
                 raise FormatError(
-                    f"text {i} has {len(ids)} tokens, more than the {n_ctx} of {path}'s context: divide it, or allow "
-                    "to cut it (truncate)",
+                    f"text {i} has {len(ids)} tokens, more than the {n_ctx} of {path}'s context: divide it, or "
+                    "pass truncate=True",
                     "QK-E203",
                 )
             ids, n_cut = ids[:n_ctx], n_cut + 1

@@ -32,11 +32,6 @@ _ACTIVATIONS = {
     **dict.fromkeys(("relu2", "relu_squared", "squared_relu", "relu_sqr"), "relu_sqr"),
     **dict.fromkeys(("relu", "xielu"), None),
 }
-#: Activations of architectures that the engine does not run.
-_FIXED_ACTIVATIONS = {
-    **dict.fromkeys(("bert", "nomic-bert-moe", "modern-bert", "gemma-embedding"), "gelu"),
-    **dict.fromkeys(("nomic-bert", "neo-bert", "eurobert"), "silu"),
-}
 #: Names of the activation other than hidden_act -> architectures of classes that read them.
 _ACTIVATION_NAMES = {
     "hidden_activation": (
@@ -420,7 +415,7 @@ def _always(value: object) -> Callable[[Model], object]:
 def _activation(model: Model) -> object:
     if model.arch in _SINGLE_ACTIVATION or (model.row is not None and model.row.channel_mix):
         return ANY
-    return model.row.activation if model.row is not None else _FIXED_ACTIVATIONS.get(model.arch, ANY)
+    return model.row.activation if model.row is not None else ANY
 
 
 def _nested(name: str, setting: str, assumed: object, *archs: str) -> Setting:

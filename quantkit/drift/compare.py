@@ -114,7 +114,7 @@ def drift(
     progress: ProgressCallback | None = None,
     **load: Unpack[LoadOptions],
 ) -> Drift:
-    """Return how far the embeddings of a file are from those of its base, on the same texts.
+    """Return the drift of a file's embeddings from those of its base, on the same texts.
 
     Texts longer than the model's context are cut to it.
 

@@ -46,6 +46,8 @@ PROMPT = tuple(int(i) for i in np.array([17, 300, 45, 401, 88, 265, 512, 33, 270
 
 #: Settings of config.json without a key in GGUF, which are lost, also in the reference's files.
 OMISSIONS = {
+    **dict.fromkeys(("gemma-embedding", "gemma-embedding-dense"), {"layer_types"}),  # the sixth layer has no window
+    "jina-bert": {"hidden_act"},  # always GELU
     "glm": {"rms_norm_eps"},  # always 1e-5
     "gpt-oss": {"truncate"},  # YaRN between dimensions that are not integers
     "gpt-oss-mxfp4": {"truncate"},

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from quantkit.model.ops import Attention
 
-#: T5 does not tell distances from this one on apart.
+#: From this distance on, T5 has one bias.
 MAX_DISTANCE = 128
 #: Columns after the last distance, which vectors of keys beyond a sequence's end may read.
 PADDING = 64
