@@ -915,14 +915,14 @@ def test_the_shards_of_a_map_in_a_store_are_stitched(proxy: Proxy, tiny_moe: Pat
     quantize(tiny_moe, tmp_path / "q8.gguf", "Q8_0", OPTIONS)
     path = write_map(tmp_path / "map", tmp_path / "q8.gguf")
     shards = {line.split(":")[2]: line.split(":")[0] for line in path.read_text().splitlines()}
-    taken = [shard for tensor, shard in shards.items() if "attn_k." in tensor]
-    for name in (path.name, *taken):
+    files = [shard for tensor, shard in shards.items() if "attn_k." in tensor]
+    for name in (path.name, *files):
         put_object(name, path.with_name(name))
     stitch(tiny_moe, tmp_path / "local.gguf", {r"attn_k\.": path})
     stitch(tiny_moe, tmp_path / "s.gguf", {r"attn_k\.": f"s3://models/{path.name}"})
     assert hash(tmp_path / "s.gguf").data == hash(tmp_path / "local.gguf").data
-    content = bytearray(path.with_name(taken[0]).read_bytes())
+    content = bytearray(path.with_name(files[0]).read_bytes())
     content[-1] ^= 1
-    put_object(taken[0], bytes(content))
-    with refuses(FormatError, "QK-E100", taken[0]):
+    put_object(files[0], bytes(content))
+    with refuses(FormatError, "QK-E100", files[0]):
         stitch(tiny_moe, tmp_path / "t.gguf", {r"attn_k\.": f"s3://models/{path.name}"})
