@@ -63,7 +63,7 @@ class Exchanges:
         return None
 
     def _excess(self, totals: F64) -> F64:
-        """Return how far totals [m, ..] are beyond the limits, 0 within."""
+        """Return the excess of totals [m, ..] over the limits, 0 within."""
         excess = totals - self.most.reshape(-1, *[1] * (totals.ndim - 1))
         return np.where(excess > _TOLERANCE, excess, 0.0)
 
@@ -96,10 +96,10 @@ class Exchanges:
         best = int(change.argmin())
         if change[best] < least:
             return (best,)
-        some, rows = self.candidates, self.row[self.candidates]
-        cost, weight = more_cost[some], more_weight[:, some]
+        candidates, rows = self.candidates, self.row[self.candidates]
+        cost, weight = more_cost[candidates], more_weight[:, candidates]
         pairs = totals[:, None, None] + weight[:, :, None] + weight[:, None, :]
         change = self._value(cost[:, None] + cost[None, :], pairs) - value
         change[rows[:, None] == rows[None, :]] = np.inf
         i, j = np.unravel_index(int(change.argmin()), change.shape)
-        return (int(some[i]), int(some[j])) if change[i, j] < least else None
+        return (int(candidates[i]), int(candidates[j])) if change[i, j] < least else None

@@ -24,6 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 from fsspec.implementations.local import LocalFileSystem
 from refusals import check_refused, refuses
+from test_stitch import write_map
 
 from checkpoints import write_checkpoint
 from object_store import FAULTS, STALL, Proxy, Request, hub, moto_server
@@ -36,8 +37,10 @@ from quantkit.formats.outputs import check_apart, lock_path, read_whole
 from quantkit.formats.remote import URL, located, reader, retry, s3, stores
 from quantkit.formats.remote import url as url_module
 from quantkit.formats.remote.retry import Answer, Meaning, Patience, judge, with_retries
+from quantkit.hash import hash  # noqa: A004
 from quantkit.pipeline import jobs, spool
 from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.stitch import stitch
 from small_models import llama_fields, llama_tensors, write_model
 
 SECRET, KEY = "hunter2-secret-key", "AKIAHUNTER2"
@@ -901,3 +904,25 @@ def test_a_checkpoint_from_a_hub(tmp_path: Path) -> None:
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
     assert "\n1 Error: hf://org/none: " in process.stdout
     assert "[QK-E401]" in process.stdout
+
+
+# ---------------------------------------------------------------- maps
+
+
+@pytest.mark.usefixtures("large_parts")
+def test_the_shards_of_a_map_in_a_store_are_stitched(proxy: Proxy, tiny_moe: Path, tmp_path: Path) -> None:
+    """Only the shards of the tensors that are taken are read, and a damaged one is refused."""
+    quantize(tiny_moe, tmp_path / "q8.gguf", "Q8_0", OPTIONS)
+    path = write_map(tmp_path / "map", tmp_path / "q8.gguf")
+    shards = {line.split(":")[2]: line.split(":")[0] for line in path.read_text().splitlines()}
+    files = [shard for tensor, shard in shards.items() if "attn_k." in tensor]
+    for name in (path.name, *files):
+        put_object(name, path.with_name(name))
+    stitch(tiny_moe, tmp_path / "local.gguf", {r"attn_k\.": path})
+    stitch(tiny_moe, tmp_path / "s.gguf", {r"attn_k\.": f"s3://models/{path.name}"})
+    assert hash(tmp_path / "s.gguf").data == hash(tmp_path / "local.gguf").data
+    content = bytearray(path.with_name(files[0]).read_bytes())
+    content[-1] ^= 1
+    put_object(files[0], bytes(content))
+    with refuses(FormatError, "QK-E100", files[0]):
+        stitch(tiny_moe, tmp_path / "t.gguf", {r"attn_k\.": f"s3://models/{path.name}"})
