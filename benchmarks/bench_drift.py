@@ -41,7 +41,8 @@ def measure(folder: Path, base: Path, types: Sequence[str], methods: Sequence[st
             path, result = folder / "model.gguf", folder / "drift.json"
             files = [folder / word if word.endswith((".gguf", ".txt")) else word for word in options]
             run(quantkit("quantize", *files, base, path, kind, "--overwrite")).checked(f"{kind} {method}")
-            command = ["drift", "-m", path, "--base", base, "-f", folder / "texts.txt", "--split", "paragraphs"]
+            command: list[str | Path] = ["drift", "-m", path, "--base", base, "-f", folder / "texts.txt"]
+            command += ["--split", "paragraphs"]
             run(quantkit(*command, "--json", result, "--overwrite")).checked("drift")
             (row,) = json.loads(result.read_text())["models"]
             nearest = row["neighbours"]
@@ -69,7 +70,8 @@ def main() -> None:
         run(quantkit("convert", options.checkpoint, base, "--outtype", "f32")).checked("convert")
         join(options.calibration, folder / "calibration.txt")
         join(options.texts, folder / "texts.txt")
-        collect = ["imatrix", "-m", base, "-f", folder / "calibration.txt", "-o", folder / "imatrix.gguf"]
+        collect: list[str | Path] = ["imatrix", "-m", base, "-f", folder / "calibration.txt"]
+        collect += ["-o", folder / "imatrix.gguf"]
         collect += ["--covariance", folder / "cov.gguf", "--chunks", str(options.chunks)]
         run(quantkit(*collect)).checked("imatrix")
         measure(folder, base, options.types, options.methods)

@@ -35,10 +35,11 @@ def write_files(base: Path, types: list[str], folder: Path) -> list[Path]:
 
 def run_llama(program: Path, base: Path, files: list[Path], common: list[str], logits: Path) -> tuple[float, list[str]]:
     """Return the seconds of all runs of llama-perplexity, and the mean divergences."""
-    seconds = run([program, "-m", base, *common, "--save-all-logits", logits]).checked("llama-perplexity").seconds
+    save: list[str | Path] = [program, "-m", base, *common, "--save-all-logits", logits]
+    seconds = run(save).checked("llama-perplexity").seconds
     means = []
     for path in files:
-        command = [program, "-m", path, *common, "--kl-divergence", "--kl-divergence-base", logits]
+        command: list[str | Path] = [program, "-m", path, *common, "--kl-divergence", "--kl-divergence-base", logits]
         outcome = run(command).checked(path.name)
         seconds += outcome.seconds
         # Its log may lose lines at the end of the process.

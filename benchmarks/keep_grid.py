@@ -20,7 +20,7 @@ from results import parse_options, record_output
 
 import quantkit
 from quantkit import QuantizeOptions
-from quantkit.evaluate.likelihood import SaveLogits
+from quantkit.evaluate import SaveLogits
 from quantkit.kernels import dequantize
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cpu.encode import encoder

@@ -511,7 +511,7 @@ def make_embeddings(names: list[str], args: argparse.Namespace) -> list[str]:
         if not np.isfinite(rows[name]).all():
             raise ValueError(f"{name}: not finite")
     with target.open("wb") as file:
-        np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
+        np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})
     return []
 
 
