@@ -105,8 +105,8 @@ def _largest_scales(s: npt.NDArray[np.int64]) -> I16:
     ordered = ordered if s.min(initial=0) < 0 else ordered[ordered > 0]
     if len(ordered) <= _MOST_TRIES:
         return ordered
-    is_large: npt.NDArray[np.bool_] = 4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)
-    return ordered[is_large]
+    largest: I16 = ordered[4 * np.abs(ordered) >= 3 * np.abs(ordered).max(initial=0)]
+    return largest
 
 
 def _codes(values: npt.NDArray[np.int64]) -> I16:
