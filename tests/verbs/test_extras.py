@@ -105,6 +105,7 @@ LINES = {
     "perplexity -m m.gguf -f t.txt --ray local --save-all-logits b --logits-format compact --codec zstd": "ray run",
     "perplexity -hf org/name -f t.txt --backend cuda": "cuda12 remote huggingface_hub",
     "score -hf org/name -f t.txt --backend cuda": "cuda12 remote huggingface_hub",
+    "drift -m m.gguf --base m.gguf -f t.txt --backend cuda": "cuda12",
     "kld -m m.gguf --base t.txt --ray local": "ray",
     "kld -hf org/name --base t.txt --backend cuda": "cuda12 remote huggingface_hub",
     "kld m.gguf --base-model m.gguf --chat t.txt --ray local": "ray run",
