@@ -191,8 +191,10 @@ def _check(criterion: str, keep: object, imatrix: object, experts: object) -> No
         return
     if experts is not None:
         raise RecipeError(f"--by {criterion} and --experts are mutually exclusive: omit one of them", "QK-E201")
-    if imatrix is None or keep is None:
-        raise RecipeError(f"--by {criterion}: give --imatrix FILE and --keep N", "QK-E202")
+    missing = {"--imatrix FILE": imatrix is None, "--keep N": keep is None}
+    if any(missing.values()):
+        names = " and ".join(name for name, is_missing in missing.items() if is_missing)
+        raise RecipeError(f"--by {criterion}: give {names}", "QK-E202")
 
 
 def _size(source: Source, n: int, keep: int | float | str) -> int:

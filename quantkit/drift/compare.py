@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from quantkit.activations import EXACT
 from quantkit.arguments import checked
-from quantkit.drift.statistics import Neighbours, cosines, mean_of, neighbours, percentiles
+from quantkit.drift.statistics import MOST_NEIGHBOURS, Neighbours, cosines, mean_of, neighbours, percentiles
 from quantkit.embed import Embeddings, embeddings_of, normalized
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import LoadOptions, choose_activations
@@ -140,6 +140,7 @@ def drift(
     second = embeddings_of(model, texts, pooling=pooling, truncate=True, progress=progress, **load)
     _check_alike(first, second)
     a, b = normalized(first), normalized(second)
+    limit = [f"neighbours: among the first {MOST_NEIGHBOURS:,} texts"] if len(texts) > MOST_NEIGHBOURS else []
     return Drift(
         model=second.model,
         base=first.model,
@@ -149,7 +150,7 @@ def drift(
         neighbours=neighbours(a, b, top),
         seconds=working_seconds() - start,
         activations=second.activations,
-        notes=tuple(dict.fromkeys([*mode_notes, *first.notes, *second.notes])),
+        notes=tuple(dict.fromkeys([*mode_notes, *first.notes, *second.notes, *limit])),
     )
 
 

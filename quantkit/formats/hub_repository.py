@@ -167,7 +167,7 @@ def _advice(verdict: Verdict) -> str:
     if verdict.meaning is Meaning.DENIED or verdict.status == 404:
         return "; log in by hf auth login, or set HF_TOKEN, with a token that may write to it"
     if verdict.meaning is Meaning.RETRY:
-        return "; run the command again: files that were sent are not sent again"
+        return "; check the connection and run the command again"
     return ""
 
 

@@ -411,6 +411,8 @@ class _Collector:
         note_context(model, options.n_ctx, self.notes)
         warning = None if path is None else held_out_warning(path, self._texts())
         self.notes += [] if warning is None else [warning]
+        if model.is_encoder:
+            self.notes.append("an encoder has no next token: no perplexity is computed")
         self.bos = bos_of(model, self.notes)
         self.progress = RunState()
         models = [model.source] if predictor is None else [model.source, predictor.model.source]

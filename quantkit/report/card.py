@@ -49,7 +49,8 @@ def card_text(report: Report, base_model: str = "", license: str = "") -> str:  
     parts += ["## Runtimes", _markdown_table([c.label for c in table.columns], table.rows)]
     commands = [f.command for f in report.files if f.command]
     if commands:
-        parts += ["## Provenance", "These commands reproduce the files:", _fence(commands)]
+        files = "the text models" if report.mmproj else "the files"
+        parts += ["## Provenance", f"These commands reproduce {files}:", _fence(commands)]
     parts.append(f"Report by quantkit {report.version}, {report.made}.")
     return "\n\n".join(parts) + "\n"
 
