@@ -188,6 +188,7 @@ def plan_mmproj(
             base=options.base,
         ),
     )
+    _note_losses(opened, opened.omissions, options)
     if outtype == name.lower():
         return plan_opened(opened, output, options)
     quantize_options = QuantizeOptions(
@@ -308,14 +309,19 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
     )
     opened = open_checkpoint(folder, open_options)
     losses = [*opened.omissions, *absent_tensors(opened), *unsupported_settings(opened)]
+    _note_losses(opened, losses, options)
+    if opened.has_encoders and not opened.kind:
+        opened.notes += (ENCODERS_NOTE,)
+    return opened
+
+
+def _note_losses(opened: Checkpoint, losses: Sequence[str], options: ConvertOptions) -> None:
+    """Add notes on what the file does not represent. Raises TypeNotSupported with ``strict``."""
     if losses and options.strict:
         raise TypeNotSupported(
             "; ".join(losses) + "; --strict does not allow this loss: omit --strict to convert without it", "QK-E305"
         )
     opened.notes += tuple(losses)
-    if opened.has_encoders and not opened.kind:
-        opened.notes += (ENCODERS_NOTE,)
-    return opened
 
 
 def _lossless_rules(opened: Checkpoint) -> list[Rule]:

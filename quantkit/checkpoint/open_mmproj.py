@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
+from quantkit.checkpoint.encoder_settings import unsupported_encoder_settings
 from quantkit.checkpoint.encoders import encoder_tensors, open_encoders
 from quantkit.checkpoint.expressions import Stored
 from quantkit.checkpoint.general import ParameterCount, read_general
@@ -18,6 +19,7 @@ from quantkit.checkpoint.open import OTHER_FILES, OpenOptions, blame_config, of_
 from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import block_type_of, decode_tensors
 from quantkit.checkpoint.tensors import Tensor, named_tensors
+from quantkit.formats.gguf.mmproj import projectors
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import read_checkpoint
 
@@ -72,7 +74,8 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     metadata_files += [file for adapter in adapters for file in adapter.files]
     checkpoint = Checkpoint(path, (*sorted(files), *metadata_files), keys.fields, tensors, outtype, identity(adapters))
     checkpoint.notes = tuple(notes_of(adapters, part))
-    checkpoint.general, checkpoint.kind, checkpoint.omissions = general, "mmproj", tuple(keys.omissions)
+    checkpoint.general, checkpoint.kind = general, "mmproj"
+    checkpoint.omissions = tuple(unsupported_encoder_settings(config.vision, projectors(checkpoint)))
     return checkpoint
 
 

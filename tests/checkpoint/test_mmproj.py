@@ -313,6 +313,24 @@ def test_encoders_without_layers_or_tensors_are_refused(name: str, pattern: str,
     plan_mmproj(checkpoint, tmp_path / "out.gguf", None, ConvertOptions(allow_incomplete=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mm-gemma4", ["pooling_kernel_size"]),
+        ("mm-qwen2.5-vl", ["window_size"]),
+        ("mm-gemma4-unified", []),
+        ("mm-pixtral", []),
+    ],
+)
+def test_settings_that_llama_cpp_fixes_have_a_note(name: str, settings: list[str], tmp_path: Path) -> None:
+    checkpoint = checkpoints.write_checkpoint(name, tmp_path)
+    notes = plan_mmproj(checkpoint, tmp_path / "out.gguf").notes
+    assert re.findall(r"vision_config has (\w+)", "\n".join(notes)) == settings
+    if settings:
+        with refuses(TypeNotSupported, f"QK-E305 {settings[0]}"):
+            plan_mmproj(checkpoint, tmp_path / "out.gguf", None, ConvertOptions(strict=True))
+
+
 def test_layers_that_config_json_claims_are_refused_at_once(tmp_path: Path) -> None:
     description = checkpoints.describe("mm-qwen2-vl")
     vision = description.config["vision_config"] | {"depth": 10**9}
