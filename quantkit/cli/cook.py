@@ -111,9 +111,9 @@ def command(arguments: tuple[str, ...], dry_run: bool, json_to: JsonOutput, **va
     searches types where a TARGET is a goal, quantizes every TARGET, measures its
     divergence from the base and writes a report.
 
-    A TARGET is a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a
-    divergence (kld=0.01). With +feedback after it, quantizing is slower and the
-    divergence lower.
+    A TARGET is a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw), a
+    divergence (kld=0.01) or the memory of GPUs and host (fit=24G,64G). With
+    +feedback after it, quantizing is slower and the divergence lower.
 
     Run it again after a change, an interruption or a crash: steps that are up to
     date are skipped. Without a TOML file, options cover the usual settings;

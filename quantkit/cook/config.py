@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from quantkit.cook.tables import (
     read_values,
     share,
     size,
+    size_or_0,
+    sizes,
     word,
     words,
 )
@@ -41,8 +43,10 @@ from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.foreign.child import GRAMMAR, Child
 from quantkit.formats.outputs import read_whole
 from quantkit.formats.remote import located
+from quantkit.model.kv_types import KV_TYPES
 from quantkit.options.convert import ConvertOptions
 from quantkit.options.quantize import QuantizeOptions, independent_of_search
+from quantkit.options.search import AIMS, SearchOptions
 from quantkit.options.sensitivity import GROUPS
 from quantkit.pipeline.presets import preset_by_name
 
@@ -140,6 +144,19 @@ class SearchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """Caches and buffers beside the weights of fit=24G,64G, and the best among the recipes that fit."""
+
+    ctx: int = key(integer(0), "context of all sequences; 0: that of training", 0)
+    ctk: str = key(choice(*KV_TYPES), "type of the K cache", "f16")
+    ctv: str = key(choice(*KV_TYPES), "type of the V cache", "f16")
+    parallel: int = key(integer(1), "parallel sequences", 1)
+    margin: int | None = key(size_or_0, "memory of each GPU that must remain free", None, '"1GiB"')
+    aim: str = key(choice(*AIMS), "quality, or with `bandwidth` balance or speed", "quality")
+    bandwidth: tuple[int, ...] = key(sizes, "bytes per second that each device reads", (), '["936G", "80G"]')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
     """A page with charts that needs no network, and a model card for model hubs."""
 
@@ -168,7 +185,7 @@ def _targets(value: Any, folder: Path) -> tuple[Target, ...]:
 class TargetSettings:
     """A target with its settings; ``quantize``: options of quantize for it alone."""
 
-    target: Target = key(_target, "a preset, 12.3G, 4.2bpw or kld=0.01", example='"IQ2_M+feedback"')
+    target: Target = key(_target, "a preset, 12.3G, 4.2bpw, kld=0.01 or fit=24G,64G", example='"IQ2_M+feedback"')
     name: str | None = key(name_of_files, "ending of the file name", None, '"IQ2_M-better"')
     max_kld: float | None = key(positive, "fail if the mean KL divergence exceeds this", None, "0.2")
     quantize: Mapping[str, Any] = field(default_factory=dict)
@@ -217,7 +234,7 @@ class TopSettings:
     """The keys before the first table."""
 
     model: Path = key(path, "a Hugging Face directory, or a GGUF file of BF16, F16 or F32", example='""')
-    targets: tuple[Target, ...] = key(_targets, "presets, sizes, bits per weight, divergences", ())
+    targets: tuple[Target, ...] = key(_targets, "presets, sizes, bits per weight, divergences, memory of devices", ())
     name: str | None = key(name_of_files, "output files are named NAME-TARGET.gguf", None)
     output: Path | None = key(path, "folder for the quantized files", None)
     work: Path | None = key(path, "folder for intermediate files: imatrix, logits, recipes", None)
@@ -247,6 +264,7 @@ TABLES: dict[str, type] = {
     "check": CheckSettings,
     "sensitivity": SensitivitySettings,
     "search": SearchSettings,
+    "fit": FitSettings,
     "quantize": QuantizeOptions,
     "report": ReportSettings,
 }
@@ -275,6 +293,7 @@ class Config:
     check: CheckSettings = field(default_factory=CheckSettings)
     sensitivity: SensitivitySettings = field(default_factory=SensitivitySettings)
     search: SearchSettings = field(default_factory=SearchSettings)
+    fit: FitSettings = field(default_factory=FitSettings)
     quantize: Mapping[str, Any] = field(default_factory=dict)
     report: ReportSettings = field(default_factory=ReportSettings)
     origin: str = "the command line"
@@ -389,11 +408,23 @@ def _check(config: Config, location: TableLocation) -> None:
             raise location.error(
                 refused[0], f"the search chooses the types of {settings.label}: use [search] allow instead"
             )
+        _check_fit(config, settings, location)
     texts = config.calibration
     if texts.evaluation is not None and not texts.text and config.imatrix.file is None and config.imatrix.run:
         raise location.error("text", "[calibration] evaluation is set, but there is no calibration text", "QK-E202")
     if len({config.output, config.work, config.model}) < 3:
         raise location.error("output", "model, output and work must be different paths", "QK-E403")
+
+
+def _check_fit(config: Config, settings: TargetSettings, location: TableLocation) -> None:
+    """Raise RecipeError if the settings of [fit] do not suit a target's devices."""
+    goal = settings.target.goal
+    if goal is None or goal.kind != "fit":
+        return
+    try:
+        SearchOptions(fit=goal.devices, **asdict(config.fit)).check()
+    except RecipeError as e:
+        raise replace(location, table="fit").error(settings.label, e.message, e.code) from None
 
 
 def text_consumers(config: Config) -> list[str]:

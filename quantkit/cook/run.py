@@ -221,7 +221,7 @@ def _without_idle_searches(config: Config, model: Model) -> tuple[Config, list[s
     for settings in config.targets:
         goal = settings.target.goal
         direct = replace(settings, target=replace(settings.target, preset=largest, goal=None))
-        if goal is not None and goal.kind != "kld":
+        if goal is not None and goal.kind in ("size", "bpw"):
             options = planning_options(quantize_options(paths, direct), recipe=True)
             with suppress(QuantkitError):  # the checks of targets name it
                 plan = model.plan(paths.output(settings.label), largest, options)

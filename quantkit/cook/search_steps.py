@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from quantkit.cook import estimate
 from quantkit.cook.config import TargetSettings
@@ -35,8 +36,8 @@ _LADDERS = {
 LARGEST_TYPE = "Q8_0"
 #: Range of useful types, as factors of a goal's bits per weight.
 _BELOW, _ABOVE = 0.6, 1.9
-#: Bits per weight to expect for goals that are not sizes.
-_ANY = (3.3, 4.5)
+#: Bits per weight to expect for goals that are not sizes, and at most where memory suffices for more.
+_ANY, _MOST = (3.3, 4.5), 8.0
 
 
 def sensitivity_path(paths: Paths) -> Path:
@@ -68,7 +69,8 @@ def _bits(goal: Goal, weights: int) -> Sequence[float]:
     """Return the bits per weight that a goal may lead to."""
     if goal.kind == "bpw":
         return (goal.value,)
-    return (8 * goal.value / max(1, weights),) if goal.kind == "size" else _ANY
+    bpw = 8 * goal.value / max(1, weights)
+    return {"size": (bpw,), "fit": (min(bpw, _MOST),)}.get(goal.kind, _ANY)
 
 
 def _nearest(ladder: Sequence[TensorType], bpw: float) -> Sequence[TensorType]:
@@ -191,6 +193,8 @@ def search_step(paths: Paths, settings: TargetSettings) -> Step:
         "merge_up_gate": config.merge_up_gate,
         **asdict(limits),
     }
+    devices: dict[str, Any] = {"fit": goal.devices, **asdict(config.fit)} if goal.kind == "fit" else {}
+    step_options |= devices
 
     def run(progress: StepProgress) -> Facts:
         options = SearchOptions(
@@ -207,6 +211,7 @@ def search_step(paths: Paths, settings: TargetSettings) -> Step:
             imatrix=paths.imatrix,
             feedback=paths.covariance if settings.target.feedback else None,
             time_limit=limits.time_limit,
+            **devices,
         )
         check = None
         if limits.candidates > 1:
@@ -220,7 +225,7 @@ def search_step(paths: Paths, settings: TargetSettings) -> Step:
         result = search(
             sensitivity_path(paths), paths.source, options, check=check, progress=lambda now: progress.note(now.text)
         )
-        for note in result.notes:
+        for note in (*result.notes, *_command_of(result)):
             progress.note(note)
         return _write_search(paths, settings, result)
 
@@ -242,6 +247,11 @@ def search_step(paths: Paths, settings: TargetSettings) -> Step:
     )
 
 
+def _command_of(result: SearchResult) -> list[str]:
+    """Return the command that runs the file on the devices that it fits, if it was searched for some."""
+    return [] if result.best.fit is None else [f"run the file: {result.best.fit.command}"]
+
+
 def _write_search(paths: Paths, settings: TargetSettings, result: SearchResult) -> Facts:
     """Write the recipe and the other results; return the latter."""
     best, label = result.best, settings.label
@@ -258,6 +268,7 @@ def _write_search(paths: Paths, settings: TargetSettings, result: SearchResult) 
     comments = [
         f"quantkit cook, target {settings.target.text}: {best.nbytes} bytes, {best.bpw:.4f} bits per weight,",
         f"predicted divergence {best.kld:.5f}; quantkit quantize -r {label}.recipe IN OUT {best.type_name}",
+        *_command_of(result),
     ]
     with atomic_write(search_result_path(paths, label)) as part:
         part.write_text(json.dumps(facts, indent=2) + "\n")

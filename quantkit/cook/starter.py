@@ -133,8 +133,9 @@ _HEAD = (
     "# A commented-out key shows its default or an example. Paths are relative to the folder of this file.",
     "#",
     "# A target is a preset (`quantkit types --presets`), or a goal, for which a search finds the best types: a size",
-    '# ("12.3G"), bits per weight ("4.2bpw"), or a divergence from the model ("kld=0.01"). "+feedback" after a goal is',
-    "# slower and gives a lower divergence at the same size (docs/explanation/error-feedback.md).",
+    '# ("12.3G"), bits per weight ("4.2bpw"), a divergence from the model ("kld=0.01"), or the memory of each GPU and',
+    '# of the host ("fit=24G,64G"). "+feedback" after a goal is slower and gives a lower divergence at the same size',
+    "# (docs/explanation/error-feedback.md).",
 )
 #: Comments at the start of tables whose options are those of other commands.
 _HEADS = {

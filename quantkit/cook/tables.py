@@ -235,6 +235,16 @@ def size(value: Any, _: Path) -> int:
     return nbytes
 
 
+def size_or_0(value: Any, folder: Path) -> int:
+    """Read a number of bytes that may be 0."""
+    return 0 if value == 0 and not isinstance(value, bool) else size(value, folder)
+
+
+def sizes(value: Any, folder: Path) -> tuple[int, ...]:
+    """Read one or more numbers of bytes."""
+    return tuple(size(item, folder) for item in (value if isinstance(value, list) else [value]))
+
+
 def path(value: Any, folder: Path) -> Path:
     """Read a path; a relative path starts at the folder of the file."""
     if not isinstance(value, str) or not value or "\0" in value:

@@ -198,7 +198,9 @@ def goal_bytes(paths: Paths, settings: TargetSettings) -> int | None:
     goal = settings.target.goal
     if goal is None or goal.kind == "kld":
         return None
-    return int(goal.value if goal.kind == "size" else goal.value * paths.model.weights / 8)
+    if goal.kind == "bpw":
+        return int(goal.value * paths.model.weights / 8)
+    return int(goal.value if goal.kind == "size" else min(goal.value, paths.model.nbytes))
 
 
 def planning_options(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:

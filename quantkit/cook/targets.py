@@ -4,6 +4,7 @@ Q4_K_M          a preset, or a tensor type, with its rules
 12.3G           the recipe of least divergence of at most this size (G: 1000^3 bytes, GiB: 1024^3)
 4.2bpw          the recipe of least divergence of at most this many bits per weight
 kld=0.01        the smallest one of at most this divergence from the model, in nats per token
+fit=24G,64G     the recipe of least divergence that fits the memory of each GPU, then of the host
 Q2_K+feedback   with error feedback, by the covariances of imatrix --covariance; also for goals
 Q2_K+calibrate  with error feedback layer by layer, quantize --calibrate
 """
@@ -19,7 +20,10 @@ from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.pipeline.presets import PRESETS, preset_by_name
 from quantkit.units import parse_size
 
-_SYNTAX = "write a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a divergence (kld=0.01)"
+_SYNTAX = (
+    "write a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw), a divergence (kld=0.01) or memory of GPUs and "
+    "host (fit=24G,64G)"
+)
 #: Modifiers, which follow a +.
 _MODIFIERS = ("feedback", "calibrate")
 #: Maximum length of a target in characters.
@@ -31,10 +35,14 @@ _BPW, _KLD = (0.5, 32.0), (1e-8, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Goal of a search: ``kind`` is "size" (bytes), "bpw" (bits per weight) or "kld" (nats per token)."""
+    """Goal of a search: ``kind`` is "size" (bytes), "bpw" (bits per weight), "kld" (nats per token) or "fit" (bytes).
+
+    ``devices``: of "fit", the bytes of each GPU, then of the host; their sum is ``value``.
+    """
 
     kind: str
     value: float
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class Target:
     @property
     def file_suffix(self) -> str:
         """The label in file names: Q4_K_M, 12.3G, kld0.01-feedback."""
-        return self.text.replace("=", "").replace("+", "-")
+        return self.text.replace("=", "").replace("+", "-").replace(",", "-")
 
 
 def parse_target(text: str) -> Target:
@@ -80,17 +88,24 @@ def _goal(base: str, text: str) -> Goal | None:
         return Goal("kld", _within(float(match[1]), _KLD, text, "nats per token"))
     if match := re.fullmatch(rf"({_NUMBER})\s*bpw", base, re.IGNORECASE):
         return Goal("bpw", _within(float(match[1]), _BPW, text, "bits per weight"))
+    if match := re.fullmatch(r"fit\s*=\s*([^/]+)", base, re.IGNORECASE):
+        devices = tuple(_bytes(part.strip(), text) for part in match[1].split(","))
+        return Goal("fit", float(sum(devices)), devices)
     if re.fullmatch(rf"{_NUMBER}\s*[KMGT]i?B?", base, re.IGNORECASE):
-        try:
-            size = parse_size(base)
-        except ValueError as e:
-            raise RecipeError(f"target {text!r}: {e}", "QK-E203") from None
-        if not size:
-            raise RecipeError(f"target {text!r}: no file is that small", "QK-E203")
-        return Goal("size", float(size))
+        return Goal("size", float(_bytes(base, text)))
     if re.fullmatch(_NUMBER, base):
         raise RecipeError(f"target {text!r}: a number without a unit: write {base}G or {base}bpw", "QK-E203")
     return None
+
+
+def _bytes(size: str, text: str) -> int:
+    try:
+        nbytes = parse_size(size)
+    except ValueError as e:
+        raise RecipeError(f"target {text!r}: {e}", "QK-E203") from None
+    if not nbytes:
+        raise RecipeError(f"target {text!r}: no file is that small", "QK-E203")
+    return nbytes
 
 
 def _within(value: float, bounds: tuple[float, float], text: str, unit: str) -> float:

@@ -33,6 +33,7 @@ from quantkit.cook.tables import keys_of
 from quantkit.cook.texts import split_text
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
 from quantkit.evaluate import kld
+from quantkit.fit import FitOptions, fit
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.pipeline import content as content_module
 from quantkit.quantize import QuantizeOptions, quantize
@@ -55,6 +56,7 @@ MODEL = DATA / "tiny-moe-bf16.gguf"
         ("4.2bpw", ("bpw", 4.2), "4.2bpw"),
         ("kld=.01", ("kld", 0.01), "kld.01"),
         ("kld<=1e-2+feedback", ("kld", 0.01), "kld<1e-2-feedback"),
+        ("fit=24G, 64GiB", ("fit", 24e9 + (64 << 30)), "fit24G-64GiB"),
         ("IQ2_M+feedback", None, "IQ2_M-feedback"),
         ("Q2_K+calibrate", None, "Q2_K-calibrate"),
     ],
@@ -74,6 +76,8 @@ def test_targets(text: str, goal: tuple[str, float] | None, part: str) -> None:
         ("Q4_KM", "QK-E301 Q4_K_M"),
         ("12", "QK-E203 12G 12bpw"),
         ("0G", "QK-E203 0G"),
+        ("fit=24G,0", "QK-E203 fit=24G,0"),
+        ("fit=many", "QK-E203 fit=many"),
         ("99bpw", "QK-E203 32"),
         ("Q4_K_M+feedbak", "QK-E203 Q4_K_M+feedbak"),
         ("Q4_K_M+feedback+calibrate", "QK-E201 Q4_K_M+feedback+calibrate"),
@@ -598,6 +602,13 @@ def test_a_goal_is_searched_for_and_met(work_folder: Path) -> None:
     assert output["candidates"] == 2
     second = cook(small(["4.5bpw"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True))
     assert second.executed == ("search 4.5bpw", "quantize 4.5bpw", "check 4.5bpw")
+    settings = {"ctx": 256, "margin": 0}
+    third = cook(small(["fit=14M,60M"], search={"candidates": 1, "same": ["up,gate"]}, fit=settings))
+    assert third.executed == ("search fit14M-60M", "quantize fit14M-60M", "check fit14M-60M")
+    devices = fit(third.targets[0].path, FitOptions(vram=(14_000_000,), ram=60_000_000, **settings)).devices
+    assert [device.nbytes <= (device.limit or 0) for device in devices] == [True] * 2
+    with refuses(RecipeError, "QK-E202 cook.toml fit14M-60M"):
+        small(["fit=14M,60M"], fit={"aim": "speed"})
 
 
 def test_a_search_needs_its_extra(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
