@@ -1229,6 +1229,7 @@ USED = frozenset(
         *("n_embd_head_v_mla_impl", "n_layer_kv_from_start", "n_embd_out_impl", "n_embd_inp_impl"),
         *(
             "n_embd_inp_enc_impl",
+            "n_cls_out",
             "n_deepstack_layers",
             "swa_layers",
             "recurrent_layer_arr",

@@ -18,6 +18,7 @@ import quantkit
 from quantkit.formats.gguf import open_gguf
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.model.arch import ARCHS
 from quantkit.model.backends.cuda.backend import CUDAProgram
 from quantkit.model.fusion import Fusion
 from zoo import NAMES, write_hollow_zoo
@@ -307,7 +308,9 @@ def without_angles(names: list[str]) -> list[str]:
 
 
 def test_every_model_of_the_zoo_is_counted() -> None:
-    assert set(LAYERS) == set(NAMES)
+    """All but encoders, which generate no tokens."""
+    generating = {name for name in NAMES if not ARCHS[name.rpartition("-")[0]].encoder}
+    assert set(LAYERS) == generating
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -589,7 +589,7 @@ def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
         slots = {
             "batch": batch, "rows": rows, "q": b.allocate(4 * rows * h.n * h.k, noise.astype(np.float32)),
             "out": b.allocate(4 * rows * h.n * h.v), "n_head": h.n, "n_head_kv": h.kv, "head_v": h.v,
-            "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0, "window": 0, "alibi": 0.0,
+            "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0, "window": 0, "alibi": 0.0, "biases": 0,
             "splits": plan.splits, "scratch": b.allocate(max(256, plan.scratch)), "selected": 0, "n_selected": 0,
             "ratio": 0,
         }  # fmt: skip

@@ -157,6 +157,7 @@ OPTIONAL = {"kernels/cpu/matmul/type_dots.py", "kernels/cuda/unpack/dot_forms.cu
 OPTIONAL |= {
     "formats/gguf/byte_order.py",
     "kernels/interleave.py",
+    "kernels/lattices.py",
     "kernels/levels.py",
     "kernels/cuda/unpack/ik_dot_forms.cuh",
 }

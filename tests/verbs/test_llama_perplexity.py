@@ -193,7 +193,7 @@ def test_the_noise_of_activations_is_llama_cpps(
     quantize(tiny_moe, file, name, QuantizeOptions(pure=True))
     quantize(file, copy, "F32", QuantizeOptions(allow_requantize=True))
     text = (data / "tiny-moe-evaluation.txt").read_text(encoding="utf-8")
-    perplexity(copy, text, n_ctx=128, chunks=8, save_logits=SaveLogits(base))
+    perplexity(copy, text, n_ctx=128, chunks=8, save_logits=SaveLogits(base, "llama.cpp"))
     arguments = ("-m", file, "-c", 128, "--kl-divergence", "--kl-divergence-base", base, "--no-repack")
     match = re.search(r"Median +KLD: +([\d.]+)", llama_perplexity(llama_bin, "Same top p:", *arguments))
     assert match is not None
