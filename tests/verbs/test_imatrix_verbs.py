@@ -343,7 +343,9 @@ def test_expected_entries_of_every_architecture(name: str) -> None:
     head = (ZOO / "headers" / f"{name}.head").read_bytes()
     tensors = [Tensor(t, tuple(ne)) for t, ne, _ in tensor_infos(head)]
     names = {t.name for t in expected_tensors(tensors, name.rpartition("-")[0])}
-    matrices = {t.name for t in tensors if len(t.shape) > 1 and re.match(r"((enc\.)?blk\..*|output_hc_fn\.)weight$", t.name)}
+    matrices = {
+        t.name for t in tensors if len(t.shape) > 1 and re.match(r"((enc\.)?blk\..*|output_hc_fn\.)weight$", t.name)
+    }
     small = re.compile(  # never quantized
         r"ssm_conv1d|shortconv\.conv|_norm|attn_rel_b|indexer\.[qk]_proj|altup|laurel|tid2eid|compressor_ape|mix_(lerp|first|\w+_w\d|[wavg]\d)"
     )
