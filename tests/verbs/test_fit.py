@@ -71,6 +71,11 @@ def llama_cpp(program: Path, model: Path, ctx: int, *arguments: str) -> dict[str
         ("qwen3moe-moe", {"ctx": 8192, "flash_attn": False}, ("-fa", "off")),
         ("llama4-moe", {"ctx": 16384}, ("-fa", "on")),
         ("lfm2-dense", {"ctx": 8192, "ubatch": 256}, ("-fa", "on", "-ub", "256")),
+        *(
+            (name, {"ctx": 16384}, ("-fa", "on"))
+            for name in ("glm4moe-moe", "phi3-dense", "granitemoe-moe", "mistral3-dense", "gemma2-dense")
+        ),
+        *((name, {"ctx": 8192}, ("-fa", "on")) for name in ("hunyuan-moe-moe", "ernie4_5-moe-moe", "exaone4-dense")),
     ],
 )
 def test_scaled_models_take_what_llama_cpp_allocates(
@@ -102,13 +107,12 @@ def test_other_memory_takes_what_llama_cpp_allocates(
 
 
 @pytest.mark.peer
-def test_tiny_moe_takes_what_llama_cpp_allocates(tiny_moe: Path, llama_bin: Path) -> None:
-    check_beside(fit(tiny_moe, FitOptions(ctx=4096, types=())), llama_bin, ("-fa", "on"), 0.01)
-
-
-@pytest.mark.peer
-def test_smollm2_takes_what_llama_cpp_allocates(smollm2: Path, llama_bin: Path) -> None:
-    check_beside(fit(smollm2, FitOptions(ctx=8192, types=())), llama_bin, ("-fa", "on"), 0.01)
+@pytest.mark.parametrize(("name", "ctx"), [("tiny_moe", 4096), ("smollm2", 8192), ("gemma3", 32768)])
+def test_real_models_take_what_llama_cpp_allocates(
+    name: str, ctx: int, request: pytest.FixtureRequest, llama_bin: Path
+) -> None:
+    path: Path = request.getfixturevalue(name)
+    check_beside(fit(path, FitOptions(ctx=ctx, types=())), llama_bin, ("-fa", "on"), 0.01)
 
 
 def check_beside(result: Fit, llama_bin: Path, arguments: tuple[str, ...], compute: float) -> None:
