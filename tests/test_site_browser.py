@@ -40,6 +40,7 @@ QUESTIONS = {
     "mmproj": "mmproj",
     "upload to hugging face": "upload",
     "download by name": "download",
+    "quantize embedding model": "embedding",
     "what fits in 24 GB": "fits",
     "chat with the model": "chat",
     "hellaswag": "tasks",
