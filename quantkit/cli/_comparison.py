@@ -31,7 +31,7 @@ def _files(result: Comparison) -> str:
     rows = []
     for model in result.models:
         value, *cells = _statistics(model.sums)
-        interval = [] if result.stop is None else [_interval(model.mean.interval(result.miss), "")]
+        interval = [] if result.stop is None else [_interval(model.mean.interval(result.alpha), "")]
         size = [format_size(model.nbytes), f"{model.bpw:.2f}"]
         rows.append([printable(model.model.name), *size, value, *(interval or cells[:1]), *cells[1:]])
     value, error, *names = _STATISTICS
@@ -55,7 +55,7 @@ def _differences(result: Comparison) -> str:
     for better, model in pairwise(result.ranking):
         difference = model.minus(better)
         cells = [printable(model.model.name), printable(better.model.name), f"{difference.value:+.5f}"]
-        rows.append([*cells, _interval(difference.interval(result.miss), "+")])
+        rows.append([*cells, _interval(difference.interval(result.alpha), "+")])
     return table(["file", "next better", "difference", "95 % interval"], rows, left=2)
 
 

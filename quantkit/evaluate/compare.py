@@ -27,7 +27,7 @@ from quantkit.arguments import checked
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.base_rows import MOST_ROW_BYTES, TOP_K, MostProbableRows, WholeRows
 from quantkit.evaluate.comparison import Comparison, ModelDivergence, Stop
-from quantkit.evaluate.intervals import ChunkMean, chunk_mean, level, looks
+from quantkit.evaluate.intervals import ChunkMean, alpha_of_look, chunk_mean, looks
 from quantkit.evaluate.passes import (
     F32,
     I32,
@@ -115,7 +115,7 @@ def compare_models(
     is_met = False
     for begin, end in _rounds(ends, run.windows_per_round):
         run.compute(order[begin:end], begin, notes, progress)
-        if until is not None and end in ends and run.is_narrow(until, level(len(ends))):
+        if until is not None and end in ends and run.is_narrow(until, alpha_of_look(len(ends))):
             is_met = True
             break
     sizes_of_texts = [sum(run.text_of[i] == t for i in order[:end]) for t in range(len(run.texts))]
@@ -247,10 +247,10 @@ class _Run:
             note_calibration(model, text.content, text.tokens, notes)
         return notes
 
-    def is_narrow(self, share: float, miss: float) -> bool:
+    def is_narrow(self, share: float, alpha: float) -> bool:
         """Return whether the interval of every model's mean divergence is within ``share`` of it on each side."""
         means = [sums.mean for sums in self.sums]
-        return all(mean.half_width(miss) <= share * mean.value for mean in means)
+        return all(mean.half_width(alpha) <= share * mean.value for mean in means)
 
 
 class _RoundScores:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.evaluate.divergence import statistics_dict
-from quantkit.evaluate.intervals import ChunkMean, chunk_mean, level
+from quantkit.evaluate.intervals import ChunkMean, alpha_of_look, chunk_mean
 from quantkit.evaluate.statistics import KldSums
 from quantkit.html_table import HtmlTable, Table, table_of
 
@@ -55,7 +55,7 @@ class ModelDivergence:
 class Stop:
     """The rule by which a run may stop early: the share, the number of looks, and whether the run met it.
 
-    miss: the probability that each look may spend.
+    alpha: the probability that each look may spend.
     """
 
     share: float
@@ -63,8 +63,8 @@ class Stop:
     is_met: bool
 
     @property
-    def miss(self) -> float:
-        return level(len(self.looks))
+    def alpha(self) -> float:
+        return alpha_of_look(len(self.looks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +83,9 @@ class Comparison(HtmlTable):
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def miss(self) -> float:
+    def alpha(self) -> float:
         """The probability with which an interval of the run misses the mean it is for."""
-        return level(1) if self.stop is None else self.stop.miss
+        return alpha_of_look(1) if self.stop is None else self.stop.alpha
 
     @property
     def ranking(self) -> list[ModelDivergence]:
@@ -125,14 +125,14 @@ class Comparison(HtmlTable):
         }
 
     def _stop_dict(self, stop: Stop) -> dict[str, Any]:
-        return {"share": stop.share, "is_met": stop.is_met, "looks": list(stop.looks), "miss": stop.miss}
+        return {"share": stop.share, "is_met": stop.is_met, "looks": list(stop.looks), "alpha": stop.alpha}
 
     def _mean_dict(self, mean: ChunkMean) -> dict[str, Any]:
         is_known = mean.n > 1
         return {
             "value": mean.value,
             "error": mean.error if is_known else None,
-            "interval": list(mean.interval(self.miss)) if is_known else None,
+            "interval": list(mean.interval(self.alpha)) if is_known else None,
         }
 
     def _model_dict(self, model: ModelDivergence) -> dict[str, Any]:

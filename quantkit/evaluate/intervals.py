@@ -4,11 +4,11 @@ Divergences of tokens in one chunk correlate, so chunks are the units: the error
 over chunks (linearization; Cochran, Sampling Techniques, 1977, 6.4), which with equally many tokens per chunk is the
 error of the mean of their means. Its quantile is Student's.
 
-``looks`` and ``level`` make an interval valid although a run stops as soon as it is narrow. The numbers of chunks at
-which a run may stop are fixed beforehand, and each look spends an equal part of the 5 % (Bonferroni): the probability
-that any of the intervals misses the mean, and so that the one at which the run stops does, is at most 5 %, whatever
-the dependence of looks. Pocock (Biometrika 64, 1977) describes designs with repeated looks; his constants, for equal
-steps, are a few percent narrower.
+``looks`` and ``alpha_of_look`` make an interval valid although a run stops as soon as it is narrow. The numbers of
+chunks at which a run may stop are fixed beforehand, and each look spends an equal part of the 5 % (Bonferroni): the
+probability that any of the intervals misses the mean, and so that the one at which the run stops does, is at most 5 %,
+whatever the dependence of looks. Pocock (Biometrika 64, 1977) describes designs with repeated looks; his constants, for
+equal steps, are a few percent narrower.
 
 Chunks must then be drawn at random: those at the start of a text resemble each other more than the rest. Without
 replacement the error is smaller than that of independent draws (Hoeffding, JASA 58, 1963, theorem 4), so intervals
@@ -18,7 +18,6 @@ are conservative for the mean of the whole text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -29,8 +28,8 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-#: The probability that an interval misses the mean.
-MISS = 0.05
+#: The probability that an interval does not contain the mean.
+ALPHA = 0.05
 #: Chunks at the first look, and the growth from look to look.
 FIRST_LOOK, GROWTH = 16, 1.5
 #: Degrees of freedom above which Student's distribution is taken as normal: quantiles differ by less than 0.1 %.
@@ -44,13 +43,13 @@ class ChunkMean(NamedTuple):
     error: float
     n: int
 
-    def half_width(self, miss: float = MISS) -> float:
-        """Return half the width of the interval that misses the mean with probability ``miss``."""
-        return student_quantile(1 - miss / 2, self.n - 1) * self.error if self.n > 1 else math.inf
+    def half_width(self, alpha: float = ALPHA) -> float:
+        """Return half the width of the interval that does not contain the mean with probability ``alpha``."""
+        return student_quantile(1 - alpha / 2, self.n - 1) * self.error if self.n > 1 else math.inf
 
-    def interval(self, miss: float = MISS) -> tuple[float, float]:
+    def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Return the ends of the interval."""
-        half = self.half_width(miss)
+        half = self.half_width(alpha)
         return self.value - half, self.value + half
 
 
@@ -74,9 +73,9 @@ def looks(n: int, multiple: int = 1) -> tuple[int, ...]:
     return (*result, n)
 
 
-def level(n_looks: int) -> float:
-    """Return the probability of a miss that each of the looks may spend."""
-    return MISS / n_looks
+def alpha_of_look(n_looks: int) -> float:
+    """Return the part of ALPHA that each of the looks may spend."""
+    return ALPHA / n_looks
 
 
 @cache
@@ -85,12 +84,11 @@ def student_quantile(p: float, degrees: int) -> float:
     if degrees > _NORMAL_FROM:
         return NormalDist().inv_cdf(p)
     low, high = 0.0, 1.0
-    central: Callable[[float], float] = lambda t: _central_mass(t, degrees)  # noqa: E731 - a short name
-    while central(high) < 2 * p - 1:
+    while _central_mass(high, degrees) < 2 * p - 1:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if central(middle) < 2 * p - 1 else (low, middle)
+        low, high = (middle, high) if _central_mass(middle, degrees) < 2 * p - 1 else (low, middle)
     return high
 
 

@@ -87,9 +87,9 @@ def share_on_grid(t: TensorType, source: TensorType, rows: F32) -> float:
 
     if not len(rows) or rows.shape[1] % t.block or not np.isfinite(rows).all():
         return 0.0
-    weighty = rows.reshape(-1, t.block).any(axis=1)
+    has_weights = rows.reshape(-1, t.block).any(axis=1)
     on_grid = blocks_on_lattice(_searched(t), source, rows)
-    return float((on_grid & weighty).sum() / max(1, weighty.sum()))
+    return float((on_grid & has_weights).sum() / max(1, has_weights.sum()))
 
 
 def find_grid(types: Iterable[TensorType], source: TensorType, rows: F32) -> Grid | None:

@@ -19,7 +19,7 @@ from refusals import refuses
 from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate import ComparisonProgress, Nodes, SaveLogits, Texts, compare_models, kld, perplexity
-from quantkit.evaluate.intervals import chunk_mean, level, looks, student_quantile
+from quantkit.evaluate.intervals import alpha_of_look, chunk_mean, looks, student_quantile
 from quantkit.evaluate.scores import compare_with_logits
 from quantkit.evaluate.texts import position_ranges, read_texts
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
@@ -221,7 +221,7 @@ def test_looks_are_fixed_beforehand() -> None:
     assert looks(64) == (16, 24, 36, 54, 64)
     assert looks(100, 4) == (16, 24, 36, 56, 84, 100)
     assert looks(10) == (10,)
-    assert level(5) == pytest.approx(0.01)
+    assert alpha_of_look(5) == pytest.approx(0.01)
 
 
 def test_the_mean_of_unequal_chunks_is_that_of_their_tokens() -> None:
@@ -237,9 +237,9 @@ def _stopped_mean(totals: F64, share: float, rng: np.random.Generator) -> tuple[
     order, ends = rng.permutation(len(totals)), looks(len(totals))
     for end in ends:
         mean = chunk_mean(totals[order[:end]], np.ones(end, np.int64))
-        if mean.half_width(level(len(ends))) <= share * mean.value:
+        if mean.half_width(alpha_of_look(len(ends))) <= share * mean.value:
             break
-    return mean.interval(level(len(ends)))
+    return mean.interval(alpha_of_look(len(ends)))
 
 
 def _impatient_mean(totals: F64, share: float, rng: np.random.Generator) -> tuple[float, float]:
@@ -276,7 +276,7 @@ def test_a_run_stops_when_all_intervals_are_narrow(files: list[Path]) -> None:
     assert events[-1].current == 3 * result.n_windows < events[-1].total == 600
     for model in result.models:
         assert len(model.totals) == result.n_windows
-        assert model.mean.half_width(result.miss) <= 0.1 * model.mean.value
+        assert model.mean.half_width(result.alpha) <= 0.1 * model.mean.value
     assert result.texts == (("tokens", result.n_windows),)
     repetition = compare_models(base, models, texts, **arguments)
     assert np.array_equal(repetition.models[0].totals, result.models[0].totals)
@@ -383,7 +383,7 @@ def test_kld_prints_a_row_per_file(files: list[Path], tmp_path: Path) -> None:
     output = json.loads((tmp_path / "o.json").read_text())
     assert {**output, "seconds": 0} == json.loads(json.dumps({**expected.as_dict(), "seconds": 0}))
     interim = compare_models(files[0], files[1:3], Texts(tokens=TOKENS), n_ctx=N_CTX, until=0.5)
-    low, high = interim.models[0].mean.interval(interim.miss)
+    low, high = interim.models[0].mean.interval(interim.alpha)
     assert f"{low:.5f} to {high:.5f}" in run(*common, "--until", "50%").stdout
     assert run(*common, "--max-kld", 10).exit_code == 0
     assert run(*common, "--max-kld", 1e-9).exit_code == 3

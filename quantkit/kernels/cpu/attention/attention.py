@@ -400,7 +400,7 @@ def _attend_tiles(args, kv_head, b0, b1, rows, me):
     k_type = arg(args, _K_TYPE)
     k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
-    is_bent, last = softcap > 0 or farg(args, _ALIBI) > 0 or arg(args, _BIASES) != 0, _last_seen(me, rows)
+    is_adjusted, last = softcap > 0 or farg(args, _ALIBI) > 0 or arg(args, _BIASES) != 0, _last_seen(me, rows)
     for block in range(b0, b1):
         start = block * BLOCK
         keys = min(BLOCK, last + 1 - start)
@@ -409,7 +409,7 @@ def _attend_tiles(args, kv_head, b0, b1, rows, me):
         k_source, v_source = k_rows + kv_head * bytes_of(k_type, n), v_rows + kv_head * bytes_of(v_type, nv)
         transpose_keys(k_source, k_bytes, k_type, keys, n, me + SIXTEEN, me + keys_at(k))
         read_rows(v_source, v_bytes, v_type, keys, nv, COLUMNS, me + values_at(k))
-        many_scores(me, rows, k, n, Scoring(start, scale, softcap, is_bent))
+        many_scores(me, rows, k, n, Scoring(start, scale, softcap, is_adjusted))
         many_values(me, rows, k, v, start)
 
 
@@ -424,7 +424,7 @@ def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
     k_type = arg(args, _K_TYPE)
     k_bytes = bytes_of(k_type, n * arg(args, _N_HEAD_KV))
     scale, softcap = farg(args, _SCALE), farg(args, _SOFTCAP)
-    is_bent, last = softcap > 0 or farg(args, _ALIBI) > 0 or arg(args, _BIASES) != 0, _last_seen(me, rows)
+    is_adjusted, last = softcap > 0 or farg(args, _ALIBI) > 0 or arg(args, _BIASES) != 0, _last_seen(me, rows)
     k_head, k_direct = bytes_of(k_type, n), k_type != Q8_0 and n % 16 == 0
     for block in range(b0, b1):
         start = block * BLOCK
@@ -445,7 +445,7 @@ def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
                 kind = F32
             fetch = k_head if k_direct else 0
             rows_of_keys = Source(source, stride, kind, after, fetch)
-            few_scores(me, head * rows, rows, k, rows_of_keys, Scoring(start, scale, softcap, is_bent))
+            few_scores(me, head * rows, rows, k, rows_of_keys, Scoring(start, scale, softcap, is_adjusted))
             source = v_at + head * v_head
             stride = v_bytes
             kind = v_type

@@ -58,12 +58,12 @@ lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
 
 
 class Scoring(NamedTuple):
-    """The transformation of a block's scores; start: its first key; is_bent: whether a softcap or a bias applies."""
+    """The transformation of a block's scores; start: its first key; is_adjusted: whether a softcap or a bias applies."""
 
     start: Any
     scale: Any
     softcap: Any
-    is_bent: Any
+    is_adjusted: Any
 
 
 class Source(NamedTuple):
@@ -220,7 +220,7 @@ def _mask(s, key, first, end):
 
 
 @helper
-def _bend(s, n0, n1, row, start, softcap):
+def _adjust(s, n0, n1, row, start, softcap):
     """Cap scores and add the bias by distance."""
     slope, last, biases = load(types.float32, row, SLOPE), field(row, LAST), load(types.int64, row, BIAS)
     for v in range(n0, n1):
@@ -241,11 +241,11 @@ def _softmax(rows_at, factors, scores, n0, n1, scoring):
     for r in range(ROWS):
         row, s = rows_at + 64 * r, scores + 4 * BLOCK * r
         first, end = field(row, FIRST) - start, field(row, LAST) - start + 1
-        if scoring.is_bent:
+        if scoring.is_adjusted:
             for v in range(n0, n1):
                 store(s, 64 * v, load(f32x16, s, 64 * v) * scoring.scale)
-            _bend(s, n0, n1, row, start, scoring.softcap)
-        factor = types.float32(1) if scoring.is_bent else scoring.scale
+            _adjust(s, n0, n1, row, start, scoring.softcap)
+        factor = types.float32(1) if scoring.is_adjusted else scoring.scale
         largest = splat(f32x16, load(types.float32, row, M))
         for v in range(n0, n1):
             x = load(f32x16, s, 64 * v) * factor
