@@ -1,4 +1,4 @@
-"""Statistics of the drift of embeddings: cosines by text, and what changes among the neighbours of texts.
+"""Statistics of the drift of embeddings: cosines by text, and the agreement on nearest neighbours.
 
 Similarities are cosines between the embeddings of two texts under one file. Rank correlation is Spearman's, over all
 pairs of texts; pairs share texts, so its error is that of a jackknife that leaves out a group of texts at a time
@@ -29,7 +29,7 @@ _FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
 
 
 class Neighbours(NamedTuple):
-    """What changes among the neighbours of ``n`` texts.
+    """Agreement of two files on the nearest neighbours of ``n`` texts.
 
     rank_correlation: Spearman's, of the similarities of all pairs. same_nearest: texts with the same nearest neighbour.
     recall: the mean share of the ``k`` nearest that both files agree on.

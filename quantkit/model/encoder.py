@@ -1,4 +1,4 @@
-"""What only encoders have: layers whose norms follow their sums, and the head on pooled rows.
+"""Layers of encoders with norms after the residual sums (post-norm), and the classification head on pooled rows.
 
 A head is a graph of its own, because it reads one row for each text: a classifier (pooling ``rank``: cls, its norm,
 cls.output) or dense layers after any pooling (dense_2, dense_3 of sentence-transformers). The reference is llama.cpp

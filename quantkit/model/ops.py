@@ -770,7 +770,7 @@ class CountUp(Op):
 
 
 class Pooling(NamedTuple):
-    """How rows of tokens become an embedding of a text: ``mean``, ``cls``, ``last``; ``rank``: a classifier's score.
+    """Pooling of a text's rows into one embedding: ``mean``, ``cls``, ``last``; ``rank``: a classifier's score.
 
     row: the pooling before the classifier. stated: whether the file or the caller names it.
     """

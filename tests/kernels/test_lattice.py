@@ -44,7 +44,7 @@ def bytes_of(name: str, weighted: bool) -> np.ndarray:
 @pytest.mark.parametrize("source", PRECISIONS)
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
 def test_decoded_values_are_on_the_grid(t: TensorType, source: str, weighted: bool) -> None:
-    """What a type's own bytes decode to, it can hold exactly, whatever float type the values were stored in."""
+    """Decoded blocks of a type lie on its grid, in every float type that stores them."""
     x = as_stored(dequantize(bytes_of(t.name, weighted), t, N), source)
     plain, result, exact = keep(t, source, x)
     least = LEAST.get(t.name, 1) if source == "BF16" else 1
