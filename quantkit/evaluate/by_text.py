@@ -24,7 +24,7 @@ from quantkit.evaluate.passes import (
     loaded_model,
     note_calibration,
     note_context,
-    run_contexts,
+    run_windows,
 )
 from quantkit.evaluate.scores import nll_of, softmax
 from quantkit.evaluate.statistics import Estimate, NllSums
@@ -123,7 +123,7 @@ def perplexity_of_texts(
         bos = bos_of(loaded, notes)
         run = _TextsRun(parts, bos, position_ranges(n_ctx) if by_position else [], progress)
         threads = load.get("threads")
-        run_contexts(loaded, run.windows, run.score, run.finish, n_batch=n_batch, bos=None, threads=threads)
+        run_windows(loaded, run.windows, run.score, run.finish, n_batch=n_batch, bos=None, threads=threads)
         by_text = tuple((text.name, sums) for text, sums in zip(parts, run.by_text, strict=True))
         statistics = (run.sums, by_text, run.by_position, activations_of(loaded))
     n = len(run.windows)

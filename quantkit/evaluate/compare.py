@@ -40,7 +40,7 @@ from quantkit.evaluate.passes import (
     loaded_model,
     note_calibration,
     note_context,
-    run_contexts,
+    run_windows,
 )
 from quantkit.evaluate.statistics import KldSums, Scores
 from quantkit.evaluate.texts import Text, Texts, position_ranges, read_texts, with_bos
@@ -238,7 +238,7 @@ class _Run:
                     progress(ComparisonProgress(self.n_finished, total, path.name))
 
             threads = self.options.get("threads")
-            run_contexts(model, windows, scorer.score, finish, n_batch=self.n_batch, bos=None, threads=threads)
+            run_windows(model, windows, scorer.score, finish, n_batch=self.n_batch, bos=None, threads=threads)
 
     def _notes(self, model: Model) -> list[str]:
         notes = list(model.notes)

@@ -256,25 +256,13 @@ def scored_range(n_ctx: int, first: int) -> npt.NDArray[np.bool_]:
     return is_scored
 
 
+def text_windows(tokens: I32, first: int) -> list[Window]:
+    """Return windows of a text, int32 [n, n_ctx], whose positions ``first`` to n_ctx - 2 are scored."""
+    is_scored = scored_range(tokens.shape[1], first)
+    return [Window(row, is_scored) for row in tokens]
+
+
 def run_windows(
-    model: Model,
-    windows: I32,
-    first: int,
-    score: Score,
-    finish: Callable[[int, int], None],
-    *,
-    n_batch: int,
-    bos: int | None,
-    threads: int | None = None,
-    session: Session | None = None,
-) -> None:
-    """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each (``run_contexts``)."""
-    is_scored = scored_range(windows.shape[1], first)
-    contexts = [Window(tokens, is_scored) for tokens in windows]
-    run_contexts(model, contexts, score, finish, n_batch=n_batch, bos=bos, threads=threads, session=session)
-
-
-def run_contexts(
     model: Model,
     windows: Sequence[Window],
     score: Score,

@@ -16,6 +16,7 @@ from quantkit.evaluate.passes import (
     note_calibration,
     note_context,
     run_windows,
+    text_windows,
 )
 
 
@@ -64,7 +65,8 @@ def score_text(
     note_calibration(model, text, tokens, notes)
     bos, n_seq = bos_of(model, notes), min(n, max(1, n_batch // n_ctx))
     if node_model is None:
-        run_windows(model, windows, first, scorer.score, scorer.finish, n_batch=n_batch, bos=bos, threads=threads)
+        contexts = text_windows(windows, first)
+        run_windows(model, contexts, scorer.score, scorer.finish, n_batch=n_batch, bos=bos, threads=threads)
     else:
 
         def take(begin: int, end: int, results: Sequence[Any]) -> None:
@@ -105,8 +107,7 @@ def begin_scoring(shared: Scoring, threads: int) -> Callable[[list[Pass]], list[
         for begin, windows in passes:
             run_windows(
                 model,
-                windows,
-                shared.first,
+                text_windows(windows, shared.first),
                 partial(_score, scorer, begin),
                 lambda begin, end: None,
                 n_batch=shared.n_batch,

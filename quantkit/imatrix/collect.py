@@ -31,7 +31,15 @@ from quantkit.calibration.heldout import held_out_warning
 from quantkit.calibration.overlap import sketch_of
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.on_nodes import NodeModel, run_on_nodes, split_nodes
-from quantkit.evaluate.passes import F32, EvaluationOptions, bos_of, note_context, run_windows, text_tokens
+from quantkit.evaluate.passes import (
+    F32,
+    EvaluationOptions,
+    bos_of,
+    note_context,
+    run_windows,
+    text_tokens,
+    text_windows,
+)
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_model
@@ -531,8 +539,7 @@ class _Collector:
 
         run_windows(
             self.model,
-            self.text.windows[left],
-            self._first,
+            text_windows(self.text.windows[left], self._first),
             score,
             lambda begin, end: self._finish_pass(left[begin:end]),
             n_batch=self.options.n_batch,

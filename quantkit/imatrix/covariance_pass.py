@@ -14,7 +14,7 @@ from quantkit.cluster import Cluster, Node, NodeRefusal
 from quantkit.cpus import available_memory
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.on_nodes import NodeModel
-from quantkit.evaluate.passes import I32, bos_of, run_windows
+from quantkit.evaluate.passes import I32, bos_of, run_windows, text_windows
 from quantkit.imatrix.covariance_file import Target
 from quantkit.model.backends.accumulators import Accumulator
 from quantkit.model.engine import Model, Session, load
@@ -89,8 +89,7 @@ class CovarianceRecording:
 
         run_windows(
             model,
-            self.windows[list(chunks)],
-            self.n_ctx - 1,
+            text_windows(self.windows[list(chunks)], self.n_ctx - 1),
             lambda *_: None,
             check,
             n_batch=self.n_batch,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.evaluate.on_nodes import SECONDS, NodeModel, Pass
-from quantkit.evaluate.passes import F32, I32, LoadOptions, run_windows
+from quantkit.evaluate.passes import F32, I32, LoadOptions, run_windows, text_windows
 from quantkit.imatrix.nextn import HiddenRows, Predictor
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, load
@@ -99,8 +99,7 @@ class PassRunner:
 
         run_windows(
             self.model,
-            windows,
-            recording.first,
+            text_windows(windows, recording.first),
             score,
             lambda begin, end: None,
             n_batch=recording.n_batch,

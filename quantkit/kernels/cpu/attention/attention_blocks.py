@@ -58,7 +58,7 @@ lanes = make_constant(i32x16, list(range(16)), "attention_lanes")
 
 
 class Scoring(NamedTuple):
-    """The transformation of a block's scores; start: its first key; is_adjusted: whether a softcap or a bias applies."""
+    """Transformation of a block's scores; start: its first key; is_adjusted: whether a softcap or a bias applies."""
 
     start: Any
     scale: Any
