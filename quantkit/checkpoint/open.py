@@ -185,6 +185,8 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
     omission = None if options.kind else dense_modules.omission_of(config, checkpoint.files, row.dense_modules)
     if omission is not None:
         checkpoint.omissions = (*checkpoint.omissions, omission)
+    if row.loss and not options.kind:
+        checkpoint.omissions = (*checkpoint.omissions, f"{config.path}: {row.loss}")
     draft_notes = target_notes(config, keys) if isinstance(config, DraftConfig) else []
     checkpoint.notes = (*_lossless_note(weights, options), *adapter_notes, *ids, *draft_notes)
     return checkpoint

@@ -61,6 +61,8 @@ class Architecture:
     draft: bool = False
     #: The row of the draft model among its tensors, which --dspark selects.
     dspark: Architecture | None = None
+    #: What llama.cpp computes otherwise than the class, beginning with its tensor or key: a loss of every conversion.
+    loss: str = ""
 
 
 @dataclass(frozen=True)

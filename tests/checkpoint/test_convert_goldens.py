@@ -21,7 +21,7 @@ import checkpoints
 from gguf_digests import differences, digests
 from libllama import Libllama, LibllamaError, nmse
 from quantkit.convert import ConvertOptions, convert, plan_convert
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.arch import ARCHS, Arch
 from quantkit.model.backends import reference
@@ -37,11 +37,10 @@ EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text()
 LOGITS = np.load(DATA / "convert-logits.npz")
 #: Rows of an encoder's tokens.
 EMBEDDINGS = np.load(DATA / "convert-embeddings.npz")
-#: Encoders of which transformers has no class.
-FOREIGN_ENCODERS = ("neobert", "nomic-bert-moe", "nomic-bert-xlm")
 #: llama.cpp, and so the engine, computes something else of these files: its converter keeps the unused positions of
-#: CamemBERT, and without attention.causal llama-embed's tokens do not see later ones.
-DIFFERENT_ROWS = {"camembert", "llama-embed"}
+#: CamemBERT, without attention.causal llama-embed's tokens do not see later ones, and the rows of NeoBERT's qkv are
+#: taken for those of all heads' q, k and v. A note of the conversion says so.
+DIFFERENT_ROWS = {"camembert", "llama-embed", "neobert"}
 #: llama.cpp crashes if no layer lacks a window.
 CRASHES = {"gemma-embedding", "gemma-embedding-dense"}
 #: Encoders without a key for the epsilon of their norms, which neither the engine nor llama.cpp loads.
@@ -231,12 +230,37 @@ def test_rows_of_encoders_are_those_of_transformers(
 
 
 @pytest.mark.peer
-@of_each([name for name in (*EMBEDDINGS, *FOREIGN_ENCODERS) if name not in CRASHES])
+@of_each([name for name in EMBEDDINGS if name not in CRASHES])
 def test_rows_of_encoders_are_those_of_llama_cpp(
     name: str, checkpoint: Path, in_f32: Callable[[], Path], llama_bin: Path
 ) -> None:
     path = in_f32()
     assert nmse(rows_of(path, "CPU"), Libllama(llama_bin).embeddings(path, checkpoints.PROMPT)) <= 2e-8
+
+
+@of_each(sorted(DIFFERENT_ROWS | {"nomic-bert-moe"}))
+def test_encoders_with_different_rows_are_no_strict_conversion(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Also Nomic's, whose rows lack the bias of experts."""
+    options = replace(options_of(checkpoints.describe(name)), strict=True)
+    with refuses(TypeNotSupported, "QK-E305", *checkpoints.OMISSIONS[name]):
+        plan_convert(checkpoint, tmp_path / "x.gguf", None, options)
+
+
+@of_each(["neobert"])
+def test_neobert_with_reordered_rows_is_that_of_its_class(
+    name: str, checkpoint: Path, in_f32: Callable[[], Path], tmp_path: Path
+) -> None:
+    """The order of the rows of qkv is the only difference."""
+    path = tmp_path / "reordered.gguf"
+    shutil.copyfile(in_f32(), path)
+    with open_gguf(path) as file:
+        offsets = [tensor.offset for tensor in file.tensors.values() if "attn_qkv" in tensor.name]
+    assert len(offsets) == 3
+    for offset in offsets:
+        rows = np.memmap(path, np.float32, "r+", offset, (4, 3, 16, 64))  # heads, q k v, rows of a head, columns
+        rows[:] = rows.swapaxes(0, 1).copy().reshape(rows.shape)
+        rows.flush()
+    assert relative_error(rows_of(path, "REFERENCE"), EMBEDDINGS[name]) <= 1e-5
 
 
 @of_each(WITHOUT_EPSILON)

@@ -44,10 +44,14 @@ Shape = tuple[int, ...]
 PROMPT = tuple(int(i) for i in np.array([17, 300, 45, 401, 88, 265, 512, 33, 270, 350, 99, 420] * 2) + np.arange(24))
 
 
-#: Settings of config.json without a key in GGUF, which are lost, also in the reference's files.
+#: Settings of config.json without a key in GGUF, and tensors, which are lost, also in the reference's files.
 OMISSIONS = {
     **dict.fromkeys(("gemma-embedding", "gemma-embedding-dense"), {"layer_types"}),  # the sixth layer has no window
+    "camembert": {"position_embeddings"},
     "jina-bert": {"hidden_act"},  # always GELU
+    "llama-embed": {"attention.causal"},
+    "neobert": {"qkv"},
+    **dict.fromkeys(("nomic-bert-moe", "nomic-bert-xlm"), {"mlp.experts.bias"}),
     "glm": {"rms_norm_eps"},  # always 1e-5
     "gpt-oss": {"truncate"},  # YaRN between dimensions that are not integers
     "gpt-oss-mxfp4": {"truncate"},

@@ -223,6 +223,7 @@ _NOMIC_BERT_MOE = replace(
     arch="nomic-bert-moe",
     rules=(*NOMIC_EXPERTS, HEAD),
     keys=(*KEYS, *NOMIC_EXPERT_KEYS),
+    loss="mlp.experts.bias is lost: llama.cpp adds none to the sum of experts: embeddings differ unless it is zero",
 )
 
 _JINA_BERT = replace(BERT, arch="jina-bert-v2", vocab=write_jina_bert)
@@ -232,13 +233,21 @@ _NEO_BERT = replace(
     arch="neo-bert",
     stored=(Drop(r"^decoder\."), Rename(r"^model\.", ""), *STORED),
     keys=NEO_KEYS,
+    loss="qkv has the rows of q, k and v head by head, but llama.cpp reads them as q of all heads, then k, then v: "
+    "embeddings differ",
+)
+
+_CAMEMBERT = replace(
+    BERT,
+    loss="position_embeddings include the rows up to pad_token_id, which llama.cpp uses for the first tokens: "
+    "embeddings differ",
 )
 
 _XLM = replace(_ROBERTA, vocab=write_xlm, patch_config=prepare_xlm)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "BertModel": BERT,
-    "CamembertModel": BERT,
+    "CamembertModel": _CAMEMBERT,
     "BertForMaskedLM": BERT,
     "BertForSequenceClassification": BERT,
     "DistilBertModel": _DISTIL_BERT,

@@ -279,7 +279,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "JanusForConditionalGeneration": replace(LLAMA, stored=(DROP_JANUS_PARTS, *LLAMA.stored)),
-    "LlamaBidirectionalModel": replace(LLAMA, arch="llama-embed"),
+    "LlamaBidirectionalModel": replace(
+        LLAMA,
+        arch="llama-embed",
+        loss="attention.causal is not in the file, so tokens in llama.cpp ignore later ones: embeddings differ",
+    ),
     "LlavaForConditionalGeneration": LLAMA,
     "VLlama3ForCausalLM": replace(
         LLAMA, patch_config=lambda config: config.values.setdefault("num_attention_heads", 32)
