@@ -57,7 +57,8 @@ def embed(
     """Return a model's embeddings of texts, float32 [texts, width].
 
     Encoders and decoders have embeddings: the rows of a text's tokens after the last norm, pooled, and multiplied by
-    the model's head, if it has one. Each text has the tokens that begin and end a sequence ([CLS], [SEP], BOS).
+    the model's head, if it has one. Each text has the tokens that begin and end a sequence ([CLS], [SEP], BOS), and
+    special tokens in it are read as such, as by llama-embedding and transformers.
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load, keys and values in f32),
@@ -146,7 +147,7 @@ def _tokens(
     """Return the tokens of each text, and how many texts were cut to ``n_ctx`` tokens."""
     result, n_cut = list[I32](), 0
     for i, text in enumerate(texts):
-        ids = np.asarray(tokenizer.encode(text, parse_special=False), np.int32)
+        ids = np.asarray(tokenizer.encode(text, parse_special=True), np.int32)
         if not text.strip() or not len(ids):
             raise RecipeError(f"text {i} is empty: omit it", "QK-E203")
         if len(ids) > n_ctx:

@@ -7,10 +7,12 @@ lines of torch, by their remote code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from stand_ins import State, model_of, state_of
@@ -189,6 +191,27 @@ def _experts(w: Weights, name: str, x: Tensor, n_used: int) -> Tensor:
     up, down = (w.state[f"{name}experts.mlp.{part}"].unflatten(0, (n_expert, -1)) for part in ("w1", "w2"))
     hidden = nn.functional.gelu(torch.einsum("nd,nefd->nef", x, up[chosen]))
     return torch.einsum("ne,nef,nefd->nd", shares, hidden, down[chosen])
+
+
+def sentence_embeddings(folder: Path, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Return float32 [texts, n_embd]: the mean of a text's rows, of length 1, by a checkpoint's own tokenizer.
+
+    Texts are computed one by one, cut to the positions of the model.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = transformers.AutoModel.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    length = model.config.max_position_embeddings
+    with torch.no_grad():
+        means = [
+            model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=length))
+            .last_hidden_state[0]
+            .mean(0)
+            for text in texts
+        ]
+    rows: npt.NDArray[np.float32] = nn.functional.normalize(torch.stack(means), dim=1).numpy()
+    return rows
 
 
 #: By the name of the checkpoint.

@@ -4,6 +4,7 @@ checkpoint.
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py {logits,embeddings} --checkpoints DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py sentences --checkpoints DIR
     PYTHON scripts/make_convert_goldens.py {towers,wide,drafts,adapters} --llama DIR --checkpoints DIR --out DIR [NAME]
 
 ``reference`` generates the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one
@@ -11,6 +12,7 @@ process: torch is imported once) and enters hashes in tests/data/convert-sha256.
 the version whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in
 tests/data/convert-logits.npz; run it with 4.57.6 and with 5.18.0: each handles the checkpoints that it can run.
 ``embeddings`` enters the rows of an encoder's tokens in tests/data/convert-embeddings.npz; run it with 5.18.0.
+``sentences`` enters the embeddings of sentences by all-MiniLM-L6-v2 in tests/data/sentence-embeddings.npy.
 ``vocabularies`` enters the hashes of --vocab-only for the real vocabularies of tests/lib/real_files.py in
 tests/data/real-vocabularies.json, and prints the seconds. The reference runs the program beside qwen.tiktoken:
 --remote-code names a folder that contains the folder qwen with tokenization_qwen.py and tokenizer_config.json
@@ -75,7 +77,11 @@ Json = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=("reference", "vocabularies", "logits", "embeddings", "towers", "wide", "drafts", "adapters")
+        "what",
+        choices=(
+            *("reference", "vocabularies", "logits", "embeddings", "sentences"),
+            *("towers", "wide", "drafts", "adapters"),
+        ),
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory for the generated checkpoints")
@@ -90,6 +96,7 @@ def main() -> None:
         "vocabularies": (make_vocabularies, real_files.VOCABULARIES),
         "logits": (make_logits, checkpoints.NAMES),
         "embeddings": (make_embeddings, ()),
+        "sentences": (make_sentences, ("minilm",)),
         "towers": (make_towers, checkpoints.TOWERS),
         "wide": (make_wide, checkpoints.WIDE),
         "drafts": (make_drafts, checkpoints.DRAFTS),
@@ -512,6 +519,19 @@ def make_embeddings(names: list[str], args: argparse.Namespace) -> list[str]:
             raise ValueError(f"{name}: not finite")
     with target.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})
+    return []
+
+
+def make_sentences(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Enter transformers' embeddings [sentences, n_embd] of all-MiniLM-L6-v2 in float32, of length 1."""
+    import torch
+    from encoder_rows import sentence_embeddings
+
+    torch.set_num_threads(1)
+    folder = real_files.MINILM.path("/config.json").parent
+    rows = sentence_embeddings(folder, real_files.sentences())
+    np.save(ROOT / "tests" / "data" / "sentence-embeddings.npy", rows)
+    print(rows.shape, flush=True)
     return []
 
 

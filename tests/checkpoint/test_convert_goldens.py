@@ -18,6 +18,7 @@ import pytest
 from refusals import refuses
 
 import checkpoints
+from exact_gelu import exact_gelu, exact_tanh_gelu
 from gguf_digests import differences, digests
 from libllama import Libllama, LibllamaError, nmse
 from quantkit.convert import ConvertOptions, convert, plan_convert
@@ -27,7 +28,7 @@ from quantkit.model.arch import ARCHS, Arch
 from quantkit.model.backends import reference
 from quantkit.model.builder import Builder
 from quantkit.model.engine import load
-from quantkit.model.ops import Activation, RopeConfig, Value
+from quantkit.model.ops import RopeConfig, Value
 from quantkit.model.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("services_in_process")
@@ -201,14 +202,6 @@ def test_the_logits_are_those_of_llama_cpp(
         return
     with load(path, n_ctx=512, kv_type="f32") as model:
         assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= TOLERANCES.get(name, 1e-8)
-
-
-def exact_gelu(x: Any, a: Activation) -> Any:
-    return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))
-
-
-def exact_tanh_gelu(x: Any, a: Activation) -> Any:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def relative_error(actual: Any, expected: Any) -> float:

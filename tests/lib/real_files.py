@@ -173,6 +173,12 @@ def write_vocabulary(name: str, folder: Path) -> Path:
     return path
 
 
+def sentences() -> list[str]:
+    """Return texts to embed: the lines of tests/data/sentences.txt, and many of them as one, which MiniLM cuts."""
+    lines = (Path(__file__).parents[1] / "data/sentences.txt").read_text(encoding="utf-8").splitlines()
+    return [*lines, " ".join(lines[:18] * 2)]
+
+
 def missing() -> list[str]:
     """Return the names of the files that are missing on this machine."""
     return [package.name for package in PACKAGES if not package.is_here] + ([] if GEMMA.is_file() else [GEMMA.name])

@@ -12,22 +12,29 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from peer_cache import answer, peer, program_answer
 
 import real_files
+from exact_gelu import exact_gelu
+from libllama import Libllama, nmse
 from llama_tokenize import ask
 from quantkit.checkpoint.vocab.pre_tokenizers import TEXT
 from quantkit.cli import cli
 from quantkit.compare import compare
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.cook import config_from, cook, plan_cook
+from quantkit.embed import embed
 from quantkit.errors import RecipeError
 from quantkit.export import export
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.tokenizer import Tokenizer
 from quantkit.inspect import inspect
+from quantkit.model.backends import reference
+from quantkit.model.encoder import POOLINGS
+from quantkit.model.placement import Placement
 from quantkit.quantize import QuantizeOptions, quantize, run_quantize
 from verdicts import libraries, quantkit_verdicts
 from vocabs import TEXTS, flags, random_texts
@@ -37,6 +44,8 @@ VOCAB = ConvertOptions(vocab_only=True)
 #: Vocabularies that llama.cpp tokenizes otherwise than the checkpoint: it does not fold the case of letters beyond
 #: ASCII, or has no merges of pieces, whose scores are all the same in the reference's files.
 DIFFERENT_IDS = {"gemini-llama", "gemma3-llama", "gptoss", "llama2"}
+#: llama.cpp's WordPiece does not take apart syllables of Hangul, and keeps vowel signs that BERT drops.
+DIFFERENT_SENTENCES = {"한국어 문장도 하나 있습니다.", "यह हिंदी में एक वाक्य है।"}
 #: Nothing here runs what splits their texts.
 UNCHECKED = {"mistral-v1", "mistral-v3", "mistral-v7", "qwen"}
 
@@ -85,6 +94,36 @@ def test_ids_are_llama_cpps(vocabularies: dict[str, tuple[Path, tuple[str, ...]]
         for (text, add_special, parse_special), ids in zip(questions, expected, strict=True):
             actual = tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
             assert actual.tolist() == ids, f"{name}: {text!r}"
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """all-MiniLM-L6-v2 in F32."""
+    path = tmp_path_factory.mktemp("minilm") / "f32.gguf"
+    convert(real_files.MINILM.path("/vocab.txt").parent, path, None, ConvertOptions(outtype="f32"))
+    return path
+
+
+def test_sentences_have_the_embeddings_of_transformers(
+    minilm: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml takes GELU by the tanh and rounds it to f16; with transformers' own function, all agree to 1e-6."""
+    texts, expected = real_files.sentences(), np.load(data / "sentence-embeddings.npy")
+    distances = np.abs(embed(minilm, texts, truncate=True) - expected).max(1)
+    assert {text for text, distance in zip(texts, distances, strict=True) if distance > 1e-3} == DIFFERENT_SENTENCES
+    monkeypatch.setitem(reference._ACTIVATIONS, "gelu", exact_gelu)
+    on_reference = Placement(gpu_layers=99, rules=((".*", "REFERENCE"),), accelerators=("REFERENCE",))
+    assert np.abs(embed(minilm, texts[:6], placement=on_reference) - expected[:6]).max() < 1e-6
+
+
+def test_sentences_have_the_embeddings_of_llama_cpp(minilm: Path, llama_bin: Path) -> None:
+    texts = real_files.sentences()[::4]
+    with open_gguf(minilm) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    ids = [tokenizer.encode(text, parse_special=True) for text in texts]
+    expected = [Libllama(llama_bin).embeddings(minilm, i, POOLINGS.index("mean"))[0] for i in ids]
+    for row, expected_row in zip(embed(minilm, texts, normalize=False), expected, strict=True):
+        assert nmse(row, expected_row) < 2e-7
 
 
 def test_a_whole_model_is_read_and_requantized(tmp_path: Path, llama_bin: Path, data: Path) -> None:
