@@ -203,13 +203,9 @@ def sentence_embeddings(folder: Path, texts: Sequence[str]) -> npt.NDArray[np.fl
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
     length = model.config.max_position_embeddings
+    inputs = (tokenizer(text, return_tensors="pt", truncation=True, max_length=length) for text in texts)
     with torch.no_grad():
-        means = [
-            model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=length))
-            .last_hidden_state[0]
-            .mean(0)
-            for text in texts
-        ]
+        means = [model(**tokens).last_hidden_state[0].mean(0) for tokens in inputs]
     rows: npt.NDArray[np.float32] = nn.functional.normalize(torch.stack(means), dim=1).numpy()
     return rows
 
