@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from processes import machine, quantkit, run, work_folder
-from results import parse_options, record_output
+from results import parse_options, print_table, record_output
 
 TYPES = ("Q8_0", "Q6_K", "Q4_K")
 #: Ways to quantize, and their options.
@@ -33,10 +33,11 @@ def join(texts: Sequence[Path], out: Path) -> None:
     out.write_bytes(b"\n\n".join(file.read_bytes() for file in sorted(files)))
 
 
-def measure(folder: Path, base: Path, types: Sequence[str], methods: Sequence[str]) -> None:
-    """Quantize the base in every way and print a row for each."""
-    print("| type | method | MB | mean cosine | worst | rank correlation | same nearest, % | recall@10 |")
-    print("|---|---|---|---|---|---|---|---|")
+COLUMNS = ("type", "method", "MB", "mean cosine", "worst", "rank correlation", "same nearest, %", "recall@10")
+
+
+def measure(folder: Path, base: Path, types: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Quantize the base in every way; yield a row for each."""
     for kind in types:
         for method in methods if kind != "Q8_0" else ("plain",):
             options = METHODS[method]
@@ -53,8 +54,7 @@ def measure(folder: Path, base: Path, types: Sequence[str], methods: Sequence[st
             cells += [f"{row['cosine']['value']:.6f} ± {row['cosine']['error']:.6f}", f"{min(row['cosines']):.6f}"]
             cells += [f"{rank['value']:.5f} ± {rank['error']:.5f}", f"{100 * nearest['same_nearest']:.1f}"]
             cells += [f"{recall['value']:.4f} ± {recall['error']:.4f}"]
-            print(f"| {' | '.join(cells)} |", flush=True)
-    print(f"\n{row['n_texts']} texts, embeddings of {row['width']} values")
+            yield tuple(cells)
 
 
 def main() -> None:
@@ -76,7 +76,9 @@ def main() -> None:
         collect += ["-o", folder / "imatrix.gguf"]
         collect += ["--covariance", folder / "cov.gguf", "--chunks", str(options.chunks)]
         run(quantkit(*collect)).checked("imatrix")
-        measure(folder, base, options.types, options.methods)
+        print_table(COLUMNS, measure(folder, base, options.types, options.methods))
+        (row,) = json.loads((folder / "drift.json").read_text())["models"]
+        print(f"\n{row['n_texts']} texts, embeddings of {row['width']} values")
 
 
 if __name__ == "__main__":

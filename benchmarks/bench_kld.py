@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from processes import Outcome, llama_bin, machine, quantkit, run, work_folder
-from results import parse_options, record_output
+from results import parse_options, print_table, record_output
 
 from quantkit.units import format_size
 
@@ -83,16 +83,17 @@ def main() -> None:
             peer_seconds += [seconds] if turn else []
         size = format_size(logits.stat().st_size)
         means = {name: mean_divergences(path) for name, path in results.items()}
-    peer_time = statistics.median(peer_seconds)
-    print("| program | passes | base file | seconds | peak memory | speed |\n|---|---|---|---|---|---|")
+    peer_time, passes = statistics.median(peer_seconds), str(len(files) + 1)
+    rows = []
     for name, runs in outcomes.items():
         time = statistics.median(outcome.seconds for outcome in runs)
         memory = format_size(max(outcome.peak_rss for outcome in runs))
-        print(f"| quantkit, {name} | {len(files) + 1} | none | {time:.1f} | {memory} | {peer_time / time:.2f}x |")
-    print(f"| llama-perplexity | {len(files) + 1} | {size} | {peer_time:.1f} | - | 1.00x |\n")
-    print("| type | KLD, exact | KLD, runtime | KLD, llama.cpp |\n|---|---|---|---|")
-    for row in zip(types, means["exact"], means["runtime"], peer_means, strict=True):
-        print(f"| {' | '.join(row)} |")
+        rows.append((f"quantkit, {name}", passes, "none", f"{time:.1f}", memory, f"{peer_time / time:.2f}x"))
+    rows.append(("llama-perplexity", passes, size, f"{peer_time:.1f}", "-", "1.00x"))
+    print_table(("program", "passes", "base file", "seconds", "peak memory", "speed"), rows)
+    print()
+    columns = ("type", "KLD, exact", "KLD, runtime", "KLD, llama.cpp")
+    print_table(columns, zip(types, means["exact"], means["runtime"], peer_means, strict=True))
 
 
 if __name__ == "__main__":

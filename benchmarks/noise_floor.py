@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from processes import machine, work_folder
-from results import parse_options, read_record, record_output
+from results import parse_options, print_table, read_record, record_output
 
 import quantkit
 from quantkit.activations import ACTIVATIONS
@@ -140,15 +140,11 @@ def main() -> None:
         if args.model is None or args.text is None:
             parser.error("give MODEL.gguf and TEXT, or --record")
         print(f"{args.chunks} chunks of {args.ctx} tokens; {machine()}\n")
-        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-        rows = []
-        for row in measure(args):
-            print(f"| {' | '.join(row)} |", flush=True)
-            rows.append(row)
+        rows = [tuple(row) for row in print_table(COLUMNS, measure(args))]
     if args.speed:
-        print("\n| model | runtime, t/s | exact, t/s | time, exact / runtime |\n|---|---|---|---|")
-        for row in time_prompts(args.speed, args.repetitions, args.threads):
-            print(f"| {' | '.join(row)} |", flush=True)
+        print()
+        columns = ("model", "runtime, t/s", "exact, t/s", "time, exact / runtime")
+        print_table(columns, time_prompts(args.speed, args.repetitions, args.threads))
     if args.plot:
         args.plot.write_bytes(draw(figure(rows), kind))
 

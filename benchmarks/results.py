@@ -2,6 +2,7 @@
 
     options = parse_options(parser)     in place of parser.parse_args(): adds --json
     record_output(main)                 in place of main(): writes what it prints to the file of --json, at its end
+    print_table(columns, rows)          prints the rows as they are measured
 
 Tables are read from the Markdown that a benchmark prints, so that the record cannot differ from it. The pages in
 docs/benchmarks show the records in docs/benchmarks/data (scripts/make_benchmark_pages.py): a rerun with --json replaces
@@ -139,6 +140,16 @@ def parse_options(parser: ArgumentParser) -> Namespace:
     """Return the parsed arguments, with --json."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the output as a record")
     return parser.parse_args()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Sequence[str]]:
+    """Print a table in Markdown, each row as soon as ``rows`` has it; return the rows."""
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    printed = []
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+        printed.append(row)
+    return printed
 
 
 def record_output(main: Callable[[], object]) -> None:

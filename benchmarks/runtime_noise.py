@@ -25,7 +25,7 @@ import numpy as np
 from compare_perplexity import llama
 from feedback_kld import ratio_of_means
 from processes import llama_bin, machine, work_folder
-from results import parse_options, record_output
+from results import parse_options, print_table, record_output
 
 import quantkit
 from quantkit.activations import EXACT, RUNTIME
@@ -170,9 +170,8 @@ def main() -> None:
                 print(f"| {' | '.join((model.stem, name, *klds, *changes))} |", flush=True)
                 rows.append((model.stem, name, *ratios({program: [noise] for program, noise in noises.items()})))
             rows.append((model.stem, "all", *ratios({w: [by_type[n][w] for n in types] for w in noises})))
-    print(f"\n| {' | '.join(RATIO_COLUMNS)} |\n|{'---|' * len(RATIO_COLUMNS)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+    print()
+    print_table(RATIO_COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from feedback_kld import ratio_of_means
 from processes import machine, work_folder
-from results import parse_options, record_output
+from results import parse_options, print_table, record_output
 
 import quantkit
 from quantkit.activations import ACTIVATIONS, EXACT, RUNTIME
@@ -127,12 +127,6 @@ def searches(
         ]
         runtime, exact = (np.mean([klds[mode, part] for part in PARTS], axis=0) for mode in (RUNTIME, EXACT))
         yield f"{bpw:g}", *cells, ratio_of_means(exact, runtime)
-
-
-def print_table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def main() -> None:

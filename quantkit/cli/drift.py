@@ -80,7 +80,7 @@ def command(
 ) -> None:
     """Compare the embeddings of a quantized encoder with its base's.
 
-    The cosine of the two embeddings of each text, and what a search would notice:
+    Prints the cosine of both embeddings of a text, and what a search would notice:
     the rank correlation of the similarities of all pairs of texts, texts with the
     same nearest neighbour, and recall of the nearest ones. Encoders have no next
     token, so no perplexity; of decoders, the rows after the last norm are pooled.

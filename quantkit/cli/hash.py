@@ -27,7 +27,7 @@ from quantkit.names import printable
     group="Verification",
     type=Place(exists=True, dir_okay=False),
     metavar="SHA256SUMS",
-    help="Verify FILEs, or all files in this list of sha256sum.",
+    help="Verify FILEs, or all files, by this list of sha256sum's format.",
 )
 @option(
     "--write",
@@ -51,9 +51,9 @@ def command(
 ) -> None:
     """Show the digests of GGUF files: of data, of metadata and of both.
 
-    They do not depend on shards, padding or the order of tensors and keys, so a
-    split model has those of the joined one, and a file with another chat template
-    has the same data.
+    They do not depend on shards, padding or the order of tensors and keys: a split
+    model has the digests of the joined one, and a new chat template leaves that of
+    the data unchanged.
 
     \b
     quantkit hash model.gguf

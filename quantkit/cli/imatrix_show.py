@@ -47,7 +47,7 @@ _NAME = 40
     group=_SCOPE,
     type=click.IntRange(1),
     default=HARDLY,
-    help="Experts with fewer tokens count as hardly hit.",
+    help="Experts with fewer tokens are listed as hardly hit.",
 )
 @option("--per-tensor", group=_SCOPE, is_flag=True, help="Show statistics of every weight, and complete lists.")
 @option(

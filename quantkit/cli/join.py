@@ -21,11 +21,12 @@ from quantkit.units import format_seconds
 def command(source: Path, output: Path | None, spool: Path | None, **run: Any) -> None:
     """Join the shards of a model into one file.
 
-    IN is any of the shards; the others lie beside it. The bytes are those of
+    IN is any of the shards; the others must be beside it. The bytes are those of
     llama-gguf-split --merge. OUT is by default the name without the number.
 
     --delete-source deletes each shard as soon as its bytes are in the output, so
-    the space of one shard is enough. After a kill, --delete-source --resume goes on.
+    the space of one shard is enough. If it is killed, --delete-source --resume
+    continues.
 
     \b
     quantkit join model-00001-of-00003.gguf

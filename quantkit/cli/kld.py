@@ -121,8 +121,8 @@ def command(
     and base come from a file, and the output is that of llama-perplexity
     --kl-divergence. The mean KL divergence estimates how many nats of
     log-perplexity a quantization costs; it is far less noisy than a difference of
-    perplexities. Activations are exact by default: those of a runtime are rounded
-    (--activations runtime), which costs as much as 5 bits and more.
+    perplexities. Activations are exact by default: a runtime rounds them
+    (--activations runtime), which adds as much divergence as weights of 5 bits or more.
 
     \b
     quantkit kld --base-model bf16.gguf Q6_K.gguf Q4_K_M.gguf -f text.txt

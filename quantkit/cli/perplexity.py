@@ -70,7 +70,7 @@ from quantkit.units import format_seconds, format_size
     help="Score a window every N tokens, instead of chunks.",
 )
 @option("--by-position", group=TEXT, is_flag=True, help="Score all positions; add a table by position in the chunk.")
-@option("-bf", "--binary-file", "binary_file", group=TEXT, type=TEXT_FILE, help="File, used to its last byte.")
+@option("-bf", "--binary-file", "binary_file", group=TEXT, type=TEXT_FILE, help="Text file; its final newline is kept.")
 @task_options
 @activations_option("runtime; exact with FILE of base logits")
 @run_options
@@ -132,10 +132,10 @@ def command(
 
     The text is cut into chunks of -c tokens. BOS replaces the first token of each
     chunk if the model has one, and the second half of each chunk is scored. Values
-    compare only for the same text, -c and tokenizer. They are llama.cpp's: its
-    rounding of activations is included, except in base logits, which by default are
-    exact, as are the figures of quantkit kld (--activations). Several texts have a
-    row each, and a total.
+    are comparable only for the same text, -c and tokenizer. As in llama.cpp,
+    activations are rounded, except for base logits, which by default are exact, as
+    are the figures of quantkit kld (--activations). Several texts have a row each,
+    and a total.
 
     \b
     quantkit perplexity -m model-Q4_K_M.gguf -f wiki.test.raw

@@ -16,7 +16,7 @@ from quantkit.formats.remote import located
 @click.command("prune-experts", cls=GroupedCommand)
 @click.argument("source", metavar="IN.gguf", type=MODEL)
 @click.argument("output", metavar="OUT.gguf", type=MODEL)
-@option("--keep", group="Selection", metavar="N|SHARE", help="Experts of each layer that stay: 96, or 75%.")
+@option("--keep", group="Selection", metavar="N|SHARE", help="Experts to keep in each layer: 96, or 75%.")
 @option(
     "--by",
     "criterion",
@@ -50,10 +50,10 @@ def command(
 ) -> None:
     """Write a MoE model with fewer experts.
 
-    Every layer keeps the same number, of the largest score; groups of experts keep
-    equal numbers. Bytes are copied, so quantized files remain what they were;
-    router, biases and keys follow. An importance matrix or a covariance file of the
-    model follows with the list of the pruned model.
+    Every layer keeps the same number of experts, those with the largest scores; so
+    does every group of experts. Bytes are copied, so quantized weights do not change;
+    router, biases and metadata are adapted. An importance matrix or a covariance file
+    is pruned by the list of experts in the pruned model.
 
     \b
     quantkit imatrix --saliency -m m.gguf -f text.txt -o imatrix.gguf

@@ -37,7 +37,7 @@ _FILE = Place(dir_okay=False)
     help="Time a prompt of 512 tokens and 64 generated ones, three times each.",
 )
 @option("--card", group=_OUT, type=_FILE, metavar="README.md", help="Also write a model card in Markdown.")
-@option("--data", group=_OUT, type=_FILE, metavar="FILE", help="File of the numbers.  [default: OUT.json]")
+@option("--data", group=_OUT, type=_FILE, metavar="FILE", help="File for the numbers.  [default: OUT.json]")
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing page and card.")
 @json_option("the numbers")
 @run_options
@@ -56,7 +56,7 @@ def command(
     The report is one file that needs no network. It shows size against divergence
     and perplexity, the divergence of the worst tokens, types and errors by class
     and layer, provenance, and the runtimes that load the files. All numbers are
-    stored beside it, in OUT.json: numbers that are there are not measured again, so
+    stored beside it, in OUT.json: numbers in it are not measured again, so
     a killed run continues, and without files the page is built from them alone.
 
     \b

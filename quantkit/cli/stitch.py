@@ -27,7 +27,7 @@ _PART = FileOf(".gguf", ".map")
     group="Files",
     type=Place(),
     metavar="FILE",
-    help="Take each tensor from the first file that has it in the type of its rule. Tensors without a rule are BASE's.",
+    help="Take each tensor from the first file that has it in the type of its rule. Others come from BASE.",
 )
 @option(
     "--take",
@@ -35,7 +35,7 @@ _PART = FileOf(".gguf", ".map")
     multiple=True,
     type=Pair("REGEX=FILE", last=True),
     metavar="REGEX=FILE",
-    help="Take matching tensors from another file. Repeatable; the first match counts, and comes before --recipe.",
+    help="Take matching tensors from another file. Repeatable; the first match applies, before --recipe.",
 )
 @option("--split-max-size", group="Files", type=SHARD_SIZE, metavar="SIZE", help="Maximum size of a shard (48G).")
 @copy_options()
@@ -52,8 +52,8 @@ def command(
     """Write one model with tensors of several files, byte for byte.
 
     All files are quants of the same model: BASE has the metadata and the order. A
-    file can also be a map of Thireus' GGUF-Tool-Suite (tensors.iq4_k.map); those of
-    its shards that are taken lie beside it, and their SHA-256 is checked.
+    file can also be a map of Thireus' GGUF-Tool-Suite (tensors.iq4_k.map); the
+    shards that are needed must be beside it, and their SHA-256 is checked.
 
     \b
     quantkit stitch model-IQ4_XS.gguf out.gguf --take 'attn_v=model-Q8_0.gguf'

@@ -29,7 +29,7 @@ MARK = "\u00bb"
     group=TEXT,
     multiple=True,
     metavar="TEXT",
-    help="Prompt; repeatable.  [default: three of quantkit's]",
+    help="Prompt; repeatable.  [default: three built-in ones]",
 )
 @option(
     "--chat/--no-chat",

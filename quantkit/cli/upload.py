@@ -29,18 +29,21 @@ from quantkit.upload import UploadPlan, UploadResult, plan_upload, run_upload
     group="Files",
     type=Place(exists=True, dir_okay=False),
     metavar="FILE",
-    help="The model card, README.md there.",
+    help="Model card, uploaded as README.md.",
 )
 @option(
     "--folder",
     group="Output",
     metavar="FOLDER",
-    help="Put all FILEs into this folder of the repository; . is its top.",
+    help="Put all FILEs into this folder of the repository; . is its root.",
 )
-@option("--private", group="Output", is_flag=True, help="Create the repository as a private one.")
-@option("--revision", group="Output", metavar="BRANCH", help="Upload to a branch, created if there is none.")
+@option("--private", group="Output", is_flag=True, help="Make a new repository private.")
+@option("--revision", group="Output", metavar="BRANCH", help="Upload to a branch, created if it does not exist.")
 @option(
-    "--overwrite", group="Output", is_flag=True, help="Replace files there that differ, and an existing file of --json."
+    "--overwrite",
+    group="Output",
+    is_flag=True,
+    help="Replace remote files that differ, and an existing file of --json.",
 )
 @option("--dry-run", group="Run", is_flag=True, help="Show what would be sent, and send nothing.")
 @threads_option
@@ -60,8 +63,8 @@ def command(
     """Upload files to a model repository of the Hugging Face Hub.
 
     Shards go into a folder with the name of their model, and all of them are sent
-    if one is named; other files go to the top. One commit makes all files visible.
-    Files already there are not sent again, so repeat a command that was interrupted.
+    if one is named; other files go to the root. One commit makes all files visible.
+    Files already there are not sent again, so an interrupted command can be repeated.
 
     Log in once: hf auth login, or set HF_TOKEN.
 

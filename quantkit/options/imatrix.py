@@ -48,7 +48,7 @@ class ImatrixOptions(Options):
 
     process_output: bool = option(False, "Also record the output matrix (output.weight).", FURTHER)
     nextn: bool = option(False, "Also record the MTP (NextN) layers.", FURTHER)
-    all_experts: bool = option(False, "Also write OUT.all-experts, for which every token passes every expert.", FURTHER)
+    all_experts: bool = option(False, "Also write OUT.all-experts, with every token sent to every expert.", FURTHER)
     saliency: bool = option(False, "Also record the saliency of experts, for prune-experts.", FURTHER)
     layer_similarity: bool = option(
         False,

@@ -58,7 +58,7 @@ class SearchOptions(Options):
         metavar="A,B",
     )
     max_read: int | None = option(
-        None, "Maximum bytes of weights read per token, of experts those in use.", LIMITS, kind="size"
+        None, "Maximum bytes of weights read per token; experts: those in use.", LIMITS, kind="size"
     )
     min_speed: float | None = option(
         None, "Minimum tokens per second, by the time of reading weights on this machine.", LIMITS, metavar="T/S"
@@ -78,7 +78,7 @@ class SearchOptions(Options):
     time_limit: float = option(60.0, "Time limit for each allocation.", SOLVER, metavar="SECONDS")
     gap: float = option(0.0, "Stop at this relative distance from the optimum.", SOLVER, kind="share")
 
-    aim: str = option("quality", "What is best among the allocations that fit.", DEVICES, choices=AIMS)
+    aim: str = option("quality", "Criterion to choose among the allocations that fit.", DEVICES, choices=AIMS)
     max_kld: float | None = option(
         None,
         "Maximum predicted divergence for speed and balance.  [default: 1.5 times the least that fits]",

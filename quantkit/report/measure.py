@@ -129,7 +129,7 @@ class ReportOptions(Options):
         metavar="N",
     )
     imatrix: Path | None = option(
-        None, "Show its coverage, and weight errors by it.", CONTENT, kind="local imatrix", metavar="FILE"
+        None, "Show its coverage, and use it to weight errors.", CONTENT, kind="local imatrix", metavar="FILE"
     )
     sensitivity: Path | None = option(None, "Show the cost of each group in its type.", CONTENT, metavar="S.json")
     mmproj: tuple[Path, ...] = option(

@@ -58,6 +58,14 @@ def write_model(path: Path, tensors: Tensors, fields: Sequence[Field] | None = N
     return path
 
 
+def write_with_template(source: Path, path: Path, template: str) -> Path:
+    """Write a copy of a model with a chat template."""
+    with open_gguf(source) as file:
+        fields = [*file.fields.values(), Field.of("tokenizer.chat_template", template)]
+        write_gguf(path, fields, [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in file.tensors.values()])
+    return path
+
+
 def tensor_bytes(path: Path) -> dict[str, tuple[str, bytes]]:
     """Return the type and the bytes of every tensor."""
     with open_gguf(path) as file:

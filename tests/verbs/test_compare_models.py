@@ -22,10 +22,9 @@ from quantkit.evaluate import ComparisonProgress, Nodes, SaveLogits, Texts, comp
 from quantkit.evaluate.intervals import alpha_of_look, chunk_mean, looks, student_quantile
 from quantkit.evaluate.scores import compare_with_logits
 from quantkit.evaluate.texts import position_ranges, read_texts
-from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.model.engine import load
 from quantkit.quantize import quantize
-from small_models import llama_fields, llama_tensors, write_model
+from small_models import llama_fields, llama_tensors, write_model, write_with_template
 from zoo import write_zoo
 
 f32 = np.float32
@@ -301,13 +300,8 @@ DIALOGUE = [("user", "what is it"), ("assistant", "a tree"), ("user", "and that"
 
 
 @pytest.fixture(scope="module")
-def chatty(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the tests with a chat template."""
-    path = tmp_path_factory.mktemp("chat") / "model.gguf"
-    with open_gguf(tiny_moe) as file:
-        fields = [*file.fields.values(), Field.of("tokenizer.chat_template", TEMPLATE)]
-        write_gguf(path, fields, [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in file.tensors.values()])
-    return path
+def chat_model(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_with_template(tiny_moe, tmp_path_factory.mktemp("chat") / "model.gguf", TEMPLATE)
 
 
 def conversation_file(path: Path, *dialogues: list[tuple[str, str]]) -> Path:
@@ -316,11 +310,11 @@ def conversation_file(path: Path, *dialogues: list[tuple[str, str]]) -> Path:
     return path
 
 
-def test_the_tokens_of_answers_are_scored(chatty: Path, tmp_path: Path) -> None:
+def test_the_tokens_of_answers_are_scored(chat_model: Path, tmp_path: Path) -> None:
     """With the end of their turns, but without what the template writes before and after."""
     pytest.importorskip("jinja2")
     path = conversation_file(tmp_path / "chat.jsonl", DIALOGUE)
-    with load(chatty) as model:
+    with load(chat_model) as model:
         tokenizer = model.tokenizer
         eos = tokenizer.piece(tokenizer.eos).decode()
         for scored, expected in (
@@ -334,17 +328,17 @@ def test_the_tokens_of_answers_are_scored(chatty: Path, tmp_path: Path) -> None:
             assert window.is_scored.sum() == window.rows < len(window.tokens)
 
 
-def test_divergence_of_conversations(chatty: Path, tmp_path: Path) -> None:
+def test_divergence_of_conversations(chat_model: Path, tmp_path: Path) -> None:
     """Each is a window of its own length; a longer one is cut, one without an answer left out."""
     pytest.importorskip("jinja2")
     model = tmp_path / "q4_0.gguf"
-    quantize(chatty, model, "Q4_0")
+    quantize(chat_model, model, "Q4_0")
     long = [("user", "and then "), ("assistant", "one more word " * 40)]
     chats = conversation_file(tmp_path / "chat.jsonl", DIALOGUE, long, [("user", "hello")])
-    result = compare_models(chatty, [model], Texts(chat=(chats,)), n_ctx=64)
+    result = compare_models(chat_model, [model], Texts(chat=(chats,)), n_ctx=64)
     assert result.texts == ((str(chats), 2),)
     assert len([note for note in result.notes if str(chats) in note]) == 2
-    with load(chatty) as base, load(model) as quant:
+    with load(chat_model) as base, load(model) as quant:
         (text,) = read_texts(Texts(chat=(chats,)), base, 64, None, [], all_positions=False)
         klds = []
         for window in text.windows:
@@ -352,10 +346,10 @@ def test_divergence_of_conversations(chatty: Path, tmp_path: Path) -> None:
             p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
             klds += (np.exp(p) * (p - q)).sum(-1).tolist()
     assert result.models[0].sums.n == len(klds)
-    runtime = compare_models(chatty, [model], Texts(chat=(chats,)), n_ctx=64, activations="runtime")
+    runtime = compare_models(chat_model, [model], Texts(chat=(chats,)), n_ctx=64, activations="runtime")
     assert runtime.models[0].mean.value == pytest.approx(np.mean(klds), rel=0.05)
     with refuses(QuantkitError, f"QK-E203 {chats}"):
-        compare_models(chatty, [model], Texts(chat=(chats,)), n_ctx=4)
+        compare_models(chat_model, [model], Texts(chat=(chats,)), n_ctx=4)
 
 
 # --- the command line ---
@@ -417,15 +411,15 @@ def test_perplexity_of_several_texts(files: list[Path], tmp_path: Path) -> None:
     assert "--save-all-logits" in refused.stderr
 
 
-def test_special_tokens_of_a_text(chatty: Path, tmp_path: Path) -> None:
-    with load(chatty) as model:
+def test_special_tokens_of_a_text(chat_model: Path, tmp_path: Path) -> None:
+    with load(chat_model) as model:
         tokenizer = model.tokenizer
         name = tokenizer.piece(tokenizer.eos).decode()
     text = tmp_path / "a.txt"
     text.write_text(f"words {name} words and more words " * 12)
     n_tokens = []
     for option in ((), ("--parse-special",)):
-        result = run("kld", "--base-model", chatty, chatty, "-f", text, "-c", 8, "--json", "-", *option)
+        result = run("kld", "--base-model", chat_model, chat_model, "-f", text, "-c", 8, "--json", "-", *option)
         n_tokens.append(json.loads(result.stdout)["n_chunks"])
     assert n_tokens[1] < n_tokens[0]
 

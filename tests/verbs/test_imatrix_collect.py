@@ -16,7 +16,7 @@ from quantkit.calibration import calibration
 from quantkit.cli import cli
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError
 from quantkit.evaluate import SaveLogits, kld, perplexity
-from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.gguf import open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import ImatrixOptions, Watcher, difference, filled_experts, imatrix, merge
 from quantkit.imatrix.collect import ALL_EXPERTS_KEY, DROPPED_KEY
@@ -25,6 +25,7 @@ from quantkit.merge import merge_up_gate
 from quantkit.model.engine import load
 from quantkit.model.fusion import Fusion
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+from small_models import write_with_template
 from zoo import write_zoo
 
 N_CTX, N = 32, 8
@@ -346,15 +347,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chatty(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("chat") / "model.gguf"
-    with open_gguf(tiny_moe) as file:
-        fields = [*file.fields.values(), Field.of("tokenizer.chat_template", TEMPLATE)]
-        write_gguf(path, fields, [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in file.tensors.values()])
-    return path
+def chat_model(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_with_template(tiny_moe, tmp_path_factory.mktemp("chat") / "model.gguf", TEMPLATE)
 
 
-def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_conversations_go_through_the_template(chat_model: Path, tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     words = (data / "tiny-moe-evaluation.txt").read_text()[:4000]
     chats = tmp_path / "chats.jsonl"
@@ -365,7 +362,7 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
     ]
     chats.write_text("\n".join(map(json.dumps, lines)) + "\n")
     options = ImatrixOptions(n_ctx=64, overwrite=True)
-    result = imatrix(chatty, (), tmp_path / "chat.gguf", chat=[chats], options=options)
+    result = imatrix(chat_model, (), tmp_path / "chat.gguf", chat=[chats], options=options)
     with open_gguf(tiny_moe) as file:
         from quantkit.formats.tokenizer import Tokenizer
 
@@ -377,7 +374,7 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
         f"{bos}<|user|>{words[3000:]}<|assistant|>b",
     ]
     ids = np.concatenate([tokenizer.encode(text, add_special=False, parse_special=True) for text in texts])
-    expected = imatrix(chatty, (), tmp_path / "ids.gguf", tokens=ids, options=options)
+    expected = imatrix(chat_model, (), tmp_path / "ids.gguf", tokens=ids, options=options)
     assert result.imatrix is not None
     assert expected.imatrix is not None
     for name, entry in result.imatrix.entries.items():
@@ -394,12 +391,12 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
         ('[{"role": "tool", "content": "x"}]', "QK-E116 tokenizer.chat_template TemplateError"),
     ],
 )
-def test_an_invalid_conversation_is_refused(line: str, refusal: str, chatty: Path, tmp_path: Path) -> None:
+def test_an_invalid_conversation_is_refused(line: str, refusal: str, chat_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     chats = tmp_path / "chats.jsonl"
     chats.write_text(f'[{{"role": "user", "content": "x"}}]\n{line}\n')
     with refuses(FormatError, refusal):
-        imatrix(chatty, (), tmp_path / "out.gguf", chat=[chats])
+        imatrix(chat_model, (), tmp_path / "out.gguf", chat=[chats])
 
 
 def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
