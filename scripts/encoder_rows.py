@@ -186,11 +186,11 @@ def nomic_bert_moe(description: checkpoints.Description, path: Path, tokens: Ten
 
 
 def _experts(w: Weights, name: str, x: Tensor, n_used: int) -> Tensor:
-    shares, chosen = w.linear(x, f"{name}router.layer").softmax(-1).topk(n_used, -1)
+    shares, indices = w.linear(x, f"{name}router.layer").softmax(-1).topk(n_used, -1)
     n_expert = len(w.state[f"{name}router.layer.weight"])
     up, down = (w.state[f"{name}experts.mlp.{part}"].unflatten(0, (n_expert, -1)) for part in ("w1", "w2"))
-    hidden = nn.functional.gelu(torch.einsum("nd,nefd->nef", x, up[chosen]))
-    return torch.einsum("ne,nef,nefd->nd", shares, hidden, down[chosen])
+    hidden = nn.functional.gelu(torch.einsum("nd,nefd->nef", x, up[indices]))
+    return torch.einsum("ne,nef,nefd->nd", shares, hidden, down[indices])
 
 
 def sentence_embeddings(folder: Path, texts: Sequence[str]) -> npt.NDArray[np.float32]:
