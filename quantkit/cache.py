@@ -19,7 +19,7 @@ from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.cache_entry import DamagedEntry, Entry, are_intact
 from quantkit.formats.ranges import Buffers
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.cache.store import Store, StoredEntry, open_store
 from quantkit.progress import Progress, ProgressCallback
@@ -102,7 +102,7 @@ def show_cache(folder: str | Path) -> CacheReport:
 
     Raises ResourceError if it is not a cache.
     """
-    store = open_store(located(folder), make=False)
+    store = open_store(locate(folder), make=False)
     entries = list(store.entries())
     groups: dict[tuple[str, str], list[int]] = {}
     unreadable = 0
@@ -150,7 +150,7 @@ def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: 
 
     Raises ResourceError if it is not a cache.
     """
-    store = open_store(located(folder), make=False)
+    store = open_store(locate(folder), make=False)
     limit = parse_size(to) if isinstance(to, str) else to
     if limit is None:
         limit = store.limit if older_than is None else store.nbytes()
@@ -170,7 +170,7 @@ def verify_cache(
 
     ``progress`` is called with the bytes of the entries read so far.
     """
-    store = open_store(located(folder), make=False)
+    store = open_store(locate(folder), make=False)
     entries = list(store.entries())
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
         reasons = []

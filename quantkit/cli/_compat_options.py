@@ -172,7 +172,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 
 
-def _parsed(table: tuple[tuple[str, str], ...]) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+def _parse(table: tuple[tuple[str, str], ...]) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """Yield the names of each option of a table, whether it has a value, and its text."""
     for text, options in table:
         for option in options.split():
@@ -210,7 +210,7 @@ def _identifier(names: tuple[str, ...]) -> str:
 
 def ignored_options(function: F) -> F:
     """Declare the options of llama.cpp's and ik_llama.cpp's programs that have no effect when a model runs."""
-    for names, has_value, note in _parsed(_IGNORED):
+    for names, has_value, note in _parse(_IGNORED):
         value: dict[str, Any] = {} if has_value else {"is_flag": False, "flag_value": "1", "values": _SWITCH}
         function = click.option(*names, _identifier(names), cls=Ignored, note=note, **value)(function)
     return refuse_options(_REFUSED)(function)
@@ -220,7 +220,7 @@ def refuse_options(table: tuple[tuple[str, str], ...]) -> Callable[[F], F]:
     """Declare the options of a table as refused."""
 
     def declare(function: F) -> F:
-        for names, has_value, reason in _parsed(table):
+        for names, has_value, reason in _parse(table):
             function = click.option(*names, _identifier(names), cls=Refused, reason=reason, is_flag=not has_value)(
                 function
             )

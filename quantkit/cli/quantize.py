@@ -271,7 +271,7 @@ def command(
     if not dry_run:
         start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which are slow
     from quantkit.cli._run_report import DryRunReport
-    from quantkit.formats.remote import located
+    from quantkit.formats.remote import locate
     from quantkit.pipeline.plan import without_existing
     from quantkit.quantize import plan_quantize
 
@@ -280,7 +280,7 @@ def command(
         prune_layers=parse_prune_layers(prune_layers),
         **{name: value for name, value in values.items() if name in names},
     )
-    plan = plan_quantize(located(source, spool), output and located(output, spool), type_name, options)
+    plan = plan_quantize(locate(source, spool), output and locate(output, spool), type_name, options)
     echo_notes(plan.notes)
     if partial_requant:
         n_files, plan = len(plan.shards), without_existing(plan)

@@ -96,11 +96,11 @@ def merge_adapters(weights: DecodedTensors, adapters: Sequence[Adapter], part: P
         for text, (name, product) in part_weights(adapter, part).items():
             check_shape(adapter, name, product, shapes.get(text), base_of(part))
             group = first if text in first else tensors
-            group[text] = _merged(group[text], adapter, name, product)
+            group[text] = _add_product(group[text], adapter, name, product)
     return replace(weights, tensors=tensors, first=first)
 
 
-def _merged(x: Expression, adapter: Adapter, name: str, product: LowRank) -> Expression:
+def _add_product(x: Expression, adapter: Adapter, name: str, product: LowRank) -> Expression:
     """Return a weight with a product added, and rescaled by the magnitudes of DoRA, if there are any."""
     if name not in adapter.magnitudes:
         return replace(x, products=(*x.products, product)) if isinstance(x, Added) else add_products(x, (product,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix, has_key
 from quantkit.checkpoint.rules import Drop, Inverted, Split, Transform, transpose, transpose_stored
 
 GPT2_RULES = (Transform(r"\.(c_attn|c_proj|c_fc)\.weight$", transpose, transpose_stored),)
@@ -67,7 +67,7 @@ CLASSES: dict[str, HfClass] = {
     "RuGPT3XLForCausalLM": HfClass(
         "rugpt3xl",
         "model.embed_tokens model.embed_positions model.norm "
-        + prefixed(
+        + add_prefix(
             LAYER,
             "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
         ),
