@@ -40,7 +40,7 @@ def test_processes_share_uncached_compilations(tmp_path: Path, capfd: pytest.Cap
     compilers = [path.read_text() for path in paths[1:]]
     assert len(set(compilers)) == 3
     assert all(text.count("\n") == 1 for text in compilers)
-    assert capfd.readouterr().err == "compilation kernels (first use on this machine)\n"
+    assert capfd.readouterr().err == "compiling kernels (first use on this machine)\n"
     compile_in_order(jobs)
     assert capfd.readouterr().err == ""
 
