@@ -311,7 +311,7 @@ class Split(Rule):
 
 
 @dataclass(frozen=True)
-class Inverted(Rule):
+class InverseRule(Rule):
     """A reversed rule: its inverse on conversion, the rule itself on export."""
 
     rule: Rule

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored
+from quantkit.cli._compat_options import IgnoredOption
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
 from quantkit.cli._json import JsonOutput
@@ -73,7 +73,7 @@ _convert_options = options(
     ),
     option("--remote", group=CHECKPOINT, is_flag=True, help="Read DIR from the Hugging Face Hub: same as hf://DIR."),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
-    *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
+    *(click.option(name, cls=IgnoredOption, is_flag=True, note=note) for name, note in _IGNORED),
     mmproj_options,
 )
 

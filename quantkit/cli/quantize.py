@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import QUANTIZE_REFUSED, Ignored, refuse_options
+from quantkit.cli._compat_options import QUANTIZE_REFUSED, IgnoredOption, refuse_options
 from quantkit.cli._declared_options import NO_FILE, declared_options
 from quantkit.cli._feedback_report import check_feedback_plot, write_feedback_plot
 from quantkit.cli._json import JsonOutput, json_option
@@ -114,7 +114,7 @@ class QuantizeCommand(GroupedCommand):
 
 #: The options of a run, by name; `convert` has most of them, too.
 _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "slow_iq2ks": click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always uses its encoder"),
+    "slow_iq2ks": click.option("--slow-iq2ks", cls=IgnoredOption, is_flag=True, note="IQ2_KS always uses its encoder"),
     "threads": threads_option,
     "ray": ray_option,
     "backend": setting(

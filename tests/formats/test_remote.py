@@ -36,7 +36,7 @@ from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.outputs import check_apart, lock_path, read_whole
 from quantkit.formats.remote import URL, locate, reader, retry, s3, stores
 from quantkit.formats.remote import url as url_module
-from quantkit.formats.remote.retry import Answer, Meaning, Patience, judge, with_retries
+from quantkit.formats.remote.retry import Answer, FailureKind, Patience, judge, with_retries
 from quantkit.hash import hash  # noqa: A004
 from quantkit.pipeline import jobs, spool
 from quantkit.quantize import QuantizeOptions, quantize
@@ -276,21 +276,21 @@ def test_retries_end_within_the_time_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "meaning"),
+    ("failure", "kind"),
     [
-        (ConnectionResetError(), Meaning.RETRY),
-        (TimeoutError(), Meaning.RETRY),
-        (Answer(429), Meaning.RETRY),
-        (Answer(401), Meaning.DENIED),
-        (Answer(412), Meaning.CHANGED),
-        (PermissionError(), Meaning.DENIED),
-        (FileNotFoundError(), Meaning.MISSING),
-        (ValueError(SECRET), Meaning.UNKNOWN),
+        (ConnectionResetError(), FailureKind.RETRY),
+        (TimeoutError(), FailureKind.RETRY),
+        (Answer(429), FailureKind.RETRY),
+        (Answer(401), FailureKind.DENIED),
+        (Answer(412), FailureKind.CHANGED),
+        (PermissionError(), FailureKind.DENIED),
+        (FileNotFoundError(), FailureKind.MISSING),
+        (ValueError(SECRET), FailureKind.UNKNOWN),
     ],
 )
-def test_failures_are_classified(failure: Exception, meaning: Meaning) -> None:
+def test_failures_are_classified(failure: Exception, kind: FailureKind) -> None:
     verdict = judge(failure)
-    assert verdict.meaning is meaning
+    assert verdict.kind is kind
     assert SECRET not in verdict.reason
 
 

@@ -125,7 +125,7 @@ def _compute_factor(make: Callable[[Expression], F32], x: Any, changed: int, siz
 
 
 @dataclass(frozen=True)
-class Added(RowUpdate):
+class LowRankSum(RowUpdate):
     """A weight with products of low rank added, one after another, in float32."""
 
     products: tuple[LowRank, ...]
@@ -142,7 +142,7 @@ class Added(RowUpdate):
 
 def add_products(x: Expression, products: tuple[LowRank, ...]) -> Expression:
     """Return a weight with products of low rank added; of blocks, the floats that they stand for."""
-    return Added(as_floats(x), products)
+    return LowRankSum(as_floats(x), products)
 
 
 def products_in(x: Expression) -> Iterator[LowRank]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from quantkit.checkpoint.config import MAX_JSON, Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Added, Expression, Unadded, take
+from quantkit.checkpoint.expressions import Expression, Offset, OffsetInverse, take
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Transform, log_of_negative, negative_exp, squeeze, unsqueeze_channels
@@ -43,7 +43,7 @@ class AddConstant:
     inverse: bool = False
 
     def __call__(self, tensor: Tensor, context: Context) -> Expression:
-        return (Unadded if self.inverse else Added)(tensor.x, self.value)
+        return (OffsetInverse if self.inverse else Offset)(tensor.x, self.value)
 
 
 #: The constants that norms add to their weights.
