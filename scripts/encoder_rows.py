@@ -189,8 +189,8 @@ def _experts(w: Weights, name: str, x: Tensor, n_used: int) -> Tensor:
     shares, indices = w.linear(x, f"{name}router.layer").softmax(-1).topk(n_used, -1)
     n_expert = len(w.state[f"{name}router.layer.weight"])
     up, down = (w.state[f"{name}experts.mlp.{part}"].unflatten(0, (n_expert, -1)) for part in ("w1", "w2"))
-    hidden = nn.functional.gelu(torch.einsum("nd,nefd->nef", x, up[indices]))
-    return torch.einsum("ne,nef,nefd->nd", shares, hidden, down[indices])
+    hidden = nn.functional.gelu(torch.einsum("nw,nefw->nef", x, up[indices]))
+    return torch.einsum("ne,nef,nefw->nw", shares, hidden, down[indices])
 
 
 def sentence_embeddings(folder: Path, texts: Sequence[str]) -> npt.NDArray[np.float32]:
