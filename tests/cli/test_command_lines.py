@@ -19,7 +19,7 @@ from tiny_checkpoints import write_checkpoint
 from adapters import write_adapter, write_base
 from object_store import hub
 from quantkit.cli import COMMANDS, cli
-from quantkit.cli._compat_options import _IGNORED, _REFUSED, _parsed
+from quantkit.cli._compat_options import _IGNORED, _REFUSED, _parse
 from quantkit.cli._guesses import ALIASES, ANSWERS, answer
 from quantkit.cli._options import is_compatible_only
 from quantkit.quantize import quantize
@@ -90,7 +90,7 @@ def _commands() -> dict[str, click.Command]:
 @pytest.mark.parametrize("name", ["perplexity", "kld", "logits", "imatrix", "bench", "sweep-bench", "report"])
 def test_commands_that_run_a_model_share_options(name: str) -> None:
     options = {n for p in _commands()[name].params for n in (*p.opts, *p.secondary_opts)}
-    missing = {n for table in (_IGNORED, _REFUSED) for names, _, _ in _parsed(table) for n in names} - options
+    missing = {n for table in (_IGNORED, _REFUSED) for names, _, _ in _parse(table) for n in names} - options
     assert not missing
 
 
