@@ -74,7 +74,8 @@ _TEMPLATE = Pair("[NAME=]FILE", name_is_optional=True)
     group=_FILES,
     type=SIZE,
     metavar="SIZE",
-    help="Write the file again, with room for later edits in place (64K).",
+    help="Write the file again, with room for later edits in place. They are atomic with as much as the keys take and "
+    "64K, the default.",
 )
 @option("--force", group=_METADATA, is_flag=True, help="Write changes that stop a runtime from loading the file.")
 @option("--dry-run", group="Run", is_flag=True, help="Show the changes only.")
@@ -153,11 +154,12 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     if plan.method is Method.NOTHING:
         return [f"{first}: nothing to change"]
     if plan.method is Method.IN_PLACE:
-        line = f"the header of {first}, {size}, in place with a journal"
+        room = f"other programs refuse it until it is complete; atomic with --reserve {-(-plan.atomic_room >> 10)}K"
+        line = f"the header of {first}, {size}, in place, {'atomically' if plan.is_atomic else room}"
     elif plan.method is Method.CLONE:
         line = f"the header of {first}, {size}, in a clone that replaces the file"
     elif plan.method is Method.REWRITE:
-        line = f"{first} whole, {size}: the new header is {_growth(plan)}"
+        line = f"{first} whole, {size}{_growth(plan)}"
     else:
         line = f"{first}{f' and {len(plan.outputs) - 1} more shards' * (len(plan.outputs) > 1)}, {size}"
     lines = [f"{'would write' if dry_run else 'wrote'} {line}"]
@@ -173,7 +175,10 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
 
 def _growth(plan: EditPlan) -> str:
     growth = len(plan.header) - len(plan.present)
-    return f"{format_size(abs(growth))} {'larger' if growth >= 0 else 'smaller'}, including room for later edits"
+    if not growth:
+        return ""
+    direction = "larger" if growth > 0 else "smaller"
+    return f": the new header is {format_size(abs(growth))} {direction}, including room for later edits"
 
 
 def _as_dict(plan: EditPlan, *, dry_run: bool) -> dict[str, Any]:
@@ -184,6 +189,7 @@ def _as_dict(plan: EditPlan, *, dry_run: bool) -> dict[str, Any]:
         "files": [str(path) for path in (plan.outputs if plan.method is Method.COPY else plan.outputs[:1])],
         "missing_shards": plan.missing,
         "bytes": plan.nbytes,
+        "atomic": plan.is_atomic,
         "notes": list(plan.notes),
         "written": not dry_run and plan.method is not Method.NOTHING,
     }
