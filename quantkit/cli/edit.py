@@ -103,8 +103,10 @@ def command(
 
     The file changes in place if the new header fits; otherwise a new file, with
     the tensor data copied, replaces it. Where the file system has clones (btrfs,
-    XFS), a changed clone replaces the file instead. Only the first shard of a
-    split model changes. A key keeps its type.
+    XFS), a changed clone replaces the file instead. After a crash, quantkit
+    restores the old header; other programs have the old or the new one where the
+    room can hold both, and refuse the file where it cannot. Only the first shard
+    of a split model changes. A key keeps its type.
 
     Changes that would stop llama.cpp or ik_llama.cpp from loading the file are
     refused, and so is a chat template that does not render.
@@ -154,8 +156,7 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     if plan.method is Method.NOTHING:
         return [f"{first}: nothing to change"]
     if plan.method is Method.IN_PLACE:
-        room = f"other programs refuse it until it is complete; atomic with --reserve {-(-plan.atomic_room >> 10)}K"
-        line = f"the header of {first}, {size}, in place, {'atomically' if plan.is_atomic else room}"
+        line = f"the header of {first}, {size}, in place{', atomically' if plan.is_atomic else ''}"
     elif plan.method is Method.CLONE:
         line = f"the header of {first}, {size}, in a clone that replaces the file"
     elif plan.method is Method.REWRITE:
@@ -163,6 +164,9 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     else:
         line = f"{first}{f' and {len(plan.outputs) - 1} more shards' * (len(plan.outputs) > 1)}, {size}"
     lines = [f"{'would write' if dry_run else 'wrote'} {line}"]
+    if not plan.is_atomic:
+        room = f"--reserve {-(-plan.atomic_room >> 10)}K"
+        lines.append(f"other programs refuse the file until its header is complete; {room} makes later edits atomic")
     n_unchanged = len(plan.sources) - 1 + plan.missing
     if plan.method is not Method.COPY and n_unchanged:
         lines.append(

@@ -45,7 +45,7 @@ class Command:
     refused: bool = False
 
 
-def _prepare_room(model: Path, folder: Path, reserve: int = 1 << 20) -> None:
+def _prepare_room(model: Path, folder: Path, reserve: int = 1 << 18) -> None:
     edit(model, folder / "m.gguf", reserve=reserve)
 
 
