@@ -170,7 +170,8 @@ def _check_foreign(
     actual = read_as_gguf_py(path)
     assert may_refuse if actual is None else actual in metadata
     for runtime in runtimes:
-        assert runtime.load(path).loads == (actual is not None)
+        loading = runtime.load(path)
+        assert loading.loads == (actual is not None), loading.complaint
 
 
 def _calls_of(function: Callable[[], object]) -> int:
