@@ -127,9 +127,10 @@ def uploads(folder: Path, model: Path, hubs: tuple[list[str], list[str]]) -> Tas
 def selections(model: Path, folder: Path) -> list[Task]:
     """Return pruning to three quarters of the experts, and taking the down projections of a Q8_0 file."""
     other, kept = folder / "q8_0.gguf", folder / "experts.json"
-    run(quantkit("quantize", model, other, "Q8_0")).checked("quantize")
+    run(quantkit("quantize", "--overwrite", model, other, "Q8_0")).checked("quantize")
     with open_gguf(model) as file:
-        layers, experts = (int(file.get(f"{file.architecture}.{key}")) for key in ("block_count", "expert_count"))
+        name = file.get("general.architecture")
+        layers, experts = (int(file.get(f"{name}.{key}")) for key in ("block_count", "expert_count"))
     count = experts * 3 // 4
     kept.write_text(json.dumps({"experts": {layer: list(range(count)) for layer in range(layers)}}))
     own, peer = folder / "a/m.gguf", folder / "b/m.gguf"
