@@ -18,7 +18,7 @@ from quantkit.formats.gguf.header_journal import Write
 from quantkit.formats.gguf.header_writes import atomic_writes, refused_writes
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.edit import EditOptions
 
@@ -163,7 +163,7 @@ def _missing_note(model: GGUFFile, missing: int) -> list[str]:
 
 def _check_local(source: str | Path) -> None:
     """Refuse a URL, with the commands by which the file is downloaded and, after the edit, written back."""
-    url = located(source)
+    url = locate(source)
     if not isinstance(url, URL):
         return
     folder, _, name = url.address.rpartition("/")
