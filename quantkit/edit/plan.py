@@ -15,7 +15,7 @@ from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, GGUFFile, open_first_shard, parse_split_path, split_path
 from quantkit.formats.gguf.header import MAX_ROOM, Header, check_room
 from quantkit.formats.gguf.header_journal import Write
-from quantkit.formats.gguf.header_writes import atomic_writes, refused_writes
+from quantkit.formats.gguf.header_writes import atomic_writes, writes_without_magic
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
 from quantkit.formats.remote import URL, locate
@@ -134,7 +134,7 @@ def plan_edit(
         nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
     is_atomic = method is not Method.IN_PLACE or writes is not None
     if writes is None:
-        writes = refused_writes(present, encoded)
+        writes = writes_without_magic(present, encoded)
     return EditPlan(
         sources,
         outputs,

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
 
-from header_states import Metadata, interrupted_headers, read_as_gguf_py
+from edit_states import Metadata, header_states, read_as_gguf_py
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, layout_gguf, open_gguf
 from quantkit.formats.gguf.header import Header
 from quantkit.formats.gguf.header_journal import Write, _inverse, journal_path, replace_header, settle
-from quantkit.formats.gguf.header_writes import PAGE, atomic_writes, refused_writes
+from quantkit.formats.gguf.header_writes import PAGE, atomic_writes, writes_without_magic
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.gguf.rules import EDIT_MAGIC, PADDING_KEY
 from quantkit.types import BY_NAME
 from verdicts import libraries
 
-#: Ids whose bytes are no UTF-8, and texts beyond a page.
+#: Ids whose bytes are not UTF-8, and texts beyond a page.
 FIELDS = [
     Field.of("general.architecture", "x"),
     Field.of("user.ids", list(range(200, 1000))),
@@ -62,7 +62,7 @@ def without(key: str) -> Callable[[list[Field]], list[Field]]:
 
 def plan_writes(old: Header, new: Header) -> tuple[tuple[Write, ...], bool]:
     writes = atomic_writes(old, new)
-    return (refused_writes(old.encode(), new.encode()), False) if writes is None else (writes, True)
+    return (writes_without_magic(old.encode(), new.encode()), False) if writes is None else (writes, True)
 
 
 def write_file(path: Path, header: bytes) -> Path:
@@ -117,7 +117,7 @@ def test_every_state_is_old_or_new_or_refused(tmp_path: Path, case: str) -> None
     before, after = (read_as_gguf_py(write_file(path, header.encode())) for header in (old, new))
     assert before != after
     results = list[Metadata | None]()
-    for number, header in interrupted_headers(old.encode(), writes):
+    for number, header in header_states(old.encode(), writes):
         results.append(read_as_gguf_py(write_file(path, header)))
         if is_atomic:
             shard = read_shard(path, 0, header_only=True)
@@ -134,7 +134,7 @@ def test_every_state_is_old_or_new_or_refused(tmp_path: Path, case: str) -> None
         assert all(result == before for result in results[:first])
         assert all(result == after for result in results[first:])
     else:
-        refused = [header[:4] == EDIT_MAGIC for _, header in interrupted_headers(old.encode(), writes)]
+        refused = [header[:4] == EDIT_MAGIC for _, header in header_states(old.encode(), writes)]
         assert [result is None for result in results] == refused
         assert refused == [False, *[True] * (len(refused) - 2), False]
         assert results[-1] == after
@@ -151,7 +151,7 @@ def test_every_state_is_undone(tmp_path: Path, case: str, monkeypatch: pytest.Mo
     monkeypatch.undo()
     assert path.read_bytes() == new.encode() + DATA
     journal = journal_path(path).read_bytes()
-    states = [header for _, header in interrupted_headers(old.encode(), writes)]
+    states = [header for _, header in header_states(old.encode(), writes)]
     draw, complete = random.Random(0), bytearray(old.encode())
     for write in writes:
         before = complete[write.offset : write.end]
@@ -188,10 +188,10 @@ def test_any_headers(keys: dict[str, str], changed: dict[str, str], room: int, a
     if not writes:
         return
     values = [keys_of(header.encode()) for header in (old, new)]
-    for _, header in interrupted_headers(old.encode(), writes):
+    for _, header in header_states(old.encode(), writes):
         inverse = _inverse(old.encode(), writes, header)
         assert inverse is not None
-        for _, state in interrupted_headers(header, inverse):
+        for _, state in header_states(header, inverse):
             assert keys_of(state) in values if is_atomic else state[:4] == EDIT_MAGIC or keys_of(state) in values
         assert state == old.encode()
     assert header == new.encode()
@@ -240,7 +240,7 @@ def test_runtimes_load_every_state_or_refuse_it(tiny_moe: Path, tmp_path: Path, 
     assert is_atomic == (room > 4096)
     nbytes = tiny_moe.stat().st_size - plain.size
     states = dict[int, list[bytes]]()
-    for number, header in interrupted_headers(old.encode(), writes):
+    for number, header in header_states(old.encode(), writes):
         states.setdefault(number, []).append(header)
     for number, headers in states.items():
         for header in headers[:2]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from header_states import Metadata, read_as_gguf_py
+from edit_states import Metadata, read_as_gguf_py
 from libllama import Libllama
 from quantkit.edit import EditOptions, edit
 from quantkit.formats import clone

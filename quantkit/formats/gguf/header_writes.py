@@ -16,8 +16,8 @@ tensors stay where they are:
            spaces replace the copy                                                                    (filling)
            the padding is a text again                                                                (switch)
 
-``refused_writes`` needs no padding: the first switch breaks the magic, so that readers refuse the file, and the last
-one restores it.
+``writes_without_magic`` needs no padding: the first switch breaks the magic, so that readers refuse the file, and the
+last one restores it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def atomic_writes(old: Header, new: Header) -> tuple[Write, ...] | None:
     return tuple(write for write in writes if write.data) if writes else None
 
 
-def refused_writes(old: bytes, new: bytes) -> tuple[Write, ...]:
+def writes_without_magic(old: bytes, new: bytes) -> tuple[Write, ...]:
     """Return writes during which every reader refuses the file, because of its magic."""
     return Write(0, EDIT_MAGIC), _difference(old, new), Write(0, MAGIC)
 

@@ -16,7 +16,7 @@ from quantkit.formats.gguf.rules import EDIT_MAGIC, PADDING_KEY
 Metadata = tuple[dict[str, tuple[Any, ...]], list[tuple[Any, ...]]]
 
 
-def interrupted_headers(old: bytes, writes: Sequence[Write]) -> Iterator[tuple[int, bytes]]:
+def header_states(old: bytes, writes: Sequence[Write]) -> Iterator[tuple[int, bytes]]:
     """Yield each header that a process killed between two pages leaves, with the number of complete writes."""
     state = bytearray(old)
     for number, write in enumerate(writes):
