@@ -110,7 +110,7 @@ def stand_in(folder: Path) -> Iterator[list[str]]:
 
 def uploads(folder: Path, model: Path, hubs: tuple[list[str], list[str]]) -> Task:
     """Return the upload of a model to both stand-ins, which have their state in ``folder``."""
-    own, other = folder / "hub", folder / "other-hub"
+    hub, peer_hub = folder / "hub", folder / "peer-hub"
     return Task(
         f"upload, {model.stat().st_size >> 20} MiB",
         "hf upload",
@@ -118,44 +118,44 @@ def uploads(folder: Path, model: Path, hubs: tuple[list[str], list[str]]) -> Tas
             [*hubs[0], *quantkit("upload", REPOSITORY, model)],
             [*hubs[1], str(Path(sys.executable).parent / "hf"), "upload", REPOSITORY, model, model.name],
         ),
-        (own / "repositories" / REPOSITORY / "main" / model.name, other / "repositories" / REPOSITORY / "main"),
-        lambda: _clear(*(hub / part for hub in (own, other) for part in ("repositories", "lfs"))),
+        (hub / "repositories" / REPOSITORY / "main" / model.name, peer_hub / "repositories" / REPOSITORY / "main"),
+        lambda: _clear(*(state / part for state in (hub, peer_hub) for part in ("repositories", "lfs"))),
         is_remote=True,
     )
 
 
 def selections(model: Path, folder: Path) -> list[Task]:
     """Return pruning to three quarters of the experts, and taking the down projections of a Q8_0 file."""
-    other, kept = folder / "q8_0.gguf", folder / "experts.json"
-    run(quantkit("quantize", "--overwrite", model, other, "Q8_0")).checked("quantize")
+    donor, experts_file = folder / "q8_0.gguf", folder / "experts.json"
+    run(quantkit("quantize", "--overwrite", model, donor, "Q8_0")).checked("quantize")
     with open_gguf(model) as file:
         name = file.get("general.architecture")
         layers, experts = (int(file.get(f"{name}.{key}")) for key in ("block_count", "expert_count"))
     count = experts * 3 // 4
-    kept.write_text(json.dumps({"experts": {layer: list(range(count)) for layer in range(layers)}}))
-    own, peer = folder / "a/m.gguf", folder / "b/m.gguf"
+    experts_file.write_text(json.dumps({"experts": {layer: list(range(count)) for layer in range(layers)}}))
+    output, peer = folder / "a/m.gguf", folder / "b/m.gguf"
     pattern = "ffn_down_exps"
     return [
         Task(
             "prune-experts",
             "gguf-py script",
             (
-                quantkit("prune-experts", model, own, "--experts", kept),
+                quantkit("prune-experts", model, output, "--experts", experts_file),
                 [sys.executable, SCRIPTS, "prune", model, peer, str(count)],
             ),
-            (own, peer),
-            lambda: _clear(own.parent, peer.parent),
+            (output, peer),
+            lambda: _clear(output.parent, peer.parent),
             tensors_only=True,
         ),
         Task(
             "stitch",
             "gguf-py script",
             (
-                quantkit("stitch", model, own, "--take", f"{pattern}={other}"),
-                [sys.executable, SCRIPTS, "stitch", model, other, pattern, peer],
+                quantkit("stitch", model, output, "--take", f"{pattern}={donor}"),
+                [sys.executable, SCRIPTS, "stitch", model, donor, pattern, peer],
             ),
-            (own, peer),
-            lambda: _clear(own.parent, peer.parent),
+            (output, peer),
+            lambda: _clear(output.parent, peer.parent),
             tensors_only=True,
         ),
     ]
@@ -253,15 +253,15 @@ def main() -> None:
     os.environ["LD_LIBRARY_PATH"] = str(bin_folder)
     with (
         work_folder(options.work) as folder,
-        stand_in(folder / "hub") as own_hub,
-        stand_in(folder / "other-hub") as other_hub,
+        stand_in(folder / "hub") as hub,
+        stand_in(folder / "peer-hub") as peer_hub,
     ):
         model = make_moe(folder / "model.gguf", "--size", options.size)
         small = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
         print(f"{model.stat().st_size / 2**30:.2f} GiB, median of {options.rounds}; {machine()}\n")
         print(f"| {' | '.join(COLUMNS)} |")
         print(f"|{'---|' * len(COLUMNS)}")
-        for task in tasks(model, folder, bin_folder, small, (own_hub, other_hub)):
+        for task in tasks(model, folder, bin_folder, small, (hub, peer_hub)):
             seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
             rss = 0
             for turn in range(options.rounds + 1):

@@ -1,10 +1,10 @@
 """Prune experts and stitch files as scripts over gguf-py do: read, select, write. Peers of benchmarks/bench_files.py.
 
     benchmarks/gguf_scripts.py prune IN.gguf OUT.gguf COUNT
-    benchmarks/gguf_scripts.py stitch BASE.gguf OTHER.gguf REGEX OUT.gguf
+    benchmarks/gguf_scripts.py stitch BASE.gguf DONOR.gguf REGEX OUT.gguf
 
 ``prune`` keeps the first COUNT experts of every layer of a model with one number of experts. ``stitch`` takes the
-tensors that match from OTHER, all others and the metadata from BASE. Tensors are mapped and never decoded.
+tensors that match from DONOR, all others and the metadata from BASE. Tensors are mapped and never decoded.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def write(
             continue
         item_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(key, values.get(key, field.contents()), field.types[0], item_type)
-    selected = [(tensor.name, *select(tensor)) for tensor in base.tensors]
-    for name, tensor, data in selected:
+    parts = [(tensor.name, *select(tensor)) for tensor in base.tensors]
+    for name, tensor, data in parts:
         writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, _, data in selected:
+    for _, _, data in parts:
         writer.write_tensor_data(data)
     writer.close()
 
@@ -51,8 +51,8 @@ def prune(source: str, out: str, count: int) -> None:
     write(base, out, select, {key: count})
 
 
-def stitch(source: str, other: str, pattern: str, out: str) -> None:
-    tensors = {tensor.name: tensor for tensor in GGUFReader(other).tensors}
+def stitch(source: str, donor: str, pattern: str, out: str) -> None:
+    tensors = {tensor.name: tensor for tensor in GGUFReader(donor).tensors}
 
     def select(tensor: ReaderTensor) -> tuple[ReaderTensor, Any]:
         tensor = tensors[tensor.name] if re.search(pattern, tensor.name) else tensor
@@ -65,8 +65,8 @@ def main() -> None:
     match sys.argv[1:]:
         case ["prune", source, out, count]:
             prune(source, out, int(count))
-        case ["stitch", source, other, pattern, out]:
-            stitch(source, other, pattern, out)
+        case ["stitch", source, donor, pattern, out]:
+            stitch(source, donor, pattern, out)
         case _:
             sys.exit(__doc__)
 

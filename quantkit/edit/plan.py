@@ -128,19 +128,19 @@ def plan_edit(
             writes = atomic_writes(header, new)
             if writes is None and sources[0].stat().st_size <= 2 * header.size:
                 method = Method.REWRITE  # atomic, and not more bytes than the header and its journal
-    present, encoded = header.encode(), new.encode()
-    nbytes = 0 if method is Method.NOTHING else len(encoded)
+    present, new_bytes = header.encode(), new.encode()
+    nbytes = 0 if method is Method.NOTHING else len(new_bytes)
     if method in (Method.REWRITE, Method.COPY):
         nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
     is_atomic = method is not Method.IN_PLACE or writes is not None
     if writes is None:
-        writes = writes_without_magic(present, encoded)
+        writes = writes_without_magic(present, new_bytes)
     return EditPlan(
         sources,
         outputs,
         changes,
         method,
-        encoded,
+        new_bytes,
         present,
         nbytes,
         tuple(notes),

@@ -74,8 +74,8 @@ def text_to_cross(key: str, crossing: bool) -> Callable[[list[Field]], list[Fiel
     """Return a change of a text by which the padding's head, behind all keys, crosses a page, or does not."""
 
     def change(fields: list[Field]) -> list[Field]:
-        rest = header_of(set_field(key, "")(fields)).infos_begin
-        return set_field(key, "y" * ((-rest - 20 if crossing else -rest + 500) % PAGE))(fields)
+        end = header_of(set_field(key, "")(fields)).infos_begin
+        return set_field(key, "y" * ((-end - 20 if crossing else -end + 500) % PAGE))(fields)
 
     return change
 
@@ -174,12 +174,12 @@ KEYS = st.dictionaries(st.sampled_from(["user.a", "user.b", "user.c", "user.d"])
 @given(KEYS, KEYS, st.integers(32, 40000), st.sampled_from([8, 32, 64]))
 def test_any_headers(keys: dict[str, str], changed: dict[str, str], room: int, alignment: int) -> None:
     """Any edit that fits: every state is the old or the new header, and so is every state of its undoing."""
-    fields, others = (
+    fields, new_fields = (
         [Field.of("general.architecture", "x"), *(Field.of(key, text) for key, text in entries.items())]
         for entries in (keys, changed)
     )
     old = header_of(fields, room, alignment)
-    new = old.fit([*old.fields[: 1 + (alignment != 32)], *others[1:]])
+    new = old.fit([*old.fields[: 1 + (alignment != 32)], *new_fields[1:]])
     if new is None or new == old:
         return
     assert new.size == old.size

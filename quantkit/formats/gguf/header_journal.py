@@ -169,8 +169,8 @@ def _inverse(old: bytes, writes: Sequence[Write], present: bytes) -> list[Write]
     for write in writes:
         before = bytes(state[write.offset : write.end])
         inverse.insert(0, Write(write.offset, before))
-        outside = (slice(write.offset), slice(write.end, None))
-        if len(present) == len(old) and all(present[part] == state[part] for part in outside):
+        other_parts = (slice(write.offset), slice(write.end, None))
+        if len(present) == len(old) and all(present[part] == state[part] for part in other_parts):
             bytes_now, bytes_before, bytes_after = (
                 np.frombuffer(data, np.uint8) for data in (present[write.offset : write.end], before, write.data)
             )
