@@ -74,7 +74,8 @@ _TEMPLATE = Pair("[NAME=]FILE", name_is_optional=True)
     group=_FILES,
     type=SIZE,
     metavar="SIZE",
-    help="Write the file again, with room for later edits in place (64K).",
+    help="Write the file again, with room for later edits in place. They are atomic with as much as the keys take and "
+    "64K, the default.",
 )
 @option("--force", group=_METADATA, is_flag=True, help="Write changes that stop a runtime from loading the file.")
 @option("--dry-run", group="Run", is_flag=True, help="Show the changes only.")
@@ -102,8 +103,10 @@ def command(
 
     The file changes in place if the new header fits; otherwise a new file, with
     the tensor data copied, replaces it. Where the file system has clones (btrfs,
-    XFS), a changed clone replaces the file instead. Only the first shard of a
-    split model changes. A key keeps its type.
+    XFS), a changed clone replaces the file instead. After a crash, quantkit
+    restores the old header; other programs have the old or the new one where the
+    room can hold both, and refuse the file where it cannot. Only the first shard
+    of a split model changes. A key keeps its type.
 
     Changes that would stop llama.cpp or ik_llama.cpp from loading the file are
     refused, and so is a chat template that does not render.
@@ -153,14 +156,17 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
     if plan.method is Method.NOTHING:
         return [f"{first}: nothing to change"]
     if plan.method is Method.IN_PLACE:
-        line = f"the header of {first}, {size}, in place with a journal"
+        line = f"the header of {first}, {size}, in place{', atomically' if plan.is_atomic else ''}"
     elif plan.method is Method.CLONE:
         line = f"the header of {first}, {size}, in a clone that replaces the file"
     elif plan.method is Method.REWRITE:
-        line = f"{first} whole, {size}: the new header is {_growth(plan)}"
+        line = f"{first} whole, {size}{_growth(plan)}"
     else:
         line = f"{first}{f' and {len(plan.outputs) - 1} more shards' * (len(plan.outputs) > 1)}, {size}"
     lines = [f"{'would write' if dry_run else 'wrote'} {line}"]
+    if not plan.is_atomic:
+        room = f"--reserve {-(-plan.atomic_room >> 10)}K"
+        lines.append(f"other programs refuse the file until its header is complete; {room} makes later edits atomic")
     n_unchanged = len(plan.sources) - 1 + plan.missing
     if plan.method is not Method.COPY and n_unchanged:
         lines.append(
@@ -173,7 +179,10 @@ def _end(plan: EditPlan, *, dry_run: bool) -> list[str]:
 
 def _growth(plan: EditPlan) -> str:
     growth = len(plan.header) - len(plan.present)
-    return f"{format_size(abs(growth))} {'larger' if growth >= 0 else 'smaller'}, including room for later edits"
+    if not growth:
+        return ""
+    direction = "larger" if growth > 0 else "smaller"
+    return f": the new header is {format_size(abs(growth))} {direction}, including room for later edits"
 
 
 def _as_dict(plan: EditPlan, *, dry_run: bool) -> dict[str, Any]:
@@ -184,6 +193,7 @@ def _as_dict(plan: EditPlan, *, dry_run: bool) -> dict[str, Any]:
         "files": [str(path) for path in (plan.outputs if plan.method is Method.COPY else plan.outputs[:1])],
         "missing_shards": plan.missing,
         "bytes": plan.nbytes,
+        "atomic": plan.is_atomic,
         "notes": list(plan.notes),
         "written": not dry_run and plan.method is not Method.NOTHING,
     }

@@ -13,15 +13,17 @@ from quantkit.errors import RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.clone import can_clone
 from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, GGUFFile, open_first_shard, parse_split_path, split_path
-from quantkit.formats.gguf.header import Header, check_room
+from quantkit.formats.gguf.header import MAX_ROOM, Header, check_room
+from quantkit.formats.gguf.header_journal import Write
+from quantkit.formats.gguf.header_writes import atomic_writes, writes_without_magic
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
 from quantkit.formats.remote import URL, locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.edit import EditOptions
 
-#: Room for later edits in a file that is written again because a header grew.
-DEFAULT_ROOM = 64 << 10
+#: Bytes by which a header can grow, of the room for later edits in a file that is written again.
+DEFAULT_GROWTH = 64 << 10
 #: File systems share blocks of this size: data that moves by a multiple of it need not be copied.
 _BLOCK = 4096
 
@@ -52,6 +54,10 @@ class EditPlan(HtmlTable):
         nbytes: the bytes that are written.
         notes: what could not be checked.
         missing: shards of the model that are not here; none of them changes.
+        writes: the writes of an edit in place, in their order.
+        is_atomic: other programs have the old header or the new one at any moment, also after a crash; otherwise they
+            refuse the file until the new one is complete.
+        atomic_room: the room for later edits with which most of them would be atomic, in bytes.
     """
 
     sources: tuple[Path, ...]
@@ -63,6 +69,9 @@ class EditPlan(HtmlTable):
     nbytes: int
     notes: tuple[str, ...]
     missing: int = 0
+    writes: tuple[Write, ...] = ()
+    is_atomic: bool = True
+    atomic_room: int = 0
 
     def as_table(self) -> Table:
         """Return the changed keys with their values before and after."""
@@ -103,21 +112,43 @@ def plan_edit(
         header = Header.from_shard(read_shard(model.paths[0], 0, header_only=True))
         sources, room = tuple(map(hold, model.paths)), model.room
     fields = list(editor.fields.values())
-    present = header.encode_present()
+    default_room = _default_room(header, fields)
+    writes: tuple[Write, ...] | None = ()
     if output is not None:
         outputs = _outputs(Path(output), len(sources) + missing)[: len(sources)]
         check_apart(outputs, sources)
-        method, new = Method.COPY, header.encode(fields, room=room if reserve is None else reserve)
+        method, new = Method.COPY, header.with_fields(fields, room=room if reserve is None else reserve)
     else:
         _check_editable(Path(source))
         outputs = (resolve_links(sources[0]),)
-        method, new = _choose_method(header, fields, bool(changes), reserve)
+        method, new = _choose_method(header, fields, bool(changes), reserve, default_room)
         if method is Method.IN_PLACE and can_clone(sources[0]):
             method = Method.CLONE
-    nbytes = 0 if method is Method.NOTHING else len(new)
+        if method is Method.IN_PLACE:
+            writes = atomic_writes(header, new)
+            if writes is None and sources[0].stat().st_size <= 2 * header.size:
+                method = Method.REWRITE  # atomic, and not more bytes than the header and its journal
+    present, new_bytes = header.encode(), new.encode()
+    nbytes = 0 if method is Method.NOTHING else len(new_bytes)
     if method in (Method.REWRITE, Method.COPY):
         nbytes += sum(path.stat().st_size for path, _ in zip(sources, outputs, strict=False)) - len(present)
-    return EditPlan(sources, outputs, changes, method, new, present, nbytes, tuple(notes), missing)
+    is_atomic = method is not Method.IN_PLACE or writes is not None
+    if writes is None:
+        writes = writes_without_magic(present, new_bytes)
+    return EditPlan(
+        sources,
+        outputs,
+        changes,
+        method,
+        new_bytes,
+        present,
+        nbytes,
+        tuple(notes),
+        missing,
+        writes if method is Method.IN_PLACE else (),
+        is_atomic,
+        default_room,
+    )
 
 
 def _missing_note(model: GGUFFile, missing: int) -> list[str]:
@@ -152,22 +183,28 @@ def _check_local(source: str | Path) -> None:
     raise ResourceError(f"{url}: edit changes local files: {advice}{addition}", "QK-E412")
 
 
-def _choose_method(header: Header, fields: list[Field], has_changes: bool, reserve: int | None) -> tuple[Method, bytes]:
+def _choose_method(
+    header: Header, fields: list[Field], has_changes: bool, reserve: int | None, default_room: int
+) -> tuple[Method, Header]:
     """Return the method of a change under the same name, and the new header."""
     if not has_changes and reserve is None:
-        return Method.NOTHING, header.encode_present()
-    data = header.encode_to_size(fields) if reserve is None else None
-    if data is not None:
-        return Method.IN_PLACE, data
-    return Method.REWRITE, _encode_aligned(header, fields, DEFAULT_ROOM if reserve is None else reserve)
+        return Method.NOTHING, header
+    new = header.fit(fields) if reserve is None else None
+    if new is not None:
+        return Method.IN_PLACE, new
+    return Method.REWRITE, _align(header, fields, default_room if reserve is None else reserve)
 
 
-def _encode_aligned(header: Header, fields: list[Field], room: int) -> bytes:
+def _default_room(header: Header, fields: list[Field]) -> int:
+    """Return room for a copy of all keys, with which edits are atomic, and for their growth."""
+    keys = sum(len(field.encode()) for field in fields)
+    return min(keys + DEFAULT_GROWTH, MAX_ROOM)
+
+
+def _align(header: Header, fields: list[Field], room: int) -> Header:
     """Return a header by which tensor data moves by whole blocks of the file system, with room unless it is 0."""
-    if not room:
-        return header.encode(fields)
-    data = header.encode(fields, room=room)
-    return header.encode(fields, room=room + (header.size - len(data)) % _BLOCK)
+    new = header.with_fields(fields, room=room)
+    return header.with_fields(fields, room=room + (header.size - new.size) % _BLOCK) if room else new
 
 
 def _outputs(output: Path, count: int) -> tuple[Path, ...]:

@@ -40,16 +40,17 @@ def edit(
     """Edit the metadata of a GGUF file, in place where the new header fits; tensor data is never decoded.
 
     Only the first shard of a split model changes. Where the file system has clones, the header of one changes, which is
-    then renamed. Elsewhere the old header is journaled first and put back, after a crash, by the next command that
-    opens the file. A header that does not fit has the file written again, beside, and renamed; data is shared or copied
-    by the file system where it can.
+    then renamed. Elsewhere the writes are journaled first and undone, after a crash, by the next command that opens the
+    file; other programs have the old header or the new one where the room can hold a second copy of the keys from the
+    first changed one on, and refuse the file where it cannot (``EditPlan.is_atomic``). A header that does not fit has
+    the file written again, beside, and renamed; data is shared or copied by the file system where it can.
 
     Args:
         source: a file, or any shard of a split one.
         output: another file; None to change ``source``.
         options: the changes.
-        reserve: bytes of room for later edits in a file that is written; by default those that ``source`` has, or 64
-            KiB where its header has grown.
+        reserve: bytes of room for later edits in a file that is written; by default those that ``source`` has, or,
+            where its header has grown, those of all keys and 64 KiB.
         force: also write changes with which a runtime no longer loads the file.
         overwrite: replace an existing output.
         progress: called with the bytes written.
@@ -74,7 +75,7 @@ def run_edit(plan: EditPlan, *, overwrite: bool = False, progress: ProgressCallb
         paths = [stack.enter_context(Output(path, overwrite=replaces)).path for path in plan.outputs]
         try:
             if plan.method is Method.IN_PLACE:
-                replace_header(paths[0], plan.present, plan.header)
+                replace_header(paths[0], plan.present, plan.writes)
                 return
             counter = ByteCounter(progress, plan.nbytes)
             parts = [stack.enter_context(atomic_write(path)) for path in paths]

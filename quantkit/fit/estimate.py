@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import cast
 
 from quantkit.arguments import checked
-from quantkit.checkpoint import OpenOptions, open_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.fit.accuracy import GPU_NOTE, accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
@@ -24,7 +23,6 @@ from quantkit.html_table import HtmlTable, Table
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
 from quantkit.pipeline.source import Source
-from quantkit.quantize import QuantizeOptions, check_options, plan_from
 from quantkit.types import BY_NAME
 
 #: The presets whose sizes are shown of a model that is not quantized, small to large; none needs an imatrix.
@@ -148,6 +146,9 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
 def _open(path: Path, stack: ExitStack) -> Source:
     if path.suffix == ".gguf" or (path.is_file() and path.suffix != ".json"):
         return stack.enter_context(open_model(path))
+    # Imported here, and quantkit.quantize below: a quantized file needs neither, and both take longer than its header.
+    from quantkit.checkpoint import OpenOptions, open_checkpoint
+
     # The pre-tokenizer does not matter here: an unknown one is accepted.
     return open_checkpoint(
         path, OpenOptions(outtype="bf16", pre="default", allow_other_ids=True, allow_incomplete=True)
@@ -248,6 +249,8 @@ def _ladder(source: Source) -> tuple[str, ...]:
 
 def _plan_type(source: Source, type: str, options: FitOptions, model: Estimator) -> Weights:  # noqa: A002
     """Return the weights of the model as a type, from the plan of ``quantize``; nothing is written."""
+    from quantkit.quantize import QuantizeOptions, check_options, plan_from
+
     quantize = QuantizeOptions(
         allow_requantize=True, allow_incomplete=True, recipe=() if options.recipe is None else (options.recipe,)
     )

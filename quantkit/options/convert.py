@@ -105,7 +105,7 @@ class ConvertOptions(Options):
     bigendian: bool = option(False, "Write a big-endian file, for machines such as s390x.", CHECKPOINT)
     reserve: str | int | None = option(
         None,
-        "Room for later edits in place (64K), which convert_hf_to_gguf.py does not write.",
+        "Room for later edits in place (64K), atomic ones with as much as keys take; convert_hf_to_gguf.py has none.",
         CHECKPOINT,
         kind="size",
         metavar="SIZE",

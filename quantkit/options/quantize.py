@@ -208,7 +208,7 @@ class QuantizeOptions(Options):
     )
     reserve: str | int | None = option(
         None,
-        "Leave room for later edits in place (64K); llama-quantize does not.",
+        "Leave room for later edits in place (64K), atomic ones with as much as keys take; llama-quantize does not.",
         METADATA,
         kind="size",
         metavar="SIZE",

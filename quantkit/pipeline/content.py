@@ -21,7 +21,6 @@ from quantkit.cpus import available_cpus
 from quantkit.formats.files import check_unchanged, open_input, stamp_of
 from quantkit.formats.ranges import read_range
 from quantkit.formats.remote import URL
-from quantkit.kernels.cpu.digest import digest_of
 from quantkit.records import record
 
 #: Bytes of a digest piece.
@@ -97,6 +96,8 @@ def _size(path: Path) -> int:
 
 
 def _piece_digest(path: Path, size: int, offset: int) -> bytes:
+    from quantkit.kernels.cpu.digest import digest_of
+
     data = np.empty(min(_PIECE, size - offset), np.uint8)
     read_range(path, data, offset)
     return digest_of(data).to_bytes(8, "little")

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.formats.cache_entry import RECORD, DamagedEntry, Entry, are_intact, digest, make_records
 from quantkit.formats.ranges import U8, Buffers, write_range
-from quantkit.kernels.cpu.digest import digest_of
 from quantkit.kernels.tensor_scale import TAIL, with_row_scales
 from quantkit.pipeline.encoding import Action
 from quantkit.pipeline.feedback import CpuMetricPool, rounding_of
@@ -72,6 +71,8 @@ def _keep_grid(part: PlannedPart, x: F32, out: U8) -> ErrorSums:
 
 def source_digest(source: Source, index: int, tensor: PlannedTensor, values: int, buffers: Buffers) -> int:
     """Return the journal's digest of the source rows of a tensor that is cut into jobs of ``values`` values."""
+    from quantkit.kernels.cpu.digest import digest_of
+
     digests = []
     for job in sorted(cut_jobs(index, tensor, values), key=lambda job: job.target_offset):
         rows = buffers.get("source", job.rows * job.source_row)
@@ -82,6 +83,8 @@ def source_digest(source: Source, index: int, tensor: PlannedTensor, values: int
 
 def origin_digest(tensor: PlannedTensor, digests: Sequence[int]) -> int:
     """Return the digest of a tensor's inputs: the rows that its jobs read, and the covariances."""
+    from quantkit.kernels.cpu.digest import digest_of
+
     covariances = "".join(part.inputs.digest() or "" for part in tensor.parts if part.inputs is not None)
     return digest_of(np.frombuffer(np.array(digests, np.uint64).tobytes() + covariances.encode(), np.uint8))
 
@@ -123,6 +126,8 @@ class Worker:
 
     def read(self, job: Job, tensor: PlannedTensor, buffer: U8 | None = None) -> JobResult | SourceRows:
         """Read a job's rows, into ``buffer`` if given, or copy the cached output, which completes the job."""
+        from quantkit.kernels.cpu.digest import digest_of
+
         part = tensor.parts[job.part]
         origin = "" if job.cached is None else FROM_ENCODER
         if job.cached is not None and job.cached.verified:

@@ -1,7 +1,8 @@
 """Commands that are killed (SIGKILL) at calls that change files, in a forked process, and what they leave behind.
 
-A moment is the n-th such call, and of a write the share that reaches the file. Afterwards every file with a final name
-has the bytes of a run without a kill, or the file's old ones, and the same command with ``resume`` completes them.
+A moment is the n-th such call, and of a write the share of its pages that reach the file. Afterwards every file with a
+final name has the bytes of a run without a kill, or the file's old ones, and the same command with ``resume`` completes
+them. A file that is edited in place is first read by other programs, which know no journal.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from edit_states import Metadata, read_as_gguf_py
+from libllama import Libllama
 from quantkit.edit import EditOptions, edit
 from quantkit.formats import clone
 from quantkit.formats.gguf.header_journal import settle
+from quantkit.formats.gguf.header_writes import PAGE
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.prune import prune_experts
 from quantkit.split import join, split
@@ -35,12 +39,14 @@ class Command:
 
     prepare: Callable[[Path, Path], None]
     run: Callable[[Path], object]
-    #: Whether a file may be half changed until the next command of quantkit opens it.
+    #: Whether a file may have other bytes until the next command of quantkit opens it.
     has_journal: bool = False
+    #: Whether other programs may refuse such a file.
+    refused: bool = False
 
 
-def _prepare_room(model: Path, folder: Path) -> None:
-    edit(model, folder / "m.gguf", reserve=4096)
+def _prepare_room(model: Path, folder: Path, reserve: int = 1 << 18) -> None:
+    edit(model, folder / "m.gguf", reserve=reserve)
 
 
 def _prepare_file(model: Path, folder: Path) -> None:
@@ -82,6 +88,9 @@ def _edit_clone(folder: Path) -> None:
 
 COMMANDS = {
     "edit in place": Command(_prepare_room, _edit_in_place, has_journal=True),
+    "edit in place, little room": Command(
+        lambda model, folder: _prepare_room(model, folder, 4096), _edit_in_place, has_journal=True, refused=True
+    ),
     "edit in a clone": Command(_prepare_room, _edit_clone),
     "edit": Command(
         _prepare_file, lambda folder: edit(folder / "m.gguf", None, EditOptions(name="Another"), reserve=8192)
@@ -111,10 +120,12 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-def check_kills(command: Command, model: Path, folder: Path, count: int) -> tuple[int, int]:
+def check_kills(
+    command: Command, model: Path, folder: Path, count: int, runtimes: Sequence[Libllama] = ()
+) -> tuple[int, int]:
     """Kill a command at ``count`` moments; return these, and how many left the command's work undone.
 
-    Raises AssertionError.
+    Files that are edited in place are also loaded by ``runtimes``. Raises AssertionError.
     """
     begin, work = folder / "begin", folder / "work"
     begin.mkdir()
@@ -122,6 +133,7 @@ def check_kills(command: Command, model: Path, folder: Path, count: int) -> tupl
     shutil.copytree(begin, work)
     n_calls = _calls_of(lambda: command.run(work))
     before, after = files_in(begin), files_in(work)
+    metadata = _metadata(begin / "m.gguf"), _metadata(work / "m.gguf")
     draw, n_killed, n_undone = random.Random(0), 0, 0
     for _ in range(3 * count):
         if n_killed == count:
@@ -134,7 +146,8 @@ def check_kills(command: Command, model: Path, folder: Path, count: int) -> tupl
         n_killed += 1
         for path in sorted(work.glob("*.gguf")):
             if command.has_journal:
-                settle(path)  # a header that was half replaced is put back
+                _check_foreign(path, metadata, command.refused, runtimes)
+                settle(path)  # the old header is put back
             name, content = path.name, path.read_bytes()
             assert content in (before.get(name), after.get(name)), f"moment {moment}: {name} is neither old nor new"
             read_shard(path, 0, header_only=False)
@@ -144,6 +157,21 @@ def check_kills(command: Command, model: Path, folder: Path, count: int) -> tupl
         assert present.keys() == after.keys(), f"moment {moment}: {sorted(present)}, not {sorted(after)}"
         assert present == after, f"moment {moment}: other bytes"
     return n_killed, n_undone
+
+
+def _metadata(path: Path) -> Metadata | None:
+    return read_as_gguf_py(path) if path.exists() else None
+
+
+def _check_foreign(
+    path: Path, metadata: tuple[Metadata | None, ...], may_refuse: bool, runtimes: Sequence[Libllama]
+) -> None:
+    """Check that other programs read the old or the new metadata, or, if they may, refuse the file."""
+    actual = read_as_gguf_py(path)
+    assert may_refuse if actual is None else actual in metadata
+    for runtime in runtimes:
+        loading = runtime.load(path)
+        assert loading.loads == (actual is not None), loading.complaint
 
 
 def _calls_of(function: Callable[[], object]) -> int:
@@ -194,7 +222,8 @@ class _Counter:
                 if self.n == self._last:
                     if name == "pwrite":
                         fd, data, offset = args
-                        call(fd, bytes(data)[: int(self._share * len(bytes(data)))], offset)
+                        end = offset + int(self._share * len(bytes(data)))
+                        call(fd, bytes(data)[: max(0, end - end % PAGE - offset)], offset)
                     os.kill(os.getpid(), signal.SIGKILL)
                 self.n += 1
             return call(*args, **kwargs)

@@ -392,7 +392,7 @@ class Ik:
         os.environ["IK_LLAMA_CPP_LIB_PATH"] = str(lib / "libllama.so")
         bindings = importlib.import_module("ik_llama_cpp._ctypes_api")
         self.ModelParams, self.ContextParams = bindings.llama_model_params, bindings.llama_context_params
-        if not Path(str(bindings.__file__)).is_relative_to(lib.parent):
+        if not Path(str(bindings.__file__)).resolve().is_relative_to(lib.parent):
             self.ModelParams = with_fields(self.ModelParams, NEWER_MODEL_FIELDS)
             self.ContextParams = with_fields(self.ContextParams, NEWER_CONTEXT_FIELDS)
         self.Batch, self.c = bindings.llama_batch, ctypes.CDLL(str(lib / "libllama.so"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from refusals import check_refused, refuses
 from checkpoints import write_checkpoint
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert
-from quantkit.edit import EditOptions, Method, ValueText, edit, plan_edit, run_edit
+from quantkit.edit import EditOptions, EditPlan, Method, ValueText, edit, plan_edit, run_edit
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats import clone
 from quantkit.formats.gguf import Field, ValueType, header_journal, layout_gguf, open_gguf
@@ -29,6 +30,7 @@ from quantkit.formats.gguf.header_journal import journal_path, replace_header
 from quantkit.formats.locks import drop_lock, take_lock
 from quantkit.hash import hash  # noqa: A004
 from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.split import split
 from quantkit.types import BY_NAME
 
 JINJA = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -109,6 +111,38 @@ def test_a_file_without_room_is_written_again_with_some(tiny_moe: Path, tmp_path
     assert tensors_of(path) == tensors_of(tiny_moe)
     assert edit(path, options=change("y" * 5000)).method is Method.IN_PLACE
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_file_that_is_written_again_has_room_for_atomic_edits(tiny_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(tiny_moe.read_bytes())
+    assert edit(path, options=change("x" * 100)).method is Method.REWRITE
+    for key, text in (("general.name", "y" * 20000), ("user.new", "z"), ("general.name", "")):
+        plan = edit(path, options=EditOptions(set={key: text}))
+        assert (plan.method, plan.is_atomic) == (Method.IN_PLACE, True)
+        assert values_of(path)[key] == text
+        assert path.read_bytes()[: len(plan.header)] == plan.header
+    assert tensors_of(path) == tensors_of(tiny_moe)
+
+
+def test_an_edit_within_a_page_needs_no_room(tiny_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(tiny_moe.read_bytes())
+    plan = edit(path, options=EditOptions(special_token={"eos": 5}))
+    assert (plan.method, plan.is_atomic, len(plan.writes)) == (Method.IN_PLACE, True, 1)
+    assert len(plan.writes[0].data) <= 4
+    assert values_of(path)["tokenizer.ggml.eos_token_id"] == 5
+
+
+def test_a_file_of_metadata_is_written_again(tiny_moe: Path, tmp_path: Path) -> None:
+    """Its bytes are no more than those of a journal, and a rename is atomic."""
+    split(tiny_moe, tmp_path / "s.gguf", max_size="6M", no_tensor_first_split=True)
+    first = min(tmp_path.iterdir())
+    edit(first, reserve=4096)
+    nbytes = first.stat().st_size
+    plan = edit(first, options=change("x" * 1000))
+    assert (plan.method, plan.is_atomic, first.stat().st_size) == (Method.REWRITE, True, nbytes)
+    assert values_of(first)["general.name"] == "x" * 1000
 
 
 @settings(max_examples=60)
@@ -243,24 +277,30 @@ def killed_while(function: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def headers_of(path: Path) -> tuple[bytes, bytes]:
+def plan_to_kill(path: Path) -> EditPlan:
+    """Return an edit whose room is too small for a copy of the keys."""
     plan = plan_edit(path, options=change("Killed"))
-    assert plan.method is Method.IN_PLACE
-    return plan.present, plan.header
+    assert (plan.method, plan.is_atomic, len(plan.writes)) == (Method.IN_PLACE, False, 3)
+    return plan
 
 
+@pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("n", [0, 1, 40, 5000, None])
-def test_a_header_written_in_part_is_put_back(model: Path, monkeypatch: pytest.MonkeyPatch, n: int | None) -> None:
+def test_a_header_written_in_part_is_put_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch, number: int, n: int | None
+) -> None:
     content = model.read_bytes()
-    old, new = headers_of(model)
-    write = header_journal.write_range
+    plan = plan_to_kill(model)
+    write, count = header_journal.write_range, itertools.count()
 
     def write_part(path: Path, data: object, offset: int) -> None:
-        write(path, data[:n], offset)  # type: ignore[index]
-        os.kill(os.getpid(), signal.SIGKILL)
+        is_last = next(count) == number
+        write(path, data[:n] if is_last else data, offset)  # type: ignore[index, arg-type]
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(header_journal, "write_range", write_part)
-    killed_while(lambda: replace_header(model, old, new))
+    killed_while(lambda: replace_header(model, plan.present, plan.writes))
     monkeypatch.undo()
     assert journal_path(model).exists()
     assert values_of(model)["general.name"] == "tiny-moe"
@@ -268,11 +308,18 @@ def test_a_header_written_in_part_is_put_back(model: Path, monkeypatch: pytest.M
     assert not journal_path(model).exists()
 
 
+def test_a_file_without_its_journal_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_to_kill(model)
+    model.write_bytes(plan.writes[0].data + model.read_bytes()[4:])
+    with refuses(FormatError, "QK-E101", journal_path(Path("FILE")).name):
+        open_gguf(model)
+
+
 @pytest.mark.parametrize("n", [0, 4, 100])
 def test_a_journal_written_in_part_is_removed(model: Path, n: int) -> None:
     content = model.read_bytes()
-    old, new = headers_of(model)
-    replace_header(model, old, new)
+    plan = plan_to_kill(model)
+    replace_header(model, plan.present, plan.writes)
     model.write_bytes(content)
     journal_path(model).write_bytes(b"QKHEADER"[:n] if n < 8 else b"QKHEADER" + bytes(n))
     assert values_of(model)["general.name"] == "tiny-moe"
@@ -285,8 +332,8 @@ def test_a_write_that_fails_puts_the_header_back(model: Path, monkeypatch: pytes
 
     def fail_once(path: Path, data: object, offset: int) -> None:
         calls.append(path)
-        write(path, data[:100] if len(calls) == 1 else data, offset)  # type: ignore[index]
-        if len(calls) == 1:
+        write(path, data[:100] if len(calls) == 2 else data, offset)  # type: ignore[index]
+        if len(calls) == 2:
             raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(header_journal, "write_range", fail_once)
@@ -297,9 +344,9 @@ def test_a_write_that_fails_puts_the_header_back(model: Path, monkeypatch: pytes
 
 
 def test_a_journal_of_another_file_restores_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = headers_of(model)
+    plan = plan_to_kill(model)
     monkeypatch.setattr(header_journal, "_remove", lambda journal: None)
-    replace_header(model, old, new)
+    replace_header(model, plan.present, plan.writes)
     monkeypatch.undo()
     replacement = bytearray(model.read_bytes())
     replacement[30] ^= 255

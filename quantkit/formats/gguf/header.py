@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.errors import FormatError, RecipeError
@@ -16,6 +16,8 @@ from quantkit.formats.gguf.rules import MAGIC, PADDING_KEY
 from quantkit.units import round_up
 
 _COUNTS = struct.Struct("<4sIQQ")
+#: Bytes of magic, version and the two counts, before the first key.
+COUNTS_SIZE = _COUNTS.size
 #: The bytes of that key with an empty text: length, key, type, length.
 _MIN_PADDING = 8 + len(PADDING_KEY) + 4 + 8
 #: The most room for later edits.
@@ -55,34 +57,46 @@ class Header:
         size = round_up(begin + nbytes, shard.alignment)
         return cls(shard.version, shard.alignment, fields, infos, len(shard.tensors), size)
 
-    def encode(self, fields: Iterable[Field], *, room: int = 0) -> bytes:
-        """Return the header with other fields and at least ``room`` bytes for later edits, up to the tensor data."""
-        data = self._encode(fields, room)
-        return data.ljust(round_up(len(data), self.alignment), b"\0")
+    @property
+    def end(self) -> int:
+        """The byte after the last info; zeros follow up to ``size``."""
+        return self.infos_begin + len(self.infos)
 
-    def encode_to_size(self, fields: Iterable[Field]) -> bytes | None:
-        """Return the header with other fields and exactly the present size.
+    @property
+    def infos_begin(self) -> int:
+        """The byte after the last key."""
+        return COUNTS_SIZE + sum(len(field.encode()) for field in self.fields)
 
-        None if they need more bytes, or, with alignments below 32, if they need a few less than padding can fill.
-        """
-        fields = tuple(fields)
-        excess = self.size - len(self._encode(fields, 0))
-        if excess < 0 or self.alignment <= excess < _MIN_PADDING:
-            return None
-        return self._encode(fields, excess if excess >= self.alignment else 0).ljust(self.size, b"\0")
-
-    def encode_present(self) -> bytes:
-        """Return the header as it is."""
+    def encode(self) -> bytes:
+        """Return the bytes of the header, up to the tensor data."""
         head = _COUNTS.pack(MAGIC, self.version, self.n_tensors, len(self.fields))
         data = b"".join((head, *(field.encode() for field in self.fields), self.infos))
         return data.ljust(self.size, b"\0")
 
-    def _encode(self, fields: Iterable[Field], room: int) -> bytes:
+    def with_fields(self, fields: Iterable[Field], *, room: int = 0) -> Header:
+        """Return a header with other fields, ``room`` bytes for later edits being the last, of the size they need."""
         fields = [field for field in fields if field.key != PADDING_KEY]
         if room:
             fields.append(padding_field(room))
-        head = _COUNTS.pack(MAGIC, self.version, self.n_tensors, len(fields))
-        return b"".join((head, *(field.encode() for field in fields), self.infos))
+        header = replace(self, fields=tuple(fields))
+        return replace(header, size=round_up(header.end, self.alignment))
+
+    def fit(self, fields: Iterable[Field]) -> Header | None:
+        """Return a header of this size with other fields; its infos stay in their place if padding can fill the rest.
+
+        None if the fields need more bytes, or, with alignments below 32, a few less than padding can fill.
+        """
+        fields = tuple(fields)
+        end = self.with_fields(fields).end
+        if self.end - end >= _MIN_PADDING:
+            room = self.end - end
+        elif 0 <= self.size - end < self.alignment:
+            room = 0
+        elif self.size - end >= _MIN_PADDING:
+            room = self.size - end
+        else:
+            return None
+        return replace(self.with_fields(fields, room=room), size=self.size)
 
 
 def read_exactly(fd: int, path: Path, offset: int, nbytes: int) -> bytes:

@@ -1,10 +1,12 @@
-"""Replace the header of a file in place: a crash, or another reader, never sees half of the new one.
+"""Replace the header of a file in place, so that an edit that is interrupted can be undone.
 
-FILE.quantkit-header, the journal, has the old and the new header. It is complete on the disk before the first byte of
-the file changes, and removed after the last one has reached the disk. ``settle``, which every reader of GGUF files
-calls, waits for a writer that lives, and puts the old header back after one that was killed.
+FILE.quantkit-header, the journal, has the old header and the writes that replace it (``header_writes``). It is complete
+on the disk before the first byte of the file changes, and removed after the last one has reached the disk. Each write
+is on the disk before the next one. ``settle``, which every reader of GGUF files calls, waits for a writer that lives,
+and undoes the writes of one that was killed, the last one first.
 
-    "QKHEADER"  u64 size of the file  u64 bytes of a header  old header  new header  SHA-256 of all before
+    "QKHEADER"  u64 size of the file  u64 bytes of the old header  u64 number of writes
+    old header  (u64 offset  u64 bytes  bytes) of each write  SHA-256 of all before
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +27,22 @@ from quantkit.formats.locks import drop_lock, take_lock
 from quantkit.formats.ranges import sync, write_range
 
 _MAGIC = b"QKHEADER"
-_HEAD = struct.Struct("<8sQQ")
+_HEAD = struct.Struct("<8sQQQ")
+_WRITE = struct.Struct("<QQ")
 #: How long readers wait for a writer, in seconds; a header is written in milliseconds.
 PATIENCE = 30.0
+
+
+class Write(NamedTuple):
+    """``data`` at byte ``offset`` of a file."""
+
+    offset: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one that is written."""
+        return self.offset + len(self.data)
 
 
 def journal_path(path: Path) -> Path:
@@ -43,30 +59,39 @@ def is_edited(path: Path) -> bool:
         return False
 
 
-def replace_header(path: Path, old: bytes, new: bytes) -> None:
-    """Replace the first bytes of a file, ``old``, by as many others. The caller holds the file's lock.
+def replace_header(path: Path, old: bytes, writes: Sequence[Write]) -> None:
+    """Replace the header ``old`` of a file by writes within it. The caller holds the file's lock.
 
     Raises FormatError if the file does not begin with ``old``, OSError from the disk; the file is then unchanged.
     """
-    assert len(old) == len(new)
+    assert writes
+    assert all(write.end <= len(old) for write in writes)
     journal = journal_path(path)
     real = Path(os.path.realpath(path))
     if _read_beginning(real, len(old)) != old:
         raise FormatError(f"{path}: its header has changed meanwhile; start over", "QK-E109")
-    content = _HEAD.pack(_MAGIC, real.stat().st_size, len(old)) + old + new
+    parts = [_HEAD.pack(_MAGIC, real.stat().st_size, len(old), len(writes)), old]
+    for write in writes:
+        parts += [_WRITE.pack(write.offset, len(write.data)), write.data]
+    content = b"".join(parts)
     try:
         with open(journal, "xb") as file:
             file.write(content + hashlib.sha256(content).digest())
             file.flush()
             os.fsync(file.fileno())
         sync(journal.parent)
-        write_range(real, np.frombuffer(new, np.uint8), 0)
-        sync(real)
+        for write in writes:
+            _apply(real, write)
     except BaseException:
         with suppress(OSError, FormatError):
             _restore(real, journal)
         raise
     _remove(journal)
+
+
+def _apply(real: Path, write: Write) -> None:
+    write_range(real, np.frombuffer(write.data, np.uint8), write.offset)
+    sync(real)
 
 
 def settle(path: Path) -> None:
@@ -121,34 +146,56 @@ def _lock(real: Path, journal: Path) -> Iterator[bool]:
 
 
 def _restore(real: Path, journal: Path) -> None:
-    """Put the old header back, if any byte of it was replaced, and remove the journal."""
-    headers = _read_journal(real, journal)
-    if headers is not None:
-        old, new = headers
-        present = np.frombuffer(_read_beginning(real, len(old)), np.uint8)
-        before, after = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
-        if len(present) != len(before) or not np.all((present == before) | (present == after)):
+    """Undo the writes that reached the file, the last one in part, and remove the journal."""
+    content = _read_journal(real, journal)
+    if content is not None:
+        old, writes = content
+        inverse = _inverse(old, writes, _read_beginning(real, len(old)))
+        if inverse is None:
             raise FormatError(
                 f"{real}: {journal.name} is of an interrupted edit of another file with this name; if this file is "
                 f"right, delete {journal.name}",
                 "QK-E409",
             )
-        write_range(real, before, 0)
-        sync(real)
+        for write in inverse:
+            _apply(real, write)
     _remove(journal)
 
 
-def _read_journal(real: Path, journal: Path) -> tuple[bytes, bytes] | None:
-    """Return the old and the new header; None for a journal that was not finished, whose file is unchanged."""
+def _inverse(old: bytes, writes: Sequence[Write], present: bytes) -> list[Write] | None:
+    """Return the writes that lead back to the old header; None if no part of ``writes`` leads to the present one."""
+    inverse: list[Write] = []
+    state = bytearray(old)
+    for write in writes:
+        before = bytes(state[write.offset : write.end])
+        inverse.insert(0, Write(write.offset, before))
+        other_parts = (slice(write.offset), slice(write.end, None))
+        if len(present) == len(old) and all(present[part] == state[part] for part in other_parts):
+            bytes_now, bytes_before, bytes_after = (
+                np.frombuffer(data, np.uint8) for data in (present[write.offset : write.end], before, write.data)
+            )
+            if np.all((bytes_now == bytes_before) | (bytes_now == bytes_after)):
+                return inverse
+        state[write.offset : write.end] = write.data
+    return None
+
+
+def _read_journal(real: Path, journal: Path) -> tuple[bytes, list[Write]] | None:
+    """Return the old header and the writes; None for a journal that was not finished, whose file is unchanged."""
     content = journal.read_bytes()
     if len(content) < _HEAD.size + 32 or hashlib.sha256(content[:-32]).digest() != content[-32:]:
         if content[:8] not in (_MAGIC[: len(content)], _MAGIC):
             raise FormatError(f"{real}: {journal.name} beside it is not a journal of quantkit: rename it", "QK-E122")
         return None
-    _, size, n = _HEAD.unpack_from(content)
-    if len(content) != _HEAD.size + 2 * n + 32 or real.stat().st_size != size:
+    _, size, nbytes, count = _HEAD.unpack_from(content)
+    if real.stat().st_size != size:
         raise FormatError(f"{real}: {journal.name} is the journal of a file of {size} bytes: delete it", "QK-E409")
-    return content[_HEAD.size : _HEAD.size + n], content[_HEAD.size + n : -32]
+    position, writes = _HEAD.size + nbytes, []
+    for _ in range(count):
+        offset, length = _WRITE.unpack_from(content, position)
+        position += _WRITE.size + length
+        writes.append(Write(offset, content[position - length : position]))
+    return content[_HEAD.size : _HEAD.size + nbytes], writes
 
 
 def _read_beginning(path: Path, nbytes: int) -> bytes:

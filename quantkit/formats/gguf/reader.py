@@ -18,6 +18,7 @@ from quantkit.formats.gguf.fields import SIZES, Field, ValueType, checked_alignm
 from quantkit.formats.gguf.header_journal import is_edited, settle
 from quantkit.formats.gguf.rules import (
     ALIGNMENT_KEY,
+    EDIT_MAGIC,
     MAGIC,
     MAX_DIMS,
     MAX_FIELDS,
@@ -43,6 +44,7 @@ _OTHER_MAGICS = {
     b"<htm": "an HTML page: the download failed",
     b"tjgg": "a GGJT file of 2023: convert the model again",
     b"PK\x03\x04": "a zip archive",
+    EDIT_MAGIC: "a file whose edit was interrupted: quantkit restores it with FILE.quantkit-header, which is not here",
 }
 
 #: Maximum number of reads of a file whose header other processes replace.

@@ -8,6 +8,8 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.types import TensorType
 
 MAGIC = b"GGUF"
+#: Takes the place of the magic while a header is replaced that other programs must not read.
+EDIT_MAGIC = b"EDIT"
 DEFAULT_ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
 #: A key whose text, spaces, keeps room for later edits: a header has no other place for them. Not metadata of a model.
