@@ -213,11 +213,12 @@ def test_an_interrupted_run_resumes(moe: Path, tmp_path: Path, monkeypatch: pyte
             raise KeyboardInterrupt
         return run(self, *arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Worker, "run", fail_later)
-        quantkit.quantize(moe, tmp_path / "b.gguf", "NVFP4", threads=1)
-    result = quantkit.quantize(moe, tmp_path / "b.gguf", "NVFP4", threads=1, resume=True)
-    assert result.run.resumed
+        with pytest.raises(KeyboardInterrupt):
+            quantkit.quantize(moe, tmp_path / "b.gguf", "NVFP4", threads=1)
+    resumed = quantkit.quantize(moe, tmp_path / "b.gguf", "NVFP4", threads=1, resume=True)
+    assert resumed.run.resumed
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
@@ -326,3 +327,24 @@ def test_merging_experts_needs_values_without_scales(moe: Path, tmp_path: Path) 
     quantkit.quantize(moe, tmp_path / "q.gguf", "NVFP4")
     with refuses(RecipeError, "QK-E211 blk.0.ffn_up_exps.scale"):
         quantkit.quantize(tmp_path / "q.gguf", tmp_path / "c.gguf", "COPY", QuantizeOptions(merge_up_gate=True))
+
+
+# ---------------------------------------------------------------- other commands
+
+
+def test_compare_multiplies_by_the_scales(moe: Path, tmp_path: Path) -> None:
+    quantkit.quantize(moe, tmp_path / "q.gguf", "NVFP4")
+    comparison = quantkit.compare(moe, tmp_path / "q.gguf")
+    errors = {t.name: t.error for t in comparison.tensors if t.error is not None}
+    for name in ("blk.0.ffn_down_exps.weight", "blk.1.attn_k.weight"):
+        expected = error(values(moe, name), values(tmp_path / "q.gguf", name))
+        assert errors[name].relative == pytest.approx(expected, rel=1e-4)
+
+
+def test_experts_alone_are_nvfp4(moe: Path, tmp_path: Path) -> None:
+    plan = plan_quantize(moe, tmp_path / "q.gguf", "NVFP4_MOE")
+    types = {t.name: t.type.name for t in plan.tensors if len(t.shape) > 1 and "gate_inp" not in t.name}
+    assert {name for name, t in types.items() if t == "NVFP4"} == {name for name in types if "_exps" in name}
+    assert {t for name, t in types.items() if "_exps" not in name} == {"Q8_0"}
+    assert not [note for note in plan.notes if "QK-W008" in note]
+    assert {f.key: f.value for f in plan.fields}["general.file_type"] == 39
