@@ -15,7 +15,7 @@ import quantkit
 import zoo
 from libllama import Libllama, nmse
 from quantkit import QuantizeOptions
-from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.errors import FormatError, QuantkitError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import Field, ValueType, open_gguf, open_model, write_gguf
 from quantkit.kernels import dequantize
 from quantkit.kernels import quantize as encode
@@ -25,6 +25,7 @@ from quantkit.pipeline.gpu.choice import cpu_reason
 from quantkit.pipeline.scaled_source import LARGEST
 from quantkit.pipeline.worker import Worker
 from quantkit.quantize import plan_quantize
+from quantkit.sensitivity.encode import Encoder, Encoding, Pair, groups_of
 from quantkit.types import BY_NAME
 from small_models import llama_fields, llama_tensors, tensor_bytes, write_model
 
@@ -348,3 +349,41 @@ def test_experts_alone_are_nvfp4(moe: Path, tmp_path: Path) -> None:
     assert {t for name, t in types.items() if "_exps" not in name} == {"Q8_0"}
     assert not [note for note in plan.notes if "QK-W008" in note]
     assert {f.key: f.value for f in plan.fields}["general.file_type"] == 39
+
+
+def test_stitched_tensors_bring_their_scales(moe: Path, tmp_path: Path) -> None:
+    quantkit.quantize(moe, tmp_path / "q.gguf", "NVFP4")
+    for base, part in ((moe, tmp_path / "q.gguf"), (tmp_path / "q.gguf", moe)):
+        quantkit.stitch(base, tmp_path / "s.gguf", {r"ffn_up_exps\.weight": part}, overwrite=True)
+        actual, of_part, of_base = (tensor_bytes(path) for path in (tmp_path / "s.gguf", part, base))
+        assert {n: data for n, data in actual.items() if "ffn_up_exps" in n} == {
+            n: data for n, data in of_part.items() if "ffn_up_exps" in n
+        }
+        assert {n: data for n, data in actual.items() if "ffn_up_exps" not in n} == {
+            n: data for n, data in of_base.items() if "ffn_up_exps" not in n
+        }
+
+
+def test_pruned_experts_keep_their_scales(moe: Path, tmp_path: Path) -> None:
+    quantkit.quantize(moe, tmp_path / "q.gguf", "NVFP4")
+    kept = [0, 2, 3, 7]
+    experts = {layer: kept for layer in range(2)}
+    quantkit.prune_experts(tmp_path / "q.gguf", tmp_path / "p.gguf", experts=experts)
+    name = "blk.0.ffn_up_exps.weight"
+    assert (values(tmp_path / "p.gguf", name) == values(tmp_path / "q.gguf", name)[kept]).all()
+
+
+def test_sensitivities_are_of_values_times_their_scales(moe: Path, tmp_path: Path) -> None:
+    """Encoded rows without their scale would be hundreds of times too large, and so would be the divergence."""
+    encoding = Encoding()
+    pairs = [Pair(group, NVFP4) for group in groups_of(moe, encoding, "class") if "_exps" in group.name]
+    encoder = Encoder(moe, pairs, encoding, 1, 1 << 29, None)
+    quantkit.quantize(moe, tmp_path / "q.gguf", "NVFP4")
+    for pair in pairs:
+        for name, (info, data) in encoder.encode(pair, tmp_path).data.items():
+            assert info.type is FLOAT
+            assert (
+                np.asarray(data).view(np.float32).reshape(info.shape[::-1]) == values(tmp_path / "q.gguf", name)
+            ).all()
+    with refuses(TypeNotSupported, "QK-E302 NVFP4"):
+        groups_of(tmp_path / "q.gguf", encoding, "class")
