@@ -135,7 +135,7 @@ def _read_matrix(source: Source, part: RowSlice, matrix: int) -> tuple[float, F3
     step = _rows_at_once(t, n)
     stride = -(-part.rows // max(1, _SAMPLE // n))
     data = np.empty((step, t.row_bytes(n)), np.uint8)
-    decoded = np.empty((step, n), np.float32)
+    values = np.empty((step, n), np.float32)
     largest, sample = np.float32(0), list[F32]()
     for row in range(0, part.rows, step):
         count = min(step, part.rows - row)
@@ -144,7 +144,7 @@ def _read_matrix(source: Source, part: RowSlice, matrix: int) -> tuple[float, F3
         if t.name == "F32":
             x: F32 = data[:count].view(np.float32)
         else:
-            x = decoded[:count]
+            x = values[:count]
             dequantize_rows(t, data[:count], x)
         largest = np.maximum(largest, np.maximum(x.max(initial=0), -x.min(initial=0)))
         sample.append(x[-row % stride :: stride].copy())
@@ -163,8 +163,8 @@ def _square_error(x: F32, scale: np.float32, weights: F32) -> float:
     from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
     scaled = x / scale
-    rows, decoded = np.zeros((len(x), _NVFP4.row_bytes(x.shape[1])), np.uint8), np.empty_like(x)
+    rows, y = np.zeros((len(x), _NVFP4.row_bytes(x.shape[1])), np.uint8), np.empty_like(x)
     encoder(_NVFP4, SCALED)(scaled, weights, rows, 0, len(x))
-    dequantize_rows(_NVFP4, rows, decoded)
-    sums = error_sums(scaled, decoded, weights)
+    dequantize_rows(_NVFP4, rows, y)
+    sums = error_sums(scaled, y, weights)
     return float(sums[3 if weights.size else 1]) * float(scale) ** 2

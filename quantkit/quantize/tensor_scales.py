@@ -135,13 +135,13 @@ def _folded(
             "quantize to BF16 with --allow-requantize first",
             "QK-E302",
         )
-    encoded = {part.source.name for t in tensors for part in t.parts if t.encoder} & set(scales)
-    if not encoded:
+    names = {part.source.name for t in tensors for part in t.parts if t.encoder} & set(scales)
+    if not names:
         return draft, list(tensors), numbers
     stored = draft.source.tensors
-    values = {name: read_scales(draft.source, stored[name], scales[name]) for name in encoded}
+    values = {name: read_scales(draft.source, stored[name], scales[name]) for name in names}
     source = FoldedSource(draft.source, values)
-    dropped = {scales[name].name for name in encoded}
+    dropped = {scales[name].name for name in names}
     keep = [i for i, t in enumerate(tensors) if not (t.is_whole and t.parts[0].source.name in dropped)]
     outputs = [_with_source(tensors[i], source) for i in keep]
     return replace(draft, source=source), outputs, None if numbers is None else [numbers[i] for i in keep]

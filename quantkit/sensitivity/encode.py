@@ -274,10 +274,10 @@ def _decode_scaled(source: Source, tensor: PlannedTensor, path: Path) -> None:
     assert part.scale is not None
     scales = np.empty(part.matrices, np.float32)
     source.read(part.scale, scales.view(np.uint8), 0)
-    encoded = np.memmap(path, np.uint8, "r").reshape(part.matrices, part.rows, -1)
+    matrices = np.memmap(path, np.uint8, "r").reshape(part.matrices, part.rows, -1)
     path.unlink()  # the mapping keeps it
     with path.open("wb") as file:
-        for rows, scale in zip(encoded, scales, strict=True):
+        for rows, scale in zip(matrices, scales, strict=True):
             file.write((dequantize(np.ascontiguousarray(rows), tensor.type, part.values) * scale).tobytes())
 
 

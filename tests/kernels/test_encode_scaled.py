@@ -1,4 +1,4 @@
-"""NVFP4 beside a scale of the tensor: its search is as good as every code of a scale, and better than the reference's."""
+"""NVFP4 beside a scale of the tensor: its search is as good as trying every code of a block's scale."""
 
 from __future__ import annotations
 

@@ -197,9 +197,9 @@ def test_bytes_do_not_depend_on_threads_memory_or_shards(moe: Path, tmp_path: Pa
     size = math.ceil((tmp_path / "a.gguf").stat().st_size / 3)
     result = quantkit.quantize(moe, tmp_path / "c.gguf", "NVFP4", QuantizeOptions(split_max_size=size))
     assert len(result.paths) > 2
-    with open_model(result.paths[0]) as shards, open_gguf(tmp_path / "a.gguf") as whole:
+    with open_model(result.paths[0]) as shards, open_gguf(tmp_path / "a.gguf") as file:
         assert {n: bytes(shards.data(t)) for n, t in shards.tensors.items()} == {
-            n: bytes(whole.data(t)) for n, t in whole.tensors.items()
+            n: bytes(file.data(t)) for n, t in file.tensors.items()
         }
 
 
@@ -252,9 +252,9 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def _write_plain(name: str, path: Path) -> Path:
     """Write a model of the zoo without the scales and biases that it has beside its weights."""
     with open_gguf(zoo.write_zoo(name, path.with_suffix(".all"))) as file:
-        kept = [t for t in file.tensors.values() if not t.name.endswith(("_norm.bias", "scale")) or "norm" in t.name]
-        kept = [t for t in kept if not t.name.endswith(("ffn_up.bias", "ffn_gate.bias", "ffn_down.bias"))]
-        data = [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in kept]
+        tensors = [t for t in file.tensors.values() if not t.name.endswith(("_norm.bias", "scale")) or "norm" in t.name]
+        tensors = [t for t in tensors if not t.name.endswith(("ffn_up.bias", "ffn_gate.bias", "ffn_down.bias"))]
+        data = [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in tensors]
         write_gguf(path, list(file.fields.values()), data)
     return path
 
@@ -366,11 +366,11 @@ def test_stitched_tensors_bring_their_scales(moe: Path, tmp_path: Path) -> None:
 
 def test_pruned_experts_keep_their_scales(moe: Path, tmp_path: Path) -> None:
     quantkit.quantize(moe, tmp_path / "q.gguf", "NVFP4")
-    kept = [0, 2, 3, 7]
-    experts = {layer: kept for layer in range(2)}
+    numbers = [0, 2, 3, 7]
+    experts = dict.fromkeys(range(2), numbers)
     quantkit.prune_experts(tmp_path / "q.gguf", tmp_path / "p.gguf", experts=experts)
     name = "blk.0.ffn_up_exps.weight"
-    assert (values(tmp_path / "p.gguf", name) == values(tmp_path / "q.gguf", name)[kept]).all()
+    assert (values(tmp_path / "p.gguf", name) == values(tmp_path / "q.gguf", name)[numbers]).all()
 
 
 def test_sensitivities_are_of_values_times_their_scales(moe: Path, tmp_path: Path) -> None:
