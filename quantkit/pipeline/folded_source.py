@@ -71,9 +71,9 @@ class FoldedSource(SourceView):
     def tensors(self) -> dict[str, TensorInfo]:
         """All tensors; those that are multiplied are F32."""
         dropped = {scale_name(name) for name in self.scales}
-        return {name: self._folded(t) for name, t in self.source.tensors.items() if name not in dropped}
+        return {name: self._fold(t) for name, t in self.source.tensors.items() if name not in dropped}
 
-    def _folded(self, t: TensorInfo) -> TensorInfo:
+    def _fold(self, t: TensorInfo) -> TensorInfo:
         return replace(t, type=_F32, nbytes=_F32.tensor_bytes(t.shape)) if t.name in self.scales else t
 
     def fingerprint(self) -> str:

@@ -77,10 +77,10 @@ class ErrorSums(NamedTuple):
     def __add__(self, sums: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
         return ErrorSums(*(a + b for a, b in zip(self, sums, strict=True)))
 
-    def of_scaled(self, scale: float) -> ErrorSums:
+    def rescale(self, scale: float) -> ErrorSums:
         """Return the sums of values that ``scale`` divided, as of the values themselves."""
-        squares = (value * scale**2 for value in self[:6])
-        return ErrorSums(*squares, *self[6:])
+        squares = ("square", "error", "weighted_square", "weighted_error", "loss_before", "loss_after")
+        return self._replace(**{name: getattr(self, name) * scale**2 for name in squares})
 
 
 class MatrixLoss(NamedTuple):

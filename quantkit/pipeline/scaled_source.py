@@ -75,8 +75,8 @@ class ScaledSource(SourceView):
     def tensors(self) -> dict[str, TensorInfo]:
         return {**self.source.tensors, **{name: scale_info(name, part) for name, part in self.parts.items()}}
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
-        return tensor if tensor.name in self.parts else self.source.stored(tensor)
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
+        return tensor if tensor.name in self.parts else self.source.stored_tensor(tensor)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.source.fingerprint()} scales {sorted(self.parts)}".encode()).hexdigest()

@@ -283,7 +283,7 @@ class Worker:
             if self.measure:
                 piece_sums += self._error(part, x, rows_out[row:stop], weights)
             if scale is not None:
-                piece_sums = piece_sums.of_scaled(float(scale))
+                piece_sums = piece_sums.rescale(float(scale))
             if self.measure or part.inputs is not None or part.encoding.keeps_grid:
                 sums.append(piece_sums)
         return sums

@@ -35,7 +35,7 @@ def with_tensor_scales(
     A scale follows its tensor, in the same shard. Raises TypeNotSupported for scales of the source that cannot follow
     their tensor, FormatError for damaged ones.
     """
-    draft, outputs, shard_numbers = _folded(draft, tensors, shards)
+    draft, outputs, shard_numbers = _fold(draft, tensors, shards)
     notes, parts = list[str](), dict[str, RowSlice]()
     reasons = dict[str, list[str]]()
     for i, tensor in enumerate(outputs):
@@ -43,7 +43,7 @@ def with_tensor_scales(
             continue
         reason = _reason_without(draft, tensor)
         if reason is None:
-            outputs[i] = _scaled(tensor, parts)
+            outputs[i] = _add_scale(tensor, parts)
         else:
             outputs[i] = replace(tensor, reason=f"{tensor.reason}; without a scale of the tensor: {reason}")
             reasons.setdefault(reason, []).append(tensor.name)
@@ -84,7 +84,7 @@ def _reason_without(draft: Draft, tensor: OutputTensor) -> str | None:
     return None
 
 
-def _scaled(tensor: OutputTensor, parts: dict[str, RowSlice]) -> OutputTensor:
+def _add_scale(tensor: OutputTensor, parts: dict[str, RowSlice]) -> OutputTensor:
     """Return a tensor that is encoded with a scale per matrix, whose rows are entered in ``parts``."""
     matrices = math.prod(tensor.shape[2:])
     part = with_matrices(tensor.parts[0], matrices)
@@ -116,7 +116,7 @@ def _with_scales(outputs: Sequence[OutputTensor], shards: Sequence[int] | None, 
 # ---------------------------------------------------------------- scales of the source
 
 
-def _folded(
+def _fold(
     draft: Draft, tensors: Sequence[OutputTensor], shards: Sequence[int] | None
 ) -> tuple[Draft, list[OutputTensor], list[int] | None]:
     """Multiply values that do not remain NVFP4 by the scales of the source, and drop these."""
