@@ -37,6 +37,7 @@ from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.interleave import can_interleave, is_interleaved
 from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
+from quantkit.pipeline.folded_source import read_scales, scale_of
 from quantkit.pipeline.importance import Importance, RowImportance
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.progress import Progress, ProgressCallback
@@ -376,10 +377,11 @@ class _Run:
     def _error(self, x: TensorInfo, y: TensorInfo, importance: RowImportance | None) -> ErrorOfB:
         weights = importance.weights if importance is not None else None
         sums, largest = ErrorSums(), 0.0
+        a_scales, b_scales = _scales(self.a, x), _scales(self.b, y)
 
         def measure(part: _Part) -> tuple[ErrorSums, float]:
-            left = self._decode("a", self.a, x, part.a_offset, part)
-            right = self._decode("b", self.b, y, part.b_offset, part)
+            left = self._decode("a", self.a, x, part.a_offset, part, a_scales)
+            right = self._decode("b", self.b, y, part.b_offset, part, b_scales)
             return _measure(left, right, _weights(weights, part))
 
         parts = _parts(x, y, 1 if weights is None else len(weights))
@@ -397,8 +399,10 @@ class _Run:
             self._step(sizes.popleft())
         return ErrorOfB(sums, largest, weights is not None)
 
-    def _decode(self, side: str, file: GGUFFile, tensor: TensorInfo, offset: int, part: _Part) -> F32:
-        """Read and decode part of a tensor, float32 [rows, columns]."""
+    def _decode(
+        self, side: str, file: GGUFFile, tensor: TensorInfo, offset: int, part: _Part, scales: F32 | None
+    ) -> F32:
+        """Read and decode part of a tensor, float32 [rows, columns], times the scale of its row, if there are some."""
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         raw = self.buffers.get(side, part.rows * tensor.type.row_bytes(part.columns))
@@ -406,7 +410,19 @@ class _Run:
         shape = (part.rows, part.columns)
         values = self.buffers.get(f"{side} values", 4 * part.rows * part.columns).view(np.float32).reshape(shape)
         dequantize_rows(tensor.type, raw.reshape(part.rows, -1), values)
+        if scales is not None:
+            first = offset // tensor.type.row_bytes(_shape(tensor)[0])
+            values *= scales[first : first + part.rows, None]
         return values
+
+
+def _scales(file: GGUFFile, tensor: TensorInfo) -> F32 | None:
+    """Return the scale of each row of a tensor in NVFP4, float32 [rows]; None if it has none."""
+    scale = scale_of(file, tensor)
+    if scale is None:
+        return None
+    rows = tensor.shape[1] if len(tensor.shape) > 1 else 1
+    return np.repeat(read_scales(file, tensor, scale), rows)
 
 
 def _read(file: GGUFFile, tensor: TensorInfo, out: U8, offset: int) -> None:

@@ -138,7 +138,7 @@ WARNINGS = {
     "QK-W005": ErrorCode("llama-quantize lower-cases patterns, which changes classes such as `\\S`.", "Write the class as a set, if both programs read the rule."),
     "QK-W006": ErrorCode("A rule has no effect: an option takes precedence, or the tensors are never quantized.", "Remove the rule or the option."),
     "QK-W007": ErrorCode("An option for a tensor type has no effect.", "Remove it; the message says why."),
-    "QK-W008": ErrorCode("NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints.", "Convert such a checkpoint with `quantkit convert`, or choose MXFP4 or Q4_K."),
+    "QK-W008": ErrorCode("NVFP4 is written without a scale of the tensor, because llama.cpp reads none there.", "Give these tensors another type, such as Q8_0 or Q4_K, or omit --no-tensor-scales."),
     "QK-W010": ErrorCode("llama-quantize would ignore the rules with this TYPE, or with --pure; quantkit applies them.", "Nothing, unless both programs must write the same file."),
     "QK-W011": ErrorCode("No runtime supports all types of the file.", "Choose types of llama.cpp or of ik_llama.cpp only."),
     "QK-W012": ErrorCode("--ffn-gate-type and --ffn-up-type differ, but the experts are merged.", "Give both the same type."),

@@ -260,7 +260,7 @@ def _file_type_names() -> dict[int, tuple[str, ...]]:
     """Number -> names: presets, then types with a number but no preset."""
     names: dict[int, tuple[str, ...]] = {}
     for preset in PRESETS:
-        if preset.base is not None:
+        if preset.base is not None and preset.trees != "none":  # quantkit's own have the number of a type
             names[preset.ftype] = (*names.get(preset.ftype, ()), preset.name)
     for t in TYPES:
         if is_target(t) and (ftype := preset_by_name(t.name).ftype) != FTYPE_UNKNOWN:

@@ -1072,7 +1072,12 @@ class Source:
         for tensor, suffix, dims in re.findall(r"tn\((LLM_TENSOR_\w+), *\"(\w*scale)\", i\), \{(\w+)\}", body):
             name = self.tensors[tensor].replace("%d", "{i}")
             rows.append(f"  {name}.{suffix}: [{dims}] optional when has(f'{name}.weight')")
-        return ["for i in range(n_layer_all)", *rows] if rows else []
+        output = [
+            f"{self.tensors[tensor]}.{suffix}: [{dims}] optional when has_type('{self.tensors[tensor]}.weight', '{t}')"
+            for t, block in re.findall(r"output->type == GGML_TYPE_(\w+)\) \{(.*?)\n {8}\}", body, re.DOTALL)
+            for tensor, suffix, dims in re.findall(r"tn\((LLM_TENSOR_\w+), *\"(\w*scale)\"\), \{(\w+)\}", block)
+        ]
+        return [*output, "for i in range(n_layer_all)", *rows] if rows else []
 
     def arch_enum(self, arch: str) -> str:
         return next(str(k) for k, v in self.archs.items() if v == arch)

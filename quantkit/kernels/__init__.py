@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
-from quantkit.kernels.formats import format_of
+from quantkit.kernels.formats import SCALED, format_of
 from quantkit.kernels.interleave import base_of
 from quantkit.types import TensorType, type_by_name
 
@@ -36,6 +36,7 @@ def quantize(
             [experts, n] for x [experts, .., n], one row per expert. Types that use none ignore it.
         encoder: the project whose search is used, "mainline" or "ik", for types that llama.cpp and ik_llama.cpp have in
             common, interleaved ones included; by default the type's own project. "symmetric": Q4_0 in levels -7 .. 7.
+            "scaled": NVFP4 with a search for its scales, of rows that a scale of the tensor divides, weighted.
 
     Returns:
         uint8 [rows, row_bytes], one row per row of x.
@@ -56,7 +57,7 @@ def quantize(
     rows = np.require(_rows(x, np.float32, "x"), requirements=["A", "W"])
     _check_groups(t, rows)
     out = np.empty((len(rows), _row_bytes(t, rows.shape[1])), np.uint8)
-    weights = _weights(t, imatrix, x.shape)
+    weights = _weights(t, imatrix, x.shape, is_ignored=t.imatrix == "ignored" and encoder != SCALED)
     bad = first_nonfinite_row(rows, 0, len(rows))
     if bad >= 0:
         raise FormatError(
@@ -130,7 +131,7 @@ def _row_bytes(t: TensorType, n: int) -> int:
 
 
 def _weights(
-    t: TensorType, imatrix: npt.NDArray[np.float32] | None, shape: tuple[int, ...]
+    t: TensorType, imatrix: npt.NDArray[np.float32] | None, shape: tuple[int, ...], *, is_ignored: bool
 ) -> list[npt.NDArray[np.float32]]:
     """Return the weights of the encoder for equal parts of the rows of ``shape``: float32 [n] each, or empty for none.
 
@@ -141,7 +142,7 @@ def _weights(
         raise RecipeError(
             f"{t.name} cannot be encoded without an importance matrix: pass one, with a value per column", "QK-E212"
         )
-    if imatrix is None or t.imatrix == "ignored":
+    if imatrix is None or is_ignored:
         return [np.empty(0, np.float32)]
     weights = np.require(imatrix, np.float32, ["C", "A", "W"])
     if weights.shape != (n,) and (len(shape) < 3 or weights.shape != (shape[0], n)):

@@ -97,6 +97,8 @@ class Format:
 ENCODERS = ("mainline", "ik")
 #: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
 SYMMETRIC = "symmetric"
+#: A third encoder, of NVFP4 alone: rows are divided by a scale of the tensor, and scales of blocks are searched.
+SCALED = "scaled"
 
 #: ``planes`` of a type whose levels become half floats.
 FOLDED_TO_F16 = 16
@@ -230,10 +232,12 @@ def check_encoder(encoder: str | None) -> None:
 def encoder_for(t: TensorType, encoder: str | None = None) -> str:
     """Return the encoder of type ``t``, one of ENCODERS: that of its project, or ``encoder`` if there are two.
 
-    The default for a common type is llama.cpp's, but that of an interleaved type is ik_llama.cpp's. SYMMETRIC is a
-    third one.
+    The default for a common type is llama.cpp's, but that of an interleaved type is ik_llama.cpp's. SYMMETRIC and
+    SCALED are third ones, each of one type.
     """
     base = base_of(t)
+    if encoder == SCALED:
+        return SCALED if t.name == "NVFP4" else encoder_for(t)
     if encoder == SYMMETRIC:
         return SYMMETRIC if base.name == "Q4_0" else encoder_for(t)
     check_encoder(encoder)
@@ -251,6 +255,7 @@ def cpu_function(verb: str, t: TensorType, variant: str | None = None) -> Callab
         raise TypeNotSupported(f"{t.name} has no blocks to unpack")
     module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{spec.family}")
     suffix = ""
-    if verb == "encode" and spec.ik_encoder and (search := encoder_for(t, variant)) != "mainline":
-        suffix = f"_{search}"
+    if verb == "encode" and (spec.ik_encoder or variant == SCALED):
+        search = encoder_for(t, variant)
+        suffix = "" if search == "mainline" else f"_{search}"
     return getattr(module, f"{verb}_{t.name.lower()}{suffix}")  # type: ignore[no-any-return]

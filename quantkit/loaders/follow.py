@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 from quantkit.formats.gguf import Field
@@ -29,6 +29,7 @@ from quantkit.loaders.table import (
     table,
 )
 from quantkit.loaders.vocabulary import Vocabulary, read_vocabulary
+from quantkit.types import TensorType
 
 #: Keys that are read before the architecture's.
 _GENERAL = {"general.name": "str", "general.file_type": "u32"}
@@ -44,13 +45,19 @@ def architectures(runtime: str) -> frozenset[str]:
     return rows.architectures | rows.unchecked
 
 
-def load(runtime: str, fields: Mapping[str, Field], tensors: Mapping[str, Sequence[int]]) -> tuple[Problem, ...] | None:
+def load(
+    runtime: str,
+    fields: Mapping[str, Field],
+    tensors: Mapping[str, Sequence[int]],
+    types: Mapping[str, TensorType] = MappingProxyType({}),
+) -> tuple[Problem, ...] | None:
     """Return the problems that keep a runtime from loading a model; empty if it loads.
 
     Args:
         runtime: "llama.cpp" or "ik_llama.cpp".
         fields: the metadata of the file.
         tensors: shapes by name, in ggml's order.
+        types: types by name, on which the scale of the output depends.
 
     Returns:
         None if the table does not describe the architecture.
@@ -60,7 +67,7 @@ def load(runtime: str, fields: Mapping[str, Field], tensors: Mapping[str, Sequen
     rows = table(runtime)
     if arch not in rows.architectures:
         return None
-    return tuple(_Loader(runtime, rows, arch, fields, tensors).problems())
+    return tuple(_Loader(runtime, rows, arch, fields, tensors, types).problems())
 
 
 class _Loader:
@@ -73,6 +80,7 @@ class _Loader:
         arch: str,
         fields: Mapping[str, Field],
         tensors: Mapping[str, Sequence[int]],
+        types: Mapping[str, TensorType],
     ) -> None:
         self.runtime = runtime
         self.arch = arch
@@ -80,6 +88,7 @@ class _Loader:
         self.tensors = tensors
         self.names = Hyperparameters(runtime, arch, {**rows.constants, **rows.defaults})
         self.names.update(has=tensors.__contains__, known=self._has_key, ne=self._dimension)
+        self.names.update(has_type=lambda name, t: name in types and types[name].name == t)
         self.requested: set[str] = set()
 
     def problems(self) -> Iterator[Problem]:

@@ -10,10 +10,21 @@ one from a header) against llama.cpp's logits; add a new block (graph.ATTENTION)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantkit.errors import TypeNotSupported
+
+#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; ``Arch.has_scale`` tells by which
+#: the product is multiplied.
+# fmt: off
+SCALED = frozenset({
+    "attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_gate", "output",
+    *(f"ffn_{name}{part}" for name in ("gate", "down", "up") for part in ("", "_shexp", "_exps")),
+    "ssm_in", "ssm_out", "ssm_alpha", "ssm_beta", "nextn.eh_proj", "nextn.shared_head_head",
+})
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +270,43 @@ class Arch:
     def needs(self) -> frozenset[str]:
         """The required tensors, of those that are optional in other architectures."""
         return (_USUAL | self.required) - self.optional
+
+    def has_scale(self, weight: str) -> bool:
+        """Return whether llama.cpp multiplies the product of a weight by its ``.scale``.
+
+        weight: its name without ``blk.N.`` and ``.weight``. Prediction layers are not meant.
+        """
+        if weight not in SCALED or f"{weight}.scale" in self.ignored:
+            return False
+        part = _part_of(weight)
+        if part is not None:
+            return part in self.tensor_scales
+        if weight.startswith("ssm_") or weight in ("attn_gate", "attn_qkv"):
+            if self.attention == "delta_net_hybrid":
+                return "ssm" in self.tensor_scales
+            if weight == "attn_gate" or weight.startswith("ssm_") and weight not in _MAMBA_SCALED:
+                return False
+        if weight == "attn_q" and self.altup:
+            return False
+        return weight not in _UNSCALED.get(self.attention, ())
+
+
+def _part_of(weight: str) -> str | None:
+    """Return the name in ``tensor_scales`` of a weight of the feed-forward layer or of prediction; None for others."""
+    if weight.startswith("ffn_"):
+        kind = weight.rpartition("_")[2]
+        return kind if kind in ("exps", "shexp") else "ffn"
+    return "nextn" if weight.startswith("nextn.") else None
+
+
+#: Weights of recurrent layers by whose scale llama.cpp multiplies in Mamba.
+_MAMBA_SCALED = frozenset({"ssm_in", "ssm_out"})
+#: Weights, by kind of attention, by whose scale it does not.
+_UNSCALED: Mapping[str, frozenset[str]] = {
+    "kimi_linear": frozenset({"attn_q", "attn_output", "ssm_in", "ssm_out"}),
+    "lightning_hybrid": frozenset({"attn_qkv", "attn_output"}),
+    **dict.fromkeys(("mla", "mla_plain", "mla_gated"), frozenset({"attn_q"})),
+}
 
 
 def _tensors(names: str) -> frozenset[str]:

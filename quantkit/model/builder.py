@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile, TensorInfo
-from quantkit.model.arch import Arch, arch_by_name
+from quantkit.model.arch import SCALED, Arch, arch_by_name
 from quantkit.model.hparams import HParams
 from quantkit.model.ops import (
     Add,
@@ -30,15 +30,6 @@ from quantkit.model.ops import (
 from quantkit.types import BY_NAME
 
 F32 = BY_NAME["F32"]
-#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; Arch.tensor_scales has those by
-#: which the product is multiplied.
-# fmt: off
-SCALED = {
-    "attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_gate", "output",
-    *(f"ffn_{name}{part}" for name in ("gate", "down", "up") for part in ("", "_shexp", "_exps")),
-    "ssm_in", "ssm_out", "ssm_alpha", "ssm_beta", "nextn.eh_proj", "nextn.shared_head_head",
-}
-# fmt: on
 #: The prefix of quantize --extra-output-tensor, which ik_llama.cpp uses to draft tokens.
 EXTRA_OUTPUT = "output_extra."
 

@@ -168,6 +168,13 @@ class QuantizeOptions(Options):
     symmetric_q40: bool = option(
         False, "Use levels -7..7 for Q4_0, without the importance matrix.", TYPES, example="true"
     )
+    tensor_scales: bool = option(
+        True,
+        "Write NVFP4 with a scale of each matrix, as NVIDIA's checkpoints have, where llama.cpp reads one (default).",
+        TYPES,
+        flags=("--tensor-scales/--no-tensor-scales",),
+        example="false",
+    )
     keep_grid: bool = option(
         False,
         "Encode weights exactly that lie on the grid of a type (QAT checkpoints, dequantized files); a tensor on the "

@@ -432,9 +432,9 @@ def lint_request(request: Request, tensors: Sequence[TensorLike], choices: Seque
     """Return warnings about a request, starting with the findings of recipe.lint_rules.
 
     QK-W006 a rule has no effect, because options or never-quantized tensors come first; QK-W007 an option has no
-    effect; QK-W008 NVFP4 without its tensor-wide scales; QK-W010 llama-quantize would ignore the rules; QK-W011 no
-    runtime has all the types; QK-W012 --ffn-gate-type and --ffn-up-type differ, but experts are merged; QK-W015 one of
-    them alone applies to merged experts; QK-W016 ik_llama.cpp would ignore a class option.
+    effect; QK-W010 llama-quantize would ignore the rules; QK-W011 no runtime has all the types; QK-W012 --ffn-gate-type
+    and --ffn-up-type differ, but experts are merged; QK-W015 one of them alone applies to merged experts; QK-W016
+    ik_llama.cpp would ignore a class option.
     """
     lints = lint_rules(request.rules, [t.name for t in tensors])
     lints += _lint_overridden(request, choices)
@@ -485,11 +485,7 @@ def _is_tied(choices: Sequence[Choice]) -> bool:
 
 def _lint_types(request: Request, choices: Sequence[Choice]) -> list[Lint]:
     preset = request.preset
-    encoded_types = {c.type.name for c in choices if not c.copied}
     lints: list[tuple[str, str]] = []
-    if "NVFP4" in encoded_types:
-        lints.append(("QK-W008", "NVFP4 is written without the per-tensor scale of NVIDIA's checkpoints; llama.cpp "
-            "loads the file, but its error is larger"))  # fmt: skip
     unmixed = preset.base is None or not preset.base.is_quantized
     if any(c.step == "rule" for c in choices) and request.like is None and (unmixed or (request.ik and request.pure)):
         situation = f"when TYPE is {preset}" if unmixed else "with --pure"

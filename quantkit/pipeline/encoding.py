@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from quantkit.formats.gguf import TensorInfo
-from quantkit.kernels.formats import FORMATS, INTERLEAVED_ENCODERS, SYMMETRIC, encoder_for, has_decoder, has_encoder
+from quantkit.kernels.formats import (
+    FORMATS,
+    INTERLEAVED_ENCODERS,
+    SCALED,
+    SYMMETRIC,
+    encoder_for,
+    has_decoder,
+    has_encoder,
+)
 from quantkit.kernels.interleave import base_of, is_interleaved, repacks
 from quantkit.kernels.levels import Grouping, all_levels
 from quantkit.kernels.tensor_scale import decoded_as
@@ -46,7 +54,7 @@ class RowEncoding:
     decoder_type: TensorType
     #: The type that an encoder writes: single rows, which are then interleaved, or whole groups.
     encoder_type: TensorType
-    #: The encoder, one of ``ENCODERS`` or SYMMETRIC; "" if nothing is encoded.
+    #: The encoder, one of ``ENCODERS``, SYMMETRIC or SCALED; "" if nothing is encoded.
     encoder: str
     #: Whether it differs from the type's default encoder.
     is_unusual: bool
@@ -105,8 +113,9 @@ def encoding_of(
 ) -> RowEncoding:
     """Decide how rows of ``values`` values become rows of type ``target``.
 
-    inputs: of rows encoded with feedback. encoder: the encoder, one of ``ENCODERS`` or SYMMETRIC; "" for the type's
-    own. custom: a user's encoder of the type, instead of these. keep_grid: encode blocks on the type's grid exactly.
+    inputs: of rows encoded with feedback. encoder: the encoder, one of ``ENCODERS``, SYMMETRIC or SCALED; "" for
+    the type's own. custom: a user's encoder of the type, instead of these. keep_grid: encode blocks on the type's grid
+    exactly.
     """
     have, decoder_type = source.type, decoded_as(source.type)
     rows = base_of(target)
@@ -127,12 +136,12 @@ def encoding_of(
         encoder_type=target if target.name in INTERLEAVED_ENCODERS else rows,
         encoder=encoder,
         is_unusual=encoder != default,
-        search=encoder if encoder == SYMMETRIC or has_several else "",
+        search=encoder if encoder in (SYMMETRIC, SCALED) or has_several else "",
         group=group,
         piece=whole_groups(max(1, PIECE // max(1, values)), max(group, tile)),
         has_feedback=levels is not None or inputs is not None and not target.is_quantized,
         grouping=None if levels is None else levels.grouping,
-        is_weighted=rows.imatrix != "ignored",
+        is_weighted=rows.imatrix != "ignored" or encoder == SCALED,
         is_checked=bool(rows.scales),
         has_plain_rows=action is Action.COPY and _has_plain_rows(source, decoder_type is not have),
         missing=_missing_function(target, decoder_type) if action is Action.ENCODE else "",

@@ -77,6 +77,11 @@ class ErrorSums(NamedTuple):
     def __add__(self, sums: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
         return ErrorSums(*(a + b for a, b in zip(self, sums, strict=True)))
 
+    def rescale(self, scale: float) -> ErrorSums:
+        """Return the sums of values that ``scale`` divided, as of the values themselves."""
+        squares = ("square", "error", "weighted_square", "weighted_error", "loss_before", "loss_after")
+        return self._replace(**{name: getattr(self, name) * scale**2 for name in squares})
+
 
 class MatrixLoss(NamedTuple):
     """The losses of a matrix encoded with feedback: of the reference's bytes, of the written bytes, and the improved
@@ -170,13 +175,22 @@ def _longest(tensors: list[PlannedTensor]) -> int:
 def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
     """Return the minimum bytes of ``threads`` workers, for a row, or a group of rows, each."""
     longest = _longest(tensors)
-    # Source and target bytes of a value (at most 8 + 4), and a piece in float32, twice if the error is measured.
-    return threads * (12 * longest + 8 * max(PIECE, longest))
+    return worker_ram(tensors, longest) * threads
 
 
 def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
     """Return the memory of a worker for jobs of this many values."""
-    return 12 * values + 8 * max(PIECE, _longest(tensors))
+    # Source and target bytes of a value: at most 8 + 4.
+    return 12 * values + _pieces_ram(tensors)
+
+
+def _pieces_ram(tensors: list[PlannedTensor]) -> int:
+    """Return the memory of pieces in float32: two if the error is measured, four if a scale divides the rows.
+
+    The third holds the divided rows, the fourth those of which the scale is computed.
+    """
+    pieces = 4 if any(part.scale is not None for t in tensors for part in t.parts) else 2
+    return pieces * 4 * max(PIECE, _longest(tensors))
 
 
 def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
@@ -191,4 +205,4 @@ def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
             "bytes; raise --max-ram or use fewer threads",
             "QK-E407",
         )
-    return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)
+    return min(JOB, (max_ram // threads - _pieces_ram(tensors)) // 12)

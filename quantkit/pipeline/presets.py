@@ -22,8 +22,8 @@ FTYPE_UNKNOWN = 1024
 class Preset:
     """A name for TYPE.
 
-    ``ftype`` goes into general.file_type. ``base`` is None only for COPY. ``trees`` is "mainline", "ik" or "both".
-    ``mixes`` is False for a plain tensor type, which every tensor gets.
+    ``ftype`` goes into general.file_type. ``base`` is None only for COPY. ``trees`` is "mainline", "ik", "both" or, of
+    quantkit's own, "none". ``mixes`` is False for a plain tensor type, which every tensor gets.
     """
 
     name: str
@@ -41,7 +41,7 @@ def _p(name: str, ftype: int, base: str | None, trees: str, description: str) ->
     return Preset(name, ftype, BY_NAME[base] if base else None, trees, description)
 
 
-#: Every preset of llama.cpp b11434 and ik_llama.cpp 8337e4cd3; aliases are in PRESET_ALIASES.
+#: Every preset of llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and NVFP4_MOE; aliases are in PRESET_ALIASES.
 # fmt: off
 PRESETS: tuple[Preset, ...] = (
     # name             ftype base       trees       in short
@@ -81,6 +81,8 @@ PRESETS: tuple[Preset, ...] = (
     _p("TQ2_0",        37,  "TQ2_0",    "mainline", "2.1 bpw, for models trained with ternary weights"),
     _p("Q1_0",         40,  "Q1_0",     "mainline", "1.1 bpw, one sign bit per weight"),
     _p("Q2_0",         41,  "Q2_0",     "mainline", "2.25 bpw, levels -1, 0, 1"),
+    # quantkit only; llama.cpp has no number for it but that of files with experts of NVFP4
+    _p("NVFP4_MOE",    39,  "NVFP4",    "none",     "experts in NVFP4, everything else in Q8_0"),
     # ik_llama.cpp only
     _p("MXFP4",        38,  "MXFP4",    "ik",       "4.25 bpw, 4-bit floats"),
     _p("MXFP4_R8",     351, "MXFP4_R8", "ik",       "MXFP4, 8 rows interleaved"),

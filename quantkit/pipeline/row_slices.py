@@ -34,6 +34,8 @@ class RowSlice:
     target_row: int = 0
     #: Covariance of its inputs, if it is encoded with feedback.
     inputs: Inputs | None = None
+    #: The tensor of the source with a scale per matrix, float32, that divides its rows before they are encoded.
+    scale: TensorInfo | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -56,11 +58,15 @@ def whole_tensor(source: TensorInfo, importance: RowImportance | None = None) ->
 
 def with_inputs(part: RowSlice, inputs: Inputs) -> RowSlice:
     """Return a part that is encoded with feedback: matrix by matrix, even without different importance."""
-    n = inputs.matrices
-    if part.is_whole and part.matrices != n:
-        rows = part.matrices * part.rows // n
-        part = replace(part, matrices=n, rows=rows, source_rows=rows, target_rows=rows)
-    return replace(part, inputs=inputs)
+    return replace(with_matrices(part, inputs.matrices), inputs=inputs)
+
+
+def with_matrices(part: RowSlice, n: int) -> RowSlice:
+    """Return a part whose rows, if it is a whole tensor, are those of ``n`` matrices."""
+    if not part.is_whole or part.matrices == n:
+        return part
+    rows = part.matrices * part.rows // n
+    return replace(part, matrices=n, rows=rows, source_rows=rows, target_rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +100,7 @@ def plan_part(
         part.source_row,
         part.target_row,
         part.inputs,
+        part.scale,
         encoding=encoding_of(part.source, target, part.values, part.inputs, encoder, custom, keep_grid),
     )
 

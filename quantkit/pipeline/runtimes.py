@@ -192,7 +192,8 @@ def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -
         problems.insert(0, f"no architecture {printable(arch)}" if arch else "general.architecture: missing")
     elif not part:
         shapes = {tensor: shape for tensor, _, shape in entries}
-        verdict = None if len(fields) <= 1 else load(name, fields, shapes)
+        tensor_types = {tensor: t for tensor, t, _ in entries}
+        verdict = None if len(fields) <= 1 else load(name, fields, shapes, tensor_types)
         if verdict is None:
             not_checked = f"quantkit has only the architecture and types of {printable(arch)}"
         gaps = verdict or ()

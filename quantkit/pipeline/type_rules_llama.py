@@ -101,6 +101,10 @@ FFN_GATE_UP: Table = {"IQ3_XS": (("middle 6 8ths", "IQ3_XXS"),)}
 _Q8_0_GLM5_NEXT = ("attn_q_a", "attn_q_b", "nextn.eh_proj")
 
 
+#: Presets that give experts their base type, and Q8_0 to everything else; llama.cpp has the first.
+EXPERT_PRESETS = frozenset({"MXFP4_MOE", "NVFP4_MOE"})
+
+
 class LlamaTypeRules(TypeRules):
     """llama.cpp's tables, applied only to tensors that nothing else decides, because others do not count as layers."""
 
@@ -112,8 +116,8 @@ class LlamaTypeRules(TypeRules):
             return self.give("Q8_0", "minimum in glm5-next")
         if cat == "output" or (cat == "token_embd" and not self.facts.has_output):
             return self._output(t)
-        if preset == "MXFP4_MOE":
-            return self._mxfp4_moe(t, cat)
+        if preset in EXPERT_PRESETS:
+            return self._experts_alone(t, cat)
         if cat == "token_embd":
             type_name = TOKEN_EMBD.get(preset)
             return self.give(type_name, "embeddings") if type_name else self.keep_base()
@@ -125,17 +129,17 @@ class LlamaTypeRules(TypeRules):
         preset, subject = self.preset.name, self.output_name()
         if self.output_type is not None:  # only tied embeddings get here with this option
             return self.output_type, TIED_OUTPUT
-        if self.facts.arch == "falcon" or preset == "MXFP4_MOE" or t.shape[0] % self.base.block:
+        if self.facts.arch == "falcon" or preset in EXPERT_PRESETS or t.shape[0] % self.base.block:
             return self.give("Q8_0", subject)
         if preset in OUTPUT_Q5_K:
             return self.give("Q5_K", subject)
         return self.keep_base() if self.base.name == "Q8_0" else self.give("Q6_K", subject)
 
-    def _mxfp4_moe(self, t: TensorLike, cat: str) -> tuple[TensorType, Reason]:
+    def _experts_alone(self, t: TensorLike, cat: str) -> tuple[TensorType, Reason]:
         # MLA projections also have three dimensions, so bailingmoe3's experts are recognized by name.
         is_stacked = len(t.shape) > 2 and t.shape[2] > 1
         if is_stacked and (self.facts.arch != "bailingmoe3" or cat.startswith("ffn_")):
-            return self.give("MXFP4", "experts")
+            return self.give(self.base.name, "experts")
         return self.give("Q8_0", "all but experts")
 
     def _low_bit(self, cat: str) -> tuple[TensorType, Reason]:

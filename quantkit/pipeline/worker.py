@@ -141,7 +141,9 @@ class Worker:
         check = None if tensor.is_copy else digest_of(source)
         digests: list[bytes] = []
         if job.cached is not None:
-            digests = [digest(piece, self._tail(part)) for piece in _pieces(job, part, source)]
+            digests = [
+                digest(piece, self._tail(part) + self._scale_bytes(job, part)) for piece in _pieces(job, part, source)
+            ]
             if job.cached.entry is not None and not job.cached.verified and _matches(job.cached, digests):
                 result, origin = self._copy_cached(job, tensor, job.cached)
                 if result is not None:
@@ -273,16 +275,20 @@ class Worker:
 
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
         weights, sums = self.weights_of(job, part), list[ErrorSums]()
-        step = part.encoding.piece
+        step, scale = part.encoding.piece, self._scale(job, part)
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
             x = self._decode_rows(part, rows_in[row:stop])
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
+            if scale is not None:
+                x = np.divide(x, scale, out=self._buffers.get("scaled", x.nbytes).view(np.float32).reshape(x.shape))
             piece_sums = self._encode_rows(job, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
                 piece_sums += self._error(part, x, rows_out[row:stop], weights)
+            if scale is not None:
+                piece_sums = piece_sums.rescale(float(scale))
             if self.measure or part.inputs is not None or part.encoding.keeps_grid:
                 sums.append(piece_sums)
         return sums
@@ -365,6 +371,18 @@ class Worker:
         tail = self._buffers.get("tail", 4)
         self.source.read(part.source, tail, part.source.nbytes - TAIL)
         return tail.tobytes()
+
+    def _scale_bytes(self, job: Job, part: PlannedPart) -> bytes:
+        """Return the scale that divides the rows of a job's matrix, a float32, if there is one."""
+        if part.scale is None:
+            return b""
+        scale = self._buffers.get("scale", 4)
+        self.source.read(part.scale, scale, 4 * job.matrix)
+        return scale.tobytes()
+
+    def _scale(self, job: Job, part: PlannedPart) -> np.float32 | None:
+        data = self._scale_bytes(job, part)
+        return np.frombuffer(data, np.float32)[0] if data else None
 
     def weights_of(self, job: Job, part: PlannedPart) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""

@@ -39,6 +39,7 @@ from quantkit.quantize.inputs import (
 )
 from quantkit.quantize.metadata import metadata_of
 from quantkit.quantize.options import check_options, output_path, preset_of, room_of, size_of
+from quantkit.quantize.tensor_scales import with_tensor_scales
 from quantkit.types import TensorType
 from quantkit.units import format_seconds
 from quantkit.version import __version__
@@ -110,6 +111,7 @@ def plan_from(
         draft = draft.with_notes(draft.like.notes([tensor.name for tensor in tensors]))
     typed_tensors, coverage = with_importance(draft, request, tensors, choices)
     outputs, feedback_notes = with_covariances(draft, with_grids(typed_tensors, grids.names))
+    draft, (outputs, shards), scale_notes = with_tensor_scales(draft, outputs, shards_of(draft))
     metadata, metadata_notes = metadata_of(draft, request, outputs)
     texts = [path for path in map(override_file, options.override_kv) if path is not None]
     # Files that remain open during the run.
@@ -126,7 +128,7 @@ def plan_from(
         outputs,
         title=_title(draft),
         rules=_rules(request),
-        shard_of=shards_of(draft),
+        shard_of=shards,
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
         reads=[locate(p) for p in files if p is not None],
         all_dims=not is_known(str(draft.key("general.architecture"))),  # as image models have them
@@ -134,7 +136,14 @@ def plan_from(
         big_endian=options.bigendian,
         reserve=room_of(options.reserve),
     )
-    notes = (*draft.notes, *coverage, *feedback_notes, *_notes(draft, request, choices, plan), *metadata_notes)
+    notes = (
+        *draft.notes,
+        *scale_notes,
+        *coverage,
+        *feedback_notes,
+        *_notes(draft, request, choices, plan),
+        *metadata_notes,
+    )
     plan = replace(plan, notes=(*notes, *plan.notes))
     if draft.feedback is None:
         return plan

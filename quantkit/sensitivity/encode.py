@@ -20,6 +20,7 @@ from quantkit.formats.gguf import open_model
 from quantkit.formats.gguf.mmproj import check_language_model
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import U8, write_range
+from quantkit.kernels import dequantize
 from quantkit.kernels.first_run import compile_in_order
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import is_interleaved
@@ -27,17 +28,21 @@ from quantkit.names import tensor_class
 from quantkit.options.sensitivity import GROUPS
 from quantkit.pipeline.cache.run_cache import RunCache
 from quantkit.pipeline.cache.store import Store
+from quantkit.pipeline.folded_source import scale_of
 from quantkit.pipeline.importance import Importance, importance_requirement
 from quantkit.pipeline.jobs import JOB, ErrorSums, Job, JobResult, cut_jobs
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import is_target
+from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.pipeline.source import Source
 from quantkit.pipeline.warmup import kernel_calls
 from quantkit.pipeline.worker import Worker, metrics_for
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Overrides
-from quantkit.types import TensorType, type_by_name
+from quantkit.types import BY_NAME, TensorType, type_by_name
 
+_F32 = BY_NAME["F32"]
 #: A type for rows of any usual length: a plan with it shows which tensors are encoded.
 _PROBE = "F16"
 
@@ -105,6 +110,13 @@ def groups_of(model: Path, encoding: Encoding, grouping: str) -> tuple[Group, ..
         raise RecipeError(f"unknown grouping {grouping}: choose one of {', '.join(GROUPS)}", "QK-E203")
     with open_model(model) as source:
         check_language_model(source)
+        scaled = next((t.name for t in source.tensors.values() if scale_of(source, t) is not None), None)
+        if scaled is not None:
+            raise TypeNotSupported(
+                f"{model}: {scaled} is NVFP4 with a scale, by which the model would multiply other types, too: measure "
+                "the model from which it was quantized",
+                "QK-E302",
+            )
         plan = replace(encoding, imatrix=None, allow_requantize=True).plan(model, source.tensors, _PROBE)
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
     for t in plan.tensors:
@@ -220,7 +232,12 @@ class Encoder:
             for job, result in sorted(results, key=lambda item: item[0].target_offset):
                 for piece in result.sums:
                     sums, tensor_sums[job.matrix] = sums + piece, tensor_sums[job.matrix] + piece
-            info = replace(tensor.source, name=tensor.name, type=tensor.type, nbytes=tensor.nbytes, offset=-1)
+            t = tensor.type
+            if tensor.parts[0].scale is not None:  # the model's graph has no product with it
+                _decode_scaled(plan.source, tensor, target.path)
+                t = _F32
+            nbytes = t.tensor_bytes(tensor.shape)
+            info = replace(tensor.source, name=tensor.name, type=t, nbytes=nbytes, offset=-1)
             data[tensor.name] = info, np.memmap(target.path, np.uint8, "r")
             target.path.unlink()  # the mapping keeps it until nothing refers to it
         return EncodedPair(data, sums, matrix_sums)
@@ -249,6 +266,19 @@ class Encoder:
         """Remove unfinished cache entries of a failed run."""
         for cache in self._caches.values():
             cache.drop()
+
+
+def _decode_scaled(source: Source, tensor: PlannedTensor, path: Path) -> None:
+    """Replace the rows of a tensor with scales, in a file, by their values in float32."""
+    part = tensor.parts[0]
+    assert part.scale is not None
+    scales = np.empty(part.matrices, np.float32)
+    source.read(part.scale, scales.view(np.uint8), 0)
+    matrices = np.memmap(path, np.uint8, "r").reshape(part.matrices, part.rows, -1)
+    path.unlink()  # the mapping keeps it
+    with path.open("wb") as file:
+        for rows, scale in zip(matrices, scales, strict=True):
+            file.write((dequantize(np.ascontiguousarray(rows), tensor.type, part.values) * scale).tobytes())
 
 
 class _Rows:

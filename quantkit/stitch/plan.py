@@ -20,7 +20,7 @@ from quantkit.pipeline.recipe import Rule, read_recipe
 from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
 from quantkit.stitch.parts import Part, open_part
-from quantkit.stitch.selection import check_models, lint, select_by_pattern, select_by_recipe
+from quantkit.stitch.selection import check_models, lint, select_by_pattern, select_by_recipe, with_own_scales
 from quantkit.stitch.source import StitchedSource
 from quantkit.version import __version__
 
@@ -100,7 +100,7 @@ def plan_stitch(
             undecided = [tensor for name, tensor in first.tensors.items() if name not in by_pattern]
             selection |= select_by_recipe(undecided, metadata.get, rules, [first, *more_parts])
             notes = lint(names, rules)
-        selection |= by_pattern
+        selection = with_own_scales(selection | by_pattern, first)
         source = _open(first, selection, stack)
         notes += [*_count(selection), *_differences(source, by_pattern)]
         tensors = [OutputTensor(t.name, t.shape, t.type, "copied", (whole_tensor(t),)) for t in source.tensors.values()]
@@ -130,6 +130,8 @@ def _open(first: Part, selection: Mapping[str, Part], stack: ExitStack) -> Stitc
     files = {part: part.open(tensors, stack, with_metadata=part is first) for part, tensors in names.items()}
     for name, part in selection.items():
         tensor = files[part].tensors[name]
+        if name not in first.names:  # a scale
+            continue
         shape = (files[first] if name in files[first].tensors else first).tensors[name].shape
         if tensor.shape != shape:
             raise FormatError(

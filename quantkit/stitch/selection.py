@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import TensorInfo
@@ -13,7 +13,10 @@ from quantkit.pipeline.facts import Metadata
 from quantkit.pipeline.presets import preset_by_name
 from quantkit.pipeline.recipe import Rule, lint_rules
 from quantkit.stitch.parts import Part
+from quantkit.types import BY_NAME
 
+#: Endings of the scales that a weight in NVFP4 may have.
+_SCALES = ("scale", "input_scale")
 #: Tensors that a message lists.
 _MAX_NAMES = 5
 
@@ -60,6 +63,25 @@ def select_by_recipe(
             "QK-E217",
         )
     return selection
+
+
+def with_own_scales(selection: Mapping[str, Part], base: Part) -> dict[str, Part]:
+    """Return the file of each tensor, where scales come with their tensor in NVFP4; one of another type has none."""
+    result: dict[str, Part] = {}
+    for name, part in selection.items():
+        stem, _, ending = name.rpartition(".")
+        weight = f"{stem}.weight"
+        if ending in _SCALES and weight in selection and _has_nvfp4(weight, (selection[weight], base)):
+            continue  # it comes with the weight, or not at all
+        result[name] = part
+        scales = [f"{stem}.{scale}" for scale in _SCALES if ending == "weight"]
+        if any(scale in p.names for scale in scales for p in (part, base)) and _has_nvfp4(name, (part, base)):
+            result |= {scale: part for scale in scales if scale in part.names}
+    return result
+
+
+def _has_nvfp4(name: str, parts: Sequence[Part]) -> bool:
+    return any(part.offers(name, BY_NAME["NVFP4"]) for part in parts)
 
 
 def lint(names: Sequence[str], rules: Sequence[Rule]) -> list[str]:

@@ -514,7 +514,6 @@ GATE_UP = [Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 8))]
         ("Q4_K_M", SMALL, {"attn_qkv_type": t("Q8_0")}, "QK-W007", "--attn-qkv-type has no effect"),
         ("Q4_K_M", NO_OUTPUT, {"leave_output_tensor": True}, "QK-W007", "embeddings are the output"),
         ("Q4_K_M", NO_OUTPUT, {"output_tensor_type": t("Q8_0"), "pure": True}, "QK-W007", "embeddings are the output"),
-        ("NVFP4", SMALL, {}, "QK-W008", "per-tensor scale"),
         ("F16", SMALL, {"rules": rules("attn_q = q8_0")}, "QK-W010", "ignores rules when TYPE is F16"),
         ("TQ1_0", SMALL, {"rules": rules("attn_q = iq4_k")}, "QK-W011", "IQ4_K (ik_llama.cpp) and TQ1_0"),
         ("Q4_K_M", GATE_UP, {"ffn_up_type": t("Q5_K"), "ffn_gate_type": t("Q6_K")}, "QK-W012", "merged"),

@@ -16,8 +16,8 @@ from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESET_ALIASES, PRESETS, pr
 from quantkit.pipeline.type_rules import Place, use_more_bits
 from quantkit.types import BY_NAME, TYPES
 
-MAINLINE = [p for p in PRESETS if p.trees != "ik"]
-IK = [p for p in PRESETS if p.trees != "mainline"]
+MAINLINE = [p for p in PRESETS if p.trees in ("mainline", "both")]
+IK = [p for p in PRESETS if p.trees in ("ik", "both")]
 
 #: src: llama.cpp b11434, include/llama.h, enum llama_ftype, as `name number` of what llama-quantize prints.
 LLAMA_CPP = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
 from quantkit.options.export import ExportOptions
+from quantkit.pipeline.folded_source import read_scales, scale_of
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.quantize import QuantizeOptions, quantize, size_of
 from quantkit.types import BY_NAME
@@ -65,10 +67,14 @@ def test_quantized_values_are_decoded(model: Path, tmp_path: Path, type_name: st
     export(tmp_path / "q.gguf", tmp_path / "back", ExportOptions(outtype="f32"))
     convert(tmp_path / "back", tmp_path / "y.gguf", None, ConvertOptions(pre="gpt-2", outtype="f32"))
     with open_gguf(tmp_path / "q.gguf") as a, open_gguf(tmp_path / "y.gguf") as b:
-        for name, t in a.tensors.items():
+        for name in b.tensors:
+            t = a.tensors[name]
             rows = a.data(name).reshape(-1, t.type.row_bytes(t.shape[0]))
-            values = dequantize(rows, t.type, t.shape[0]).reshape(-1)
-            assert np.array_equal(values, b.data(name).view(np.float32)), name
+            values = dequantize(rows, t.type, t.shape[0])
+            if (scale := scale_of(a, t)) is not None:
+                values *= np.repeat(read_scales(a, t, scale), len(rows) // math.prod(t.shape[2:]))[:, None]
+            assert np.array_equal(values.reshape(-1), b.data(name).view(np.float32)), name
+        assert {name for name in a.tensors if not name.endswith(".scale")} == b.tensors.keys()
 
 
 def test_memory_threads_and_shards_do_not_matter(model: Path, tmp_path: Path) -> None:

