@@ -47,15 +47,14 @@ class HeldOut:
         return {**self.sketch.fields(_PREFIX), FILES_KEY: names}
 
 
-def find_held_out(path: Path, raw: bytes, content: bytes | None = None) -> HeldOut | None:
+def find_held_out(path: Path, raw: bytes, rendering: bytes | None = None) -> HeldOut | None:
     """Return the held-out part of the corpus of a text: file ``path`` with bytes ``raw``.
 
     None unless the manifest beside the text lists its hash. The held-out text itself need not exist: the manifest has
-    its hash. A text of ``quantkit texts`` is held out itself; ``content``: what is evaluated of it, if that is not
-    ``raw``.
+    its hash. A text of ``quantkit texts`` is held out itself; ``rendering``: of its conversations by a chat template.
     """
     if is_in_set(raw):
-        return HeldOut((str(path),), sketch(raw if content is None else content))
+        return HeldOut((str(path),), sketch(raw if rendering is None else rendering))
     manifest = _manifest(path.parent / MANIFEST)
     parts = [manifest.get(part) for part in ("calibration", "evaluation")]
     if not all(isinstance(p, dict) and isinstance(p.get("sha256"), str) for p in parts):
