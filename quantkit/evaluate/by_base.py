@@ -18,7 +18,7 @@ from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Model, choo
 from quantkit.evaluate.statistics import Estimate, KldSums
 from quantkit.evaluate.texts import Text, Texts, read_texts
 from quantkit.formats.logits import LogitsFile, open_logits
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 from quantkit.names import printable
@@ -120,7 +120,7 @@ def kld_of_texts(
             parts.append(part)
             notes += part.notes
     by_text = tuple(zip(names, parts, strict=True))
-    return TextKlds(located(model), by_text, run.sums, working_seconds() - start, tuple(dict.fromkeys(notes)))
+    return TextKlds(locate(model), by_text, run.sums, working_seconds() - start, tuple(dict.fromkeys(notes)))
 
 
 def _load_options(load: EvaluationOptions) -> LoadOptions:

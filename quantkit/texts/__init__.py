@@ -16,7 +16,7 @@ from typing import Any
 from quantkit.arguments import checked
 from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.outputs import Output, atomic_write
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 
 _FOLDER = Path(__file__).parent
@@ -112,7 +112,7 @@ def texts(folder: str | Path | None = None, *, overwrite: bool = False) -> TextS
     """
     if folder is None:
         return TextSet()
-    place = located(folder)
+    place = locate(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as e:
