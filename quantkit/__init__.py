@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from quantkit.split import join, plan_join, plan_split, split
     from quantkit.stitch import plan_stitch, stitch
     from quantkit.tensors import GGUFFile, open_gguf, write_gguf
+    from quantkit.texts import texts
     from quantkit.upload import plan_upload, upload
 
 __all__ = [
@@ -144,6 +145,7 @@ __all__ = [
     "split_up_gate",
     "stitch",
     "sweep_bench",
+    "texts",
     "types",
     "upload",
     "verify_cache",
@@ -234,6 +236,7 @@ _HOME = {
     "split_up_gate": "merge",
     "stitch": "stitch",
     "sweep_bench": "bench",
+    "texts": "texts",
     "types": "catalog",
     "upload": "upload",
     "verify_cache": "cache",

@@ -75,6 +75,11 @@ def _message(item: Any) -> Message | None:
     return item if isinstance(item.get("role"), str) and ("content" in item or "tool_calls" in item) else None
 
 
+def has_chat_template(source: GGUFFile) -> bool:
+    """Return whether a file has a chat template."""
+    return isinstance(source.get(_TEMPLATE), str)
+
+
 def chat_template(source: GGUFFile, tokenizer: Pieces) -> Child:
     """Return a child process that renders conversations by the file's template: a ``foreign.template.Template``.
 

@@ -278,6 +278,11 @@ def _fill(pool: Iterable[str], nbytes: int, dedup: Deduplicator) -> Iterator[str
 
 def _notes(corpus: Corpus) -> Iterator[str]:
     inputs, size = corpus.inputs, corpus.options["size"]
+    if names := [str(file.path) for file in inputs.files if file.is_held_out]:
+        yield (
+            f"warning: {', '.join(names)}: held out for evaluation (quantkit texts): results on a text that is "
+            "calibrated on will look too good; calibrate on another"
+        )
     for file in inputs.files:
         if file.zeros:
             yield f"{file.path}: {file.zeros} NUL byte{'s' if file.zeros > 1 else ''} dropped"

@@ -24,6 +24,7 @@ from typing import Any
 
 from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_whole
+from quantkit.texts import is_in_set
 
 JSON_LINES = (".jsonl", ".ndjson")
 _TURN_KEYS = ("messages", "conversations", "conversation")
@@ -44,6 +45,8 @@ class Input:
     path: Path
     #: Number of NUL bytes dropped.
     zeros: int = 0
+    #: Whether it is a text of quantkit texts, for evaluation.
+    is_held_out: bool = False
     documents: list[str] = field(default_factory=list, repr=False)
     #: JSON Lines records without a text, and the line of the first.
     n_skipped: int = 0
@@ -127,7 +130,7 @@ def _input(path: Path, raw: bytes) -> Input:
     problem = _text_problem(raw)
     if problem is not None:
         raise FormatError(f"{path}: not a text file ({problem}): convert it, or omit it", "QK-E121")
-    result = Input(path, raw.count(0))
+    result = Input(path, raw.count(0), is_in_set(raw))
     text = raw.replace(b"\0", b"").decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     if path.suffix.lower() not in JSON_LINES:
         result.documents += [text] if text.strip() else []

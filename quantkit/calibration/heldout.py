@@ -2,7 +2,8 @@
 
 ``quantkit calibration`` writes manifest.json beside its two texts. An importance matrix computed on either stores a
 sketch of the held-out part, quantkit.calibration.heldout.*, and the names of its files, so that later steps detect
-whether that part was calibrated on: by name, in a copy, or through a merge.
+whether that part was calibrated on: by name, in a copy, or through a merge. The texts of ``quantkit texts`` are held
+out by themselves.
 
     calibration_warning   this evaluation text was calibrated on     quantkit perplexity, quantkit kld
     held_out_warning      the held-out part was calibrated on        quantkit imatrix, imatrix merge, quantize
@@ -24,6 +25,7 @@ from quantkit.calibration.overlap import CALIBRATION, Sketch, merge_sketches, ov
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.formats.outputs import read_whole
+from quantkit.texts import is_in_set
 
 _PREFIX = f"{CALIBRATION}heldout."
 FILES_KEY = f"{_PREFIX}files"
@@ -45,12 +47,14 @@ class HeldOut:
         return {**self.sketch.fields(_PREFIX), FILES_KEY: names}
 
 
-def find_held_out(path: Path, raw: bytes) -> HeldOut | None:
+def find_held_out(path: Path, raw: bytes, rendering: bytes | None = None) -> HeldOut | None:
     """Return the held-out part of the corpus of a text: file ``path`` with bytes ``raw``.
 
     None unless the manifest beside the text lists its hash. The held-out text itself need not exist: the manifest has
-    its hash.
+    its hash. A text of ``quantkit texts`` is held out itself; ``rendering``: of its conversations by a chat template.
     """
+    if is_in_set(raw):
+        return HeldOut((str(path),), sketch(raw if rendering is None else rendering))
     manifest = _manifest(path.parent / MANIFEST)
     parts = [manifest.get(part) for part in ("calibration", "evaluation")]
     if not all(isinstance(p, dict) and isinstance(p.get("sha256"), str) for p in parts):
@@ -130,7 +134,6 @@ def held_out_warning(path: Path, metadata: Mapping[str, Field]) -> str | None:
     ]
     portion = "" if names else f"about {100 * shared.share:.0f} % of "
     return (
-        f"{WARNING}{path} was computed on {portion}{', '.join(names or held_out.files)}, which quantkit calibration "
-        "held out: results on that text will look too good; calibrate on the calibration part, or evaluate on "
-        "another text"
+        f"{WARNING}{path} was computed on {portion}{', '.join(names or held_out.files)}, which is held out for "
+        "evaluation: results on that text will look too good; calibrate on another text, or evaluate on another"
     )

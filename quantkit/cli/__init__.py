@@ -42,6 +42,7 @@ COMMANDS = {
     "score": "Score multiple-choice tasks: HellaSwag, WinoGrande, ARC, MMLU, TruthfulQA, or your own.",
     "logits": "Write the logits a model computes for given tokens.",
     "imatrix": "Collect, show, compare, merge and convert importance matrices.",
+    "texts": "List and write texts to measure models on, in six categories.",
     "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
     "sensitivity": "Measure what quantizing each group of tensors alone costs, for search.",
     "search": "Find the types with the least divergence at a size, from measured sensitivities.",

@@ -1,4 +1,4 @@
-"""The output of ``quantkit kld --base-model``: a row per file, the differences between files, texts and positions."""
+"""The tables of ``quantkit kld``: a row per file, the differences between files, texts and positions; or per text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from quantkit.activations import MEANINGS
 from quantkit.cli._table import table
-from quantkit.evaluate import Comparison, ModelDivergence
+from quantkit.evaluate import Comparison, ModelDivergence, TextKlds
 from quantkit.evaluate.statistics import MIN_TOKENS, KldSums
 from quantkit.names import printable
 from quantkit.units import format_seconds, format_size
@@ -25,6 +25,23 @@ def comparison_text(result: Comparison) -> str:
     if result.models[0].by_position:
         lines += ["", _positions(result)]
     return "\n".join([*lines, "", *_remarks(result)])
+
+
+def texts_text(result: TextKlds) -> str:
+    """Return the table of a comparison with several base files: a row per text, and the total."""
+    parts = [(name, part.sums) for name, part in result.by_text]
+    total = [("total", result.sums)] if len(parts) > 1 else []
+    rows = [[printable(name), f"{sums.n}", *_statistics(sums)] for name, sums in (*parts, *total)]
+    n_chunks = sum(part.n_chunks for _, part in result.by_text)
+    lines = [table(["text", "tokens", *_STATISTICS], rows, droppable=(1, 4)), ""]
+    lines.append(f"{result.sums.n} tokens scored in {n_chunks} chunks, {format_seconds(result.seconds)}")
+    if result.sums.bound:
+        lines.append(_bound_line(result.sums.bound / result.sums.n))
+    return "\n".join([*lines, MEANINGS[result.activations]])
+
+
+def _bound_line(bound: float) -> str:
+    return f"A part of the vocabulary is estimated: each KLD is off by at most {bound:.6f}."
 
 
 def _files(result: Comparison) -> str:
@@ -84,7 +101,7 @@ def _remarks(result: Comparison) -> Iterator[str]:
     yield f"{n} tokens scored in {result.n_windows} chunks, {format_seconds(result.seconds)}"
     bound = max(model.bound for model in result.models)
     if bound:
-        yield f"A part of the vocabulary is estimated: each KLD is off by at most {bound:.6f}."
+        yield _bound_line(bound)
     stop = result.stop
     if stop is not None:
         verb = "within" if stop.is_met else "the text ended before all were within"

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from quantkit.arguments import Option
 from quantkit.cli._options import CHUNKS, SHARD_SIZE, SIZE, SIZES, TOKENS, option, project_names
-from quantkit.cli._paths import IMATRIX_FILE, IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, Place, complete_types
+from quantkit.cli._paths import IMATRIX_FILE, IMATRIX_LOCAL, MODEL_FILE, TEXT_FILE, TEXT_PLACE, Place, complete_types
 
 #: Value of an option that is given without its optional file.
 NO_FILE = Path()
@@ -50,6 +50,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "type": {"metavar": "TYPE", "shell_complete": complete_types},
     "model": {"type": MODEL_FILE},
     "text": {"type": TEXT_FILE},
+    "texts": {"type": TEXT_PLACE},
     "file": {"type": Place(dir_okay=False)},
     "imatrix": {"type": IMATRIX_FILE},
     "local imatrix": {"type": IMATRIX_LOCAL},

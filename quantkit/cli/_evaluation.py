@@ -372,8 +372,10 @@ def text_or_tokens(file: Path | None, prompt: str | None, tokens: str | None) ->
 
     A file is read as llama.cpp reads it: as bytes, without one newline at the end.
     """
-    if sum(x is not None for x in (file, prompt, tokens)) != 1:
-        raise click.UsageError("give one of -f FILE, -p TEXT and --tokens IDS")
+    n_given = sum(x is not None for x in (file, prompt, tokens))
+    if n_given != 1:
+        advice = "" if n_given else "; quantkit texts -o DIR writes texts"
+        raise click.UsageError(f"give one of -f FILE, -p TEXT and --tokens IDS{advice}")
     if tokens is not None:
         return None, read_token_ids(tokens)
     return (prompt if file is None else read_text(file).removesuffix(b"\n")), None

@@ -66,6 +66,7 @@ MODEL, IMATRIX = FileOf(".gguf"), FileOf(".gguf", ".dat")
 MODEL_FILE, IMATRIX_FILE = FileOf(".gguf", exists=True, local=True), FileOf(".gguf", ".dat", exists=True)
 IMATRIX_LOCAL = FileOf(".gguf", ".dat", local=True)
 TEXT_FILE = Place(exists=True, dir_okay=False, allow_dash=True)
+TEXT_PLACE = Place(exists=True, allow_dash=True)
 
 
 def complete_types(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -9,7 +9,7 @@ import click
 
 from quantkit.cli._evaluation import TEXT
 from quantkit.cli._options import option, options, setting
-from quantkit.cli._paths import TEXT_FILE
+from quantkit.cli._paths import TEXT_FILE, TEXT_PLACE
 from quantkit.evaluate.texts import SCORED, Texts
 from quantkit.formats.tokenizer import read_token_ids
 
@@ -20,9 +20,11 @@ texts_options = options(
         "--file",
         "files",
         group=TEXT,
-        type=TEXT_FILE,
+        type=TEXT_PLACE,
         multiple=True,
-        help="Text file; - for stdin. A final newline is dropped. Repeatable: a row for each.",
+        metavar="FILE|DIR",
+        help="Text file, or directory of *.txt and *.jsonl; - for stdin. A final newline is dropped. Repeatable: a "
+        "row for each.",
     ),
     option(
         "--chat",

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from quantkit.activations import MEANINGS
-from quantkit.cli._comparison import comparison_text
+from quantkit.cli._comparison import comparison_text, texts_text
 from quantkit.cli._evaluation import (
     MODEL,
     RUN,
@@ -40,13 +40,14 @@ from quantkit.cli._progress import Bar
 from quantkit.cli._table import columns
 from quantkit.cli._texts import TEXT_VALUES, texts_from, texts_options
 from quantkit.errors import QualityGate
-from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, compare_models, kld
+from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, Texts, compare_models, kld, kld_of_texts
 from quantkit.evaluate.statistics import MIN_TOKENS
 from quantkit.units import format_seconds
 
 _BASE = "Base logits"
-#: Values of --base-model, besides those of texts.
+#: Values of --base-model, besides those of texts; and those of texts that --base takes, too: texts to check.
 _COMPARISON_VALUES = ("by_position", "until", "seed")
+_BASE_VALUES = ("files", "prompt", "tokens")
 #: llama-perplexity's headings; a narrow terminal shows one statistic less.
 _HEADER = (
     "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS"
@@ -62,11 +63,12 @@ _WIDE, _NARROW = 125, "chunk         PPL             KL Divergence        Δp RM
 @option(
     "--base",
     "--kl-divergence-base",
-    "base",
+    "bases",
     group=_BASE,
     type=Place(),
+    multiple=True,
     metavar="FILE",
-    help="Output of --save-all-logits of quantkit or llama-perplexity; includes the text.",
+    help="Output of --save-all-logits of quantkit or llama-perplexity; includes the text. Repeatable: a row for each.",
 )
 @option(
     "--base-model",
@@ -105,7 +107,7 @@ def command(
     model: Path | None,
     hf_repo: str | None,
     hf_file: str | None,
-    base: Path | None,
+    bases: tuple[Path, ...],
     base_model: Path | None,
     n_ctx: int | None,
     chunks: int | None,
@@ -119,32 +121,39 @@ def command(
     With --base-model, all files are compared on the texts in one run: a row per
     file, and the differences between files with their intervals. With --base, text
     and base come from a file, and the output is that of llama-perplexity
-    --kl-divergence. The mean KL divergence estimates how many nats of
+    --kl-divergence; of several, a row each. Without a text of your own, quantkit
+    texts writes some. The mean KL divergence estimates how many nats of
     log-perplexity a quantization costs; it is far less noisy than a difference of
     perplexities. Activations are exact by default: a runtime rounds them
     (--activations runtime), which adds as much divergence as weights of 5 bits or more.
 
     \b
     quantkit kld --base-model bf16.gguf Q6_K.gguf Q4_K_M.gguf -f text.txt
-    quantkit kld --base-model bf16.gguf Q4_K_M.gguf -f a.txt -f b.txt --until 2%
+    quantkit kld --base-model bf16.gguf Q4_K_M.gguf -f texts/ --until 2%
     quantkit kld -m model-Q4_K_M.gguf --base base.bin --max-kld 0.02
+    quantkit kld -m model-Q4_K_M.gguf --base code.bin --base german.bin
     """
     downloaded = hub_model(model, hf_repo, hf_file)
     files = (*([] if downloaded is None else [downloaded]), *models)
     if not files:
         raise click.UsageError("give a model: MODELS, -m FILE or -hf ORG/REPO")
-    if (base is None) == (base_model is None):
+    if bool(bases) == (base_model is not None):
         raise click.UsageError("give either --base FILE, a file of base logits, or --base-model FILE")
     settings = {name: values.pop(name) for name in (*TEXT_VALUES, *_COMPARISON_VALUES)}
     results: list[tuple[Path, float]]
     if base_model is not None:
         results = _compare(base_model, files, n_ctx, chunks, json_to, overwrite, settings, values)
-    elif base is not None:
-        if (flag := next((_flag(name) for name in settings if on_command_line(name)), None)) is not None:
-            raise click.UsageError(f"{flag} needs --base-model: {base} contains its text and its base logits")
+    else:
+        alone = [name for name in settings if name not in _BASE_VALUES and on_command_line(name)]
+        if alone:
+            raise click.UsageError(f"{_flag(alone[0])} needs --base-model: --base contains text and base logits")
         if len(files) > 1:
             raise click.UsageError(f"--base takes one model, not {len(files)}: compare several with --base-model")
-        results = [_measure(files[0], base, n_ctx, chunks, json_to, overwrite, values)]
+        texts = texts_from(settings) if any(settings[name] for name in _BASE_VALUES) else None
+        if len(bases) > 1 or texts is not None:
+            results = [_measure_texts(files[0], bases, texts, n_ctx, chunks, json_to, overwrite, values)]
+        else:
+            results = [_measure(files[0], bases[0], n_ctx, chunks, json_to, overwrite, values)]
     for path, mean in results:
         if max_kld is not None and not mean <= max_kld:
             raise QualityGate(f"{path}: the mean KL divergence is {mean:.6f}, above --max-kld {max_kld:g}")
@@ -222,6 +231,34 @@ def _measure(
     echo_notes(result.notes)
     report(json_to, json_file, "\n" + _text(result), result.as_dict())
     return model, result.sums.kld.mean.value
+
+
+def _measure_texts(
+    model: Path,
+    bases: Sequence[Path],
+    texts: Texts | None,
+    n_ctx: int | None,
+    chunks: int | None,
+    json_to: str | None,
+    overwrite: bool,
+    run: Mapping[str, Any],
+) -> tuple[Path, float]:
+    """Compare a file with several base logits, print a row per text, and return its mean divergence."""
+    json_file = claim_json(json_to, (), [model, *bases, *(() if texts is None else texts.files)], overwrite=overwrite)
+    with closing(Bar(unit="chunk", desc="first pass")) as bar:
+        result = kld_of_texts(
+            model,
+            bases,
+            texts,
+            n_ctx=n_ctx,
+            n_batch=run["n_batch"],
+            chunks=chunks,
+            progress=lambda now: bar.update(now.current, now.total, f"KLD {now.sums.kld.mean.text(5)}"),
+            **evaluation_options(run),
+        )
+    echo_notes(result.notes)
+    report(json_to, json_file, texts_text(result), result.as_dict())
+    return model, result.mean.value
 
 
 def chunk_line(chunk: int, sums: KldSums) -> str:

@@ -135,7 +135,7 @@ def command(
     are comparable only for the same text, -c and tokenizer. As in llama.cpp,
     activations are rounded, except for base logits, which by default are exact, as
     are the figures of quantkit kld (--activations). Several texts have a row each,
-    and a total.
+    and a total; quantkit texts writes some.
 
     \b
     quantkit perplexity -m model-Q4_K_M.gguf -f wiki.test.raw
@@ -154,10 +154,11 @@ def command(
     if kind is not None or n_tasks is not None:
         _score(model, next(iter(files), binary_file), kind, n_tasks, json_to, run)
         return
-    if by_position or text_values["chat"] or text_values["parse_special"] or len(files) > 1:
+    has_texts = len(files) > 1 or any(path.is_dir() for path in files)
+    if by_position or text_values["chat"] or text_values["parse_special"] or has_texts:
         alone = {"--ppl-stride": stride, "--binary-file": binary_file, "--save-all-logits": save}
         if (flag := next((name for name, value in alone.items() if value), None)) is not None:
-            raise click.UsageError(f"{flag} takes one text, without --chat, --parse-special and --by-position")
+            raise click.UsageError(f"{flag} takes one text file, without --chat, --parse-special and --by-position")
         for name in declarations(SaveLogits):
             run.pop(name)
         _measure_texts(model, text_values, n_ctx, chunks, by_position, json_to, overwrite, run)
@@ -256,7 +257,7 @@ def _divergence(
     ctx.invoke(
         kld,
         models=(model,),
-        base=base,
+        bases=(base,),
         n_ctx=n_ctx if on_command_line("n_ctx") else None,
         chunks=chunks,
         json_to=json_to,

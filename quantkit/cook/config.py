@@ -162,6 +162,9 @@ class ReportSettings:
 
     run: bool = key(flag, "false: no report", True)
     card: bool = key(flag, "false: no model card", True)
+    texts: tuple[Path, ...] = key(
+        paths, "texts, files or folders, to compare model and targets on, each a row (quantkit texts)", (), '["texts"]'
+    )
     score: tuple[Path, ...] = key(
         paths, "files of multiple-choice tasks to score model and targets on (HellaSwag, MMLU)", (), '["hellaswag.txt"]'
     )

@@ -12,6 +12,7 @@ from quantkit.cook.search_steps import sensitivity_path
 from quantkit.cook.steps import Paths
 from quantkit.cook.target_steps import check_path, first_shard, read_check
 from quantkit.report import ReportOptions, report
+from quantkit.report.by_text import list_report_texts
 
 
 def page_path(paths: Paths) -> Path:
@@ -39,6 +40,7 @@ def report_step(paths: Paths) -> Step:
     inputs |= {f"the encoders {file.path.name}": file.path for file in paths.mmproj}
     if config.goals:
         inputs["the sensitivities"] = sensitivity_path(paths)
+    inputs |= {f"the text {path.name}": path for path in list_report_texts(config.report.texts)}
     inputs |= {f"the tasks {path.name}": path for path in config.report.score}
     ctx = config.check.ctx or model.ctx
 
@@ -49,6 +51,7 @@ def report_step(paths: Paths) -> Step:
             logits=paths.base_logits if config.check.run else None,
             n_ctx=ctx,
             chunks=config.check.chunks,
+            texts=config.report.texts,
             score=config.report.score,
             score_tasks=config.report.score_tasks,
             imatrix=paths.imatrix,

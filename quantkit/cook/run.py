@@ -251,8 +251,9 @@ def _check_inputs(config: Config, paths: Paths) -> None:
             f"{config.origin}: no part of conversations is held out: also give [calibration] evaluation", "QK-E202"
         )
     files = (*texts.text, *texts.chat, texts.evaluation, config.imatrix.file, config.imatrix.covariance)
-    for path in (*files, *config.report.score):
-        if path is not None and not path.is_file() and not (path in texts.text and path.is_dir()):
+    folders = (*texts.text, *config.report.texts)
+    for path in (*files, *config.report.texts, *config.report.score):
+        if path is not None and not path.is_file() and not (path in folders and path.is_dir()):
             if path.exists():
                 raise ResourceError(f"{path}: not a regular file ({config.origin})", "QK-E120")
             raise ResourceError(f"{path}: no such file ({config.origin})", "QK-E401")

@@ -9,11 +9,13 @@ logits give equal figures; deviations are documented where they occur.
     logits      the model's logits for some tokens
 
     perplexity_of_texts  perplexities of several texts and conversations
+    kld_of_texts         divergences of a model on several texts, from the base logits of each
     compare_models       divergences of several models from a base model, which is computed once
 """
 
 from __future__ import annotations
 
+from quantkit.evaluate.by_base import TextKlds, kld_of_texts
 from quantkit.evaluate.by_text import TextPerplexities, TextsProgress, perplexity_of_texts
 from quantkit.evaluate.compare import ComparisonProgress, compare_models
 from quantkit.evaluate.comparison import Comparison, ModelDivergence
@@ -39,11 +41,13 @@ __all__ = [
     "Perplexity",
     "PerplexityProgress",
     "SaveLogits",
+    "TextKlds",
     "TextPerplexities",
     "Texts",
     "TextsProgress",
     "compare_models",
     "kld",
+    "kld_of_texts",
     "logits",
     "perplexity",
     "perplexity_of_texts",

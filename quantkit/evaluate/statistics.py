@@ -128,6 +128,12 @@ class NllSums:
         self.total += float(nll.sum(dtype=np.float64))
         self.squares += float((nll * nll).sum(dtype=np.float64))
 
+    def merge(self, other: NllSums) -> None:
+        """Add the tokens of other sums."""
+        self.n += other.n
+        self.total += other.total
+        self.squares += other.squares
+
     @property
     def mean(self) -> Estimate:
         """The mean negative log-likelihood."""
@@ -167,6 +173,20 @@ class KldSums:
         self.bound += float(scores.bound.sum())
         self.klds.append(scores.kld.astype(np.float32))
         self.p_diffs.append(scores.p_diff)
+
+    def merge(self, other: KldSums) -> None:
+        """Add the tokens of other sums."""
+        for own, part in (
+            *((self.nll, other.nll), (self.nll_base, other.nll_base)),
+            *((self.kld, other.kld), (self.p_diff, other.p_diff)),
+        ):
+            own.merge(part)
+        self.product += other.product
+        self.p_diff4 += other.p_diff4
+        self.same_top += other.same_top
+        self.bound += other.bound
+        self.klds += other.klds
+        self.p_diffs += other.p_diffs
 
     @property
     def n(self) -> int:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.chat import Message, chat_template, conversations
+from quantkit.chat import Message, chat_template, conversations, has_chat_template
 from quantkit.errors import QuantkitError, RecipeError
+from quantkit.evaluate.folder import list_texts
 from quantkit.evaluate.likelihood import split_chunks
 from quantkit.evaluate.passes import I32, Model, Window, scored_range, text_tokens
 from quantkit.foreign.child import Child
@@ -48,6 +49,7 @@ class Tokenizer(Protocol):
 class Texts:
     """The texts to measure: paths of text files (``files``) and of JSON Lines (``chat``), a text, tokens int32 [n].
 
+    Of a folder among ``files``, all texts and conversations are measured (``folder.list_texts``).
     parse_special: treat "<|im_end|>" and the like in files as control tokens. scored: of conversations, the tokens of
     "answers", or "all".
     """
@@ -82,7 +84,8 @@ def read_texts(
 
     Args:
         chunks: the number of windows to use of each text; None: all.
-        notes: gets a note on conversations that are cut or left out.
+        notes: gets a note on conversations that are cut or left out, such as those of a folder for a model without a
+            chat template.
         all_positions: evaluate all positions of chunks, not only their second half.
 
     Raises:
@@ -90,17 +93,25 @@ def read_texts(
     """
     if texts.scored not in SCORED:
         raise RecipeError(f"unknown part of conversations {texts.scored!r}: choose {' or '.join(SCORED)}", "QK-E203")
+    files, folder_chats = list_texts(texts.files, notes)
     result = []
-    for name, content, tokens in _plain_texts(texts):
+    for name, content, tokens in _plain_texts(replace(texts, files=tuple(files))):
         try:
             ids = _tokens_of(model, content, tokens, parse_special=texts.parse_special)
             result.append(_split(name, content, ids, n_ctx, chunks, all_positions=all_positions))
         except QuantkitError as e:
             raise type(e)(f"{name}: {e.message}", e.code) from None
-    for path in texts.chat:
+    if folder_chats and not has_chat_template(cast(Any, model).source):
+        names = ", ".join(printable(os.fspath(path)) for path in folder_chats)
+        notes.append(f"{names}: not measured, because the model has no chat template")
+        folder_chats = []
+    for path in (*folder_chats, *texts.chat):
         result.append(_chat(path, model, n_ctx, chunks, texts.scored == "all", notes))
     if not result:
-        raise QuantkitError("give a text: -f FILE, --chat JSONL, -p TEXT or --tokens IDS", "QK-E201")
+        raise QuantkitError(
+            "give a text: -f FILE, --chat JSONL, -p TEXT or --tokens IDS; quantkit texts -o DIR writes some",
+            "QK-E201",
+        )
     return result
 
 

@@ -84,7 +84,8 @@ def chat_part(path: Path, tokenizer: Tokenizer, source: GGUFFile) -> TokenizedTe
     if not rendered:
         raise FormatError(f"{path}: contains no conversation", "QK-E121")
     ids = [tokenizer.encode(text, add_special=False, parse_special=True) for text in rendered]
-    return TokenizedText(str(path), np.concatenate(ids), "".join(rendered).encode("utf-8", "surrogateescape"))
+    text = "".join(rendered).encode("utf-8", "surrogateescape")
+    return TokenizedText(str(path), np.concatenate(ids), text, find_held_out(path, read_text(path), text))
 
 
 def cut_chunks(parts: Iterable[TokenizedText], n_ctx: int, from_chunk: int = 0, chunks: int | None = None) -> Chunks:

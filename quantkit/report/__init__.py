@@ -1,6 +1,7 @@
 """Report on quantized files: ``quantkit report``. A page that needs no network, and a model card.
 
 data        the numbers, as JSON
+by_text     divergence on each of several texts
 measure     measurement of the numbers, or reuse of those of an earlier run
 provenance  origin of a file, and the command that makes it again
 charts      Vega-Lite specifications

@@ -12,7 +12,7 @@ from quantkit.formats.gguf import parse_split_path
 from quantkit.names import printable
 from quantkit.report.conclusion import SCORE_EXPLANATION, better_file, perplexity_warning
 from quantkit.report.data import File, Mmproj, Report
-from quantkit.report.tables import Cell, files_table, scores_table, support_table
+from quantkit.report.tables import Cell, files_table, scores_table, support_table, texts_table
 from quantkit.units import PLUS_MINUS
 
 _HUB = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)/?")
@@ -38,6 +38,9 @@ def card_text(report: Report, base_model: str = "", license: str = "") -> str:  
     front_matter = _front_matter(report, base_model, license)
     parts = [front_matter, f"# {_escape_markdown(report.title)}", "## Which file?", _files_table(report)]
     parts += _measurement(report)
+    by_text = texts_table(report)
+    if by_text.rows:
+        parts += ["## Texts", _markdown_table([c.label for c in by_text.columns], by_text.rows)]
     scores = scores_table(report)
     if scores.rows:
         parts += ["## Tasks", _markdown_table([c.label for c in scores.columns], scores.rows), SCORE_EXPLANATION]

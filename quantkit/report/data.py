@@ -59,6 +59,20 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class TextQuality:
+    """Divergence of a file from the base on one of several texts, in nats per token, and its perplexity / the base's.
+
+    ``text``: the name of its file.
+    """
+
+    text: str
+    n_scored: int
+    kld: Estimate
+    ppl_ratio: Estimate
+    same_top: Estimate
+
+
+@dataclass(frozen=True)
 class Matrix:
     """A tensor of two or more dimensions.
 
@@ -116,7 +130,8 @@ class Support:
 class File:
     """A quantized file.
 
-    ``errors_key``: digest of what its matrices were compared with. ``content``: record of the measured file, by which
+    ``errors_key``: digest of what its matrices were compared with; ``texts_key``: of the texts of ``by_text``, the base
+    and the settings. ``content``: record of the measured file, by which
     measurements stay valid; None if nothing was measured.
     """
 
@@ -137,6 +152,8 @@ class File:
     errors_key: str = ""
     speeds: tuple[Speed, ...] = ()
     scores: tuple[TaskScore, ...] = ()
+    by_text: tuple[TextQuality, ...] = ()
+    texts_key: str = ""
     content: FileRecord | None = None
 
     @property

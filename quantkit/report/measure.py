@@ -35,6 +35,7 @@ from quantkit.names import file_name, printable, shorten, tensor_class
 from quantkit.pipeline.content import FileRecord, content_digest
 from quantkit.pipeline.facts import layer_of
 from quantkit.progress import Progress
+from quantkit.report.by_text import list_report_texts, measure_texts
 from quantkit.report.data import (
     Base,
     Costs,
@@ -95,6 +96,13 @@ class ReportOptions(Options):
     )
     text: Path | None = option(
         None, "Held-out text; without --base, for perplexity only.", MEASUREMENTS, kind="text", flags=("-f", "--file")
+    )
+    texts: tuple[Path, ...] = option(
+        (),
+        "Also measure the divergence on each of these texts: files and directories (quantkit texts). Repeatable.",
+        MEASUREMENTS,
+        kind="texts",
+        metavar="FILE|DIR",
     )
     logits: Path | None = option(
         None, "Base logits; computed and written if missing.", MEASUREMENTS, kind="file", metavar="FILE"
@@ -199,7 +207,7 @@ def measure_report(
         mmproj=tuple(map(_mmproj, encoders)),
     )
     save(report)
-    for step in (_measure_qualities, _measure_errors, _measure_speeds):
+    for step in (_measure_qualities, _measure_by_text, _measure_errors, _measure_speeds):
         for i, file in step(report, paths, options, progress):
             files[i] = file
             report = replace(report, files=tuple(files))
@@ -253,8 +261,9 @@ def _check_options(options: ReportOptions) -> None:
         raise RecipeError(
             f"{options.logits} does not exist: it is computed from --base and a text (-f): give both", "QK-E202"
         )
-    if options.base is not None and options.text is None and options.logits is None and not options.errors:
-        raise RecipeError("--base is only used with a text: also give -f", "QK-E202")
+    has_text = options.texts or options.text is not None or options.logits is not None
+    if options.base is not None and not has_text and not options.errors:
+        raise RecipeError("--base is only used with a text: also give -f or --texts", "QK-E202")
 
 
 def _check_architecture(a: Inspection, b: Inspection) -> None:
@@ -290,7 +299,7 @@ def _join_values(value: object) -> str:
 
 def _file_record(inspection: Inspection, options: ReportOptions, previous: Report | None) -> FileRecord | None:
     """Return the record of a file by which its measurements stay valid; None if there are none."""
-    measures = options.bench or options.score
+    measures = options.bench or options.score or options.texts
     if previous is None and not measures and options.base is options.text is options.logits is None:
         return None
     records = [] if previous is None else [f.content for f in (*previous.files, previous.base) if f is not None]
@@ -341,6 +350,8 @@ def _file(inspection: Inspection, content: FileRecord | None, previous: Report |
         quality=old.quality,
         speeds=old.speeds,
         scores=old.scores,
+        by_text=old.by_text,
+        texts_key=old.texts_key,
         notes=old.notes,
     )
 
@@ -471,6 +482,15 @@ def _measure_perplexity(
     return result.ppl, result.n_scored, result.n_chunks
 
 
+def _measure_by_text(
+    report: Report, paths: Sequence[Path], options: ReportOptions, progress: StepReport
+) -> Iterator[tuple[int, File]]:
+    settings = {"n_ctx": options.n_ctx, "n_batch": options.n_batch, "chunks": options.chunks}
+    load = _load_options(options)
+    for i, file in measure_texts(report, paths, options.base, options.texts, load, progress, **settings):
+        yield i, replace(file, notes=tuple(dict.fromkeys((*file.notes, *_notes(paths[i], options)))))
+
+
 def _with_perplexity(file: File, path: Path, options: ReportOptions, key: str, progress: StepReport) -> File:
     ppl, scored, chunks = _measure_perplexity(path, file.name, options, progress)
     activations = str(_load_options(options)["activations"])
@@ -529,15 +549,21 @@ def _quantiles(sums: KldSums) -> tuple[Quantile, ...]:
 
 
 def _notes(path: Path, options: ReportOptions) -> tuple[str, ...]:
-    """Return the warning that a file was calibrated on the text, if its metadata show that."""
-    if options.text is None:
-        return ()
+    """Return the warnings that a file was calibrated on a text, if its metadata show that; names if there are several.
+
+    The text of the quality is first, without a name.
+    """
+    texts = [("", path) for path in (options.text,) if path is not None]
+    texts += [(f"{file_name(str(path))}: ", path) for path in list_report_texts(options.texts)]
+    notes = []
     with open_gguf(path) as file:
-        try:
-            warning = calibration_warning(path, file.fields, read_text(options.text))
-        except FormatError as e:
-            warning = e.message
-    return () if warning is None else (printable(warning.removeprefix("warning: ")),)
+        for name, text in texts:
+            try:
+                warning = calibration_warning(path, file.fields, read_text(text))
+            except FormatError as e:
+                warning = e.message
+            notes += [] if warning is None else [printable(name + warning.removeprefix("warning: "))]
+    return tuple(dict.fromkeys(notes))
 
 
 # --- errors of matrices, speed ---

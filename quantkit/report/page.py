@@ -28,6 +28,7 @@ from quantkit.report.tables import (
     scores_table,
     speeds_table,
     support_table,
+    texts_table,
     tokens_table,
 )
 from quantkit.units import PLUS_MINUS, format_count, size_unit
@@ -152,6 +153,7 @@ def _template_values(report: Report) -> dict[str, Any]:
         "speeds_table": speeds_table(report),
         "support_table": support_table(report),
         "scores_table": scores_table(report),
+        "texts_table": texts_table(report),
         "score_explanation": SCORE_EXPLANATION,
         "mmproj_table": mmproj_table(report),
         "mmproj_command": run_command(report),

@@ -105,6 +105,28 @@ def scores_table(report: Report) -> Table:
     return Table("table-scores", "Accuracy on tasks", columns, tuple(rows))
 
 
+def texts_table(report: Report) -> Table:
+    """Return the table of divergences by text, a row per text and file; probabilities in percent."""
+    labels = ["tokens", "KL divergence, nats", "perplexity rise, %", "same top token, %"]
+    columns = (Column("text", False), Column("file", False), *map(Column, labels))
+    names = list(dict.fromkeys(q.text for f in report.files for q in f.by_text))
+    rows = [
+        (
+            Cell(q.text),
+            Cell(f.name),
+            number_cell(q.n_scored, ","),
+            _estimate_cell(q.kld),
+            _estimate_cell(Estimate(q.ppl_ratio.value - 1, q.ppl_ratio.error), 100),
+            _estimate_cell(q.same_top, 100),
+        )
+        for name in names
+        for f in report.files
+        for q in f.by_text
+        if q.text == name
+    ]
+    return Table("table-texts", "Divergence by text", columns, tuple(rows))
+
+
 def _score_cells(score: TaskScore) -> tuple[Cell, ...]:
     """Return the cells of an accuracy, and of its difference, which are empty for the base."""
     accuracy, pair = score.accuracy, score.difference

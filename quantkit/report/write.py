@@ -13,6 +13,7 @@ from quantkit.extras import REPORT, check_extras
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free
 from quantkit.formats.remote import locate
 from quantkit.progress import Progress, ProgressCallback
+from quantkit.report.by_text import list_report_texts
 from quantkit.report.card import card_text
 from quantkit.report.data import Report, read_data
 from quantkit.report.measure import ReportOptions, measure_report
@@ -59,7 +60,7 @@ def report(
     card = None if card is None else locate(card)
     paths = [locate(file) for file in files]
     single = (options.base, options.text, options.imatrix, options.sensitivity)
-    inputs = (*paths, *options.mmproj, *options.score, *single)
+    inputs = (*paths, *options.mmproj, *options.score, *list_report_texts(options.texts), *single)
     check_apart([out, data_path, card, options.logits], inputs)
     check_extras(REPORT)
     for output in (out, card):

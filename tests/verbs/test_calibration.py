@@ -369,7 +369,7 @@ def test_the_held_out_part_is_kept_in_metadata() -> None:
     assert actual.sketch.sha256 == both.sketch.sha256
     used = held_out_warning(Path("x"), {**both.fields(), **two.sketch.fields()})
     assert used is not None
-    assert used.startswith("warning: x was computed on b, which quantkit calibration held out")
+    assert used.startswith("warning: x was computed on b, which is held out for evaluation")
     assert held_out_warning(Path("x"), {**both.fields(), **sketch(prose(3, 3000)).fields()}) is None
     for fields in (
         Field.of("quantkit.calibration.heldout.files", 1),

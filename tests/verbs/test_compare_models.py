@@ -14,11 +14,21 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner, Result
 from fake_engine import FakeModel, install
-from refusals import refuses
+from refusals import check_refused, refuses
 
 from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate import ComparisonProgress, Nodes, SaveLogits, Texts, compare_models, kld, perplexity
+from quantkit.evaluate import (
+    ComparisonProgress,
+    KldProgress,
+    Nodes,
+    SaveLogits,
+    Texts,
+    compare_models,
+    kld,
+    kld_of_texts,
+    perplexity,
+)
 from quantkit.evaluate.intervals import alpha_of_look, chunk_mean, looks, student_quantile
 from quantkit.evaluate.scores import compare_with_logits
 from quantkit.evaluate.texts import position_ranges, read_texts
@@ -430,7 +440,7 @@ def test_special_tokens_of_a_text(chat_model: Path, tmp_path: Path) -> None:
         (("near.gguf",), "--base-model"),
         (("--base-model", "base.gguf"), "-m"),
         (("near.gguf", "--base", "b", "--base-model", "base.gguf"), "--base-model"),
-        (("near.gguf", "--base", "b", "-f", "near.gguf"), "-f needs --base-model"),
+        (("near.gguf", "--base", "b", "--by-position"), "--by-position needs --base-model"),
         (("near.gguf", "--base", "b", "--until", "2%"), "--until"),
         (("near.gguf", "far.gguf", "--base", "b"), "--base-model"),
     ],
@@ -442,6 +452,128 @@ def test_options_that_contradict_each_other(
     result = run("kld", *arguments)
     assert result.exit_code == 2, result.output
     assert option in result.stderr
+
+
+# --- folders of texts, and several base files ---
+
+
+def write_text(path: Path, chunks: int, seed: int) -> Path:
+    """Write a text of some chunks of tokens, which the fake tokenizer reads byte by byte after BOS."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes((some_tokens(chunks * N_CTX, seed) % 200).astype(np.uint8).tobytes())
+    return path
+
+
+def test_a_folder_is_its_texts(files: list[Path], tmp_path: Path) -> None:
+    """Each a row, by name; other files are counted, hidden ones and subfolders ignored."""
+    folder = tmp_path / "texts"
+    paths = [write_text(folder / name, n, n) for name, n in (("a.txt", 3), ("b.raw", 2))]
+    for name in ("notes.md", ".hidden.txt"):
+        (folder / name).write_text("no text")
+    write_text(folder / "sub" / "c.txt", 3, 3)
+    result = compare_models(files[0], files[1:3], Texts(files=(folder,)), n_ctx=N_CTX)
+    assert result.texts == tuple((str(path), n) for path, n in zip(paths, (3, 2), strict=True))
+    assert [note for note in result.notes if str(folder) in note and "1 files" in note]
+    named = compare_models(files[0], files[1:3], Texts(files=tuple(paths)), n_ctx=N_CTX)
+    assert [m.sums.kld.mean for m in result.models] == [m.sums.kld.mean for m in named.models]
+    printed = json.loads(run("perplexity", "-m", files[1], "-c", N_CTX, "-f", folder, "--json", "-").stdout)
+    assert [part["name"] for part in printed["by_text"]] == list(map(str, paths))
+    for path in paths:
+        path.unlink()
+    check_refused(run("kld", "--base-model", files[0], files[1], "-f", folder).output, f"QK-E121 {folder}")
+
+
+def test_no_text_names_the_way_to_some(files: list[Path]) -> None:
+    result = run("kld", "--base-model", files[0], files[1])
+    check_refused(result.output, "QK-E201 -f --chat")
+    assert "quantkit texts" in result.output
+
+
+def test_conversations_of_a_folder_need_a_template(tiny_moe: Path, chatty: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    chats = conversation_file(folder / "chat.jsonl", DIALOGUE)
+    (folder / "a.txt").write_text("words and more words " * 60)
+    names = {}
+    for model in (chatty, tiny_moe):
+        with load(model) as loaded:
+            notes: list[str] = []
+            parts = read_texts(Texts(files=(folder,)), loaded, 64, 1, notes, all_positions=False)
+        names[model] = [part.name for part in parts], [note for note in notes if f"{chats}: not measured" in note]
+    assert names[chatty] == ([str(folder / "a.txt"), str(chats)], [])
+    assert [len(part) for part in names[tiny_moe]] == [1, 1]
+
+
+@pytest.fixture
+def bases(files: list[Path], tmp_path: Path) -> list[tuple[Path, Path]]:
+    """Two texts, of different lengths, and base logits of each."""
+    pairs = []
+    for name, chunks in (("a", 5), ("b", 3)):
+        text = write_text(tmp_path / "texts" / f"{name}.txt", chunks, chunks)
+        base = tmp_path / f"{name}.logits"
+        arguments = ("-f", text, "-c", N_CTX, "--top-k", V, "--save-all-logits", base)
+        assert run("perplexity", "-m", files[0], *arguments).exit_code == 0
+        pairs.append((text, base))
+    return pairs
+
+
+def test_several_base_files_equal_one_run_with_the_base_model(
+    files: list[Path], bases: list[tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """A row each and the total, whichever base comes first; the model is loaded once."""
+    expected = compare_models(files[0], [files[1]], Texts(files=tuple(text for text, _ in bases)), n_ctx=N_CTX)
+    (model,) = expected.models
+    by_name = dict(zip((name for name, _ in expected.texts), model.by_text, strict=True))
+    seen: list[KldProgress] = []
+    result = kld_of_texts(files[1], [base for _, base in reversed(bases)], Texts(files=(tmp_path / "texts",)),
+                          progress=seen.append)  # fmt: skip
+    assert [name for name, _ in result.by_text] == [str(text) for text, _ in reversed(bases)]
+    for name, part in result.by_text:
+        assert part.sums.n == by_name[name].n
+        assert part.sums.kld.mean == pytest.approx(by_name[name].kld.mean, abs=1e-6)
+    assert result.mean == pytest.approx(model.sums.kld.mean, abs=1e-6)
+    assert result.sums.ratio == pytest.approx(model.sums.ratio, abs=1e-6)
+    assert result.sums.same_top_p == model.sums.same_top_p
+    assert dict(result.sums.p_diff_distribution().rows) == pytest.approx(
+        dict(model.sums.p_diff_distribution().rows), abs=2e-6
+    )
+    assert [(now.current, now.total) for now in seen] == [(n, 8) for n in range(1, 9)]
+    assert seen[-1].sums.kld.mean == result.mean
+
+
+def test_several_base_files_on_the_command_line(files: list[Path], bases: list[tuple[Path, Path]]) -> None:
+    (a_text, a), (b_text, b) = bases
+    common = ("kld", "-m", files[1], "--base", a, "--base", b)
+    result = run(*common, "--json", "-")
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    alone = [json.loads(run("kld", "-m", files[1], "--base", base, "--json", "-").stdout) for base in (a, b)]
+    for entry, expected in zip(output["by_text"], alone, strict=True):
+        assert (entry["name"], entry["kld"], entry["n_scored"]) == (
+            expected["base"], expected["kld"], expected["n_scored"],
+        )  # fmt: skip
+    assert output["n_scored"] == sum(entry["n_scored"] for entry in alone)
+    rows = [line.split() for line in run(*common, "-f", b_text, "-f", a_text).stdout.splitlines()]
+    for name, n in ((str(a_text), 75), (str(b_text), 45), ("total", 120)):
+        assert [row[1] for row in rows if row[:1] == [name]] == [str(n)]
+    assert run(*common, "--max-kld", 1e-9).exit_code == 3
+    limited = json.loads(run(*common, "--chunks", 2, "--json", "-").stdout)
+    assert [entry["n_chunks"] for entry in limited["by_text"]] == [2, 2]
+
+
+def test_a_base_is_checked_against_its_text(files: list[Path], bases: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    (a_text, a), (b_text, b) = bases
+    changed = write_text(tmp_path / "changed.txt", 5, 9)
+    check_refused(run("kld", "-m", files[1], "--base", a, "-f", changed).output, f"QK-E207 {a}")
+    more = run("kld", "-m", files[1], "--base", a, "-f", a_text, "-f", b_text)
+    check_refused(more.output, f"QK-E207 {b_text}")
+    check_refused(run("kld", "-m", files[1], "--base", a, "--base", b, "-f", a_text).output, f"QK-E207 {b}")
+    check_refused(run("kld", "-m", files[3], "--base", a, "--base", b).output, f"QK-E207 {a} {V} {V + 1}")
+    with refuses(RecipeError, "QK-E201 --chat --base-model"):
+        kld_of_texts(files[1], [a], Texts(chat=(a_text,)))
+    with refuses(RecipeError, "QK-E201"):
+        kld_of_texts(files[1], [])
 
 
 # --- with the engine ---

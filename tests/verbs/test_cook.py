@@ -192,7 +192,7 @@ def test_the_starter_has_every_key_and_its_default(tmp_path: Path) -> None:
     assert (config.name, config.output, config.work) == (plain.name, plain.output, plain.work)
     for table in ("check", "sensitivity", "report", "runtime", "merge_up_gate", "threads"):
         default, table_values = getattr(plain, table), getattr(config, table)
-        for example in ("types", "ctx", "base_model", "license", "score", "score_tasks"):
+        for example in ("types", "ctx", "base_model", "license", "texts", "score", "score_tasks"):
             table_values = (
                 replace(table_values, **{example: getattr(default, example)})
                 if hasattr(table_values, example)
@@ -669,6 +669,7 @@ def test_a_gate_fails_after_all_steps(cook_folder: Path, monkeypatch: pytest.Mon
         ({"model": "missing.gguf"}, ResourceError, "QK-E401 missing.gguf"),
         ({"model": str(DATA / "tiny-moe-imatrix.gguf")}, QuantkitError, "QK-E123 general.architecture"),
         ({"calibration": {"text": "missing.txt"}}, ResourceError, "QK-E401 missing.txt"),
+        ({"report": {"texts": "missing"}}, ResourceError, "QK-E401 missing"),
         ({"report": {"score": "missing.txt"}}, ResourceError, "QK-E401 missing.txt"),
         ({"report": {"score": str(MODEL)}}, FormatError, "QK-E101 tiny-moe-bf16.gguf"),
         ({"calibration": {"text": []}}, RecipeError, "QK-E202 cook.toml"),
@@ -712,11 +713,19 @@ def test_the_report_is_last_and_stays_up_to_date(work_folder: Path, monkeypatch:
     assert {"base_model: org/base", "license: mit"} <= set((work_folder / "out/README.md").read_text().splitlines())
     assert cook(config).executed == ()
     (work_folder / "mmlu.bin").write_bytes(task_files.multiple_choice(2))
-    changes = {"license": "apache-2.0", "score": (work_folder / "mmlu.bin",), "score_tasks": 1}
+    texts = work_folder / "texts"
+    texts.mkdir()
+    (texts / "code.txt").write_text("def f(x):\n    return x\n" * 300)
+    changes = {"license": "apache-2.0", "score": (work_folder / "mmlu.bin",), "score_tasks": 1, "texts": (texts,)}
     config = replace(config, report=replace(config.report, **changes))
     assert cook(config).executed == ("report",)
     scores = [s for f in read_data(work_folder / "out/work/report.json").files for s in f.scores]
     assert [(s.tasks, s.accuracy.n, s.difference is None) for s in scores] == [("mmlu.bin", 1, False)] * 2
+    by_text = [[q.text for q in f.by_text] for f in read_data(work_folder / "out/work/report.json").files]
+    assert by_text == [["code.txt"]] * 2
+    assert cook(config).executed == ()
+    (texts / "prose.txt").write_text("A river runs to the sea.\n" * 300)
+    assert cook(config).executed == ("report",)
     assert cook(replace(config, targets=config.targets[:1])).executed == ("report",)
     (work_folder / "out/README.md").write_text("by hand")
     with refuses(ResourceError, "QK-E402 README.md"):

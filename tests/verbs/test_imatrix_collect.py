@@ -451,7 +451,7 @@ def test_calibrating_on_held_out_text_gives_a_warning(tiny_moe: Path, data: Path
     copy = tmp_path / "copy.txt"
     copy.write_bytes(b"Another beginning.\n" + held_out.read_bytes())
     moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **settings)
-    message = f"was computed on {held_out}, which quantkit calibration held out"
+    message = f"was computed on {held_out}, which is held out for evaluation"
     assert not any("held out" in note for result in (right, moved) for note in result.notes)
     assert any(note.startswith("warning: ") and message in note for note in wrong.notes)
 

@@ -18,10 +18,10 @@ import task_files
 from quantkit import ReportOptions, perplexity, quantize, report, score
 from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError, ResourceError
-from quantkit.evaluate import Estimate, SaveLogits
+from quantkit.evaluate import Estimate, SaveLogits, Texts, compare_models
 from quantkit.inspect import inspect
 from quantkit.quantize import QuantizeOptions
-from quantkit.report import Report, measure, read_data, scores
+from quantkit.report import Report, by_text, measure, read_data, scores
 from quantkit.report.card import advice, card_text, decimal_size, preset_name
 from quantkit.report.charts import charts, short_names
 from quantkit.report.colours import text_colour
@@ -41,11 +41,12 @@ from quantkit.report.data import (
     TaskScore,
     TensorCoverage,
     Text,
+    TextQuality,
 )
 from quantkit.report.heat_maps import GUESS, NOT_MEASURED, type_keys
 from quantkit.report.page import page_text, script_json
 from quantkit.report.provenance import provenance_rows, rebuild_command
-from quantkit.report.tables import costs_table, files_table, scores_table
+from quantkit.report.tables import costs_table, files_table, scores_table, texts_table
 from quantkit.score import Accuracy, PairedAccuracy
 from quantkit.sensitivity import Cost, Group, Sensitivity
 from quantkit.types import TYPES, type_by_name
@@ -114,6 +115,13 @@ def example(hostile: str = "", layers: int = 6) -> Report:
             errors_key="e",
             speeds=speeds,
             scores=tuple(scores_of(40 + i, PairedAccuracy(100, 1, 5 - i, 7))),
+            by_text=tuple(
+                TextQuality(
+                    f"{text}.txt{hostile}", 900, Estimate(kld, kld / 9), Estimate(1 + kld, 0.01), Estimate(0.9, 0)
+                )
+                for text in ("code", "prose")
+            ),
+            texts_key="t",
         )
         files.append(file)
     costs = [
@@ -503,6 +511,46 @@ def test_scores_are_reused_and_compared_with_the_base(
     twin.write_bytes(b"")
     with refuses(RecipeError, "QK-E203 mmlu.bin"):
         report([file], out, options=ReportOptions(score=(tasks, twin)), overwrite=True)
+
+
+def test_divergence_on_each_text(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    """As compare_models, in one run for all files; on page and card; kept while files, base and texts are the same."""
+    folder, out, card = tmp_path / "texts", tmp_path / "page.html", tmp_path / "card.md"
+    folder.mkdir()
+    raw = (data / "tiny-moe-evaluation.txt").read_bytes()
+    for i, name in enumerate(("code.txt", "prose.txt")):
+        (folder / name).write_bytes(raw[1000 * i : 1000 * (i + 1)])
+    files = [tmp_path / f"a-{name}.gguf" for name in ("Q2_K", "Q8_0")]
+    for path, name in zip(files, ("Q2_K", "Q8_0"), strict=True):
+        quantize(tiny_moe, path, name)
+    options = ReportOptions(texts=(folder,), n_ctx=32, errors=False)
+    result = report(files, out, base=tiny_moe, card=card, options=options)
+    expected = compare_models(tiny_moe, files, Texts(files=(folder,)), n_ctx=32)
+    for file, model in zip(result.files, expected.models, strict=True):
+        assert [(q.text, q.n_scored) for q in file.by_text] == [
+            (name, sums.n) for name, sums in zip(("code.txt", "prose.txt"), model.by_text, strict=True)
+        ]
+        assert [q.kld for q in file.by_text] == [sums.kld.mean for sums in model.by_text]
+        assert [q.ppl_ratio for q in file.by_text] == [sums.ratio for sums in model.by_text]
+        assert file.quality is None
+    rows = [[cell.text for cell in row[:2]] for row in texts_table(result).rows]
+    assert rows == [[text, file.name] for text in ("code.txt", "prose.txt") for file in files]
+    assert 'id="table-texts"' in out.read_text()
+    assert "| prose.txt | a-Q8\\_0.gguf |" in card.read_text()
+    assert str(tmp_path) not in out.read_text() + card.read_text() + out.with_suffix(".json").read_text()
+    monkeypatch.setattr(by_text, "compare_models", None)
+    assert report(files, out, base=tiny_moe, options=options, overwrite=True).files == result.files
+    with pytest.raises(TypeError):
+        report(files, out, base=tiny_moe, options=dataclasses.replace(options, n_ctx=16), overwrite=True)
+    with refuses(RecipeError, "QK-E202 --texts --base"):
+        report(files, tmp_path / "b.html", options=options)
+    with refuses(RecipeError, "QK-E203 code.txt"):
+        report(
+            files,
+            tmp_path / "b.html",
+            base=tiny_moe,
+            options=dataclasses.replace(options, texts=(folder, folder / "code.txt")),
+        )
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
