@@ -33,10 +33,15 @@ class Context:
     n_batch: int = 2048
     n_ubatch: int = 512
     flash_attn: bool = True
-    #: Windows have caches of their own size (llama.cpp); otherwise all caches are as long as the context.
-    windows: bool = True
+    #: ``llama.cpp`` or ``ik``.
+    runtime: str = "llama.cpp"
     #: Only one row of logits for each sequence, as in llama-server.
     server: bool = False
+
+    @property
+    def windows(self) -> bool:
+        """Whether windows have caches of their own size; otherwise all caches are as long as the context."""
+        return self.runtime == "llama.cpp"
 
     @property
     def cells(self) -> int:

@@ -161,7 +161,7 @@ def estimator_of(source: Source, options: FitOptions, companions: int = 0) -> Es
     weights = weights_of(
         ((t.name, t.nbytes) for t in source.tensors.values()), h.n_stored - h.int("nextn_predict_layers", 0)
     )
-    return Estimator(graph, h, weights, options.gpus, options.host, companions)
+    return Estimator(graph, h, weights, options.gpus, options.host, companions, options.runtime)
 
 
 def _companion_bytes(options: FitOptions, stack: ExitStack, notes: list[str]) -> int:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from quantkit.fit.allocator import Tensor
 from quantkit.model import ops
-from quantkit.model.ops import Cache, Graph, Op, OpTable, Value
+from quantkit.model.ops import Cache, Op, OpTable, Value
 from quantkit.units import round_up
 
 F32 = I32 = 4
@@ -75,6 +76,9 @@ class Batch:
 class Nodes:
     """Nodes of a part of the graph: ``ops`` on one device."""
 
+    #: Functions of another runtime, by operation, which replace those of ``EMIT``.
+    table: ClassVar[OpTable] = OpTable("fit")
+
     def __init__(
         self,
         batch: Batch,
@@ -99,7 +103,7 @@ class Nodes:
         self.inputs: list[Tensor] = []
         self.nodes: list[Tensor] = []
         self.tensors: dict[Value, Tensor] = {}
-        self._masks: dict[Mask, Tensor] = {}
+        self.mask_inputs: dict[Mask, Tensor] = {}
         #: Keys and values of this batch, where there is no cache.
         self.keys: dict[Cache, list[Tensor]] = {}
         #: Inputs of the indexer of blocks, and the mask as f32, which all its layers share.
@@ -184,18 +188,18 @@ class Nodes:
     def mask(self, cache: Cache) -> Tensor:
         """Return the mask of a cache; caches of the same size and kind share it."""
         key, n = self.masks[cache], self.batch.n_tokens
-        if key not in self._masks:
+        if key not in self.mask_inputs:
             item = F16 if self.batch.flash_attn or key.kind == "indexer" else F32
             if self.batch.no_cache:
-                self._masks[key] = self.input(item * n * n)
-                return self._masks[key]
+                self.mask_inputs[key] = self.input(item * n * n)
+                return self.mask_inputs[key]
             self.input(I64 * n)
             self.input(I64 * (n if self.batch.flash_attn or not cache.v_width else n * self.widest_v))
-            self._masks[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
+            self.mask_inputs[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
             for width in (self.batch.k_rotation, self.batch.v_rotation):
                 if width:
                     self.input(F32 * width * width)
-        return self._masks[key]
+        return self.mask_inputs[key]
 
 
 def _is_angle(value: Value) -> bool:
@@ -210,8 +214,8 @@ def emit(nodes: Nodes, ops_of_device: Iterable[Op], copies: Sequence[Tensor] = (
     """Append the nodes of these operations; ``copies`` of weights, from memory to the device, live until the last."""
     nodes.nodes += copies
     for op in ops_of_device:
-        if type(op) in EMIT:
-            EMIT[type(op)](nodes, op)
+        if (emit_op := nodes.table.get(type(op)) or EMIT.get(type(op))) is not None:
+            emit_op(nodes, op)
         else:
             sources = nodes.sources(op)
             for value in op.outputs():
@@ -525,51 +529,3 @@ def _with_state(nodes: Nodes, out: Value, state_width: int, *sources: Tensor) ->
     nodes.node(0, nodes.view(result))
     nodes.tensors[out] = nodes.view(result, nodes.shape(out))
     return nodes.tensors[out]
-
-
-# ---------------------------------------------------------------- order
-
-
-def in_ggml_order(graph: Graph) -> list[Op]:
-    """Return the operations in the order in which ggml computes them.
-
-    A graph is expanded at some operations, in their order: what they read comes directly before them, by argument.
-    Of attention, llama.cpp expands q, v, k and both writes to the cache first; of experts, their weights.
-    """
-    makers = {value: op for op in graph.ops for value in op.outputs()}
-    order: dict[Op, None] = {}
-
-    def expand(op: Op | None) -> None:
-        pending = [op] if op is not None and op not in order else []
-        while pending:
-            op = pending[-1]
-            readied = next((m for v in op.inputs() if (m := makers.get(v)) is not None and m not in order), None)
-            if readied is not None:
-                pending.append(readied)
-                continue
-            order[pending.pop()] = None
-
-    writes: dict[Cache, list[Op]] = {}
-    for op in graph.ops:  # embeddings are computed first, also those that later layers read (gemma3n)
-        if isinstance(op, ops.Embed) or isinstance(op, ops.Scale) and isinstance(makers.get(op.x), ops.Embed):
-            expand(op)
-    for op in graph.ops:
-        if isinstance(op, ops.CacheWrite | ops.BlockWrite):
-            writes.setdefault(op.cache, []).append(op)
-        elif isinstance(op, ops.Attention):
-            expand(makers.get(op.q))
-            for write in writes.pop(op.cache, ()):
-                if op.mask == "whole" and isinstance(write, ops.CacheWrite):  # without a cache, k comes before v
-                    expand(makers.get(write.k))
-                v = write.v if isinstance(write, ops.CacheWrite) else None
-                expand(None if v is None else makers.get(v))
-                expand(write)
-            expand(op)
-        elif isinstance(op, ops.Combine):
-            expand(None if op.weights is None else makers.get(op.weights))
-            expand(op)
-        elif isinstance(op, ops.Convolve | ops.DeltaNet | ops.SsmScan | ops.ColumnScan | ops.Wkv):
-            expand(op)
-    for op in graph.ops:
-        expand(op)
-    return list(order)
