@@ -68,12 +68,13 @@ def compute_bytes(
     split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
     last = {op.layer: op for op in plan.order if 0 <= op.layer < batch.n_vectors - 1}
     stacked = set(last.values())
+    makers = {value: op for op in plan.order for value in op.outputs()}
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = (IkNodes if plan.runtime == "ik" else Nodes)(batch, masks, shapes.widest_v, rotated, split, stacked)
+        nodes = (IkNodes if plan.runtime == "ik" else Nodes)(batch, masks, shapes.widest_v, rotated, split, stacked, makers)
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
@@ -107,6 +108,7 @@ def _batch(shapes: CacheShapes, h: HParams, context: Context) -> Batch:
         n_vectors=1 + h.int("n_deepstack_layers", 0),
         no_cache=not shapes.has_cache,
         block_indexer=_block_indexer(h, context),
+        k_type=context.k_type,
     )
 
 

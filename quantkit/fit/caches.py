@@ -148,7 +148,7 @@ def layer_memory(shapes: CacheShapes, context: Context) -> list[LayerMemory]:
 
 
 def _caches(shapes: CacheShapes, context: Context) -> Iterator[LayerMemory]:
-    padded = not context.flash_attn and shapes.widest_v
+    padded = not context.flash_attn and context.runtime == "llama.cpp" and shapes.widest_v
     layers_without = set(range(shapes.n_layer)) if shapes.arch == "deci" and padded else set()
     # DeepSeek 4 keeps sequences apart even in a unified cache.
     streams = context.n_parallel if shapes.arch == "deepseek4" else context.n_stream

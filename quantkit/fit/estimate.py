@@ -15,6 +15,7 @@ from quantkit.fit.accuracy import GPU_NOTE, accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
 from quantkit.fit.caches import PAD, Context
 from quantkit.fit.command import command_line
+from quantkit.fit.ik_nodes import expanded_tensors
 from quantkit.fit.layout import Device, Estimator, Layout
 from quantkit.fit.options import FitOptions
 from quantkit.fit.weights import Weights, weights_of
@@ -158,9 +159,10 @@ def estimator_of(source: Source, options: FitOptions, companions: int = 0) -> Es
     """Return the estimator of an open model. Raises TypeNotSupported for an architecture without a graph."""
     opened = cast(GGUFFile, source)  # the engine reads metadata and shapes alone
     graph, h = build_graph(opened), HParams(opened)
-    weights = weights_of(
-        ((t.name, t.nbytes) for t in source.tensors.values()), h.n_stored - h.int("nextn_predict_layers", 0)
-    )
+    sizes = {t.name: t.nbytes for t in source.tensors.values()}
+    if options.runtime == "ik":
+        sizes |= expanded_tensors(source.tensors)
+    weights = weights_of(sizes.items(), h.n_stored - h.int("nextn_predict_layers", 0))
     return Estimator(graph, h, weights, options.gpus, options.host, companions, options.runtime)
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from quantkit.fit.allocator import Tensor
 from quantkit.model import ops
 from quantkit.model.ops import Cache, Op, OpTable, Value
+from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up
 
 F32 = I32 = 4
@@ -71,6 +73,8 @@ class Batch:
     #: There is no cache: tokens attend to those of the batch.
     no_cache: bool = False
     block_indexer: BlockIndexer | None = None
+    #: The type of the cache's keys.
+    k_type: TensorType = BY_NAME["F16"]
 
 
 class Nodes:
@@ -87,8 +91,11 @@ class Nodes:
         rotated: Collection[Value] = (),
         split: Collection[Value] = (),
         stacked: Collection[Op] = (),
+        makers: Mapping[Value, Op] | None = None,
     ) -> None:
         self.batch = batch
+        #: The operation that computes a value.
+        self.makers = makers or {}
         self.masks = masks
         self.widest_v = widest_v
         #: Values that are multiplied by a Hadamard matrix.
@@ -104,6 +111,8 @@ class Nodes:
         self.nodes: list[Tensor] = []
         self.tensors: dict[Value, Tensor] = {}
         self.mask_inputs: dict[Mask, Tensor] = {}
+        #: Rows of the cache to which keys and values of this batch are written.
+        self.slots: dict[Mask, tuple[Tensor, ...]] = {}
         #: Keys and values of this batch, where there is no cache.
         self.keys: dict[Cache, list[Tensor]] = {}
         #: Inputs of the indexer of blocks, and the mask as f32, which all its layers share.
@@ -183,6 +192,16 @@ class Nodes:
         self.tensors[value] = tensor
         return tensor
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """The input with the positions of the tokens."""
+        return self.input(I32 * self.batch.n_tokens * self.batch.n_positions)
+
+    @cached_property
+    def output_rows(self) -> Tensor:
+        """The input with the rows whose logits are requested."""
+        return self.input(I32 * self.batch.n_outputs)
+
     # ------------------------------------------------ attention
 
     def mask(self, cache: Cache) -> Tensor:
@@ -193,8 +212,8 @@ class Nodes:
             if self.batch.no_cache:
                 self.mask_inputs[key] = self.input(item * n * n)
                 return self.mask_inputs[key]
-            self.input(I64 * n)
-            self.input(I64 * (n if self.batch.flash_attn or not cache.v_width else n * self.widest_v))
+            v_slots = n if self.batch.flash_attn or not cache.v_width else n * self.widest_v
+            self.slots[key] = (self.input(I64 * n), self.input(I64 * v_slots))
             self.mask_inputs[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
             for width in (self.batch.k_rotation, self.batch.v_rotation):
                 if width:
@@ -238,14 +257,12 @@ def _add_stack(nodes: Nodes, op: Op) -> None:
 
 
 def _embedding_inputs(nodes: Nodes, out: Value) -> None:
-    """Add the inputs of every graph: token ids, vectors in their place, positions, and rows with logits."""
+    """Add the inputs of every graph: token ids, and vectors in their place."""
     n, width = nodes.batch.n_tokens, F32 * out.width * nodes.batch.n_vectors
     ids = nodes.input(I32 * n)
     nodes.input(width * n)
     if nodes.batch.mixed:
         mixed_ids, slots, vectors = nodes.input(I32 * n), nodes.input(I64 * n), nodes.input(width * n)
-    nodes.input(I32 * n * nodes.batch.n_positions)
-    nodes.input(I32 * nodes.batch.n_outputs)
     nodes.out(out, ids)
     if nodes.batch.n_vectors > 1:
         padded = nodes.node(width * n, nodes.tensor(out))
@@ -273,6 +290,11 @@ def _embed(nodes: Nodes, op: ops.Embed | ops.Lookup) -> None:
         nodes.out(op.out)
     else:
         _embedding_inputs(nodes, op.out)
+
+
+@EMIT.register(ops.SelectOutputs)
+def _select(nodes: Nodes, op: ops.SelectOutputs) -> None:
+    nodes.out(op.out, nodes.tensor(op.x), nodes.output_rows)
 
 
 @EMIT.register(ops.Add)
@@ -304,7 +326,9 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
     x = nodes.tensor(op.x)
     if not op.start:
         x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
-        nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, shape=x.shape, in_place=True)
+        nodes.tensors[op.out] = nodes.node(
+            nodes.nbytes(op.out), x, nodes.positions, shape=x.shape, in_place=True
+        )
         return
     if op.out in nodes.split:
         # Latent attention multiplies the first columns, and joins the product with the rotated ones.
@@ -314,7 +338,7 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
     # Rope of the last columns: their view is rotated and joined with the others.
     n_rot, n_rows = op.config.n_rot, nodes.rows(op.x) * (op.x.width // op.head)
     part = nodes.view(x, (n_rot, n_rows))
-    rotated = nodes.node(F32 * n_rot * n_rows, part)
+    rotated = nodes.node(F32 * n_rot * n_rows, part, nodes.positions)
     plain = nodes.view(x, (op.head - n_rot, n_rows))
     nodes.out(op.out, plain, rotated)
 
@@ -324,7 +348,7 @@ def _take(nodes: Nodes, op: ops.Take) -> None:
     x = nodes.tensor(op.x)
     rope = nodes.unrotated.get(op.x)
     if rope is not None and op.start % op.period == rope.start:
-        nodes.out(op.out, nodes.view(x))
+        nodes.out(op.out, nodes.view(x), nodes.positions)
         return
     nodes.tensors[op.out] = nodes.view(x, nodes.shape(op.out))
 
@@ -391,9 +415,10 @@ def _cache_write(nodes: Nodes, op: ops.CacheWrite) -> None:
             nodes.node(x.nbytes // 2, x) if nodes.batch.flash_attn else x for x in (k, v) if x is not None
         ]
         return
-    nodes.node(0, k)
+    k_slots, v_slots = nodes.slots[nodes.masks[op.cache]]
+    nodes.node(0, k, k_slots)
     if v is not None:
-        nodes.node(0, v)
+        nodes.node(0, v, v_slots)
 
 
 @EMIT.register(ops.Attention)

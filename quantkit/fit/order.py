@@ -6,6 +6,10 @@ from quantkit.model import ops
 from quantkit.model.ops import Cache, Graph, Op, Value
 
 
+#: Operations between the product and the attention that reads it.
+ELEMENTWISE = (ops.Norm, ops.Rope, ops.Scale, ops.ScaleByPosition, ops.Clamp, ops.MultiplyBy, ops.Take, ops.MulMatHeads)
+
+
 def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
     """Return the operations in the order in which ggml computes them.
 
@@ -29,9 +33,21 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
     def product(value: Value | None) -> Op | None:
         """Return the product that an element-wise chain begins with."""
         op = None if value is None else makers.get(value)
-        while isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.ScaleByPosition | ops.Clamp | ops.MultiplyBy):
+        while isinstance(op, ELEMENTWISE):
             op = makers.get(op.x)
         return op
+
+    def expand_latent(op: ops.Attention, written: list[ops.CacheWrite]) -> None:
+        """Expand the first products of queries and of latent rows, then what is rotated."""
+        joins = [join for value in (op.q, *(write.k for write in written)) if isinstance(join := makers[value], ops.Join)]
+        below = [product(join.a) for join in joins]
+        x = getattr(below[-1], "x", None)
+        for first in below:
+            while isinstance(first, ops.MulMat) and first.x is not x and product(first.x) is not None:
+                first = product(first.x)
+            expand(first)
+        for join in joins:
+            expand(makers.get(join.b))
 
     writes: dict[Cache, list[Op]] = {}
     for op in graph.ops:  # embeddings are computed first, also those that later layers read (gemma3n)
@@ -43,6 +59,9 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
         elif isinstance(op, ops.Attention) and runtime == "ik":
             written = [write for write in writes.pop(op.cache, ()) if isinstance(write, ops.CacheWrite)]
             values = [op.q, *(value for write in written for value in (write.k, write.v))]
+            if not op.cache.v_width:
+                expand_latent(op, written)
+                values = values[1:]
             for value in values:
                 expand(product(value))
             for value in values:
@@ -66,6 +85,9 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
             expand(op)
         elif isinstance(op, ops.Convolve | ops.DeltaNet | ops.SsmScan | ops.ColumnScan | ops.Wkv):
             expand(op)
+    # What follows the last attention is expanded from its end.
+    for value in (graph.logits, *graph.leaves):
+        expand(makers.get(value))
     for op in graph.ops:
         expand(op)
     return list(order)
