@@ -105,6 +105,8 @@ class Nodes:
         #: The last operations of the layers of a deep stack, and the embeddings with all its parts.
         self.stacked = stacked
         self.deep_stack: Tensor | None = None
+        #: Values that are stored layer by layer.
+        self.by_layer: set[Value] = set()
         #: Ropes of the last columns of these, which are rotated when they are read.
         self.unrotated: dict[Value, ops.Rope] = {}
         self.inputs: list[Tensor] = []
@@ -286,8 +288,11 @@ def _rope_table(nodes: Nodes, op: ops.RopeTable) -> None:
 
 @EMIT.register(ops.Embed, ops.Lookup)
 def _embed(nodes: Nodes, op: ops.Embed | ops.Lookup) -> None:
-    if isinstance(op, ops.Lookup) or op.by_position or nodes.nodes:
+    if isinstance(op, ops.Lookup) or op.by_position:
         nodes.out(op.out)
+    elif nodes.nodes:  # embeddings of layers, which are scaled after a reshape
+        rows = nodes.node(nodes.nbytes(op.out))
+        nodes.out(op.out, nodes.view(rows))
     else:
         _embedding_inputs(nodes, op.out)
 
@@ -346,6 +351,11 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
 @EMIT.register(ops.Take)
 def _take(nodes: Nodes, op: ops.Take) -> None:
     x = nodes.tensor(op.x)
+    maker = nodes.makers.get(op.x)
+    if isinstance(maker, ops.Scale) and maker.layer < 0 and op.x not in nodes.by_layer:
+        # Inputs of all layers are copied, layer by layer (gemma3n, gemma4).
+        x = nodes.tensors[op.x] = nodes.node(nodes.nbytes(op.x), x, shape=x.shape)
+        nodes.by_layer.add(op.x)
     rope = nodes.unrotated.get(op.x)
     if rope is not None and op.start % op.period == rope.start:
         nodes.out(op.out, nodes.view(x), nodes.positions)

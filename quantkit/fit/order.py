@@ -51,7 +51,8 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
 
     writes: dict[Cache, list[Op]] = {}
     for op in graph.ops:  # embeddings are computed first, also those that later layers read (gemma3n)
-        if isinstance(op, ops.Embed) or isinstance(op, ops.Scale) and isinstance(makers.get(op.x), ops.Embed):
+        scaled = isinstance(op, ops.Scale) and op.layer < 0 and isinstance(makers.get(op.x), ops.Embed)
+        if isinstance(op, ops.Embed) or scaled:
             expand(op)
     for op in graph.ops:
         if isinstance(op, ops.CacheWrite | ops.BlockWrite):
