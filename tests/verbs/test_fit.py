@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from ik_memory import ik_memory
 from peer_cache import answer, header, peer
 from refusals import refuses
 from scaled_zoo import write_scaled_zoo
@@ -20,6 +21,9 @@ from checkpoints import write_checkpoint
 from quantkit.cli import cli
 from quantkit.errors import RecipeError
 from quantkit.fit import Fit, FitOptions, fit
+from quantkit.fit.ik_nodes import expanded_tensors
+from quantkit.formats.gguf import open_gguf
+from quantkit.types import BY_NAME
 
 MIB = 1 << 20
 
@@ -58,72 +62,117 @@ def llama_cpp(program: Path, model: Path, ctx: int, *arguments: str) -> dict[str
     }
 
 
+#: Options of ik_llama.cpp's context, by those of ``FitOptions``.
+IK_FIELDS = {"ctx": "n_ctx", "ubatch": "n_ubatch", "parallel": "n_seq_max", "ctk": "type_k", "ctv": "type_v"}
+LLAMA_OPTIONS = {"ubatch": "-ub", "parallel": "-np", "ctk": "-ctk", "ctv": "-ctv"}
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> Callable[[Fit, FitOptions], dict[str, list[float]]]:
+    """Return a function that returns MiB as the runtime allocates them; folders of peers are needed only for theirs."""
+
+    def of_runtime(result: Fit, options: FitOptions) -> dict[str, list[float]]:
+        if options.runtime == "ik":
+            fields = {field: getattr(options, name) for name, field in IK_FIELDS.items()}
+            fields |= {name: BY_NAME[fields[name].upper()].id for name in ("type_k", "type_v")}
+            fields["flash_attn"] = options.flash_attn
+            return ik_memory(result.path, request.getfixturevalue("ik_lib"), **fields)
+        arguments = [str(word) for name, option in LLAMA_OPTIONS.items() for word in (option, getattr(options, name))]
+        program = request.getfixturevalue("llama_bin") / "llama-fit-params"
+        return llama_cpp(program, result.path, result.ctx, "-fa", "on" if options.flash_attn else "off", *arguments)
+
+    return of_runtime
+
+
+Memory = Callable[[Fit, FitOptions], dict[str, list[float]]]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("runtime", ["llama.cpp", "ik"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-dense", {"ctx": 32768}),
+        ("qwen2-dense", {"ctx": 8192}),
+        ("qwen3-dense", {"ctx": 32768, "ctk": "q8_0", "ctv": "q8_0"}),
+        ("qwen3moe-moe", {"ctx": 8192, "flash_attn": False}),
+        ("gpt-oss-moe", {"ctx": 16384}),
+        ("deepseek2-moe", {"ctx": 16384}),
+        ("deepseek2-moe", {"ctx": 8192, "ubatch": 64}),
+        ("deepseek2-moe", {"ctx": 4096, "flash_attn": False}),
+        ("gemma3-dense", {"ctx": 32768, "parallel": 4}),
+        ("ernie4_5-moe-moe", {"ctx": 8192, "ubatch": 256}),
+        *((name, {"ctx": 16384}) for name in ("mistral3-dense", "llama4-moe", "glm4-dense", "hunyuan-moe-moe")),
+    ],
+)
+def test_scaled_models_take_what_runtimes_allocate(
+    name: str, options: dict[str, Any], runtime: str, scaled: Callable[[str], Path], memory: Memory
+) -> None:
+    """Weights, caches and states to the last digit of the log; compute buffers within 3 %."""
+    check_memory(scaled(name), FitOptions(types=(), runtime=runtime, **options), memory, compute=0.03)
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize(
-    ("name", "options", "arguments"),
+    ("name", "options"),
     [
-        ("llama-dense", {"ctx": 32768}, ("-fa", "on")),
-        (
-            "gemma3-dense",
-            {"ctx": 32768, "ctk": "q8_0", "ctv": "q8_0", "parallel": 4},
-            ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "-np", "4"),
-        ),
-        ("qwen3moe-moe", {"ctx": 8192, "flash_attn": False}, ("-fa", "off")),
-        ("llama4-moe", {"ctx": 16384}, ("-fa", "on")),
-        ("lfm2-dense", {"ctx": 8192, "ubatch": 256}, ("-fa", "on", "-ub", "256")),
-        *(
-            (name, {"ctx": 16384}, ("-fa", "on"))
-            for name in ("glm4moe-moe", "phi3-dense", "granitemoe-moe", "mistral3-dense", "gemma2-dense")
-        ),
-        *((name, {"ctx": 8192}, ("-fa", "on")) for name in ("hunyuan-moe-moe", "ernie4_5-moe-moe", "exaone4-dense")),
+        ("qwen3next-moe", {"ctx": 32768}),
+        ("lfm2-dense", {"ctx": 8192, "ubatch": 256}),
+        *((name, {"ctx": 16384}) for name in ("phi3-dense", "granitemoe-moe", "gemma2-dense", "exaone4-dense")),
     ],
 )
 def test_scaled_models_take_what_llama_cpp_allocates(
-    name: str, options: dict[str, Any], arguments: tuple[str, ...], scaled: Callable[[str], Path], llama_bin: Path
+    name: str, options: dict[str, Any], scaled: Callable[[str], Path], memory: Memory
 ) -> None:
-    """Caches and states to the last digit of the log; compute buffers within 3 %."""
-    check_beside(fit(scaled(name), FitOptions(types=(), **options)), llama_bin, arguments, compute=0.03)
+    """Architectures that ik_llama.cpp does not load, or not with the zoo's layers."""
+    check_memory(scaled(name), FitOptions(types=(), **options), memory, compute=0.03)
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize(
     ("name", "compute"),
     [
+        *((name, 0.001) for name in ("qwen3next-moe", "llada-dense", "dream-dense", "gemma3n-dense", "gemma4-dense")),
+        *((name, 0.001) for name in ("minimax-m3-moe", "qwen3vl-dense", "llada-moe-moe", "jamba-moe")),
+        *((name, 0.01) for name in ("mamba2-dense", "hy_v4-moe", "dots3note-moe")),
         ("deepseek2-moe", 0.03),
-        ("mamba2-dense", 0.01),
-        ("qwen3next-moe", 0.01),
-        ("jamba-moe", 0.01),
-        ("minimax-m3-moe", 0.01),
-        ("llada-moe-moe", 0.01),
-        ("qwen3vl-dense", 0.01),
-        ("gemma3n-dense", 0.11),
+        ("deepseek4-moe", 0.09),
+        ("kimi-k3-moe", 0.1),
+        ("openelm-dense", 0.12),
     ],
 )
 def test_other_memory_takes_what_llama_cpp_allocates(
-    name: str, compute: float, zoo: Callable[[str], Path], llama_bin: Path
+    name: str, compute: float, zoo: Callable[[str], Path], memory: Memory
 ) -> None:
     """Latent keys, states of recurrent layers, and indexers; ``compute``: the difference that the note admits."""
-    check_beside(fit(zoo(name), FitOptions(ctx=8192, types=())), llama_bin, ("-fa", "on"), compute)
+    check_memory(zoo(name), FitOptions(ctx=8192, types=()), memory, compute)
 
 
 @pytest.mark.peer
+@pytest.mark.parametrize("runtime", ["llama.cpp", "ik"])
 @pytest.mark.parametrize(("name", "ctx"), [("tiny_moe", 4096), ("smollm2", 8192), ("gemma3", 32768)])
-def test_real_models_take_what_llama_cpp_allocates(
-    name: str, ctx: int, request: pytest.FixtureRequest, llama_bin: Path
+def test_real_models_take_what_runtimes_allocate(
+    name: str, ctx: int, runtime: str, request: pytest.FixtureRequest, memory: Memory
 ) -> None:
-    path: Path = request.getfixturevalue(name)
-    check_beside(fit(path, FitOptions(ctx=ctx, types=())), llama_bin, ("-fa", "on"), 0.01)
+    check_memory(request.getfixturevalue(name), FitOptions(ctx=ctx, types=(), runtime=runtime), memory, 0.01)
 
 
-def check_beside(result: Fit, llama_bin: Path, arguments: tuple[str, ...], compute: float) -> None:
-    """Compare a result without GPUs with llama.cpp's log, whose figures have two digits each."""
-    reference = llama_cpp(llama_bin / "llama-fit-params", result.path, result.ctx, *arguments)
+def check_memory(path: Path, options: FitOptions, memory: Memory, compute: float) -> None:
+    """Compare a result without GPUs with the runtime's log, whose figures have two digits each."""
+    result = fit(path, options)
+    reference = memory(result, options)
     kinds = {"cache": 0.0, "state": 0.0}
     for cache in result.caches:
         kinds["state" if cache.kind == "state" else "cache"] += cache.nbytes / MIB
     for kind, total in kinds.items():
-        assert total == pytest.approx(sum(reference[kind]), abs=0.0051 * max(1, len(reference[kind])))
+        figures = reference.get(kind, [])
+        assert total == pytest.approx(sum(figures), abs=0.0051 * max(1, len(figures)))
     assert result.devices[0].compute / MIB == pytest.approx(reference["compute"][0], rel=compute, abs=0.006)
+    if "weights" in reference:
+        with open_gguf(path, header_only=True) as file:
+            products = sum(expanded_tensors(file.tensors).values())
+        loaded = result.devices[0].weights - products
+        assert loaded / MIB == pytest.approx(reference["weights"][0], abs=0.0051)
 
 
 def test_gpus_are_filled_before_memory(scaled: Callable[[str], Path]) -> None:
