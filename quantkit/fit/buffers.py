@@ -74,7 +74,9 @@ def compute_bytes(
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = (IkNodes if plan.runtime == "ik" else Nodes)(batch, masks, shapes.widest_v, rotated, split, stacked, makers)
+        nodes = (IkNodes if plan.runtime == "ik" else Nodes)(
+            batch, masks, shapes.widest_v, rotated, split, stacked, makers
+        )
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs

@@ -1,7 +1,7 @@
 """Nodes of ik_llama.cpp's graph that differ from llama.cpp's: fused norms and experts, masks, inputs.
 
-From src/llama-build-context.cpp and src/graphs, with its defaults (-fa on, -fmoe, -mmad on, -mla 3). Its graph has up and
-gate as one operation, which ``fusion`` makes of the engine's.
+From src/llama-build-context.cpp and src/graphs, with its defaults: flash attention, -mla 3, fused experts and sums. Its
+graph has up and gate as one operation, which ``fuse`` makes of the engine's two.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class IkNodes(Nodes):
     """Nodes of a part of ik_llama.cpp's graph."""
 
     table = EMIT_IK
+
     @cached_property
     def expands_latent(self) -> bool:
         """Whether keys and values are computed from latent rows for the whole context (-mla 3, large batches)."""
@@ -125,7 +126,7 @@ def _attention(nodes: IkNodes, op: ops.Attention) -> None:
 
 @EMIT_IK.register(ops.MulMatHeads)
 def _heads(nodes: IkNodes, op: ops.MulMatHeads) -> None:
-    """Add a product of each head; where latent rows are expanded, only values follow attention, and it is added here."""
+    """Add a product of each head; where latent rows are expanded, attention is added with that of the values."""
     attention = nodes.makers.get(op.x)
     if not nodes.expands_latent:
         nodes.out(op.out, nodes.node(nodes.nbytes(op.out), nodes.tensor(op.x)))

@@ -214,12 +214,12 @@ class Nodes:
             if self.batch.no_cache:
                 self.mask_inputs[key] = self.input(item * n * n)
                 return self.mask_inputs[key]
-            v_slots = n if self.batch.flash_attn or not cache.v_width else n * self.widest_v
-            self.slots[key] = (self.input(I64 * n), self.input(I64 * v_slots))
-            self.mask_inputs[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
             for width in (self.batch.k_rotation, self.batch.v_rotation):
                 if width:
                     self.input(F32 * width * width)
+            v_slots = n if self.batch.flash_attn or not cache.v_width else n * self.widest_v
+            self.slots[key] = (self.input(I64 * n), self.input(I64 * v_slots))
+            self.mask_inputs[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
         return self.mask_inputs[key]
 
 
@@ -331,9 +331,7 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
     x = nodes.tensor(op.x)
     if not op.start:
         x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
-        nodes.tensors[op.out] = nodes.node(
-            nodes.nbytes(op.out), x, nodes.positions, shape=x.shape, in_place=True
-        )
+        nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, nodes.positions, shape=x.shape, in_place=True)
         return
     if op.out in nodes.split:
         # Latent attention multiplies the first columns, and joins the product with the rotated ones.

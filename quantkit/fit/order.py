@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quantkit.model import ops
 from quantkit.model.ops import Cache, Graph, Op, Value
 
-
 #: Operations between the product and the attention that reads it.
 ELEMENTWISE = (ops.Norm, ops.Rope, ops.Scale, ops.ScaleByPosition, ops.Clamp, ops.MultiplyBy, ops.Take, ops.MulMatHeads)
+
+
+#: Operations at which a graph is expanded, besides attention and experts.
+EXPANDED = (ops.Convolve, ops.DeltaNet, ops.SsmScan, ops.ColumnScan, ops.Wkv)
+
+
+def _adds_experts(op: Op, makers: Mapping[Value, Op]) -> bool:
+    return isinstance(op, ops.Add) and isinstance(makers.get(op.a), ops.Combine)
 
 
 def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
@@ -39,7 +48,9 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
 
     def expand_latent(op: ops.Attention, written: list[ops.CacheWrite]) -> None:
         """Expand the first products of queries and of latent rows, then what is rotated."""
-        joins = [join for value in (op.q, *(write.k for write in written)) if isinstance(join := makers[value], ops.Join)]
+        joins = [
+            join for value in (op.q, *(write.k for write in written)) if isinstance(join := makers[value], ops.Join)
+        ]
         below = [product(join.a) for join in joins]
         x = getattr(below[-1], "x", None)
         for first in below:
@@ -82,9 +93,7 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
         elif isinstance(op, ops.Combine):
             expand(None if op.weights is None else makers.get(op.weights))
             expand(op)
-        elif runtime == "ik" and isinstance(op, ops.Add) and isinstance(makers.get(op.a), ops.Combine):
-            expand(op)
-        elif isinstance(op, ops.Convolve | ops.DeltaNet | ops.SsmScan | ops.ColumnScan | ops.Wkv):
+        elif isinstance(op, EXPANDED) or runtime == "ik" and _adds_experts(op, makers):
             expand(op)
     # What follows the last attention is expanded from its end.
     for value in (graph.logits, *graph.leaves):

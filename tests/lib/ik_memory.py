@@ -17,8 +17,9 @@ import sys
 from ctypes import c_char_p, c_void_p
 from pathlib import Path
 
-from libllama import CONTEXT_DEFAULTS, MODEL_DEFAULTS, Ik, defaults
 from peer_cache import answer, header, peer
+
+from libllama import CONTEXT_DEFAULTS, MODEL_DEFAULTS, Ik, defaults
 
 #: The fields of a model that the loader needs to know of the context.
 SHARED = ("n_ubatch", "flash_attn", "type_k", "type_v")
@@ -52,9 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     api = Ik(options.lib.absolute())
     api.c.llama_backend_init()
-    model_params = defaults(
-        api.c.llama_model_default_params, api.ModelParams, MODEL_DEFAULTS | api.own_model_defaults
-    )
+    model_params = defaults(api.c.llama_model_default_params, api.ModelParams, MODEL_DEFAULTS | api.own_model_defaults)
     context_params = defaults(
         api.c.llama_context_default_params, api.ContextParams, CONTEXT_DEFAULTS | api.own_defaults
     )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from ik_memory import ik_memory
-from peer_cache import answer, header, peer
 from refusals import refuses
+from runtime_memory import runtime_memory
 from scaled_zoo import write_scaled_zoo
 
 from checkpoints import write_checkpoint
@@ -23,9 +19,9 @@ from quantkit.errors import RecipeError
 from quantkit.fit import Fit, FitOptions, fit
 from quantkit.fit.ik_nodes import expanded_tensors
 from quantkit.formats.gguf import open_gguf
-from quantkit.types import BY_NAME
 
 MIB = 1 << 20
+Memory = Callable[[Fit, FitOptions], dict[str, list[float]]]
 
 
 @pytest.fixture(scope="module")
@@ -39,52 +35,27 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def llama_cpp(program: Path, model: Path, ctx: int, *arguments: str) -> dict[str, list[float]]:
-    """Return MiB that llama.cpp prints: of the file, of keys and values, of states, and of the compute buffer."""
-    command = [str(program), "-m", str(model), "-lv", "5", "-fitp", "on", "-c", str(ctx), *arguments]
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes models of half the width, of which logits are a smaller part of the buffer."""
+    folder = tmp_path_factory.mktemp("half")
 
-    def run() -> bytes:
-        # Its log thread does not always print everything before it ends.
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
-        for _ in range(10):
-            output = subprocess.run(command, capture_output=True, env=environment, timeout=60)
-            if b"compute buffer size" in (log := output.stdout + output.stderr):
-                return log
-        raise AssertionError(log.decode(errors="replace"))
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_scaled_zoo(name, path, factor=4, n_vocab=16384)
 
-    # The weights, which are holes, do not matter.
-    text = answer(run, peer(program.parent), header(model), *command[3:]).decode(errors="replace")
-    sizes = r"K \(\w+\):\s*([\d.]+) MiB, V \(\w+\):\s*([\d.]+) MiB"
-    return {
-        "cache": [float(n) for pair in re.findall(rf"cells,.*{sizes}", text) for n in pair],
-        "state": [float(n) for n in re.findall(r"RS buffer size =\s*([\d.]+)", text)],
-        "compute": [float(n) for n in re.findall(r"compute buffer size =\s*([\d.]+)", text)],
-    }
-
-
-#: Options of ik_llama.cpp's context, by those of ``FitOptions``.
-IK_FIELDS = {"ctx": "n_ctx", "ubatch": "n_ubatch", "parallel": "n_seq_max", "ctk": "type_k", "ctv": "type_v"}
-LLAMA_OPTIONS = {"ubatch": "-ub", "parallel": "-np", "ctk": "-ctk", "ctv": "-ctv"}
+    return make
 
 
 @pytest.fixture
-def memory(request: pytest.FixtureRequest) -> Callable[[Fit, FitOptions], dict[str, list[float]]]:
-    """Return a function that returns MiB as the runtime allocates them; folders of peers are needed only for theirs."""
+def memory(request: pytest.FixtureRequest) -> Memory:
+    """Return a function that returns MiB as the runtime allocates them; a peer that is not needed may be missing."""
 
     def of_runtime(result: Fit, options: FitOptions) -> dict[str, list[float]]:
-        if options.runtime == "ik":
-            fields = {field: getattr(options, name) for name, field in IK_FIELDS.items()}
-            fields |= {name: BY_NAME[fields[name].upper()].id for name in ("type_k", "type_v")}
-            fields["flash_attn"] = options.flash_attn
-            return ik_memory(result.path, request.getfixturevalue("ik_lib"), **fields)
-        arguments = [str(word) for name, option in LLAMA_OPTIONS.items() for word in (option, getattr(options, name))]
-        program = request.getfixturevalue("llama_bin") / "llama-fit-params"
-        return llama_cpp(program, result.path, result.ctx, "-fa", "on" if options.flash_attn else "off", *arguments)
+        folder = request.getfixturevalue("ik_lib" if options.runtime == "ik" else "llama_bin")
+        return runtime_memory(result, options, folder)
 
     return of_runtime
-
-
-Memory = Callable[[Fit, FitOptions], dict[str, list[float]]]
 
 
 @pytest.mark.peer
@@ -106,10 +77,10 @@ Memory = Callable[[Fit, FitOptions], dict[str, list[float]]]
     ],
 )
 def test_scaled_models_take_what_runtimes_allocate(
-    name: str, options: dict[str, Any], runtime: str, scaled: Callable[[str], Path], memory: Memory
+    name: str, options: dict[str, Any], runtime: str, half: Callable[[str], Path], memory: Memory
 ) -> None:
     """Weights, caches and states to the last digit of the log; compute buffers within 3 %."""
-    check_memory(scaled(name), FitOptions(types=(), runtime=runtime, **options), memory, compute=0.03)
+    check_memory(half(name), FitOptions(types=(), runtime=runtime, **options), memory, compute=0.03)
 
 
 @pytest.mark.peer
@@ -122,10 +93,10 @@ def test_scaled_models_take_what_runtimes_allocate(
     ],
 )
 def test_scaled_models_take_what_llama_cpp_allocates(
-    name: str, options: dict[str, Any], scaled: Callable[[str], Path], memory: Memory
+    name: str, options: dict[str, Any], half: Callable[[str], Path], memory: Memory
 ) -> None:
     """Architectures that ik_llama.cpp does not load, or not with the zoo's layers."""
-    check_memory(scaled(name), FitOptions(types=(), **options), memory, compute=0.03)
+    check_memory(half(name), FitOptions(types=(), **options), memory, compute=0.03)
 
 
 @pytest.mark.peer
@@ -136,7 +107,6 @@ def test_scaled_models_take_what_llama_cpp_allocates(
         *((name, 0.001) for name in ("minimax-m3-moe", "qwen3vl-dense", "llada-moe-moe", "jamba-moe")),
         *((name, 0.01) for name in ("mamba2-dense", "hy_v4-moe", "dots3note-moe")),
         ("deepseek2-moe", 0.03),
-        ("deepseek4-moe", 0.09),
         ("kimi-k3-moe", 0.1),
         ("openelm-dense", 0.12),
     ],
