@@ -1,10 +1,9 @@
-"""Compare `quantkit fit` with what llama.cpp and ik_llama.cpp allocate, of models of the tests at widths of 1024 and more, without
-those whose layers a runtime refuses.
+"""Compare compute buffers of `quantkit fit` with those of llama.cpp and ik_llama.cpp, of models of the tests whose rows
+are four times as long.
 
     benchmarks/fit_memory.py [--runtime llama.cpp|ik]
 
-Weights and caches are exact in the tests; the table has compute buffers. Differences are those of quantkit's figure,
-relative to the runtime's.
+Weights and caches are compared by tests/verbs/test_fit.py. Only memory is read, so other work does not matter.
 """
 
 from __future__ import annotations
@@ -28,10 +27,18 @@ from quantkit.fit import FitOptions, fit  # noqa: E402
 #: Models of the tests, and the runtimes that load them with the layers of the tests.
 BOTH = (
     *("llama-dense", "qwen2-dense", "qwen3-dense", "qwen3moe-moe", "gpt-oss-moe", "deepseek2-moe", "ernie4_5-moe-moe"),
-    *("mistral3-dense", "llama4-moe", "glm4-dense", "hunyuan-moe-moe", "gemma3-dense", "minimax-m2-moe", "dots1-moe"),
+    *("mistral3-dense", "llama4-moe", "glm4-dense", "hunyuan-moe-moe", "minimax-m2-moe", "smollm3-dense", "dots1-moe"),
 )
-LLAMA_CPP = ("qwen3next-moe", "lfm2-dense", "phi3-dense", "granitemoe-moe", "gemma2-dense", "exaone4-dense")
-SETTINGS = ({"ctx": 4096}, {"ctx": 32768}, {"ctx": 4096, "flash_attn": False})
+LLAMA_CPP = (
+    "qwen3next-moe",
+    "gemma3-dense",
+    "lfm2-dense",
+    "phi3-dense",
+    "granitemoe-moe",
+    "gemma2-dense",
+    "exaone4-dense",
+)
+SETTINGS: tuple[dict[str, int], ...] = ({"ctx": 32768}, {"ctx": 4096, "flash_attn": False})
 
 
 def main() -> None:
@@ -51,7 +58,7 @@ def main() -> None:
                 if not path.exists():
                     write_scaled_zoo(name, path, factor=4, n_vocab=16384)
                 for setting in SETTINGS:
-                    settings = FitOptions(types=(), runtime=runtime, **setting)  # type: ignore[arg-type]
+                    settings = FitOptions(types=(), runtime=runtime, **setting)
                     result = fit(path, settings)
                     own = result.devices[0].compute / (1 << 20)
                     reference = runtime_memory(result, settings, place)["compute"][0]

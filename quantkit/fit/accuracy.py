@@ -1,7 +1,7 @@
-"""Error bounds of the estimated compute buffers, by architecture, relative to llama.cpp's.
+"""Error bounds of the estimated compute buffers, by architecture, relative to those of llama.cpp and ik_llama.cpp.
 
 Measured on the models of tests/data/zoo, which are small, so that buffers are all the larger beside weights: contexts
-of 4096 and 32768, with and without flash attention, one sequence and four, caches of f16 and q8_0.
+of 4096 and 32768, with and without flash attention, of llama.cpp also one sequence and four, caches of f16 and q8_0.
 """
 
 from __future__ import annotations
@@ -48,10 +48,35 @@ APPROXIMATE = {
 }
 
 
-def accuracy_note(arch: str) -> str | None:
-    """Return a note on an architecture whose compute buffers are not those of llama.cpp within 3 %."""
-    if arch in CLOSE:
+#: The same of ik_llama.cpp, of those that the wheel ik-llama-cpp-python loads.
+IK_CLOSE = frozenset(
+    """
+    arctic baichuan bailingmoe2 deci deepseek2 ernie4_5-moe gemma gemma3 gpt-oss grok llama minimax-m2 mistral3 olmo
+    orion qwen2 qwen3 qwen3moe qwen3vlmoe refact seed_oss smollm3 stablelm
+    """.split()  # noqa: SIM905 - as above
+)
+IK_APPROXIMATE = {
+    "bitnet": 0.09,
+    "command-r": 0.05,
+    "dots1": 0.1,
+    "falcon": 0.06,
+    "glm4": 0.09,
+    "gptneox": 0.1,
+    "hunyuan-moe": 0.09,
+    "jais": 0.09,
+    "llama4": 0.07,
+    "openelm": 0.08,
+    "qwen": 0.1,
+    "qwen3vl": 0.17,
+}
+
+
+def accuracy_note(arch: str, runtime: str = "llama.cpp") -> str | None:
+    """Return a note on an architecture whose compute buffers are not those of the runtime within 3 %."""
+    close, approximate = (IK_CLOSE, IK_APPROXIMATE) if runtime == "ik" else (CLOSE, APPROXIMATE)
+    if arch in close:
         return None
-    if (bound := APPROXIMATE.get(arch)) is not None:
+    if (bound := approximate.get(arch)) is not None:
         return f"compute buffers of {arch} are approximate: up to {bound:.0%} off on the models of the tests"
-    return f"compute buffers of {arch} are not compared with llama.cpp's"
+    name = "ik_llama.cpp" if runtime == "ik" else "llama.cpp"
+    return f"compute buffers of {arch} are not compared with {name}'s"

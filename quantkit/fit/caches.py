@@ -61,7 +61,7 @@ class Context:
     @property
     def n_outputs(self) -> int:
         """Rows of logits of the largest batch."""
-        return min(self.n_tokens, self.n_parallel if self.server else self.n_batch)
+        return min(self.n_tokens, self.n_parallel if self.server and self.runtime == "llama.cpp" else self.n_batch)
 
     def with_length(self, n_ctx: int) -> Context:
         return replace(self, n_ctx=n_ctx)

@@ -222,10 +222,10 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
 def _notes(model: Estimator, options: FitOptions, planned_type: str | None) -> Iterator[str]:
     if options.gpus:
         yield GPU_NOTE
-    if (note := accuracy_note(model.h.arch)) is not None:
+    if (note := accuracy_note(model.h.arch, options.runtime)) is not None:
         yield note
-    if options.runtime == "ik":
-        yield "ik_llama.cpp: caches and buffers are llama.cpp's, but all windows as long as the context; not compared"
+    if options.runtime == "ik" and options.server:
+        yield "ik_llama.cpp reserves logits of a whole batch, also for its server"
     if options.flash_attn and model.h.arch in WITHOUT_FLASH_ATTENTION:
         yield f"{model.h.arch} runs without flash attention"
     if model.weights.unloaded:

@@ -71,9 +71,8 @@ def memory(request: pytest.FixtureRequest) -> Memory:
         ("deepseek2-moe", {"ctx": 16384}),
         ("deepseek2-moe", {"ctx": 8192, "ubatch": 64}),
         ("deepseek2-moe", {"ctx": 4096, "flash_attn": False}),
-        ("gemma3-dense", {"ctx": 32768, "parallel": 4}),
         ("ernie4_5-moe-moe", {"ctx": 8192, "ubatch": 256}),
-        *((name, {"ctx": 16384}) for name in ("mistral3-dense", "llama4-moe", "glm4-dense", "hunyuan-moe-moe")),
+        *((name, {"ctx": 16384}) for name in ("mistral3-dense", "minimax-m2-moe", "smollm3-dense")),
     ],
 )
 def test_scaled_models_take_what_runtimes_allocate(
@@ -89,6 +88,8 @@ def test_scaled_models_take_what_runtimes_allocate(
     [
         ("qwen3next-moe", {"ctx": 32768}),
         ("lfm2-dense", {"ctx": 8192, "ubatch": 256}),
+        ("gemma3-dense", {"ctx": 32768, "parallel": 4, "ctk": "q8_0", "ctv": "q8_0"}),
+        *((name, {"ctx": 16384}) for name in ("llama4-moe", "glm4-dense", "hunyuan-moe-moe")),
         *((name, {"ctx": 16384}) for name in ("phi3-dense", "granitemoe-moe", "gemma2-dense", "exaone4-dense")),
     ],
 )
