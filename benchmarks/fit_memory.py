@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from processes import work_folder
 from results import parse_options, record_output
@@ -18,11 +19,11 @@ from results import parse_options, record_output
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "tests/verbs")]
 
-from runtime_memory import runtime_memory  # noqa: E402
 from scaled_zoo import write_scaled_zoo  # noqa: E402
 
 from conftest import ik_libraries, llama_programs  # noqa: E402
 from quantkit.fit import FitOptions, fit  # noqa: E402
+from runtime_memory import runtime_memory  # noqa: E402
 
 #: Models of the tests, and the runtimes that load them with the layers of the tests.
 BOTH = (
@@ -38,7 +39,7 @@ LLAMA_CPP = (
     "gemma2-dense",
     "exaone4-dense",
 )
-SETTINGS: tuple[dict[str, int], ...] = ({"ctx": 32768}, {"ctx": 4096, "flash_attn": False})
+SETTINGS: tuple[dict[str, Any], ...] = ({"ctx": 32768}, {"ctx": 4096, "flash_attn": False})
 
 
 def main() -> None:

@@ -78,8 +78,8 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
                 expand(product(value))
             for value in values:
                 expand(None if value is None else makers.get(value))
-            for write in written:
-                expand(write)
+            for cache_write in written:
+                expand(cache_write)
             expand(op)
         elif isinstance(op, ops.Attention):
             expand(makers.get(op.q))

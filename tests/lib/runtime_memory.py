@@ -7,9 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from ik_memory import ik_memory
 from peer_cache import answer, header, peer
 
+from ik_memory import ik_memory
 from quantkit.fit import Fit, FitOptions
 from quantkit.types import BY_NAME
 

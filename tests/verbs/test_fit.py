@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from refusals import refuses
-from runtime_memory import runtime_memory
 from scaled_zoo import write_scaled_zoo
 
 from checkpoints import write_checkpoint
@@ -19,6 +18,7 @@ from quantkit.errors import RecipeError
 from quantkit.fit import Fit, FitOptions, fit
 from quantkit.fit.ik_nodes import expanded_tensors
 from quantkit.formats.gguf import open_gguf
+from runtime_memory import runtime_memory
 
 MIB = 1 << 20
 Memory = Callable[[Fit, FitOptions], dict[str, list[float]]]
@@ -183,7 +183,7 @@ def test_the_longest_context_fits_and_the_next_does_not(scaled: Callable[[str], 
 def test_server_parallel_and_windows_change_memory(scaled: Callable[[str], Path]) -> None:
     model = scaled("gemma3-dense")
     alone, server, four, ik = (
-        fit(model, FitOptions(ctx=8192, types=(), **extra))  # type: ignore[arg-type]
+        fit(model, FitOptions(ctx=8192, types=(), **extra))
         for extra in ({}, {"server": True}, {"parallel": 4}, {"runtime": "ik"})
     )
     # Logits of 512 tokens are 128 MiB; without them the buffer is smaller.
