@@ -14,8 +14,8 @@ CLOSE = frozenset(
     afmoe apertus arcee arctic baichuan bailingmoe bailingmoe2 bailingmoe3 bitnet bloom chatglm codeshell
     cohere2moe dbrx deci deepseek dots1 dots3note dream ernie4_5-moe exaone exaone-moe exaone4 gemma gemma2
     gemma3 gemma4 glm4 glm4moe gpt-oss gpt2 gptneox granite granite_swa granitemoe grok grovemoe hunyuan-moe
-    hunyuan_vl hy_v3 jais2 jamba laguna lfm2 lfm2moe llada llada-moe llama llama4 maincoder mamba mamba2 maple mellum mimo2
-    minicpm minimax-m2 minimax-m3 mistral3 mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo
+    hunyuan_vl hy_v3 jais2 jamba laguna lfm2 lfm2moe llada llada-moe llama llama4 maincoder mamba mamba2 maple mellum
+    mimo2 minicpm minimax-m2 minimax-m3 mistral3 mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo
     olmo2 olmoe orion paddleocr pangu-embedded phi3 phimoe plamo2 plamo3 qwen qwen2 qwen2moe qwen2vl qwen3
     qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe refact rnd1 seed_oss smollm3 stablelm starcoder starcoder2 step35
     """.split()  # noqa: SIM905 - a list of 80 lines
