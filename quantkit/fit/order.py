@@ -95,7 +95,7 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
             expand(op)
         elif isinstance(op, EXPANDED) or runtime == "ik" and _adds_experts(op, makers):
             expand(op)
-    # What follows the last attention is expanded from its end.
+    # Operations after the last attention are expanded from the logits.
     for value in (graph.logits, *graph.leaves):
         expand(makers.get(value))
     for op in graph.ops:
