@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from quantkit.fit.allocator import Tensor, buffer_size
 from quantkit.fit.caches import CacheShapes, Context
-from quantkit.fit.nodes import Batch, BlockIndexer, Mask, Nodes, emit, in_ggml_order
+from quantkit.fit.ik_nodes import FUSION, RESIDUAL_FIRST, IkNodes, residual_first
+from quantkit.fit.nodes import Batch, BlockIndexer, Mask, Nodes, emit
+from quantkit.fit.order import in_ggml_order
 from quantkit.model import ops
+from quantkit.model.fusion import fuse
 from quantkit.model.hparams import HParams
 from quantkit.model.ops import Graph, Op, Value
 from quantkit.types import TensorType
@@ -32,11 +35,15 @@ class Schedule:
 
     graph: Graph
     order: tuple[Op, ...]
+    runtime: str = "llama.cpp"
 
 
-def schedule(graph: Graph) -> Schedule:
-    """Return the graph's operations in ggml's order."""
-    return Schedule(graph, tuple(in_ggml_order(graph)))
+def schedule(graph: Graph, arch: str, runtime: str = "llama.cpp") -> Schedule:
+    """Return the graph's operations in ggml's order, for ik_llama.cpp with those that it fuses."""
+    if runtime == "ik":
+        graph, _ = fuse(graph, FUSION)
+        graph = residual_first(graph) if arch in RESIDUAL_FIRST else graph
+    return Schedule(graph, tuple(in_ggml_order(graph, runtime)), runtime)
 
 
 def compute_bytes(
@@ -61,12 +68,15 @@ def compute_bytes(
     split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
     last = {op.layer: op for op in plan.order if 0 <= op.layer < batch.n_vectors - 1}
     stacked = set(last.values())
+    makers = {value: op for op in plan.order for value in op.outputs()}
     parts: dict[int, list[Op]] = {}
     for op in plan.order:
         parts.setdefault(device_of(op) if device_of else 0, []).append(op)
     sizes = {}
     for device, part in parts.items():
-        nodes = Nodes(batch, masks, shapes.widest_v, rotated, split, stacked)
+        nodes = (IkNodes if plan.runtime == "ik" else Nodes)(
+            batch, masks, shapes.widest_v, rotated, split, stacked, makers
+        )
         if not device and device_of:
             for cache in masks:
                 nodes.mask(cache)  # inputs are filled in memory, then copied to GPUs
@@ -93,13 +103,14 @@ def _batch(shapes: CacheShapes, h: HParams, context: Context) -> Batch:
         n_seqs=context.n_parallel,
         flash_attn=context.flash_attn and h.arch not in WITHOUT_FLASH_ATTENTION,
         # Latent keys are not rotated (llm_graph_input_attn_k), nor are those without a cache.
-        k_rotation=0 if is_plain else _k_rotation({k for k, _ in heads}, context.k_type),
-        v_rotation=0 if is_plain else _v_rotation({v for _, v in heads}, context.v_type),
+        k_rotation=0 if is_plain or context.runtime == "ik" else _k_rotation({k for k, _ in heads}, context.k_type),
+        v_rotation=0 if is_plain or context.runtime == "ik" else _v_rotation({v for _, v in heads}, context.v_type),
         mixed=h.arch not in _UNMIXED,
         n_positions=4 if h.arch in _SECTIONS else 1,
         n_vectors=1 + h.int("n_deepstack_layers", 0),
         no_cache=not shapes.has_cache,
         block_indexer=_block_indexer(h, context),
+        k_type=context.k_type,
     )
 
 

@@ -33,10 +33,15 @@ class Context:
     n_batch: int = 2048
     n_ubatch: int = 512
     flash_attn: bool = True
-    #: Windows have caches of their own size (llama.cpp); otherwise all caches are as long as the context.
-    windows: bool = True
+    #: ``llama.cpp`` or ``ik``.
+    runtime: str = "llama.cpp"
     #: Only one row of logits for each sequence, as in llama-server.
     server: bool = False
+
+    @property
+    def windows(self) -> bool:
+        """Whether windows have caches of their own size; otherwise all caches are as long as the context."""
+        return self.runtime == "llama.cpp"
 
     @property
     def cells(self) -> int:
@@ -56,7 +61,7 @@ class Context:
     @property
     def n_outputs(self) -> int:
         """Rows of logits of the largest batch."""
-        return min(self.n_tokens, self.n_parallel if self.server else self.n_batch)
+        return min(self.n_tokens, self.n_parallel if self.server and self.runtime == "llama.cpp" else self.n_batch)
 
     def with_length(self, n_ctx: int) -> Context:
         return replace(self, n_ctx=n_ctx)
@@ -143,7 +148,7 @@ def layer_memory(shapes: CacheShapes, context: Context) -> list[LayerMemory]:
 
 
 def _caches(shapes: CacheShapes, context: Context) -> Iterator[LayerMemory]:
-    padded = not context.flash_attn and shapes.widest_v
+    padded = not context.flash_attn and context.runtime == "llama.cpp" and shapes.widest_v
     layers_without = set(range(shapes.n_layer)) if shapes.arch == "deci" and padded else set()
     # DeepSeek 4 keeps sequences apart even in a unified cache.
     streams = context.n_parallel if shapes.arch == "deepseek4" else context.n_stream

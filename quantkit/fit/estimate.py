@@ -14,6 +14,7 @@ from quantkit.fit.accuracy import GPU_NOTE, accuracy_note
 from quantkit.fit.buffers import WITHOUT_FLASH_ATTENTION
 from quantkit.fit.caches import PAD, Context
 from quantkit.fit.command import command_line
+from quantkit.fit.ik_nodes import expanded_tensors
 from quantkit.fit.layout import Device, Estimator, Layout
 from quantkit.fit.options import FitOptions
 from quantkit.fit.weights import Weights, weights_of
@@ -159,10 +160,11 @@ def estimator_of(source: Source, options: FitOptions, companions: int = 0) -> Es
     """Return the estimator of an open model. Raises TypeNotSupported for an architecture without a graph."""
     opened = cast(GGUFFile, source)  # the engine reads metadata and shapes alone
     graph, h = build_graph(opened), HParams(opened)
-    weights = weights_of(
-        ((t.name, t.nbytes) for t in source.tensors.values()), h.n_stored - h.int("nextn_predict_layers", 0)
-    )
-    return Estimator(graph, h, weights, options.gpus, options.host, companions)
+    sizes = {t.name: t.nbytes for t in source.tensors.values()}
+    if options.runtime == "ik":
+        sizes |= expanded_tensors(source.tensors)
+    weights = weights_of(sizes.items(), h.n_stored - h.int("nextn_predict_layers", 0))
+    return Estimator(graph, h, weights, options.gpus, options.host, companions, options.runtime)
 
 
 def _companion_bytes(options: FitOptions, stack: ExitStack, notes: list[str]) -> int:
@@ -221,10 +223,10 @@ def _kinds(model: Estimator, context: Context) -> Iterator[CacheKind]:
 def _notes(model: Estimator, options: FitOptions, planned_type: str | None) -> Iterator[str]:
     if options.gpus:
         yield GPU_NOTE
-    if (note := accuracy_note(model.h.arch)) is not None:
+    if (note := accuracy_note(model.h.arch, options.runtime)) is not None:
         yield note
-    if options.runtime == "ik":
-        yield "ik_llama.cpp: caches and buffers are llama.cpp's, but all windows as long as the context; not compared"
+    if options.runtime == "ik" and options.server:
+        yield "ik_llama.cpp reserves logits of a whole batch, also for its server"
     if options.flash_attn and model.h.arch in WITHOUT_FLASH_ATTENTION:
         yield f"{model.h.arch} runs without flash attention"
     if model.weights.unloaded:

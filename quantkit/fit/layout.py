@@ -77,14 +77,21 @@ class Estimator:
     """The memory of one model in any layout and context."""
 
     def __init__(
-        self, graph: Graph, h: HParams, weights: Weights, gpus: tuple[int, ...], host: int | None, companions: int = 0
+        self,
+        graph: Graph,
+        h: HParams,
+        weights: Weights,
+        gpus: tuple[int, ...],
+        host: int | None,
+        companions: int = 0,
+        runtime: str = "llama.cpp",
     ) -> None:
         self.h, self.weights, self.gpus, self.host = h, weights, gpus, host
         #: Bytes of an mmproj file and of a draft, on the first GPU, or in memory without GPUs.
         self.companions = companions
         self.n_stored = h.n_stored
         self.shapes: CacheShapes = cache_shapes(graph, h)
-        self.plan: Schedule = schedule(graph)
+        self.plan: Schedule = schedule(graph, h.arch, runtime)
         self._computed: dict[tuple[Context, Layout], dict[int, int]] = {}
 
     def with_weights(self, weights: Weights) -> Estimator:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 from quantkit.fit.allocator import Tensor
 from quantkit.model import ops
-from quantkit.model.ops import Cache, Graph, Op, OpTable, Value
+from quantkit.model.ops import Cache, Op, OpTable, Value
+from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up
 
 F32 = I32 = 4
@@ -70,10 +73,15 @@ class Batch:
     #: There is no cache: tokens attend to those of the batch.
     no_cache: bool = False
     block_indexer: BlockIndexer | None = None
+    #: The type of the cache's keys.
+    k_type: TensorType = BY_NAME["F16"]
 
 
 class Nodes:
     """Nodes of a part of the graph: ``ops`` on one device."""
+
+    #: Functions of another runtime, by operation, which replace those of ``EMIT``.
+    table: ClassVar[OpTable] = OpTable("fit")
 
     def __init__(
         self,
@@ -83,8 +91,11 @@ class Nodes:
         rotated: Collection[Value] = (),
         split: Collection[Value] = (),
         stacked: Collection[Op] = (),
+        makers: Mapping[Value, Op] | None = None,
     ) -> None:
         self.batch = batch
+        #: The operation that computes a value.
+        self.makers = makers or {}
         self.masks = masks
         self.widest_v = widest_v
         #: Values that are multiplied by a Hadamard matrix.
@@ -94,12 +105,16 @@ class Nodes:
         #: The last operations of the layers of a deep stack, and the embeddings with all its parts.
         self.stacked = stacked
         self.deep_stack: Tensor | None = None
+        #: Values that are stored layer by layer.
+        self.by_layer: set[Value] = set()
         #: Ropes of the last columns of these, which are rotated when they are read.
         self.unrotated: dict[Value, ops.Rope] = {}
         self.inputs: list[Tensor] = []
         self.nodes: list[Tensor] = []
         self.tensors: dict[Value, Tensor] = {}
-        self._masks: dict[Mask, Tensor] = {}
+        self.mask_inputs: dict[Mask, Tensor] = {}
+        #: Rows of the cache to which keys and values of this batch are written.
+        self.slots: dict[Mask, tuple[Tensor, ...]] = {}
         #: Keys and values of this batch, where there is no cache.
         self.keys: dict[Cache, list[Tensor]] = {}
         #: Inputs of the indexer of blocks, and the mask as f32, which all its layers share.
@@ -179,23 +194,33 @@ class Nodes:
         self.tensors[value] = tensor
         return tensor
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """The input with the positions of the tokens."""
+        return self.input(I32 * self.batch.n_tokens * self.batch.n_positions)
+
+    @cached_property
+    def output_rows(self) -> Tensor:
+        """The input with the rows whose logits are requested."""
+        return self.input(I32 * self.batch.n_outputs)
+
     # ------------------------------------------------ attention
 
     def mask(self, cache: Cache) -> Tensor:
         """Return the mask of a cache; caches of the same size and kind share it."""
         key, n = self.masks[cache], self.batch.n_tokens
-        if key not in self._masks:
+        if key not in self.mask_inputs:
             item = F16 if self.batch.flash_attn or key.kind == "indexer" else F32
             if self.batch.no_cache:
-                self._masks[key] = self.input(item * n * n)
-                return self._masks[key]
-            self.input(I64 * n)
-            self.input(I64 * (n if self.batch.flash_attn or not cache.v_width else n * self.widest_v))
-            self._masks[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
+                self.mask_inputs[key] = self.input(item * n * n)
+                return self.mask_inputs[key]
             for width in (self.batch.k_rotation, self.batch.v_rotation):
                 if width:
                     self.input(F32 * width * width)
-        return self._masks[key]
+            v_slots = n if self.batch.flash_attn or not cache.v_width else n * self.widest_v
+            self.slots[key] = (self.input(I64 * n), self.input(I64 * v_slots))
+            self.mask_inputs[key] = self.input(item * key.n_kv * (n // key.n_stream) * key.n_stream)
+        return self.mask_inputs[key]
 
 
 def _is_angle(value: Value) -> bool:
@@ -210,8 +235,8 @@ def emit(nodes: Nodes, ops_of_device: Iterable[Op], copies: Sequence[Tensor] = (
     """Append the nodes of these operations; ``copies`` of weights, from memory to the device, live until the last."""
     nodes.nodes += copies
     for op in ops_of_device:
-        if type(op) in EMIT:
-            EMIT[type(op)](nodes, op)
+        if (emit_op := nodes.table.get(type(op)) or EMIT.get(type(op))) is not None:
+            emit_op(nodes, op)
         else:
             sources = nodes.sources(op)
             for value in op.outputs():
@@ -234,14 +259,12 @@ def _add_stack(nodes: Nodes, op: Op) -> None:
 
 
 def _embedding_inputs(nodes: Nodes, out: Value) -> None:
-    """Add the inputs of every graph: token ids, vectors in their place, positions, and rows with logits."""
+    """Add the inputs of every graph: token ids, and vectors in their place."""
     n, width = nodes.batch.n_tokens, F32 * out.width * nodes.batch.n_vectors
     ids = nodes.input(I32 * n)
     nodes.input(width * n)
     if nodes.batch.mixed:
         mixed_ids, slots, vectors = nodes.input(I32 * n), nodes.input(I64 * n), nodes.input(width * n)
-    nodes.input(I32 * n * nodes.batch.n_positions)
-    nodes.input(I32 * nodes.batch.n_outputs)
     nodes.out(out, ids)
     if nodes.batch.n_vectors > 1:
         padded = nodes.node(width * n, nodes.tensor(out))
@@ -265,10 +288,18 @@ def _rope_table(nodes: Nodes, op: ops.RopeTable) -> None:
 
 @EMIT.register(ops.Embed, ops.Lookup)
 def _embed(nodes: Nodes, op: ops.Embed | ops.Lookup) -> None:
-    if isinstance(op, ops.Lookup) or op.by_position or nodes.nodes:
+    if isinstance(op, ops.Lookup) or op.by_position:
         nodes.out(op.out)
+    elif nodes.nodes:  # embeddings of layers, which are scaled after a reshape
+        rows = nodes.node(nodes.nbytes(op.out))
+        nodes.out(op.out, nodes.view(rows))
     else:
         _embedding_inputs(nodes, op.out)
+
+
+@EMIT.register(ops.SelectOutputs)
+def _select(nodes: Nodes, op: ops.SelectOutputs) -> None:
+    nodes.out(op.out, nodes.tensor(op.x), nodes.output_rows)
 
 
 @EMIT.register(ops.Add)
@@ -300,7 +331,7 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
     x = nodes.tensor(op.x)
     if not op.start:
         x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
-        nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, shape=x.shape, in_place=True)
+        nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, nodes.positions, shape=x.shape, in_place=True)
         return
     if op.out in nodes.split:
         # Latent attention multiplies the first columns, and joins the product with the rotated ones.
@@ -310,7 +341,7 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
     # Rope of the last columns: their view is rotated and joined with the others.
     n_rot, n_rows = op.config.n_rot, nodes.rows(op.x) * (op.x.width // op.head)
     part = nodes.view(x, (n_rot, n_rows))
-    rotated = nodes.node(F32 * n_rot * n_rows, part)
+    rotated = nodes.node(F32 * n_rot * n_rows, part, nodes.positions)
     plain = nodes.view(x, (op.head - n_rot, n_rows))
     nodes.out(op.out, plain, rotated)
 
@@ -318,9 +349,14 @@ def _rope(nodes: Nodes, op: ops.Rope) -> None:
 @EMIT.register(ops.Take)
 def _take(nodes: Nodes, op: ops.Take) -> None:
     x = nodes.tensor(op.x)
+    maker = nodes.makers.get(op.x)
+    if isinstance(maker, ops.Scale) and maker.layer < 0 and op.x not in nodes.by_layer:
+        # Inputs of all layers are copied, layer by layer (gemma3n, gemma4).
+        x = nodes.tensors[op.x] = nodes.node(nodes.nbytes(op.x), x, shape=x.shape)
+        nodes.by_layer.add(op.x)
     rope = nodes.unrotated.get(op.x)
     if rope is not None and op.start % op.period == rope.start:
-        nodes.out(op.out, nodes.view(x))
+        nodes.out(op.out, nodes.view(x), nodes.positions)
         return
     nodes.tensors[op.out] = nodes.view(x, nodes.shape(op.out))
 
@@ -387,9 +423,10 @@ def _cache_write(nodes: Nodes, op: ops.CacheWrite) -> None:
             nodes.node(x.nbytes // 2, x) if nodes.batch.flash_attn else x for x in (k, v) if x is not None
         ]
         return
-    nodes.node(0, k)
+    k_slots, v_slots = nodes.slots[nodes.masks[op.cache]]
+    nodes.node(0, k, k_slots)
     if v is not None:
-        nodes.node(0, v)
+        nodes.node(0, v, v_slots)
 
 
 @EMIT.register(ops.Attention)
@@ -525,51 +562,3 @@ def _with_state(nodes: Nodes, out: Value, state_width: int, *sources: Tensor) ->
     nodes.node(0, nodes.view(result))
     nodes.tensors[out] = nodes.view(result, nodes.shape(out))
     return nodes.tensors[out]
-
-
-# ---------------------------------------------------------------- order
-
-
-def in_ggml_order(graph: Graph) -> list[Op]:
-    """Return the operations in the order in which ggml computes them.
-
-    A graph is expanded at some operations, in their order: what they read comes directly before them, by argument.
-    Of attention, llama.cpp expands q, v, k and both writes to the cache first; of experts, their weights.
-    """
-    makers = {value: op for op in graph.ops for value in op.outputs()}
-    order: dict[Op, None] = {}
-
-    def expand(op: Op | None) -> None:
-        pending = [op] if op is not None and op not in order else []
-        while pending:
-            op = pending[-1]
-            readied = next((m for v in op.inputs() if (m := makers.get(v)) is not None and m not in order), None)
-            if readied is not None:
-                pending.append(readied)
-                continue
-            order[pending.pop()] = None
-
-    writes: dict[Cache, list[Op]] = {}
-    for op in graph.ops:  # embeddings are computed first, also those that later layers read (gemma3n)
-        if isinstance(op, ops.Embed) or isinstance(op, ops.Scale) and isinstance(makers.get(op.x), ops.Embed):
-            expand(op)
-    for op in graph.ops:
-        if isinstance(op, ops.CacheWrite | ops.BlockWrite):
-            writes.setdefault(op.cache, []).append(op)
-        elif isinstance(op, ops.Attention):
-            expand(makers.get(op.q))
-            for write in writes.pop(op.cache, ()):
-                if op.mask == "whole" and isinstance(write, ops.CacheWrite):  # without a cache, k comes before v
-                    expand(makers.get(write.k))
-                v = write.v if isinstance(write, ops.CacheWrite) else None
-                expand(None if v is None else makers.get(v))
-                expand(write)
-            expand(op)
-        elif isinstance(op, ops.Combine):
-            expand(None if op.weights is None else makers.get(op.weights))
-            expand(op)
-        elif isinstance(op, ops.Convolve | ops.DeltaNet | ops.SsmScan | ops.ColumnScan | ops.Wkv):
-            expand(op)
-    for op in graph.ops:
-        expand(op)
-    return list(order)

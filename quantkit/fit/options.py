@@ -76,11 +76,12 @@ class FitOptions:
             BY_NAME[k.upper()],
             v_type,
             n_parallel=self.parallel,
-            kv_unified=self.kv_unified,
+            # ik_llama.cpp has one cache for all sequences.
+            kv_unified=self.kv_unified or self.runtime == "ik",
             n_batch=self.batch,
             n_ubatch=self.ubatch,
             flash_attn=self.flash_attn,
-            windows=self.runtime == "llama.cpp",
+            runtime=self.runtime,
             server=self.server,
         )
 

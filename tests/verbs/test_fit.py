@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from peer_cache import answer, header, peer
 from refusals import refuses
 from scaled_zoo import write_scaled_zoo
 
@@ -20,8 +16,12 @@ from checkpoints import write_checkpoint
 from quantkit.cli import cli
 from quantkit.errors import RecipeError
 from quantkit.fit import Fit, FitOptions, fit
+from quantkit.fit.ik_nodes import expanded_tensors
+from quantkit.formats.gguf import open_gguf
+from runtime_memory import runtime_memory
 
 MIB = 1 << 20
+Memory = Callable[[Fit, FitOptions], dict[str, list[float]]]
 
 
 @pytest.fixture(scope="module")
@@ -35,95 +35,115 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def llama_cpp(program: Path, model: Path, ctx: int, *arguments: str) -> dict[str, list[float]]:
-    """Return MiB that llama.cpp prints: of the file, of keys and values, of states, and of the compute buffer."""
-    command = [str(program), "-m", str(model), "-lv", "5", "-fitp", "on", "-c", str(ctx), *arguments]
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes models of half the width, of which logits are a smaller part of the buffer."""
+    folder = tmp_path_factory.mktemp("half")
 
-    def run() -> bytes:
-        # Its log thread does not always print everything before it ends.
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
-        for _ in range(10):
-            output = subprocess.run(command, capture_output=True, env=environment, timeout=60)
-            if b"compute buffer size" in (log := output.stdout + output.stderr):
-                return log
-        raise AssertionError(log.decode(errors="replace"))
+    def make(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_scaled_zoo(name, path, factor=4, n_vocab=16384)
 
-    # The weights, which are holes, do not matter.
-    text = answer(run, peer(program.parent), header(model), *command[3:]).decode(errors="replace")
-    sizes = r"K \(\w+\):\s*([\d.]+) MiB, V \(\w+\):\s*([\d.]+) MiB"
-    return {
-        "cache": [float(n) for pair in re.findall(rf"cells,.*{sizes}", text) for n in pair],
-        "state": [float(n) for n in re.findall(r"RS buffer size =\s*([\d.]+)", text)],
-        "compute": [float(n) for n in re.findall(r"compute buffer size =\s*([\d.]+)", text)],
-    }
+    return make
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> Memory:
+    """Return a function that returns MiB as the runtime allocates them; a peer that is not needed may be missing."""
+
+    def of_runtime(result: Fit, options: FitOptions) -> dict[str, list[float]]:
+        folder = request.getfixturevalue("ik_lib" if options.runtime == "ik" else "llama_bin")
+        return runtime_memory(result, options, folder)
+
+    return of_runtime
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("runtime", ["llama.cpp", "ik"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-dense", {"ctx": 32768}),
+        ("qwen2-dense", {"ctx": 8192}),
+        ("qwen3-dense", {"ctx": 32768, "ctk": "q8_0", "ctv": "q8_0"}),
+        ("qwen3moe-moe", {"ctx": 8192, "flash_attn": False}),
+        ("gpt-oss-moe", {"ctx": 16384}),
+        ("deepseek2-moe", {"ctx": 16384}),
+        ("deepseek2-moe", {"ctx": 8192, "ubatch": 64}),
+        ("deepseek2-moe", {"ctx": 4096, "flash_attn": False}),
+        ("ernie4_5-moe-moe", {"ctx": 8192, "ubatch": 256}),
+        *((name, {"ctx": 16384}) for name in ("mistral3-dense", "minimax-m2-moe", "smollm3-dense")),
+    ],
+)
+def test_scaled_models_take_what_runtimes_allocate(
+    name: str, options: dict[str, Any], runtime: str, half: Callable[[str], Path], memory: Memory
+) -> None:
+    """Weights, caches and states to the last digit of the log; compute buffers within 3 %."""
+    check_memory(half(name), FitOptions(types=(), runtime=runtime, **options), memory, compute=0.03)
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize(
-    ("name", "options", "arguments"),
+    ("name", "options"),
     [
-        ("llama-dense", {"ctx": 32768}, ("-fa", "on")),
-        (
-            "gemma3-dense",
-            {"ctx": 32768, "ctk": "q8_0", "ctv": "q8_0", "parallel": 4},
-            ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "-np", "4"),
-        ),
-        ("qwen3moe-moe", {"ctx": 8192, "flash_attn": False}, ("-fa", "off")),
-        ("llama4-moe", {"ctx": 16384}, ("-fa", "on")),
-        ("lfm2-dense", {"ctx": 8192, "ubatch": 256}, ("-fa", "on", "-ub", "256")),
-        *(
-            (name, {"ctx": 16384}, ("-fa", "on"))
-            for name in ("glm4moe-moe", "phi3-dense", "granitemoe-moe", "mistral3-dense", "gemma2-dense")
-        ),
-        *((name, {"ctx": 8192}, ("-fa", "on")) for name in ("hunyuan-moe-moe", "ernie4_5-moe-moe", "exaone4-dense")),
+        ("qwen3next-moe", {"ctx": 32768}),
+        ("lfm2-dense", {"ctx": 8192, "ubatch": 256}),
+        ("gemma3-dense", {"ctx": 32768, "parallel": 4, "ctk": "q8_0", "ctv": "q8_0"}),
+        *((name, {"ctx": 16384}) for name in ("llama4-moe", "glm4-dense", "hunyuan-moe-moe")),
+        *((name, {"ctx": 16384}) for name in ("phi3-dense", "granitemoe-moe", "gemma2-dense", "exaone4-dense")),
     ],
 )
 def test_scaled_models_take_what_llama_cpp_allocates(
-    name: str, options: dict[str, Any], arguments: tuple[str, ...], scaled: Callable[[str], Path], llama_bin: Path
+    name: str, options: dict[str, Any], half: Callable[[str], Path], memory: Memory
 ) -> None:
-    """Caches and states to the last digit of the log; compute buffers within 3 %."""
-    check_beside(fit(scaled(name), FitOptions(types=(), **options)), llama_bin, arguments, compute=0.03)
+    """Architectures that ik_llama.cpp does not load, or not with the zoo's layers."""
+    check_memory(half(name), FitOptions(types=(), **options), memory, compute=0.03)
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize(
     ("name", "compute"),
     [
+        *((name, 0.001) for name in ("qwen3next-moe", "llada-dense", "dream-dense", "gemma3n-dense", "gemma4-dense")),
+        *((name, 0.001) for name in ("minimax-m3-moe", "qwen3vl-dense", "llada-moe-moe", "jamba-moe")),
+        *((name, 0.01) for name in ("mamba2-dense", "hy_v4-moe", "dots3note-moe")),
         ("deepseek2-moe", 0.03),
-        ("mamba2-dense", 0.01),
-        ("qwen3next-moe", 0.01),
-        ("jamba-moe", 0.01),
-        ("minimax-m3-moe", 0.01),
-        ("llada-moe-moe", 0.01),
-        ("qwen3vl-dense", 0.01),
-        ("gemma3n-dense", 0.11),
+        ("kimi-k3-moe", 0.1),
+        ("openelm-dense", 0.12),
     ],
 )
 def test_other_memory_takes_what_llama_cpp_allocates(
-    name: str, compute: float, zoo: Callable[[str], Path], llama_bin: Path
+    name: str, compute: float, zoo: Callable[[str], Path], memory: Memory
 ) -> None:
     """Latent keys, states of recurrent layers, and indexers; ``compute``: the difference that the note admits."""
-    check_beside(fit(zoo(name), FitOptions(ctx=8192, types=())), llama_bin, ("-fa", "on"), compute)
+    check_memory(zoo(name), FitOptions(ctx=8192, types=()), memory, compute)
 
 
 @pytest.mark.peer
+@pytest.mark.parametrize("runtime", ["llama.cpp", "ik"])
 @pytest.mark.parametrize(("name", "ctx"), [("tiny_moe", 4096), ("smollm2", 8192), ("gemma3", 32768)])
-def test_real_models_take_what_llama_cpp_allocates(
-    name: str, ctx: int, request: pytest.FixtureRequest, llama_bin: Path
+def test_real_models_take_what_runtimes_allocate(
+    name: str, ctx: int, runtime: str, request: pytest.FixtureRequest, memory: Memory
 ) -> None:
-    path: Path = request.getfixturevalue(name)
-    check_beside(fit(path, FitOptions(ctx=ctx, types=())), llama_bin, ("-fa", "on"), 0.01)
+    check_memory(request.getfixturevalue(name), FitOptions(ctx=ctx, types=(), runtime=runtime), memory, 0.01)
 
 
-def check_beside(result: Fit, llama_bin: Path, arguments: tuple[str, ...], compute: float) -> None:
-    """Compare a result without GPUs with llama.cpp's log, whose figures have two digits each."""
-    reference = llama_cpp(llama_bin / "llama-fit-params", result.path, result.ctx, *arguments)
+def check_memory(path: Path, options: FitOptions, memory: Memory, compute: float) -> None:
+    """Compare a result without GPUs with the runtime's log, whose figures have two digits each."""
+    result = fit(path, options)
+    reference = memory(result, options)
     kinds = {"cache": 0.0, "state": 0.0}
     for cache in result.caches:
         kinds["state" if cache.kind == "state" else "cache"] += cache.nbytes / MIB
     for kind, total in kinds.items():
-        assert total == pytest.approx(sum(reference[kind]), abs=0.0051 * max(1, len(reference[kind])))
+        figures = reference.get(kind, [])
+        assert total == pytest.approx(sum(figures), abs=0.0051 * max(1, len(figures)))
     assert result.devices[0].compute / MIB == pytest.approx(reference["compute"][0], rel=compute, abs=0.006)
+    if "weights" in reference:
+        with open_gguf(path, header_only=True) as file:
+            products = sum(expanded_tensors(file.tensors).values())
+        loaded = result.devices[0].weights - products
+        assert loaded / MIB == pytest.approx(reference["weights"][0], abs=0.0051)
 
 
 def test_gpus_are_filled_before_memory(scaled: Callable[[str], Path]) -> None:
@@ -163,7 +183,7 @@ def test_the_longest_context_fits_and_the_next_does_not(scaled: Callable[[str], 
 def test_server_parallel_and_windows_change_memory(scaled: Callable[[str], Path]) -> None:
     model = scaled("gemma3-dense")
     alone, server, four, ik = (
-        fit(model, FitOptions(ctx=8192, types=(), **extra))  # type: ignore[arg-type]
+        fit(model, FitOptions(ctx=8192, types=(), **extra))
         for extra in ({}, {"server": True}, {"parallel": 4}, {"runtime": "ik"})
     )
     # Logits of 512 tokens are 128 MiB; without them the buffer is smaller.
