@@ -66,7 +66,7 @@ def qat_shares() -> None:
                 x = qat_weights(ROWS, N, divisor, group, source)
                 rows = encode(x, t)
                 plain = (as_stored(dequantize(rows, t, N), source) == x).reshape(-1, 32).all(axis=1).mean()
-                exact = keep_exact_blocks(t, BY_NAME[source], x, rows) / x.size
+                exact = keep_exact_blocks(t, BY_NAME[source], x, rows).values / x.size
                 print(f"| {scale} | {source} | {group} | {100 * plain:.2f} | {100 * exact:.2f} |", flush=True)
 
 
@@ -82,7 +82,7 @@ def round_trips() -> None:
             x = as_stored(y, source)
             rows = encode(x, t)
             plain = (as_stored(dequantize(rows, t, N), source) == x).reshape(-1, t.block).all(axis=1).mean()
-            exact = keep_exact_blocks(t, BY_NAME[source], x, rows) / x.size
+            exact = keep_exact_blocks(t, BY_NAME[source], x, rows).values / x.size
             blocks = [data.reshape(-1, t.block_bytes) for data in (before, rows)]
             equal = (blocks[0] == blocks[1]).all(axis=1).mean()
             print(f"| {t} | {source} | {100 * plain:.2f} | {100 * exact:.2f} | {100 * equal:.2f} |", flush=True)

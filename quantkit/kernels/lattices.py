@@ -17,6 +17,7 @@ from quantkit.kernels.levels import Bits, Levels, all_levels, float_bits
 from quantkit.types import TensorType
 
 I16 = npt.NDArray[np.int16]
+F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 F64 = npt.NDArray[np.float64]
 
@@ -37,28 +38,35 @@ PRECISIONS = {"BF16": (8,), "F16": (11, 8), "F32": (24, 11, 8)}
 class Lattice:
     """The lattice of a type.
 
-    span: values of a sub-block. tries: levels of the value of largest magnitude, in the order in which they are tried.
-    follows_sign: they are multiplied by its sign. top: the highest level, where there are minimums. level_codes,
-    scale_codes: int16 [257], -1 where there is none. scales: s of the largest scale, in that order; empty without s.
-    factors: float64, scales without d; empty elsewhere. max_m: the highest m; 0: a minimum is a float. runs: int32
-    [runs, 4], of each field of q, s, m, d and dmin in turn: byte, shift, first bit, bits. fields: int32 [fields + 1],
-    where the runs of each field begin. counts: int32 [5], fields of q, s, m, d and dmin.
+    span: values of a sub-block. tries: levels of the value of largest magnitude, in the order in which they are tried,
+    then NaN up to a multiple of 16. follows_sign: they are multiplied by its sign. top: the highest level, where there
+    are minimums. level_codes, scale_codes: int16 [257], -1 where there is none. even: int32 [4], the lowest and the
+    highest of consecutive levels, what to add to a level for its code, and a mask; of others the lowest is above the
+    highest. scales: s of the largest scale, in that order; empty without s. factors: float64, scales without d; empty
+    elsewhere. max_m: the highest m; 0: a minimum is a float. runs: int32 [runs, 6], of q, s, m, d and dmin in turn:
+    field, byte, shift, first bit, bits, and the number of fields and bytes, one after another, that have the same
+    places. ends: int32 [5], where the runs of q, s, m, d and dmin end.
     """
 
     type: TensorType
     span: int
-    tries: I16
+    tries: F32
     follows_sign: bool
     top: int
     level_codes: I16
     scale_codes: I16
+    even: I32
     scales: I16
     factors: F64
     max_m: int
     has_minimum: bool
     runs: I32
-    fields: I32
-    counts: I32
+    ends: I32
+
+    @property
+    def loses_sign(self) -> bool:
+        """Whether values of a sub-block may allow both signs of its scale: encoders make either."""
+        return not self.follows_sign and not self.has_minimum
 
 
 @cache
@@ -73,10 +81,11 @@ def lattice_of(t: TensorType) -> Lattice | None:
     return Lattice(
         type=t,
         span=levels.span,
-        tries=_by_magnitude(codebook, follows_sign),
+        tries=_padded(_by_magnitude(codebook, follows_sign)),
         follows_sign=follows_sign,
         top=int(codebook.max()),
         level_codes=_codes(codebook),
+        even=_even(codebook),
         scale_codes=_codes(s),
         scales=_largest_scales(s),
         factors=levels.factors.astype(np.float64) if has_factors and levels.factors is not None else np.zeros(0),
@@ -116,18 +125,41 @@ def _codes(values: npt.NDArray[np.int64]) -> I16:
     return codes
 
 
+def _padded(tries: I16) -> F32:
+    result = np.full(-(-len(tries) // 16) * 16, np.nan, np.float32)
+    result[: len(tries)] = tries
+    return result
+
+
+def _even(codebook: npt.NDArray[np.int64]) -> I32:
+    """Return how codes follow from consecutive levels: (level + offset) & mask."""
+    codes, lowest, highest, mask = _codes(codebook), int(codebook.min()), int(codebook.max()), len(codebook) - 1
+    levels = np.arange(lowest, highest + 1)
+    offset = int(codes[ZERO])
+    if lowest <= 0 <= highest < ZERO and (codes[levels + ZERO] == (levels + offset & mask)).all():
+        return np.array([lowest, highest, offset, mask], np.int32)
+    return np.array([1, 0, 0, 0], np.int32)
+
+
 def _runs(levels: Levels) -> dict[str, I32]:
-    """Return the places of all fields of a block as runs of bits within a byte."""
+    """Return the places of all fields of a block as runs of bits within a byte, in as many bytes as follow alike."""
     none = np.zeros((0, 1), np.int64)
     floats = [float_bits(kind) if kind else none for kind in (levels.d, levels.dmin)]
     integers = [none if group is None else group for group in (levels.levels, levels.scale, levels.minimum)]
-    runs, fields = list[tuple[int, int, int, int]](), [0]
+    runs, ends = list[tuple[int, ...]](), list[int]()
     for group in (*integers, *floats):
-        for bits in group:
-            runs += _runs_of(bits)
-            fields.append(len(runs))
-    counts = [len(group) for group in (*integers, *floats)]
-    return {name: np.array(v, np.int32) for name, v in (("runs", runs), ("fields", fields), ("counts", counts))}
+        runs += _merged([(i, *run) for i, bits in enumerate(group) for run in _runs_of(bits)])
+        ends.append(len(runs))
+    return {"runs": np.array(runs, np.int32), "ends": np.array(ends, np.int32)}
+
+
+def _merged(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the runs with their number of fields: those of the next field, in the next byte, are one with them."""
+    counts = dict.fromkeys(runs, 1)
+    for run in sorted(runs, reverse=True):
+        following = (run[0] + 1, run[1] + 1, *run[2:])
+        counts[run] += counts.pop(following, 0)
+    return [(*run, count) for run, count in counts.items()]
 
 
 def _runs_of(bits: Bits) -> list[tuple[int, int, int, int]]:

@@ -19,14 +19,14 @@ from quantkit.types import BY_NAME, TYPES, TensorType
 N = 512
 SEARCHED = [t for t in TYPES if lattice_of(t) is not None]
 #: The share of blocks of BF16 that are exact at least: with a minimum, a few have no second pair of scales in reach.
-LEAST = {"Q4_1": 0.99, "Q5_1": 0.99, "Q2_K": 0.97, "Q4_K": 0.97, "Q5_K": 0.97}
+LEAST = {"Q4_1": 0.99, "Q5_1": 0.99}
 
 
 def keep(t: TensorType, source: str, x: F32) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the bytes without and with the option, and the number of exact values."""
     plain = quantize(x, t)
     result = plain.copy()
-    return plain, result, keep_exact_blocks(t, BY_NAME[source], x, result)
+    return plain, result, keep_exact_blocks(t, BY_NAME[source], x, result).values
 
 
 def exact_values(t: TensorType, source: str, x: F32, rows: np.ndarray) -> np.ndarray:
@@ -162,7 +162,11 @@ def test_ternary_weights_are_found() -> None:
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
 def test_the_fields_of_a_block_have_all_of_its_bits_once(t: TensorType) -> None:
     lattice = lattice_of.__wrapped__(t)
-    bits = [8 * byte + shift + i for byte, shift, _, count in lattice.runs.tolist() for i in range(count)]
+    bits = [
+        8 * (byte + k) + shift + i
+        for _, byte, shift, _, count, fields in lattice.runs.tolist()
+        for k in range(fields)
+        for i in range(count)
+    ]
     assert sorted(bits) == list(range(8 * t.block_bytes))
-    assert lattice.fields[-1] == len(lattice.runs)
-    assert len(lattice.fields) == lattice.counts.sum() + 1
+    assert lattice.ends[-1] == len(lattice.runs)
