@@ -104,7 +104,9 @@ def plan_from(
     draft, tensors, choices = choose(draft, request)
     while names := equalized_plain_names(draft, tensors, choices):
         draft, tensors, choices = choose(without_equalization(draft, source, names), request)
-    grids = choose_grids(draft.source, request, tensors, choices) if options.keep_grid else GridChoices(choices)
+    grids = GridChoices(choices)
+    if options.keep_grid:
+        grids = choose_grids(draft.source, request, tensors, choices, whole=draft.feedback is not None)
     choices = grids.choices
     draft = draft.with_notes((*lint(draft, request, tensors, choices), *grids.notes))
     if draft.like is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from refusals import refuses
 
 import quantkit
+from covariances import write_covariances
 from grids import F32, as_stored, gaussian, qat_weights
 from quantkit import QuantizeOptions
 from quantkit.cli import cli
@@ -219,12 +221,10 @@ def test_a_block_of_which_numbers_do_not_tell_the_sign_is_counted(tmp_path: Path
     assert blocks == {"blk.0.attn_q.weight": (True, 1)}
 
 
-@pytest.mark.parametrize("option", ["feedback", "calibrate", "like"])
-def test_options_that_choose_levels_or_types_are_refused(tmp_path: Path, option: str) -> None:
-    path = tmp_path / "x"
-    options = QuantizeOptions(keep_grid=True, **{option: (path,) if option == "calibrate" else path})
-    with refuses(RecipeError, "QK-E201 keep-grid", option):
-        plan_quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "LIKE" if option == "like" else "Q4_0", options)
+def test_types_of_a_file_are_refused(tmp_path: Path) -> None:
+    with refuses(RecipeError, "QK-E201 keep-grid", "like"):
+        options = QuantizeOptions(keep_grid=True, like=tmp_path / "x")
+        plan_quantize(tmp_path / "m.gguf", tmp_path / "q.gguf", "LIKE", options)
 
 
 def test_a_cook_keeps_grids_unless_told_not_to(tmp_path: Path) -> None:
@@ -240,3 +240,22 @@ def test_a_cook_keeps_grids_unless_told_not_to(tmp_path: Path) -> None:
     cook(config_from(settings, "cook.toml", tmp_path))
     stored = tensor_bytes(tmp_path / "out/m-Q4_K_M.gguf")
     assert "Q4_K" in {stored[name][0] for name in matrices()}
+
+
+def test_tensors_wholly_on_a_grid_have_no_feedback(tmp_path: Path) -> None:
+    """They are exact; a tensor that lies on one in part, and all others, are rounded as without the option."""
+    x = gaussian(512, 256, 9)
+    x[::3] = qat_weights(171, 256, 7, 32, "BF16", 3)
+    weights = {"blk.0.attn_q.weight": qat_weights(256, 256, 7, 32, "BF16"), "blk.0.ffn_up.weight": x}
+    model = write(tmp_path / "m.gguf", "BF16", weights)
+    names = dict.fromkeys((*weights, "blk.0.attn_k.weight"), (5000.0,))
+    feedback = QuantizeOptions(feedback=write_covariances(tmp_path / "cov.gguf", names))
+    result = quantkit.quantize(model, tmp_path / "a.gguf", "Q4_0", replace(feedback, keep_grid=True), threads=2)
+    quantkit.quantize(model, tmp_path / "b.gguf", "Q4_0", feedback, threads=2)
+    exact = {t.name: t.exact == t.values for t in exact_tensors(result.plan, result.run.sums)}
+    assert exact == {"blk.0.attn_q.weight": True}
+    a, b = tensor_bytes(tmp_path / "a.gguf"), tensor_bytes(tmp_path / "b.gguf")
+    assert {name for name in a if a[name] != b[name]} == {"blk.0.attn_q.weight"}
+    rounded = {t.name for t in result.plan.tensors for part in t.parts if part.inputs is not None}
+    assert rounded >= {"blk.0.ffn_up.weight", "blk.0.attn_k.weight"}
+    assert "blk.0.attn_q.weight" not in rounded
