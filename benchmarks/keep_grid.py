@@ -97,7 +97,7 @@ def round_trips() -> None:
         y = dequantize(before, t, N)
         for source in ("F32", "F16", "BF16"):
             x = as_stored(y, source)
-            rows = encode(x, t)
+            rows = encode(x, t, np.ones(N, np.float32) if t.imatrix == "required" else None)
             plain = (as_stored(dequantize(rows, t, N), source) == x).reshape(-1, t.block).all(axis=1).mean()
             exact = keep_exact_blocks(t, BY_NAME[source], x, rows)
             blocks = [data.reshape(-1, t.block_bytes) for data in (before, rows)]
@@ -109,11 +109,12 @@ def round_trips() -> None:
 def seconds(t: TensorType, x: np.ndarray, rounds: int) -> tuple[float, float]:
     """Return the shortest time of the encoder alone, and with the search."""
     out, encode_rows = np.zeros((ROWS, t.row_bytes(N)), np.uint8), encoder(t)
+    importance = np.ones(N if t.imatrix == "required" else 0, np.float32)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
         for keeps_grid in (False, True):
             begin = time.perf_counter()
-            encode_rows(x, np.zeros(0, np.float32), out, 0, ROWS)
+            encode_rows(x, importance, out, 0, ROWS)
             if keeps_grid:
                 keep_exact_blocks(t, BY_NAME["BF16"], x, out)
             times[keeps_grid].append(time.perf_counter() - begin)

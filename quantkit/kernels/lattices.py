@@ -1,8 +1,9 @@
 """Lattices of types: the values that a block can hold exactly, as tables for the search of a source's own scales.
 
 A value is ``d * s * level - dmin * m`` (levels.py); here levels and s are integers, each with its code, or s is one of
-the factors of a scale without d (MXFP4, NVFP4). Types whose levels come from a grid or are shifted, and types with a
-scale per row, have none.
+the factors of a scale without d (MXFP4, NVFP4). Where groups of levels come from a grid of magnitudes (IQ2, IQ3), the
+levels are those of all its points; lattice_groups.py looks for the points. Types whose levels are shifted, grids with
+shifts or more than one codebook, and types with a scale per row have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.grids import Grid
 from quantkit.kernels.levels import Bits, Levels, all_levels, float_bits
 from quantkit.types import TensorType
 
@@ -45,7 +47,8 @@ class Lattice:
     highest. scales: s of the largest scale, in that order; empty without s. factors: float64, scales without d; empty
     elsewhere. max_m: the highest m; 0: a minimum is a float. runs: int32 [runs, 6], of q, s, m, d and dmin in turn:
     field, byte, shift, first bit, bits, and the number of fields and bytes, one after another, that have the same
-    places. ends: int32 [5], where the runs of q, s, m, d and dmin end.
+    places. ends: int32 [5], where the runs of q, s, m, d and dmin end. codebook: the level of each code, float32. unit:
+    a power of two by which values are multiplied, so that levels and s are integers.
     """
 
     type: TensorType
@@ -62,21 +65,29 @@ class Lattice:
     has_minimum: bool
     runs: I32
     ends: I32
+    codebook: F32
+    unit: float = 1.0
+    grid: Grid | None = None
 
     @property
     def loses_sign(self) -> bool:
         """Whether values of a sub-block may allow both signs of its scale: encoders make either."""
-        return not self.follows_sign and not self.has_minimum
+        return not self.follows_sign and not self.has_minimum and self.grid is None
 
 
 @cache
 def lattice_of(t: TensorType) -> Lattice | None:
     """Return the lattice of a type; None if the search knows none."""
     levels = all_levels().get(t.name)
-    if levels is None or levels.grid is not None or levels.shift is not None or not _has_block_scale(levels):
+    if levels is None or levels.shift is not None or not _has_block_scale(levels) or not _has_magnitudes(levels):
         return None
-    codebook, has_factors = levels.codebook.astype(np.int64), levels.scale is not None and not levels.d
-    s = np.zeros(0, np.int64) if levels.factors is None or has_factors else levels.factors.astype(np.int64)
+    factors = np.zeros(0) if levels.factors is None else levels.factors.astype(np.float64)
+    values, has_factors = levels.codebook.astype(np.float64), levels.scale is not None and not levels.d
+    if levels.grid is not None:
+        values = np.unique(np.concatenate([-levels.grid.points, levels.grid.points])).astype(np.float64)
+    of_levels, of_scales = (1.0, 1.0) if levels.grid is None else (_unit(values), _unit(factors))
+    codebook = (values * of_levels).astype(np.int64)
+    s = np.zeros(0, np.int64) if has_factors else (factors * of_scales).astype(np.int64)
     follows_sign = t.name in _POSITIVE
     return Lattice(
         type=t,
@@ -88,11 +99,28 @@ def lattice_of(t: TensorType) -> Lattice | None:
         even=_even(codebook),
         scale_codes=_codes(s),
         scales=_largest_scales(s),
-        factors=levels.factors.astype(np.float64) if has_factors and levels.factors is not None else np.zeros(0),
+        factors=factors if has_factors else np.zeros(0),
         max_m=0 if levels.minimum is None else 2 ** levels.minimum.shape[1] - 1,
         has_minimum=bool(levels.dmin),
         **_runs(levels),
+        codebook=values.astype(np.float32),
+        unit=of_levels * of_scales,
+        grid=levels.grid,
     )
+
+
+def _has_magnitudes(levels: Levels) -> bool:
+    """Return whether each value has a level of its own, or those of a grid are magnitudes with signs, in its order."""
+    grid = levels.grid
+    return grid is None or (grid.signs > 0 and grid.codebooks == 1 and not levels.columns and levels.scale is not None)
+
+
+def _unit(values: F64) -> float:
+    """Return the least power of two that makes integers of all values."""
+    unit = 1.0
+    while (values * unit != np.rint(values * unit)).any():
+        unit *= 2
+    return unit
 
 
 def _has_block_scale(levels: Levels) -> bool:
@@ -132,7 +160,7 @@ def _padded(tries: I16) -> F32:
 
 
 def _even(codebook: npt.NDArray[np.int64]) -> I32:
-    """Return how codes follow from consecutive levels: (level + offset) & mask."""
+    """Return the rule of the codes of consecutive levels, (level + offset) & mask."""
     codes, lowest, highest, mask = _codes(codebook), int(codebook.min()), int(codebook.max()), len(codebook) - 1
     levels = np.arange(lowest, highest + 1)
     offset = int(codes[ZERO])

@@ -1,6 +1,6 @@
 """Detection of finished outputs of a plan, which ``--resume`` reports.
 
-An output is the plan's if every file has its size and exactly its header, but for the numbers of exact weights, which a
+An output is the plan's if every file has its size and exactly its header, except the numbers of exact weights, which a
 run counts (exactness.py): metadata, tensors, types and offsets. With
 provenance the header holds recipe, source fingerprint and digests of importance matrices, which identify the work;
 without it (``identifies_source``) a file of another source may have the same header.

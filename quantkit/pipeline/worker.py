@@ -64,7 +64,7 @@ def _losses(before: F64, after: F64) -> ErrorSums:
 
 
 def _keep_grid(part: PlannedPart, x: F32, out: U8) -> ErrorSums:
-    """Encode blocks on the grid of the target exactly; return the numbers of values that are, and of ambiguous blocks."""
+    """Encode blocks on the grid of the target exactly; return the numbers of exact values and ambiguous blocks."""
     from quantkit.kernels.cpu.encode.lattice_rows import keep_exact_blocks
 
     result = keep_exact_blocks(part.encoding.target, part.source.type, x, out)

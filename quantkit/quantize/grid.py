@@ -41,7 +41,8 @@ def choose_grids(
     """
     result = GridChoices()
     smaller, larger = dict[tuple[str, str], list[str]](), dict[str, list[str]]()
-    types = grid_types("ik" if request.ik else "mainline")
+    # blocks off the grid are encoded, too, for which some types need an importance matrix
+    types = [t for t in grid_types("ik" if request.ik else "mainline") if t.imatrix != "required"]
     for tensor, choice in zip(tensors, choices, strict=True):
         grid = _grid_of(source, tensor, choice, types)
         if grid is None or (whole and grid.share < 1):

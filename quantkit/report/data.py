@@ -146,7 +146,7 @@ class File:
 
     @property
     def exact(self) -> tuple[int, int] | None:
-        """Exact weights of matrices that keep their grid, and all of their weights; None if there are no such matrices."""
+        """Exact weights, and all weights, of matrices that keep their grid; None if there are none."""
         on_grid = [(m.exact, m.values) for m in self.matrices if m.exact is not None]
         return (sum(exact for exact, _ in on_grid), sum(values for _, values in on_grid)) if on_grid else None
 

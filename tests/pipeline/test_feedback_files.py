@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from quantkit.cli import cli
 from quantkit.cli._feedback_report import feedback_lines
 from quantkit.cli._run_report import RunReport
 from quantkit.errors import QuantkitError
-from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
+from quantkit.formats.gguf import open_gguf
 from quantkit.imatrix import ImatrixOptions
 from quantkit.imatrix.covariance import covariance
 from quantkit.pipeline import feedback

@@ -23,7 +23,7 @@ EXACT, SAME_SIGNS = 1, 2
 
 @helper
 def _exactness(x: Any, y: Any, begin: Any, at: Any, block: Any, bits: Any) -> Any:
-    """Return how exact the values of y from ``at`` on are for those of x from ``begin`` on: 0, EXACT or SAME_SIGNS."""
+    """Return the exactness of values of y from ``at`` on for those of x from ``begin`` on: 0, EXACT or SAME_SIGNS."""
     result = SAME_SIGNS
     for i in range(0, block, 16):
         a, b = load(f32x16, x, 4 * (begin + i)), load(f32x16, y, 4 * (at + i))
@@ -57,8 +57,8 @@ def mark_exact(x: Any, y: Any, which: Any, block: int, precisions: Any, exact: A
 def mark_signs_lost(x: Any, block: int, span: int, lost: Any) -> None:
     """Store whether a sub-block of each block of x allows both signs of its scale.
 
-    Encoders give the value of largest magnitude a level of the longer side. Where two of opposite signs are the largest,
-    numbers do not tell which; a zero has the sign of the scale, if level 0 made it.
+    Encoders give the value of largest magnitude a level of the longer side. Where two of opposite signs are the
+    largest, numbers do not tell which; a zero has the sign of the scale, if level 0 made it.
     """
     for b in range(lost.size):
         lost[b] = False

@@ -59,7 +59,7 @@ _ROUNDING = 2.0**-50
 _SHARE_BF16, _SHARE_F16, _SHARE_F32 = 1.004 * 2.0**-7, 1.001 * 2.0**-10, 1.001 * 2.0**-23
 #: The farthest from an integer that a quotient may be.
 FARTHEST = 0.5
-#: A level from which on two values of BF16 are too coarse to tell it by their quotient, and what that adds to the share.
+#: A level from which on two values of BF16 are too coarse to tell it by their quotient; what that adds to the share.
 _HIGH, _HIGH_SHARE = 65, 2.0**-8
 #: What quotients in f32 may be off, in addition: as a share, and per step.
 _F32_SHARE, _F32_STEPS = 2.0**-21, 2.0**-17
@@ -206,8 +206,8 @@ def _is_few(lanes: Any, few: Any) -> Any:
 def list_levels(x: Any, begin: Any, n: Any, largest: Any, least: Any, bits: Any, tries: Any, chosen: Any) -> Any:
     """Store the indices of the levels that the value ``largest`` may have; return their number.
 
-    A necessary condition, in f32. tries: float32, a multiple of 16, NaN beyond the last. least: a magnitude that occurs.
-    chosen: int64, as many as there are levels.
+    A necessary condition, in f32. tries: float32, a multiple of 16, NaN beyond the last. least: a magnitude that
+    occurs. chosen: int64, as many as there are levels.
     """
     inverse = F(1 / largest)
     excess = F(0)
@@ -243,8 +243,8 @@ def _is_multiple(ratio: Any, level: Any, share: Any, excess: Any) -> Any:
 def list_steps(x: Any, begin: Any, n: Any, lowest: Any, width: Any, widest: Any, top: Any, chosen: Any) -> Any:
     """Store the numbers of steps, the most first, that may lie between the extreme values; return how many there are.
 
-    A necessary condition, in f32. width: the difference of the extreme values. widest: the largest half unit of a value.
-    chosen: int64 [top].
+    A necessary condition, in f32. width: the difference of the extreme values. widest: the largest half unit of a
+    value. chosen: int64 [top].
     """
     inverse, low = F(1 / width), F(lowest)
     farthest = F(4 * widest / width)
@@ -328,7 +328,7 @@ def decodes(x: Any, begin: Any, n: Any, d: Any, half: Any, bits: Any, codes: Any
 @inline
 def _have_codes(x: Any, begin: Any, n: Any, inverse: Any, codes: Any) -> Any:
     """Return whether the levels that values have by 1 / inverse are among those with codes."""
-    for i in range(begin, begin + n):
+    for i in range(begin, begin + n):  # noqa: SIM110 - numba compiles no generators
         if codes[np.int64(np.rint(np.float64(x[i]) * inverse)) + ZERO] < 0:
             return False
     return True

@@ -147,7 +147,9 @@ def extent(x: Any, begin: Any, n: Any, low: Any, high: Any, offset: Any) -> Any:
 
 
 @inline
-def minimum_interval(x: Any, begin: Any, n: Any, step: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any) -> Any:
+def minimum_interval(
+    x: Any, begin: Any, n: Any, step: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any
+) -> Any:
     """Return the bounds of m with which values d * level + m round to x, if the lowest value has level 0.
 
     step: what the values are apart, about d; 0 if they are equal.
@@ -163,7 +165,7 @@ def minimum_interval(x: Any, begin: Any, n: Any, step: Any, d: Any, lowest: Any,
 
 @inline
 def store_steps(x: Any, begin: Any, n: Any, step: Any, lowest: Any, base: Any, q: Any, first: Any) -> None:
-    """Store the levels of values by their steps, the lowest at ``base``, from ``first`` on; all at base if step is 0."""
+    """Store the levels of values by their steps, the lowest at ``base``, from ``first`` on; all there if step is 0."""
     inverse = 1 / step if step > 0 else 0.0
     for i in range(n):
         q[first + i] = np.uint8(np.rint((np.float64(x[begin + i]) - lowest) * inverse) + base)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.kernels.cpu.core.jit import inline, kernel
-from quantkit.kernels.cpu.core.simd import load, store, u8x16
+from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, store, u8x16
 
 U8 = np.uint8
 
@@ -35,16 +35,16 @@ def _pack_word(out: Any, o: Any, value: Any, place: Any) -> None:
 
 @kernel
 def pack_blocks(
-    block: int, subs: int, q: Any, s: Any, m: Any, d: Any, dmin: Any, runs: Any, ends: Any, out: Any
+    count: int, block: int, subs: int, q: Any, s: Any, m: Any, d: Any, dmin: Any, runs: Any, ends: Any, out: Any
 ) -> None:
-    """Write all blocks into out, uint8 [blocks * block bytes].
+    """Write the first ``count`` blocks into out, uint8 [count * block bytes].
 
-    q: uint8 [blocks * block]. s, m: uint8 [blocks * subs]. d, dmin: uint16 [blocks], bits of f16. runs, ends: those of
-    the type's ``Lattice``.
+    q: uint8 [blocks * block]. s, m: uint8 [blocks * subs]. d, dmin: float64 [blocks], numbers of f16. runs, ends: those
+    of the type's ``Lattice``.
     """
-    size = out.size // d.size
+    size = out.size // count
     out[:] = 0
-    for b in range(d.size):
+    for b in range(count):
         for r in range(ends[0]):
             _pack_bytes(out, b * size, q, b * block, runs[r])
         for r in range(ends[0], ends[1]):
@@ -52,6 +52,27 @@ def pack_blocks(
         for r in range(ends[1], ends[2]):
             _pack_bytes(out, b * size, m, b * subs, runs[r])
         for r in range(ends[2], ends[3]):
-            _pack_word(out, b * size, d[b], runs[r])
+            _pack_word(out, b * size, f32_to_f16(np.float32(d[b])), runs[r])
         for r in range(ends[3], ends[4]):
-            _pack_word(out, b * size, dmin[b], runs[r])
+            _pack_word(out, b * size, f32_to_f16(np.float32(dmin[b])), runs[r])
+
+
+@kernel
+def write_better(x: Any, which: Any, data: Any, after: Any, exact: Any, blocks: Any) -> None:
+    """Replace blocks that are less exact than new ones, but those of zeros alone, and their exactness.
+
+    x: float32 [n]. which: int64 [new], numbers of blocks. data: uint8 [new, block bytes]. after: uint8 [new], exactness
+    of the new blocks. exact, blocks: of all blocks.
+    """
+    block = x.size // exact.size
+    for i in range(which.size):
+        b = which[i]
+        if after[i] <= exact[b]:
+            continue
+        has_weights = False
+        for j in range(b * block, (b + 1) * block, 16):
+            has_weights |= any_lane(load(f32x16, x, 4 * j) != np.float32(0))
+        if has_weights:
+            exact[b] = after[i]
+            for k in range(data.shape[1]):
+                blocks[b, k] = data[i, k]

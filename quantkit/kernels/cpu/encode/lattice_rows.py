@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from quantkit.kernels.cpu.encode.exactness import SAME_SIGNS, exactness, mark_signs_lost
 from quantkit.kernels.cpu.encode.lattice_blocks import find_scales, find_scales_and_minimums
-from quantkit.kernels.cpu.encode.lattice_pack import pack_blocks
+from quantkit.kernels.cpu.encode.lattice_groups import pack_groups
+from quantkit.kernels.cpu.encode.lattice_pack import pack_blocks, write_better
 from quantkit.kernels.cpu.encode.lattice_super import find_super_scales, find_super_scales_and_minimums
 from quantkit.kernels.lattices import PRECISIONS, Lattice, lattice_of
 from quantkit.types import TensorType
@@ -42,7 +43,9 @@ class _Blocks:
 
 
 def _find(lattice: Lattice, x: F32, which: Ints, precisions: Ints) -> _Blocks:
-    """Search the integers of some blocks of x, float32 [n]."""
+    """Search the integers of some blocks of x, float32 [n]; of a type with a grid, without regard to its points."""
+    if lattice.unit != 1:
+        x = x * np.float32(lattice.unit)
     a, b, block = lattice, _Blocks(lattice, len(which)), lattice.type.block
     if not a.has_minimum and not a.scales.size:
         find_scales(
@@ -69,7 +72,11 @@ def blocks_on_lattice(t: TensorType, source: TensorType, x: F32) -> Flags:
     lattice, count = lattice_of(t), x.size // t.block
     if lattice is None:
         return np.zeros(count, np.bool_)
-    return _find(lattice, x.reshape(-1), np.arange(count), np.array(PRECISIONS[source.name])).on_grid
+    integers = _find(lattice, x.reshape(-1), np.arange(count), np.array(PRECISIONS[source.name]))
+    result = integers.on_grid
+    if lattice.grid is not None:
+        result[np.flatnonzero(result)] = _pack(lattice, integers, int(np.count_nonzero(result)))[1]
+    return result
 
 
 def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> Exactness:
@@ -104,15 +111,24 @@ def _replace(lattice: Lattice, precisions: Ints, x: F32, which: Ints, exact: U8,
     """Search some blocks, and write those that are more exact than before, with their exactness."""
     t, integers = lattice.type, _find(lattice, x, which, precisions)
     which = which[integers.on_grid]
-    data = np.empty((len(which), t.block_bytes), np.uint8)
+    data, exists = _pack(lattice, integers, len(which))
+    if not exists.all():
+        which, data = which[exists], data[exists]
     if not which.size:
         return
-    d, dmin = (floats[: len(which)].astype(np.float16).view(np.uint16) for floats in (integers.d, integers.dmin))
-    pack_blocks(
-        t.block, t.block // lattice.span, integers.q, integers.s, integers.m, d, dmin, lattice.runs, lattice.ends,
-        data.reshape(-1),
-    )  # fmt: skip
     after = exactness(t, precisions, x, which, data)
-    better = np.flatnonzero(after > exact[which])
-    better = better[x.reshape(-1, t.block)[which[better]].any(axis=1)]
-    blocks[which[better]], exact[which[better]] = data[better], after[better]
+    write_better(x, which, data, after, exact, blocks)
+
+
+def _pack(lattice: Lattice, integers: _Blocks, count: int) -> tuple[U8, Flags]:
+    """Return the first blocks of a search, uint8 [count, block bytes], and which of them the type has."""
+    t, a = lattice.type, integers
+    if lattice.grid is not None:
+        return pack_groups(lattice, a.q[: count * t.block], a.s[: count * t.block // lattice.span], a.d[:count])
+    data = np.empty((count, t.block_bytes), np.uint8)
+    if count:
+        pack_blocks(
+            count, t.block, t.block // lattice.span, a.q, a.s, a.m, a.d, a.dmin, lattice.runs, lattice.ends,
+            data.reshape(-1),
+        )  # fmt: skip
+    return data, np.ones(count, np.bool_)
