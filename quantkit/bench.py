@@ -364,9 +364,9 @@ def sweep_bench(
             t_tg, t_pp = [], []
             for _ in range(repetitions if n_kv == 0 else 1):
                 _to_depth(session, tokens, n_kv, setting)
-                t_tg.append(_timed(lambda: _generate(session, tokens[:single])))
+                t_tg.append(_time(lambda: _generate(session, tokens[:single])))
                 _to_depth(session, tokens, n_kv, setting)
-                t_pp.append(_timed(lambda: _prompt(session, tokens[:step], setting)))
+                t_pp.append(_time(lambda: _prompt(session, tokens[:step], setting)))
             rows.append(SweepRow(step, single, n_kv, statistics.median(t_pp), statistics.median(t_tg)))
             report(SweepProgress(len(rows), len(depths), f"{n_kv} tokens in the context", rows[-1]))
         return Sweep(opened.path.name, tuple(rows), opened.notes)
@@ -409,7 +409,7 @@ def _measure(session: Session, test: Test, s: Setting, repetitions: int, repeat:
     for i in range(repetitions):
         repeat(i)
         _to_depth(session, tokens, test.n_depth, s)
-        samples.append(round(1e9 * _timed(lambda: _run(session, tokens[test.n_depth :], test, s))))
+        samples.append(round(1e9 * _time(lambda: _run(session, tokens[test.n_depth :], test, s))))
     size = sum(t.nbytes for t in model.source.tensors.values())
     n_params = sum(int(np.prod(t.shape)) for t in model.source.tensors.values())
     cost = token_cost(model.graph, s.kv_type, test.n_depth + test.n_gen // 2)
@@ -465,7 +465,7 @@ def _generate(session: Session, tokens: Any) -> None:
         session.decode(token[None] if hasattr(token, "shape") else [token])
 
 
-def _timed(work: Callable[[], None]) -> float:
+def _time(work: Callable[[], None]) -> float:
     began = working_seconds()
     work()
     return working_seconds() - began

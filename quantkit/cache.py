@@ -19,7 +19,7 @@ from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.cache_entry import DamagedEntry, Entry, are_intact
 from quantkit.formats.ranges import Buffers
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.cache.store import Store, StoredEntry, open_store
 from quantkit.progress import Progress, ProgressCallback
@@ -71,7 +71,7 @@ class CacheReport(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneResult:
     """The entries that ``prune_cache`` removed, and those that remain."""
 
     removed: int
@@ -83,7 +83,7 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     """Result of ``verify_cache``: ``damaged`` has paths and reasons; ``n_not_removable`` of them remain on the disk."""
 
     entries: int
@@ -102,7 +102,7 @@ def show_cache(folder: str | Path) -> CacheReport:
 
     Raises ResourceError if it is not a cache.
     """
-    store = open_store(located(folder), make=False)
+    store = open_store(locate(folder), make=False)
     entries = list(store.entries())
     groups: dict[tuple[str, str], list[int]] = {}
     unreadable = 0
@@ -140,7 +140,7 @@ def _count(run: dict[str, object], key: str) -> int:
 
 
 @checked
-def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: float | None = None) -> Pruned:
+def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: float | None = None) -> PruneResult:
     """Remove the least recently used entries, and temporary files of killed runs older than a day.
 
     Args:
@@ -150,7 +150,7 @@ def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: 
 
     Raises ResourceError if it is not a cache.
     """
-    store = open_store(located(folder), make=False)
+    store = open_store(locate(folder), make=False)
     limit = parse_size(to) if isinstance(to, str) else to
     if limit is None:
         limit = store.limit if older_than is None else store.nbytes()
@@ -159,18 +159,18 @@ def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: 
     store.forget_sources()
     remaining = list(store.entries())
     nbytes = sum(entry.nbytes for entry in remaining)
-    return Pruned(len(evicted), sum(entry.nbytes for entry in evicted), len(remaining), nbytes, unfinished)
+    return PruneResult(len(evicted), sum(entry.nbytes for entry in evicted), len(remaining), nbytes, unfinished)
 
 
 @checked
 def verify_cache(
     folder: str | Path, *, threads: int | None = None, progress: ProgressCallback | None = None
-) -> Verified:
+) -> VerifyResult:
     """Read all entries of a cache and remove damaged ones. Raises ResourceError if ``folder`` is not a cache.
 
     ``progress`` is called with the bytes of the entries read so far.
     """
-    store = open_store(located(folder), make=False)
+    store = open_store(locate(folder), make=False)
     entries = list(store.entries())
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
         reasons = []
@@ -182,7 +182,7 @@ def verify_cache(
                 progress(Progress(n_read, total, entry.path.name))
     damaged = [(entry, reason) for entry, reason in zip(entries, reasons, strict=True) if reason]
     store.clear_temporary()
-    return Verified(
+    return VerifyResult(
         len(entries),
         sum(entry.nbytes for entry in entries),
         tuple((str(entry.path), reason) for entry, reason in damaged),

@@ -26,7 +26,7 @@ from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import TensorInfo
 from quantkit.formats.lora import parse_adapter
 from quantkit.formats.outputs import resolve_links
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.kernels.formats import encoder_for
 from quantkit.options.convert import INTERMEDIATES
 from quantkit.options.convert import ConvertOptions as ConvertOptions
@@ -121,11 +121,11 @@ def plan_convert(
                 quantize_options, ready_rules=(*quantize_options.ready_rules, *_lossless_rules(opened))
             )
         try:
-            plan = plan_from(_pruned(opened, options), path, type, quantize_options, reads=reads, identity=identity)
+            plan = plan_from(_prune(opened, options), path, type, quantize_options, reads=reads, identity=identity)
         except TypeNotSupported as e:
             if e.code != "QK-E209":
                 raise
-            raise e.extended("; --lossless keeps them unchanged") from None
+            raise e.extend("; --lossless keeps them unchanged") from None
         return _check_complete(replace(plan, notes=(*opened.notes, *plan.notes)), opened, options)
     return plan_opened(_open(folder, options, options.outtype), output, options)
 
@@ -203,7 +203,7 @@ def plan_mmproj(
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:
     """Plan a conversion without a type, with tensors as the checkpoint is opened; ``options`` set the split."""
-    source = _pruned(opened, options)
+    source = _prune(opened, options)
     outputs = [_output_tensor(opened, tensor) for tensor in source.tensors.values()]
     plan = plan_output(
         source,
@@ -330,7 +330,7 @@ def _lossless_rules(opened: Checkpoint) -> list[Rule]:
     return [Rule(f"^{re.escape(t.name)}$", t.type, "--lossless") for t in blocks]
 
 
-def _pruned(opened: Checkpoint, options: ConvertOptions) -> Source:
+def _prune(opened: Checkpoint, options: ConvertOptions) -> Source:
     """Return the source with the experts that are requested."""
     if options.prune_experts is None:
         return opened
@@ -374,7 +374,7 @@ def _shards(tensors: Sequence[OutputTensor], options: ConvertOptions) -> list[in
 
 def _output_path(opened: Checkpoint, output: str | Path | None, encoding: str) -> Path:
     """Return the output's path; for a directory, by default the checkpoint's, a name from the metadata."""
-    folder = opened.paths[0] if output is None else located(output)
+    folder = opened.paths[0] if output is None else locate(output)
     if folder.is_dir():
         return folder / opened.general.file_name(None if opened.kind == "vocab" else encoding, kind=opened.kind)
     return resolve_links(folder.with_name(fill_template(folder.name, encoding)))

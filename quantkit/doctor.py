@@ -100,7 +100,7 @@ def _python() -> Iterator[Finding]:
     )
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package.partition("[")[0])
     except PackageNotFoundError:
@@ -108,7 +108,7 @@ def _installed(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    versions = {package: _installed(package) for package in _REQUIRED.values()}
+    versions = {package: _installed_version(package) for package in _REQUIRED.values()}
     missing = [package for package, v in versions.items() if v is None]
     text = ", ".join(f"{package} {v}" for package, v in versions.items() if v is not None)
     if missing:

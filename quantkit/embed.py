@@ -73,7 +73,7 @@ def embed(
         QuantkitError: an embedding is zero, NaN or infinite. Errors of ``quantkit.load``.
     """
     result = embeddings_of(model, texts, pooling=pooling, truncate=truncate, progress=progress, **load)
-    return normalized(result) if normalize and result.pooling != "rank" else result.rows
+    return normalize_rows(result) if normalize and result.pooling != "rank" else result.rows
 
 
 def embeddings_of(
@@ -130,7 +130,7 @@ def _of_loaded(
     return Embeddings(model.path, rows, kind.kind, n_cut, getattr(model, "activations", RUNTIME), notes)
 
 
-def normalized(embeddings: Embeddings) -> F32:
+def normalize_rows(embeddings: Embeddings) -> F32:
     """Return the embeddings divided by their lengths. Raises QuantkitError for one of length 0."""
     rows = embeddings.rows.astype(np.float64)
     lengths = np.sqrt((rows * rows).sum(1, keepdims=True))

@@ -181,7 +181,7 @@ class QuantkitError(Exception):
         self.message = message
         self.code = code or self.default_code
 
-    def extended(self, text: str) -> Self:
+    def extend(self, text: str) -> Self:
         """Return the same error with text appended to its message."""
         return type(self)(self.message + text, self.code)
 

@@ -25,7 +25,7 @@ from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError, os_error_code
 from quantkit.formats.gguf import Layout, TensorInfo, open_gguf, open_model
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, part_path, resolve_links
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.formats.safetensors import layout_safetensors
 from quantkit.options.export import ExportOptions
 from quantkit.pipeline.plan import Plan, PlannedShard
@@ -99,7 +99,7 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
     max_bytes = size_of(options.max_shard_size)
     if max_bytes < 1:
         raise RecipeError("--max-shard-size 0: a shard contains at least one tensor; omit it for 5GB", "QK-E203")
-    path = located(folder)
+    path = locate(folder)
     with ExitStack() as stack:
         model = stack.enter_context(open_model(source))
         mmproj = None if options.mmproj is None else stack.enter_context(open_gguf(options.mmproj))

@@ -20,7 +20,7 @@ from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_g
 from quantkit.formats.gguf.mmproj import CLIP
 from quantkit.formats.gguf.projectors import image_tokens, text_width
 from quantkit.formats.gguf.rules import PADDING_KEY
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
@@ -198,12 +198,12 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
     """
     with open_gguf(path, header_only=header_only) as file:
         everything = tuple(file.tensors.values())
-        selected = everything if tensors is None else _matching(tensors, everything, located(path))
+        selected = everything if tensors is None else _match(tensors, everything, locate(path))
         architecture, ftype = _text(file, "general.architecture"), file.get("general.file_type")
         file_type = ftype if isinstance(ftype, int) and not isinstance(ftype, bool) else None
         merged, unmerged = _up_gate_layers(everything)
         return Inspection(
-            path=located(path),
+            path=locate(path),
             shards=_shards(file),
             version=file.version,
             alignment=file.alignment,
@@ -220,8 +220,8 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
             active_values=_active_values(file, architecture, everything),
             merged_layers=merged,
             unmerged_layers=unmerged,
-            by_type=_grouped(selected, lambda t: t.type.name),
-            by_class=_grouped(selected, lambda t: tensor_class(t.name)),
+            by_type=_group_by(selected, lambda t: t.type.name),
+            by_class=_group_by(selected, lambda t: tensor_class(t.name)),
             runtimes=_verdicts(file, everything),
             big_endian=file.big_endian,
             grid="" if header_only else grid_note(file, matrices_of(file), KEEP_GRID),
@@ -230,14 +230,14 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
 
 def _verdicts(file: GGUFFile, tensors: Sequence[TensorInfo]) -> tuple[Runtime, ...]:
     """Return the verdicts of the runtimes on a machine like this one, which does not load big-endian files."""
-    verdicts = runtimes(file.fields, ((t.name, t.type, t.shape) for t in tensors), displaced=_displaced(file))
+    verdicts = runtimes(file.fields, ((t.name, t.type, t.shape) for t in tensors), displaced=_find_displaced(file))
     if not file.big_endian:
         return verdicts
     problem = "big-endian, for machines such as s390x (quantkit quantize IN OUT COPY writes it little-endian)"
     return tuple(replace(runtime, problems=(problem, *runtime.problems)) for runtime in verdicts)
 
 
-def _displaced(file: GGUFFile) -> str:
+def _find_displaced(file: GGUFFile) -> str:
     """Return the name of the first tensor whose data does not follow that of the previous tensor, "" if all do."""
     ends: dict[int, int] = {}
     for tensor in file.tensors.values():
@@ -286,7 +286,7 @@ def _text(file: GGUFFile, key: str) -> str:
     return str(item.value) if item is not None and item.type is ValueType.STRING else ""
 
 
-def _matching(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
+def _match(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
     regex = Pattern(pattern, "--tensors")
     matches = tuple(t for t in tensors if regex.search(t.name))
     if not matches:
@@ -377,7 +377,7 @@ def _n_values(tensor: TensorInfo) -> int:
     return math.prod(tensor.shape)
 
 
-def _grouped(tensors: Iterable[TensorInfo], key: Callable[[TensorInfo], str]) -> tuple[Group, ...]:
+def _group_by(tensors: Iterable[TensorInfo], key: Callable[[TensorInfo], str]) -> tuple[Group, ...]:
     """Group tensors, largest group first."""
     members: dict[str, list[TensorInfo]] = {}
     for tensor in tensors:

@@ -13,7 +13,7 @@ from quantkit.arguments import checked
 from quantkit.checkpoint.lora.convert import open_adapter
 from quantkit.convert import plan_opened
 from quantkit.errors import RecipeError
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.options.convert import ConvertOptions
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
@@ -72,5 +72,5 @@ def plan_convert_lora(
     """Plan the conversion of an adapter without writing anything; arguments and errors as for ``convert_lora``."""
     if outtype not in OUTTYPES:
         raise RecipeError(f"--outtype {outtype}: choose one of {', '.join(OUTTYPES)}", "QK-E203")
-    opened = open_adapter(located(adapter), base=None if base is None else located(base), outtype=outtype)
+    opened = open_adapter(locate(adapter), base=None if base is None else locate(base), outtype=outtype)
     return plan_opened(opened, output, ConvertOptions(bigendian=bigendian))

@@ -25,7 +25,7 @@ def span(names: Sequence[str], noun: str = "tensors") -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} {noun})"
 
 
-def grouped(notes: Iterable[tuple[str, str]], noun: str = "tensors") -> list[str]:
+def group_notes(notes: Iterable[tuple[str, str]], noun: str = "tensors") -> list[str]:
     """Return one line for all notes, each about a name, that differ only in numbers, which become ranges."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, note in notes:

@@ -20,7 +20,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import SPLIT_KEYS, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import resolve_links
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.pipeline.expert_lists import (
     ExpertLists,
@@ -168,14 +168,14 @@ def plan_prune_experts(
             grouped.metadata.remove(*SPLIT_KEYS)
         plan = plan_output(
             pruned,
-            resolve_links(located(output)),
+            resolve_links(locate(output)),
             grouped.metadata.fields(),
             grouped.tensors,
             title="prune-experts",
             shard_of=grouped.shards,
             split_max_size=split_max_size,
             identity=f"{__version__} prune {pruned.fingerprint()}",
-            reads=[located(path) for path in (imatrix, experts) if isinstance(path, str | Path)],
+            reads=[locate(path) for path in (imatrix, experts) if isinstance(path, str | Path)],
         )
         return PrunePlan(plan, {layer: lists[layer] for layer in layers_of(model)}, method, n, scores)
 

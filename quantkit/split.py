@@ -24,7 +24,7 @@ from quantkit.formats.gguf import (
     split_fields,
 )
 from quantkit.formats.outputs import resolve_links
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, check_targets, run_plan
@@ -124,7 +124,7 @@ def plan_split(
     if max_tensors is not None and max_tensors < 1:
         raise RecipeError(f"--max-tensors {max_tensors}: at least 1", "QK-E203")
     with open_model(source) as model:
-        path = resolve_links(model.paths[0] if output is None else located(output))
+        path = resolve_links(model.paths[0] if output is None else locate(output))
         if path.suffix != ".gguf" and path.is_dir():
             raise ResourceError(f"{output} is a directory; give a name for the shards: {output}/model.gguf", "QK-E120")
         tensors = _copies(model)
@@ -189,9 +189,9 @@ def run_split(
 def _join_output(source: str | Path, output: str | Path | None) -> Path | None:
     """Return the output of a join, None if it follows from a name that is not of a shard."""
     if output is not None:
-        return resolve_links(located(output))
+        return resolve_links(locate(output))
     parts = parse_split_path(source)
-    return None if parts is None else resolve_links(located(f"{parts[0]}.gguf"))
+    return None if parts is None else resolve_links(locate(f"{parts[0]}.gguf"))
 
 
 def _open_shards(source: str | Path, output: str | Path | None) -> GGUFFile:

@@ -32,7 +32,7 @@ def round_up(n: int, multiple: int) -> int:
 
 def format_size(n: float) -> str:
     """Return a number of bytes for people: 17.35 MiB."""
-    return _scaled(n, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+    return _scale(n, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def size_unit(n: float) -> tuple[str, int]:
@@ -42,7 +42,7 @@ def size_unit(n: float) -> tuple[str, int]:
 
 def format_count(n: float) -> str:
     """Return a number of weights for people: 9.19 M."""
-    return _scaled(n, 1000, ("", " K", " M", " B", " T"))
+    return _scale(n, 1000, ("", " K", " M", " B", " T"))
 
 
 def format_shape(shape: Iterable[int]) -> str:
@@ -50,7 +50,7 @@ def format_shape(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _scaled(n: float, step: int, units: tuple[str, ...]) -> str:
+def _scale(n: float, step: int, units: tuple[str, ...]) -> str:
     """Return a number in the unit (each is ``step`` times the previous one) in which it has the fewest digits."""
     for unit in units[:-1]:
         if abs(n) < step:

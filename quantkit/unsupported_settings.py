@@ -148,7 +148,7 @@ def _format(value: object) -> str:
     return "none" if value is None else short(value)
 
 
-def _tied(model: Model) -> object:
+def _is_tied(model: Model) -> object:
     """Return whether a language model's file lacks output weights: the embeddings are tied."""
     generates = model.config.architecture.endswith(("ForCausalLM", "LMHeadModel")) and model.arch not in _TIED
     return True if generates and "output.weight" not in model.opened.tensors else ANY
@@ -418,7 +418,7 @@ def _activation(model: Model) -> object:
     return model.row.activation if model.row is not None else ANY
 
 
-def _nested(name: str, setting: str, assumed: object, *archs: str) -> Setting:
+def _nested_setting(name: str, setting: str, assumed: object, *archs: str) -> Setting:
     """Return a setting of an object within config.json."""
     return Setting(
         name,
@@ -453,7 +453,7 @@ _SCANS = frozenset({"mamba2", "nemotron_h", "nemotron_h_moe", "granitehybrid", "
 SETTINGS: tuple[Setting, ...] = (
     *(Setting(name, _activation, frozenset(archs), _activation_of) for name, archs in _ACTIVATION_NAMES.items()),
     Setting("hidden_act", _hidden_act, interpret=_activation_of),
-    Setting("tie_word_embeddings", _tied),
+    Setting("tie_word_embeddings", _is_tied),
     # experts
     Setting("norm_topk_prob moe_renormalize route_norm", _expert_norm),
     Setting(
@@ -466,8 +466,8 @@ SETTINGS: tuple[Setting, ...] = (
     # attention
     Setting("attention_bias qkv_bias use_qkv_bias add_qkv_bias", _attention_bias),
     Setting("clip_qkv", _clamp),
-    _nested("attn_config", "softmax_scale", None, "mpt"),
-    _nested("attn_config", "prefix_lm", False, "mpt"),
+    _nested_setting("attn_config", "softmax_scale", None, "mpt"),
+    _nested_setting("attn_config", "prefix_lm", False, "mpt"),
     Setting("scale_attn_weights", _always(True), frozenset({"gpt2", "starcoder", "jais"})),
     Setting("scale_attn_by_inverse_layer_idx", _always(False), frozenset({"gpt2", "jais"})),
     Setting("query_pre_attn_scalar", _query_scale, _GEMMAS),

@@ -96,11 +96,11 @@ def test_the_command_line_shows_the_code(tmp_path: Path) -> None:
 
 
 def test_errors_keep_their_codes() -> None:
-    error = FormatError("a", "QK-E115").extended("; b")
+    error = FormatError("a", "QK-E115").extend("; b")
     assert (type(error), error.message, error.code) == (FormatError, "a; b", "QK-E115")
     assert [kind("a").code for kind in (QuantkitError, FormatError, ClusterError)] == ["QK-E400", "QK-E100", "QK-E450"]
 
 
 def test_a_reason_has_a_text() -> None:
-    reason = Reason("class", "--attn-v-type", ("--attn-v-type",)).adjusted("rows of 5: Q4_0").adjusted("c")
+    reason = Reason("class", "--attn-v-type", ("--attn-v-type",)).adjust("rows of 5: Q4_0").adjust("c")
     assert str(reason) == "--attn-v-type; rows of 5: Q4_0; c"

@@ -26,7 +26,7 @@ from quantkit.calibration.overlap import Sketch, sketch
 from quantkit.calibration.passages import Deduplicator, passage_hash, split_passages
 from quantkit.errors import FormatError, RecipeError, ResourceError, os_error_code
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, read_whole
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.progress import Progress, ProgressCallback
 
@@ -142,13 +142,13 @@ def calibration(
     All inputs are held in memory.
     """
     _check(size, heldout, passage)
-    folder = None if output is None else located(output)
+    folder = None if output is None else locate(output)
     outputs = [] if folder is None else [folder / name for name in (MANIFEST, CALIBRATION, EVALUATION)]
     if folder is not None and folder.exists():
         for output in outputs:
             check_free(output, overwrite=overwrite)
     steps = _Steps(progress, size)
-    corpus_files = read_inputs([located(path) for path in inputs], include=include, report=steps.read)
+    corpus_files = read_inputs([locate(path) for path in inputs], include=include, report=steps.read)
     check_apart(outputs, [file.path for file in corpus_files.files])
     dedup, key = Deduplicator(), _order(seed)
     # The share refers to the available text, even if that is less than --size.

@@ -12,7 +12,7 @@ from pathlib import Path
 from quantkit.checkpoint.config import Config, Json, optional_json, read_json, unify_text_config
 from quantkit.errors import FormatError, QuantkitError, RecipeError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 ADAPTER_FILE = "adapter_config.json"
 #: Files with the revision of the base, and its key there.
@@ -68,7 +68,7 @@ def named_base(adapter: Path) -> Path:
         if revision is None and Path(name).is_dir():
             return Path(name)
         if _REPOSITORY.fullmatch(name) and (revision is None or _is_revision(revision)):
-            return located(f"hf://{name}" + (f"@{revision}" if revision else ""))
+            return locate(f"hf://{name}" + (f"@{revision}" if revision else ""))
     raise RecipeError(
         f"{adapter / ADAPTER_FILE}: its base is {short(name)}, revision {short(revision)}, neither a directory nor a "
         "repository of the Hugging Face Hub: give --base DIR, the checkpoint of its base",

@@ -113,7 +113,7 @@ class Checkpoint:
         x = self.converted[tensor.name].expr
         return (x.tensor.path, x.tensor.offset) if isinstance(x, Stored) and x.tensor.nbytes == tensor.nbytes else None
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
         """Return the tensor unchanged."""
         return tensor
 

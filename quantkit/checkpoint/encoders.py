@@ -14,7 +14,7 @@ from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, apply_rules
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def open_encoders(path: Path, mistral_format: bool = False, base: Path | None = 
         FormatError: the configuration is damaged.
         TypeNotSupported: a class without encoders, or whose encoders are not converted.
     """
-    model = read_model(path, mistral_format, None if base is None else located(base))
+    model = read_model(path, mistral_format, None if base is None else locate(base))
     row = find_mmproj(model)
     config = MmprojConfig(model, row)
     row.patch_config(config)

@@ -610,7 +610,7 @@ class Multiplied(ByValue):
 
 
 @dataclass(frozen=True)
-class Added(ByValue):
+class Offset(ByValue):
     """Each value plus ``value``, a float32."""
 
     value: float
@@ -620,8 +620,8 @@ class Added(ByValue):
 
 
 @dataclass(frozen=True)
-class Unadded(ByValue):
-    """The operand of ``Added``."""
+class OffsetInverse(ByValue):
+    """The operand of ``Offset``."""
 
     value: float
 

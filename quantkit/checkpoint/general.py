@@ -160,9 +160,9 @@ class General:
             keys.omissions.append(f"{self.unread}: the GGUF file has no sampling parameters")
         for name, _, kind in SAMPLING:
             if self.sampling.get(name) is not None:
-                with keys.blaming(self._source(f"general.sampling.{name}", "generation_config.json")):
+                with keys.blame(self._source(f"general.sampling.{name}", "generation_config.json")):
                     getattr(keys, kind)(f"general.sampling.{name}", self.sampling[name])
-        with keys.blaming(self.folder / "README.md"):
+        with keys.blame(self.folder / "README.md"):
             self._write_card(keys)
 
     def _source(self, key: str, file: str) -> Path:
@@ -175,7 +175,7 @@ class General:
             if name == "license" and isinstance(value, list):
                 value = ",".join(map(str, value))
             if value is not None:
-                with keys.blaming(self._source(f"general.{name}", "README.md")):
+                with keys.blame(self._source(f"general.{name}", "README.md")):
                     keys.text(f"general.{name}", value)
         for kind, entries in (("base_model", self.base_models), ("dataset", self.datasets)):
             if entries is not None:

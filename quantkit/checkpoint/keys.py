@@ -36,7 +36,7 @@ class Keys:
         self.text("general.architecture", arch)
 
     @contextmanager
-    def blaming(self, path: Path) -> Iterator[None]:
+    def blame(self, path: Path) -> Iterator[None]:
         """Name ``path`` in errors about the values set in this context."""
         self.where, before = path, self.where
         try:

@@ -36,7 +36,7 @@ from quantkit.checkpoint.vocab.check import check_ids
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf.rules import short
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.process import no_collection
 
@@ -150,7 +150,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
         TypeNotSupported: an architecture or a quantization that is not converted.
     """
     options = options or OpenOptions()
-    path = located(folder)
+    path = locate(folder)
     with blame_config(path):
         config, row = _read_config(path, options)
     weights_folder = config.path.parent if isinstance(config, AdapterConfig) else path
@@ -192,7 +192,7 @@ def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None 
 
 def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture]:
     """Return the configuration of a checkpoint, of a draft with its target, and its row."""
-    base = None if options.base is None else located(options.base)
+    base = None if options.base is None else locate(options.base)
     config = read_model(path, options.mistral_format, base)
     row = find_architecture(config)
     if base is not None and not isinstance(config, AdapterConfig):
@@ -215,7 +215,7 @@ def _read_config(path: Path, options: OpenOptions) -> tuple[Config, Architecture
             "--target-model-dir DIR, the checkpoint of the model that it guesses for",
             "QK-E215",
         )
-    folder = located(options.target_model_dir)
+    folder = locate(options.target_model_dir)
     with blame_config(folder):
         target = read_model(folder)
         target_row = find_architecture(target)

@@ -20,7 +20,7 @@ from quantkit.checkpoint.policy import OutType, find_outtype
 from quantkit.checkpoint.quantized import block_type_of, decode_tensors
 from quantkit.checkpoint.tensors import Tensor, named_tensors
 from quantkit.formats.gguf.mmproj import projectors
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.formats.safetensors import read_checkpoint
 
 #: Files beside the weights that metadata is read from.
@@ -39,7 +39,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
         TypeNotSupported: a class without encoders, or whose encoders are not converted.
     """
     options = options or OpenOptions()
-    path = located(folder)
+    path = locate(folder)
     with blame_config(path):
         encoders = open_encoders(path, options.mistral_format, options.base)
     row, config, context = encoders.row, encoders.config, encoders.context
@@ -54,7 +54,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
             weights = merge_adapters(weights, adapters, part)
         outtype = find_outtype(options.outtype, stored.values())
         parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
-        tensors = converted_tensors(_forced(parts, row, outtype), context.names, outtype, options.exact, False)
+        tensors = converted_tensors(_force_types(parts, row, outtype), context.names, outtype, options.exact, False)
         outtype = of_blocks(outtype, block_type_of(config))
         keys = Keys(CLIP, config.path, file_type=outtype.file_type)
         count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in tensors)
@@ -79,7 +79,7 @@ def open_mmproj(folder: str | os.PathLike[str], options: OpenOptions | None = No
     return checkpoint
 
 
-def _forced(parts: Iterator[tuple[str, Tensor]], row: Mmproj, outtype: OutType) -> Iterator[tuple[str, Tensor]]:
+def _force_types(parts: Iterator[tuple[str, Tensor]], row: Mmproj, outtype: OutType) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors with the types that those of encoders have in all files."""
     for name, tensor in parts:
         file_type = tensor.file_type or forced_type(row, name, outtype.type)

@@ -116,7 +116,7 @@ class HfClass:
     archs: tuple[str, ...] = ()
 
 
-def prefixed(prefix: str, names: str) -> str:
+def add_prefix(prefix: str, names: str) -> str:
     """Return names with a prefix each."""
     return " ".join(f"{prefix}{name}" for name in names.split())
 

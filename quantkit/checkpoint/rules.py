@@ -152,7 +152,7 @@ class Transform(Rule):
             ) from None
 
 
-def unchanged(tensor: Tensor, context: Context) -> Expression:
+def identity(tensor: Tensor, context: Context) -> Expression:
     """Return the tensor unchanged: the inverse of a change that need not be undone."""
     return tensor.x
 
@@ -297,7 +297,7 @@ class Split(Rule):
         axis = self.axis % len(parts[0].shape)
         if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}) > 1:
             raise context.fail(tensor, f"the parts of {short(joined_name)} differ in shape")
-        x = _interleaved(parts, axis) if self.interleaved else concatenate(parts, axis)
+        x = _interleave(parts, axis) if self.interleaved else concatenate(parts, axis)
         return (replace(tensor, name=joined_name, x=x),)
 
     def _parts(self, size: int, config: Config) -> list[range]:
@@ -311,7 +311,7 @@ class Split(Rule):
 
 
 @dataclass(frozen=True)
-class Inverted(Rule):
+class InverseRule(Rule):
     """A reversed rule: its inverse on conversion, the rule itself on export."""
 
     rule: Rule
@@ -414,7 +414,7 @@ class StackExperts(Rule):
 _SUFFIX = r"((?<=\.)(?:weight|bias)|)$"
 
 
-def _interleaved(parts: Sequence[Expression], axis: int) -> Expression:
+def _interleave(parts: Sequence[Expression], axis: int) -> Expression:
     """Return slices along ``axis`` of each part in turn."""
     n, size = len(parts), parts[0].shape[axis]
     return take(concatenate(parts, axis), axis, *(range(i, n * size, size) for i in range(size)))

@@ -27,7 +27,7 @@ _EXP = (
 _LOG1P = (0.3027294874, 0.3996108174, 0.6666694880)
 
 
-def fused(x: F32 | np.float32, y: F32 | np.float32, z: F32 | np.float32) -> F32:
+def fma(x: F32 | np.float32, y: F32 | np.float32, z: F32 | np.float32) -> F32:
     """Return x * y + z, rounded once in nearly all cases: products of float32 are exact in float64, sums are not."""
     result: F32 = (np.asarray(x, np.float64) * y + z).astype(np.float32)
     return result
@@ -59,14 +59,14 @@ def _polynomial(x: F32, coefficients: tuple[float, ...]) -> F32:
     """Return a polynomial of ``x`` by Horner's rule, from the highest power on."""
     value = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        value = fused(value, x, np.full_like(x, coefficient))
+        value = fma(value, x, np.full_like(x, coefficient))
     return value
 
 
 def _exp(x: F32) -> F32:
     power = np.rint(x * _LOG2_E)
-    fraction = fused(power, -_LN2[1], fused(power, -_LN2[0], x))
-    value = _ONE + fused(fraction * fraction, _polynomial(fraction, _EXP), fraction)
+    fraction = fma(power, -_LN2[1], fma(power, -_LN2[0], x))
+    value = _ONE + fma(fraction * fraction, _polynomial(fraction, _EXP), fraction)
     result: F32 = np.ldexp(value, power.astype(np.int32))
     return result
 
@@ -75,15 +75,15 @@ def _log1p(x: F32) -> F32:
     """Return log(1 + x) of x >= 0: e * ln 2 + 2 * atanh(m / (2 + m)), the sums as pairs of float32."""
     e = ((((x + _ONE) * np.float32(1 / 0.75)).view(np.int32) >> 23) & 255) - 127
     scale = np.ldexp(_ONE, -e).astype(np.float32)
-    m, exponent = fused(x, scale, scale - _ONE), e.astype(np.float32)
+    m, exponent = fma(x, scale, scale - _ONE), e.astype(np.float32)
     high = _LN2_PAIR[0] * exponent
-    high_error = fused(_LN2_PAIR[1], exponent, fused(_LN2_PAIR[0], exponent, -high))
+    high_error = fma(_LN2_PAIR[1], exponent, fma(_LN2_PAIR[0], exponent, -high))
     divisor = _TWO + m
     divisor_rest = (_TWO - divisor) + m
     inverse = _ONE / divisor
     ratio = m * inverse
-    error = fused(-divisor_rest, inverse, fused(-divisor, inverse, _ONE))
-    ratio_rest = fused(ratio, error, fused(inverse, m, -ratio))
+    error = fma(-divisor_rest, inverse, fma(-divisor, inverse, _ONE))
+    ratio_rest = fma(ratio, error, fma(inverse, m, -ratio))
     square = ratio * ratio
     double, double_rest = ratio * _TWO, ratio_rest * _TWO
     total = high + double

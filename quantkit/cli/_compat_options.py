@@ -1,7 +1,7 @@
 """Options of the programs of llama.cpp and ik_llama.cpp that have no counterpart here.
 
-``Ignored`` options change no result: they are accepted with one note, so that existing command lines run.
-``Refused`` options would change the result, or do another job: each ends the command with what to type instead.
+``IgnoredOption`` options change no result: they are accepted with one note, so that existing command lines run.
+``RefusedOption`` options would change the result, or do another job: each ends the command with what to type instead.
 Where a command has an option of the same name, that counts (``GroupedCommand``).
 """
 
@@ -172,14 +172,14 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 
 
-def _parsed(table: tuple[tuple[str, str], ...]) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+def _parse(table: tuple[tuple[str, str], ...]) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """Yield the names of each option of a table, whether it has a value, and its text."""
     for text, options in table:
         for option in options.split():
             yield tuple(option.rstrip("=").split("|")), option.endswith("="), text
 
 
-class Ignored(GroupedOption):
+class IgnoredOption(GroupedOption):
     """An option that is accepted and ignored."""
 
     def __init__(self, *args: Any, note: str, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ class Ignored(GroupedOption):
             NoEffect.from_context(ctx).add(self, self.note)
 
 
-class Refused(GroupedOption):
+class RefusedOption(GroupedOption):
     """An option that ends the command with what to type instead."""
 
     def __init__(self, *args: Any, reason: str, **kwargs: Any) -> None:
@@ -210,9 +210,9 @@ def _identifier(names: tuple[str, ...]) -> str:
 
 def ignored_options(function: F) -> F:
     """Declare the options of llama.cpp's and ik_llama.cpp's programs that have no effect when a model runs."""
-    for names, has_value, note in _parsed(_IGNORED):
+    for names, has_value, note in _parse(_IGNORED):
         value: dict[str, Any] = {} if has_value else {"is_flag": False, "flag_value": "1", "values": _SWITCH}
-        function = click.option(*names, _identifier(names), cls=Ignored, note=note, **value)(function)
+        function = click.option(*names, _identifier(names), cls=IgnoredOption, note=note, **value)(function)
     return refuse_options(_REFUSED)(function)
 
 
@@ -220,10 +220,10 @@ def refuse_options(table: tuple[tuple[str, str], ...]) -> Callable[[F], F]:
     """Declare the options of a table as refused."""
 
     def declare(function: F) -> F:
-        for names, has_value, reason in _parsed(table):
-            function = click.option(*names, _identifier(names), cls=Refused, reason=reason, is_flag=not has_value)(
-                function
-            )
+        for names, has_value, reason in _parse(table):
+            function = click.option(
+                *names, _identifier(names), cls=RefusedOption, reason=reason, is_flag=not has_value
+            )(function)
         return function
 
     return declare

@@ -18,7 +18,7 @@ from quantkit.cli._options import SIZE, GPULayers, claim, echo_notes, option, op
 from quantkit.cli._paths import MODEL_FILE, TEXT_FILE
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import atomic_write, check_apart, read_text
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.formats.tokenizer import read_token_ids
 from quantkit.model.kv_types import KV_TYPES, is_rounded, join_kv_types
 
@@ -204,7 +204,7 @@ def placement_from(run: Mapping[str, Any]) -> Placement:
         _note_no_gpu(run, layers, requested)
         return placement_of("cpu", 0, _rules(run), ())
     backend = "cuda" if backend == "auto" else backend
-    selected = _selected(devices, run, requested)
+    selected = _select_devices(devices, run, requested)
     return placement_of(backend, layers, _rules(run), selected, run["shares"] or ())
 
 
@@ -217,7 +217,7 @@ def _note_no_gpu(run: Mapping[str, Any], layers: int | None, requested: Sequence
         echo_notes([f"{name}: all layers run on the CPU; {why_none()}"])
 
 
-def _selected(devices: Sequence[str], run: Mapping[str, Any], requested: Sequence[str] | None) -> Sequence[str]:
+def _select_devices(devices: Sequence[str], run: Mapping[str, Any], requested: Sequence[str] | None) -> Sequence[str]:
     """Return the devices that -dev, -sm and -mg select; -mg counts those of -dev."""
     selected = requested or devices
     if run["split_mode"] == "none":
@@ -391,7 +391,7 @@ def claim_json(
 
     Raises ResourceError, before any work, if it or another of the command's ``outputs`` is an input or another output.
     """
-    path = None if json_to in (None, "-") else located(str(json_to))
+    path = None if json_to in (None, "-") else locate(str(json_to))
     check_apart([path, *outputs], inputs)
     return None if path is None else claim(path, overwrite=overwrite)
 

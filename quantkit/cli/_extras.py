@@ -22,13 +22,13 @@ def check_command(
     further: Further | None = None,
 ) -> None:
     """Raise MissingPackages with all that a command needs, ``extras`` and those of its values, and that is missing."""
-    missing = [extra for extra in dict.fromkeys([*extras, *_required(params, values)]) if extra.missing()]
+    missing = [extra for extra in dict.fromkeys([*extras, *_list_extras(params, values)]) if extra.missing()]
     if missing:
         missing += [extra for extra in (further(values) if further else ()) if extra.missing()]
         raise missing_packages(*dict.fromkeys(missing))
 
 
-def _required(params: Sequence[click.Parameter], values: Mapping[str, Any]) -> Iterator[Extra]:
+def _list_extras(params: Sequence[click.Parameter], values: Mapping[str, Any]) -> Iterator[Extra]:
     """Yield the extras that options and places need."""
     if values.get("plot") is not None:
         yield PLOT
@@ -47,7 +47,7 @@ def _required(params: Sequence[click.Parameter], values: Mapping[str, Any]) -> I
 
 def _schemes(params: Sequence[click.Parameter], values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the schemes of all URLs among the values of places."""
-    from quantkit.formats.remote import URL, located
+    from quantkit.formats.remote import URL, locate
 
     if values.get("remote") is True or values.get("hf_repo") is not None:
         yield "hf"
@@ -55,5 +55,5 @@ def _schemes(params: Sequence[click.Parameter], values: Mapping[str, Any]) -> It
         value = values.get(param.name or "")
         if isinstance(param.type, Place) or (isinstance(param, click.Argument) and value):
             for item in value if isinstance(value, tuple) else (value,):
-                if item is not None and isinstance(place := located(item), URL):
+                if item is not None and isinstance(place := locate(item), URL):
                     yield place.scheme

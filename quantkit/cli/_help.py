@@ -16,19 +16,19 @@ class HelpFormatter(click.HelpFormatter):
     """Breaks lines at spaces only."""
 
     def write_text(self, text: str) -> None:
-        super().write_text(_unbroken(text))
+        super().write_text(_keep_hyphens(text))
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        super().write_usage(_unbroken(prog), _unbroken(args), prefix)
+        super().write_usage(_keep_hyphens(prog), _keep_hyphens(args), prefix)
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        super().write_dl([(term, _unbroken(text)) for term, text in rows], col_max, col_spacing)
+        super().write_dl([(term, _keep_hyphens(text)) for term, text in rows], col_max, col_spacing)
 
     def getvalue(self) -> str:
         return super().getvalue().replace(_HYPHEN, "-")
 
 
-def _unbroken(text: str) -> str:
+def _keep_hyphens(text: str) -> str:
     return text.replace("-", _HYPHEN)
 
 

@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli._options import GroupedOption, claim
 from quantkit.formats.outputs import atomic_write, check_apart
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 #: Values of --json: in commands with arguments and in groups, which must not be taken as its value, and elsewhere.
 BESIDE_ARGUMENTS, _ANY = r"-|[^-].*\.jsonl?", r"-|[^-].*"
@@ -24,7 +24,7 @@ class JsonOutput:
     def __init__(self, place: str | None) -> None:
         #: Whether stdout gets JSON, and nothing else.
         self.only = place == "-"
-        self.path: Path | None = None if place in (None, "-") else located(str(place))
+        self.path: Path | None = None if place in (None, "-") else locate(str(place))
 
     def hold_file(self, ctx: click.Context) -> None:
         """Hold the file until the command ends. Raises ResourceError if it exists, or is another of the command's."""
@@ -54,7 +54,7 @@ def _places(values: Iterable[Any]) -> Iterator[Path]:
         if isinstance(value, Path):
             yield value
         elif isinstance(value, str):
-            yield located(value)
+            yield locate(value)
         elif isinstance(value, tuple):
             yield from _places(value)
 

@@ -23,9 +23,9 @@ class Place(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return a path, or a URL, whose existence is checked when it is opened."""
-        from quantkit.formats.remote import URL, located  # not for the help of all commands
+        from quantkit.formats.remote import URL, locate  # not for the help of all commands
 
-        place = located(value)
+        place = locate(value)
         if not isinstance(place, URL):
             return super().convert(os.fspath(place), param, ctx)
         if self.local:

@@ -41,7 +41,7 @@ from quantkit.units import format_count, format_seconds, format_shape, format_si
 
 def _source_type(plan: Plan, tensor: PlannedTensor) -> str:
     """Return the type of a tensor's source, or the types of its parts: F16, F16+BF16."""
-    return "+".join(dict.fromkeys(str(plan.source.stored(part.source).type) for part in tensor.parts))
+    return "+".join(dict.fromkeys(str(plan.source.stored_tensor(part.source).type) for part in tensor.parts))
 
 
 def _row(plan: Plan, tensor: PlannedTensor) -> tuple[str, str, str, str, str]:
@@ -97,7 +97,7 @@ def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
 
 def _totals(plan: Plan) -> str:
     parts = [p for t in plan.tensors for p in t.parts]
-    source = sum(plan.source.stored(p.source).nbytes * p.rows // max(1, p.source_rows) for p in parts)
+    source = sum(plan.source.stored_tensor(p.source).nbytes * p.rows // max(1, p.source_rows) for p in parts)
     target = sum(t.nbytes for t in plan.tensors)
     types = Counter(str(t.type) for t in plan.tensors)
     type_counts = ", ".join(f"{n} {name}" for name, n in types.most_common())

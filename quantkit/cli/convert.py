@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import Ignored
+from quantkit.cli._compat_options import IgnoredOption
 from quantkit.cli._declared_options import declared_options
 from quantkit.cli._feedback_report import check_feedback_plot
 from quantkit.cli._json import JsonOutput
@@ -73,7 +73,7 @@ _convert_options = options(
     ),
     option("--remote", group=CHECKPOINT, is_flag=True, help="Read DIR from the Hugging Face Hub: same as hf://DIR."),
     option("--outfile", group=CHECKPOINT, metavar="FILE", help="Same as OUT.gguf."),
-    *(click.option(name, cls=Ignored, is_flag=True, note=note) for name, note in _IGNORED),
+    *(click.option(name, cls=IgnoredOption, is_flag=True, note=note) for name, note in _IGNORED),
     mmproj_options,
 )
 
@@ -159,7 +159,7 @@ def command(
     if not dry_run:
         start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which are slow
     from quantkit.convert import ENCODERS_NOTE, plan_convert
-    from quantkit.formats.remote import located
+    from quantkit.formats.remote import locate
 
     names, convert_names = (
         {f.name for f in fields(options_class)} for options_class in (QuantizeOptions, ConvertOptions)
@@ -173,7 +173,7 @@ def command(
         split_max_size=None if type_name else split_max_size,
         **{name: value for name, value in values.items() if name in convert_names},
     )
-    source, target = located(folder, spool), None if output is None else located(output, spool)
+    source, target = locate(folder, spool), None if output is None else locate(output, spool)
     plans: list[Plan] = []
     if encoders is None or not encoders.only:
         plans.append(plan_convert(source, target, type_name, convert, quantize))

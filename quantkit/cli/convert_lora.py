@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli._compat_options import LORA_REFUSED, Ignored, refuse_options
+from quantkit.cli._compat_options import LORA_REFUSED, IgnoredOption, refuse_options
 from quantkit.cli._json import JsonOutput, json_option
 from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL, Place
@@ -37,9 +37,9 @@ _lora_options = options(
     option("--outfile", group=_FILE, metavar="FILE", help="Same as OUT.gguf."),
     plan_options,
     json_option(),
-    click.option("--no-lazy", cls=Ignored, is_flag=True, note="tensors are never held back until the end"),
-    click.option("--verbose", cls=Ignored, is_flag=True, note="--dry-run shows every tensor, --json as data"),
-    click.option("--trust-remote-code", cls=Ignored, is_flag=True, note="no code of a checkpoint is ever run"),
+    click.option("--no-lazy", cls=IgnoredOption, is_flag=True, note="tensors are never held back until the end"),
+    click.option("--verbose", cls=IgnoredOption, is_flag=True, note="--dry-run shows every tensor, --json as data"),
+    click.option("--trust-remote-code", cls=IgnoredOption, is_flag=True, note="no code of a checkpoint is ever run"),
     refuse_options(LORA_REFUSED),
 )
 

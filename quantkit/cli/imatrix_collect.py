@@ -33,7 +33,7 @@ from quantkit.cli.imatrix_show import coverage_table, findings, show
 from quantkit.evaluate import Estimate
 from quantkit.formats.imatrix import format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import atomic_write, check_apart
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.formats.tokenizer import read_token_ids
 from quantkit.imatrix import (
     ImatrixFile,
@@ -146,7 +146,7 @@ collect_options = options(
 def collect(ctx: click.Context, values: Mapping[str, Any]) -> None:
     """Collect, merge or show, as the options request."""
     values = {**values, "model": hub_model(values["model"], values["hf_repo"], values["hf_file"])}
-    in_files = [located(name) for names in values["in_files"] for name in names.split(",") if name]
+    in_files = [locate(name) for names in values["in_files"] for name in names.split(",") if name]
     if values["show_statistics"]:
         _show(ctx, in_files, values["json_to"])
         return

@@ -10,7 +10,7 @@ import click
 from quantkit.cli._copy_run import copy_options, run_copy_plan
 from quantkit.cli._options import GroupedCommand
 from quantkit.cli._paths import MODEL
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.units import format_seconds
 
 
@@ -33,7 +33,7 @@ def command(source: Path, output: Path | None, spool: Path | None, **run: Any) -
     """
     from quantkit.split import plan_join, resume_join
 
-    target = None if output is None else located(output, spool)
+    target = None if output is None else locate(output, spool)
     if run["delete_source"] and run["resume"] and not run["dry_run"]:
         result = resume_join(source, target, resume=True, overwrite=run["overwrite"])
         if result is not None:

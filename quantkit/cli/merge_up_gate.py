@@ -10,7 +10,7 @@ import click
 from quantkit.cli._options import GroupedCommand, cache_arguments, cache_option, cache_size_option, option
 from quantkit.cli._paths import complete_types
 from quantkit.cli._up_gate import run_merge_plan, shared_options
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 
 @click.command("merge-up-gate", cls=GroupedCommand)
@@ -48,6 +48,6 @@ def command(
     from quantkit.merge import merge_imatrix_entries, plan_merge_up_gate
 
     cache_run = cache_arguments(cache, cache_size)
-    output = located(output, spool)
+    output = locate(output, spool)
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
     run_merge_plan(plan, merge_imatrix_entries, **run, **cache_run)

@@ -10,7 +10,7 @@ import click
 from quantkit.cli._copy_run import copy_options, run_copy_plan
 from quantkit.cli._options import SHARD_SIZE, GroupedCommand, option
 from quantkit.cli._paths import IMATRIX, MODEL, FileOf
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 
 @click.command("prune-experts", cls=GroupedCommand)
@@ -64,7 +64,7 @@ def command(
 
     prune = plan_prune_experts(
         source,
-        located(output, spool),
+        locate(output, spool),
         keep,
         criterion=criterion,
         imatrix=imatrix,

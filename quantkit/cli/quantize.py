@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._compat_options import QUANTIZE_REFUSED, Ignored, refuse_options
+from quantkit.cli._compat_options import QUANTIZE_REFUSED, IgnoredOption, refuse_options
 from quantkit.cli._declared_options import NO_FILE, declared_options
 from quantkit.cli._feedback_report import check_feedback_plot, write_feedback_plot
 from quantkit.cli._json import JsonOutput, json_option
@@ -114,7 +114,7 @@ class QuantizeCommand(GroupedCommand):
 
 #: The options of a run, by name; `convert` has most of them, too.
 _RUN_OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "slow_iq2ks": click.option("--slow-iq2ks", cls=Ignored, is_flag=True, note="IQ2_KS always uses its encoder"),
+    "slow_iq2ks": click.option("--slow-iq2ks", cls=IgnoredOption, is_flag=True, note="IQ2_KS always uses its encoder"),
     "threads": threads_option,
     "ray": ray_option,
     "backend": setting(
@@ -271,7 +271,7 @@ def command(
     if not dry_run:
         start_nodes(ray, threads or positional, gpu_run["backend"])  # before the imports, which are slow
     from quantkit.cli._run_report import DryRunReport
-    from quantkit.formats.remote import located
+    from quantkit.formats.remote import locate
     from quantkit.pipeline.plan import without_existing
     from quantkit.quantize import plan_quantize
 
@@ -280,7 +280,7 @@ def command(
         prune_layers=parse_prune_layers(prune_layers),
         **{name: value for name, value in values.items() if name in names},
     )
-    plan = plan_quantize(located(source, spool), output and located(output, spool), type_name, options)
+    plan = plan_quantize(locate(source, spool), output and locate(output, spool), type_name, options)
     echo_notes(plan.notes)
     if partial_requant:
         n_files, plan = len(plan.shards), without_existing(plan)

@@ -38,7 +38,7 @@ from quantkit.cli._table import table
 from quantkit.errors import ResourceError
 from quantkit.extras import SEARCH
 from quantkit.formats.outputs import atomic_write, check_apart, read_whole
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.names import printable
 from quantkit.options.search import DEVICES, LIMITS, MODEL, SOLVER, TARGET
 from quantkit.progress import Progress, ProgressCallback
@@ -171,7 +171,7 @@ def command(
     sensitivities = load_measurements(sensitivity)
     source = model_path(sensitivities, model)
     inputs = [sensitivity, source, base, speeds, values["imatrix"], values["feedback"]]
-    json_file = None if json_to in (None, "-") else located(str(json_to))
+    json_file = None if json_to in (None, "-") else locate(str(json_to))
     outputs = [output, front_to, plot, json_file]
     check_apart(outputs, inputs)
     output, front_to, plot, json_file = (p and claim(p, *inputs, overwrite=overwrite) for p in outputs)

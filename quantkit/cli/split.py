@@ -10,7 +10,7 @@ import click
 from quantkit.cli._copy_run import copy_options, run_copy_plan
 from quantkit.cli._options import SHARD_SIZE, GroupedCommand, option
 from quantkit.cli._paths import MODEL
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 
 @click.command("split", cls=GroupedCommand)
@@ -56,7 +56,7 @@ def command(
 
     plan = plan_split(
         source,
-        None if output is None else located(output, spool),
+        None if output is None else locate(output, spool),
         max_size=max_size,
         max_tensors=max_tensors,
         no_tensor_first_split=no_tensor_first_split,

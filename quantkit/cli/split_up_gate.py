@@ -9,7 +9,7 @@ import click
 
 from quantkit.cli._options import GroupedCommand
 from quantkit.cli._up_gate import run_merge_plan, shared_options
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 
 @click.command("split-up-gate", cls=GroupedCommand)
@@ -27,6 +27,6 @@ def command(
     """
     from quantkit.merge import plan_split_up_gate, split_imatrix_entries
 
-    output = located(output, spool)
+    output = locate(output, spool)
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
     run_merge_plan(plan, split_imatrix_entries, **run)

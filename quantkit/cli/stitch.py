@@ -12,7 +12,7 @@ from quantkit.cli._copy_run import copy_options, run_copy_plan
 from quantkit.cli._options import SHARD_SIZE, GroupedCommand, option
 from quantkit.cli._pairs import Pair
 from quantkit.cli._paths import MODEL, FileOf, Place
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 _PART = FileOf(".gguf", ".map")
 
@@ -62,6 +62,6 @@ def command(
     """
     from quantkit.stitch import plan_stitch
 
-    out = located(output, spool)
+    out = locate(output, spool)
     plan = plan_stitch(base, out, dict(take), recipe=recipe, files=files, split_max_size=split_max_size)
     run_copy_plan(plan, delete_source=False, **run)

@@ -42,7 +42,7 @@ from quantkit.cook.targets import Target, parse_target
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.foreign.child import GRAMMAR, Child
 from quantkit.formats.outputs import read_whole
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.model.kv_types import KV_TYPES
 from quantkit.options.convert import ConvertOptions
 from quantkit.options.quantize import QuantizeOptions, independent_of_search
@@ -320,7 +320,7 @@ def read_config(path: str | Path, targets: Sequence[str] = ()) -> Config:
 
     Raises RecipeError with the file, the key and a suggestion.
     """
-    path = located(path)
+    path = locate(path)
     try:
         text = read_whole(path, _MAX_BYTES).decode()
     except UnicodeDecodeError as e:

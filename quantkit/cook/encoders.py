@@ -73,7 +73,7 @@ def mmproj_files(config: Config, model: Model) -> Iterator[MmprojFile]:
             try:
                 plan = plan_mmproj(model.path, config.work / "mmproj.gguf", item, model.convert)
             except QuantkitError as e:
-                raise e.extended("; mmproj = false (--no-mmproj) leaves the encoders out") from None
+                raise e.extend("; mmproj = false (--no-mmproj) leaves the encoders out") from None
             name = f"mmproj-{config.name}-{plan.title}.gguf"
             yield _mmproj_file(config.output / name, item, plan.nbytes, plan.source)
 

@@ -78,7 +78,7 @@ def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
         except QuantkitError as e:
             if e.code != "QK-E115":
                 raise
-            raise e.extended('; in cook.toml: [convert] pre = "NAME"') from None
+            raise e.extend('; in cook.toml: [convert] pre = "NAME"') from None
         notes = tuple(note for note in plan.notes if note != ENCODERS_NOTE)
         model = _model(path, plan.source, plan.nbytes, convert, notes)
         return replace(model, has_encoders=ENCODERS_NOTE in plan.notes)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from quantkit.arguments import Option, Options, declarations
 from quantkit.errors import RecipeError
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.names import printable, shorten
 from quantkit.options.quantize import parse_layers
 from quantkit.units import parse_size
@@ -249,7 +249,7 @@ def path(value: Any, folder: Path) -> Path:
     """Read a path; a relative path starts at the folder of the file."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("write a path, in quotes")
-    location = located(value)
+    location = locate(value)
     if isinstance(location, URL):
         raise ValueError("must be a local file; download it first")
     try:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from quantkit.activations import EXACT
 from quantkit.arguments import checked
 from quantkit.drift.statistics import MOST_NEIGHBOURS, Neighbours, cosines, mean_of, neighbours, percentiles
-from quantkit.embed import Embeddings, embeddings_of, normalized
+from quantkit.embed import Embeddings, embeddings_of, normalize_rows
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import LoadOptions, choose_activations
 from quantkit.evaluate.statistics import Distribution, Estimate
@@ -139,7 +139,7 @@ def drift(
     first = base if isinstance(base, Embeddings) else embed_base(base, texts, pooling, progress, load)
     second = embeddings_of(model, texts, pooling=pooling, truncate=True, progress=progress, **load)
     _check_alike(first, second)
-    a, b = normalized(first), normalized(second)
+    a, b = normalize_rows(first), normalize_rows(second)
     limit = [f"neighbours: among the first {MOST_NEIGHBOURS:,} texts"] if len(texts) > MOST_NEIGHBOURS else []
     return Drift(
         model=second.model,

@@ -16,7 +16,7 @@ from quantkit.formats.gguf import Field, GGUFFile, open_first_shard, parse_split
 from quantkit.formats.gguf.header import Header, check_room
 from quantkit.formats.gguf.reader import read_shard
 from quantkit.formats.outputs import check_apart, resolve_links
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.edit import EditOptions
 
@@ -132,7 +132,7 @@ def _missing_note(model: GGUFFile, missing: int) -> list[str]:
 
 def _check_local(source: str | Path) -> None:
     """Refuse a URL, with the commands by which the file is downloaded and, after the edit, written back."""
-    url = located(source)
+    url = locate(source)
     if not isinstance(url, URL):
         return
     folder, _, name = url.address.rpartition("/")

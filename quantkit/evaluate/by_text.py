@@ -29,7 +29,7 @@ from quantkit.evaluate.passes import (
 from quantkit.evaluate.scores import nll_of, softmax
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.evaluate.texts import Text, Texts, position_ranges, read_texts, with_bos
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 
@@ -128,7 +128,7 @@ def perplexity_of_texts(
         statistics = (run.sums, by_text, run.by_position, activations_of(loaded))
     n = len(run.windows)
     return TextPerplexities(
-        located(model), n_ctx, n, bos, *statistics, working_seconds() - start, tuple(dict.fromkeys(notes))
+        locate(model), n_ctx, n, bos, *statistics, working_seconds() - start, tuple(dict.fromkeys(notes))
     )
 
 

@@ -45,7 +45,7 @@ from quantkit.evaluate.passes import (
 from quantkit.evaluate.statistics import KldSums, Scores
 from quantkit.evaluate.texts import Text, Texts, position_ranges, read_texts, with_bos
 from quantkit.formats.gguf import open_model
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.kernels.first_run import working_seconds
 from quantkit.units import format_size
 
@@ -104,7 +104,7 @@ def compare_models(
     if until is not None and not 0 < until < 1:
         raise RecipeError(f"--until {until}: give a share above 0 and below 1, such as 2%", "QK-E203")
     options, notes = choose_activations(_load_options(load), EXACT)
-    run = _Run(located(base), [located(model) for model in models], options, n_ctx, n_batch, base_bytes)
+    run = _Run(locate(base), [locate(model) for model in models], options, n_ctx, n_batch, base_bytes)
     run.read(texts, chunks, notes, all_positions=by_position)
     notes += run.form_notes()
     order = np.arange(len(run.windows))

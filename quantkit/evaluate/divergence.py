@@ -27,7 +27,7 @@ from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, KldSums, Scores, finite
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 
@@ -173,7 +173,7 @@ def kld(
         n_seq, bos, notes = score_text(
             loaded, None, ids, windows, text.first, run, n_batch=n_batch, threads=threads, node_model=node_model
         )
-        path, activations = located(loaded.path), activations_of(loaded)
+        path, activations = locate(loaded.path), activations_of(loaded)
     base_model = file.model if isinstance(file, CompactLogits) else ""
     seconds = working_seconds() - start
     return Kld(
@@ -250,7 +250,7 @@ class _BaseFile:
     def from_file(cls, file: LogitsFile) -> _BaseFile:
         """Return the reference of an open file."""
         tokens = hashlib.sha256(file.chunks.tokens.tobytes()).digest()
-        return cls(located(file.path).absolute(), located(file.path).stat().st_size, tokens)
+        return cls(locate(file.path).absolute(), locate(file.path).stat().st_size, tokens)
 
     def __call__(self) -> _Comparison:
         try:

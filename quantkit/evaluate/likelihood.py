@@ -41,7 +41,7 @@ from quantkit.evaluate.sinks import SaveLogits, Sink, open_sink
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.logits import CompactRows
 from quantkit.formats.outputs import Output, atomic_write, check_apart
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.kernels.first_run import working_seconds
 
@@ -140,14 +140,14 @@ def perplexity(
         n_seq, bos, notes = score_text(
             loaded, text, ids, windows, first, run, n_batch=n_batch, threads=load.get("threads"), node_model=node_model
         )
-        path = located(loaded.path)
+        path = locate(loaded.path)
         n = len(windows)
         sums = run.sums
         running = tuple(run.running)
         if sink is not None:
             sink.finish()
         activations = activations_of(loaded)
-    saved, seconds = located(save_logits.path) if save_logits is not None else None, working_seconds() - start
+    saved, seconds = locate(save_logits.path) if save_logits is not None else None, working_seconds() - start
     scored = (len(ids), sums.n, n_ctx, n, stride, n_seq, bos)
     return Perplexity(path, *scored, sums.ppl, sums.mean, running, seconds, saved, activations, (*mode_notes, *notes))
 

@@ -18,7 +18,7 @@ from quantkit.cluster import Cluster, Node, NodeRefusal
 from quantkit.errors import FormatError, ResourceError
 from quantkit.evaluate.passes import I32, EvaluationOptions, LoadOptions, Nodes, choose_activations
 from quantkit.formats.gguf import open_model
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 if TYPE_CHECKING:
     from quantkit.model.placement import Placement
@@ -39,7 +39,7 @@ class NodeModel:
     @classmethod
     def from_path(cls, path: str | Path, nodes: Nodes, options: LoadOptions) -> NodeModel:
         """Return the model at ``path``, with the fingerprint that this machine computes."""
-        return cls(located(path).absolute(), fingerprint_of(path), nodes, options)
+        return cls(locate(path).absolute(), fingerprint_of(path), nodes, options)
 
     def check(self) -> None:
         """Raise NodeRefusal if this node's file is missing or another."""
@@ -201,11 +201,11 @@ class _TimedBegin:
         run, model = self.begin(shared, threads), shared.model
         choice = model.placement_note()
 
-        def timed(batch: tuple[int, list[Pass]]) -> PassResult:
+        def run_timed(batch: tuple[int, list[Pass]]) -> PassResult:
             began = time.perf_counter()
             return PassResult(run(batch[1]), time.perf_counter() - began, choice)
 
-        return timed
+        return run_timed
 
 
 def split_nodes(options: EvaluationOptions) -> tuple[Nodes | None, LoadOptions]:

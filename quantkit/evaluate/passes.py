@@ -23,7 +23,7 @@ from quantkit.calibration.overlap import SKETCH_KEYS
 from quantkit.cpus import available_cpus
 from quantkit.errors import ArgumentError, FormatError, QuantkitError, RecipeError
 from quantkit.evaluate.scores import TILE
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUFFile
@@ -173,7 +173,7 @@ def loaded_model(model: str | Path | Model, n_ctx: int | None, options: LoadOpti
 
 def path_of(model: str | Path | Model) -> Path:
     """Return the path of a model's file."""
-    return located(model) if isinstance(model, (str, Path)) else model.path
+    return locate(model) if isinstance(model, (str, Path)) else model.path
 
 
 def bos_of(model: Model, notes: list[str]) -> int | None:
@@ -209,7 +209,7 @@ def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes:
                 f"{e.message}"
             )
             return
-    warning = calibration_warning(located(model.path), source.fields, text)
+    warning = calibration_warning(locate(model.path), source.fields, text)
     notes += [] if warning is None else [warning]
 
 

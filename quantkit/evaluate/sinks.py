@@ -24,7 +24,7 @@ from quantkit.formats.logits import (
     LlamaWriter,
     join_rows,
 )
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 #: Heading of --help.
 BASE_LOGITS = "Base logits for quantkit kld"
@@ -150,7 +150,7 @@ def open_sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: E
         )
     with open_gguf(model.path) as source:
         fingerprint = source.fingerprint()
-    name = located(model.path).name
+    name = locate(model.path).name
     top_k = min(save.top_k, model.n_vocab)
     activations = activations_of(model)
     writer = CompactWriter(

@@ -94,7 +94,7 @@ def read_texts(
     for name, content, tokens in _plain_texts(texts):
         try:
             ids = _tokens_of(model, content, tokens, parse_special=texts.parse_special)
-            result.append(_chunked(name, content, ids, n_ctx, chunks, all_positions=all_positions))
+            result.append(_split(name, content, ids, n_ctx, chunks, all_positions=all_positions))
         except QuantkitError as e:
             raise type(e)(f"{name}: {e.message}", e.code) from None
     for path in texts.chat:
@@ -120,7 +120,7 @@ def _tokens_of(model: Model, content: str | bytes | None, tokens: I32 | None, *,
     return cast(Tokenizer, model.tokenizer).encode(content, parse_special=True)
 
 
-def _chunked(
+def _split(
     name: str, content: str | bytes | None, ids: I32, n_ctx: int, chunks: int | None, *, all_positions: bool
 ) -> Text:
     first = n_ctx // 2

@@ -80,7 +80,7 @@ class _Allocation:
     def run(self, inputs: Sequence[Tensor], nodes: Sequence[Tensor]) -> int:
         """Allocate and free all tensors in order, and return the largest size of the buffer."""
         for tensor in inputs:
-            tensor.offset = self.buffer.take(_aligned(tensor))
+            tensor.offset = self.buffer.take(_align(tensor))
         for node in nodes:
             if node.view_of is not None:
                 node.view_of.n_views += 1
@@ -102,7 +102,7 @@ class _Allocation:
             if source.n_children == 1 and not source.n_views:
                 node.offset, source.offset = source.offset, -1
                 return
-        node.offset = self.buffer.take(_aligned(node))
+        node.offset = self.buffer.take(_align(node))
 
     def _free_unless_read(self, tensor: Tensor) -> None:
         if tensor.n_children or tensor.n_views:
@@ -114,9 +114,9 @@ class _Allocation:
             if owner.n_views or owner.n_children:
                 return
         if owner.offset >= 0 and not owner.is_output:
-            self.buffer.give_back(owner.offset, _aligned(owner))
+            self.buffer.give_back(owner.offset, _align(owner))
             owner.offset = -1
 
 
-def _aligned(tensor: Tensor) -> int:
+def _align(tensor: Tensor) -> int:
     return round_up(tensor.nbytes, ALIGNMENT)

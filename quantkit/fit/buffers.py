@@ -57,7 +57,7 @@ def compute_bytes(
     """
     batch = _batch(shapes, h, context)
     masks = {cache: _mask(shapes, context, cache) for cache in plan.graph.caches}
-    rotated = set(_rotated(plan.graph, batch))
+    rotated = set(_rotate(plan.graph, batch))
     split = {op.x for op in plan.graph.ops if isinstance(op, ops.Take)}
     last = {op.layer: op for op in plan.order if 0 <= op.layer < batch.n_vectors - 1}
     stacked = set(last.values())
@@ -111,7 +111,7 @@ def _block_indexer(h: HParams, context: Context) -> BlockIndexer | None:
     return BlockIndexer(h.int("leading_dense_block_count", 0), *(h.int(f"attention.indexer.{name}") for name in names))
 
 
-def _rotated(graph: Graph, batch: Batch) -> Iterator[Value]:
+def _rotate(graph: Graph, batch: Batch) -> Iterator[Value]:
     """Yield queries, keys and values that are rotated before they are quantized."""
     for op in graph.ops:
         if isinstance(op, ops.Attention) and batch.k_rotation:

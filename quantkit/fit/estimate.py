@@ -19,7 +19,7 @@ from quantkit.fit.layout import Device, Estimator, Layout
 from quantkit.fit.options import FitOptions
 from quantkit.fit.weights import Weights, weights_of
 from quantkit.formats.gguf import GGUFFile, open_model
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table
 from quantkit.model.graph import build_graph
 from quantkit.model.hparams import HParams
@@ -114,14 +114,14 @@ def fit(source: str | Path, options: FitOptions | None = None) -> Fit:
     options = options or FitOptions()
     options.context(options.ctx or 1)
     with ExitStack() as stack:
-        path = located(source)
+        path = locate(source)
         opened = _open(path, stack)
         notes: list[str] = []
         companions = _companion_bytes(options, stack, notes)
         model = estimator_of(opened, options, companions)
         planned_type = _model_type(options)
         if planned_type is not None:
-            model = model.with_weights(_quantized(opened, planned_type, options, model))
+            model = model.with_weights(_plan_type(opened, planned_type, options, model))
         context, layout = _choose(model, options)
         notes += _notes(model, options, planned_type)
         types = _ladder(opened) if options.types is None else options.types[1 if planned_type else 0 :]
@@ -246,7 +246,7 @@ def _ladder(source: Source) -> tuple[str, ...]:
     return () if quantized else PRESETS
 
 
-def _quantized(source: Source, type: str, options: FitOptions, model: Estimator) -> Weights:  # noqa: A002
+def _plan_type(source: Source, type: str, options: FitOptions, model: Estimator) -> Weights:  # noqa: A002
     """Return the weights of the model as a type, from the plan of ``quantize``; nothing is written."""
     quantize = QuantizeOptions(
         allow_requantize=True, allow_incomplete=True, recipe=() if options.recipe is None else (options.recipe,)
@@ -260,7 +260,7 @@ def _sizes(
     model: Estimator, source: Source, types: Sequence[str], context: Context, options: FitOptions
 ) -> Iterator[Size]:
     for name in types:
-        weights = _quantized(source, name, options, model)
+        weights = _plan_type(source, name, options, model)
         variant = model.with_weights(weights)
         layout = variant.best_layout(context)
         devices = variant.devices(layout, context)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.extras import HUB, check_extras
-from quantkit.formats.remote.retry import Meaning, Verdict, judge
+from quantkit.formats.remote.retry import FailureKind, Verdict, judge
 
 T = TypeVar("T")
 
@@ -164,9 +164,9 @@ def _clean(text: str) -> str:
 
 
 def _advice(verdict: Verdict) -> str:
-    if verdict.meaning is Meaning.DENIED or verdict.status == 404:
+    if verdict.kind is FailureKind.DENIED or verdict.status == 404:
         return "; log in by hf auth login, or set HF_TOKEN, with a token that may write to it"
-    if verdict.meaning is Meaning.RETRY:
+    if verdict.kind is FailureKind.RETRY:
         return "; check the connection and run the command again"
     return ""
 

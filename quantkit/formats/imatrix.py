@@ -38,7 +38,7 @@ from quantkit.errors import FormatError, os_error_code
 from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
 from quantkit.formats.outputs import atomic_write
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.mapping import map_descriptor
 from quantkit.types import BY_NAME, TensorType
 
@@ -126,7 +126,7 @@ def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix
     duplicate entries, sums of squares that are negative or not finite. ``check`` False takes any sums: for commands
     that show them, and for quantize, which can exclude entries and checks the rest (pipeline.importance).
     """
-    path = located(path)
+    path = locate(path)
     if path.exists() and not path.is_file():
         raise FormatError(f"{path}: the importance matrix must be a regular file", "QK-E120")
     with suppress(OSError):  # opening it reports the reason
@@ -374,7 +374,7 @@ def write_imatrix(
     formats: a .dat does not record it (default 512, llama-imatrix's); being a power of two it changes no value. Raises
     FormatError for names or counts the format cannot hold.
     """
-    path = located(path)
+    path = locate(path)
     if format not in ("gguf", "dat"):
         raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
     if not imatrix.entries:

@@ -115,10 +115,10 @@ def _factors(file: GGUFFile) -> dict[str, Factors]:
         missing = next((end for end in (_A, _B) if end not in pair), None)
         if missing is not None:
             raise FormatError(f"{path}: tensor {short(name)}: {name}{missing} is missing", "QK-E117")
-    return {name: _checked(path, name, pair[_A], pair[_B]) for name, pair in pairs.items()}
+    return {name: _check(path, name, pair[_A], pair[_B]) for name, pair in pairs.items()}
 
 
-def _checked(path: Path, name: str, a: TensorInfo, b: TensorInfo) -> Factors:
+def _check(path: Path, name: str, a: TensorInfo, b: TensorInfo) -> Factors:
     flipped = name == EMBEDDINGS
     factors = Factors(a, b, True) if flipped else Factors(b, a, False)
     rank = factors.columns.shape[0 if flipped else 1 : 2]

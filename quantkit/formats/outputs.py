@@ -21,7 +21,7 @@ from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.gguf import parse_split_path, split_path
 from quantkit.formats.locks import drop_lock, take_lock
 from quantkit.formats.ranges import sync
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.units import format_size
 
 #: Maximum bytes read of a text, and of any pipe; a split model has at most 65535 shards.
@@ -65,7 +65,7 @@ def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
     Raises FormatError beyond ``max_bytes``, and for devices, which never end, and named pipes, which may have no
     writer.
     """
-    path = located(path)
+    path = locate(path)
     try:
         if isinstance(path, URL):
             if path.facts.size > max_bytes:
@@ -109,7 +109,7 @@ def sibling_path(path: Path, suffix: str) -> Path:
 
 def resolve_links(path: str | Path) -> Path:
     """Return the real path of an output, with links resolved."""
-    path = located(path)
+    path = locate(path)
     if isinstance(path, URL):
         return path
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
@@ -124,7 +124,7 @@ def check_apart(outputs: Iterable[str | Path | None], inputs: Iterable[str | Pat
     None is a missing argument, - standard input. For an input that is a shard, all shards count. Files are identified
     by device and inode, missing ones by folder and name, so links do not matter.
     """
-    read = (located("/dev/stdin" if str(path) == "-" else path) for path in inputs if path is not None)
+    read = (locate("/dev/stdin" if str(path) == "-" else path) for path in inputs if path is not None)
     owners = {_identity(shard): (shard, True) for path in read for shard in shards_of(path)}
     for output in (resolve_links(path) for path in outputs if path is not None):
         names = {_identity(name): name for name in (output, part_path(output), lock_path(output))}
@@ -166,7 +166,7 @@ def shards_of(path: Path) -> Iterator[Path]:
 
 def check_free(path: str | Path, *, overwrite: bool) -> None:
     """Raise ResourceError if a file cannot appear at ``path``, or would replace one without ``overwrite``."""
-    path = located(path)
+    path = locate(path)
     if isinstance(path, URL):
         _check_url(path, overwrite)
         return
@@ -242,7 +242,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     Raises ResourceError for errors of the disk.
     """
-    path = located(path)
+    path = locate(path)
     part = part_path(path)
     try:
         if isinstance(path, URL):

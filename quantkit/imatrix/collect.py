@@ -45,7 +45,7 @@ from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_model
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output, check_apart, check_free, read_text, resolve_links
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import MODEL_KEY, merge, with_names
@@ -328,7 +328,7 @@ def _read_complete(
                 "QK-E402",
             )
         covered = coverage(matrix, tensors.values(), arch=arch, process_output=options.process_output)
-    model = located(str(models[0]))
+    model = locate(str(models[0]))
     return ImatrixResult(
         model, options.n_ctx, matrix, path, covered, None, matrix.chunk_count, {}, (), None, 0.0, (), was_complete=True
     )
@@ -374,8 +374,8 @@ def chunks_of(
     """Return the chunks of all texts, conversations and ids. Raises RecipeError if there are none."""
     if not files and not chat and prompt is None and tokens is None:
         raise RecipeError("nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens", "QK-E202")
-    parts = [text_part(located(file), model.tokenizer, options.parse_special) for file in files]
-    parts += [chat_part(located(file), model.tokenizer, model.source) for file in chat]
+    parts = [text_part(locate(file), model.tokenizer, options.parse_special) for file in files]
+    parts += [chat_part(locate(file), model.tokenizer, model.source) for file in chat]
     if prompt is not None:
         parts.append(text_of("prompt", prompt.encode(errors="surrogateescape"), model.tokenizer, options.parse_special))
     if tokens is not None:
@@ -651,7 +651,7 @@ class _Collector:
         if self.snapshot is not None:
             self.snapshot.remove()
         return ImatrixResult(
-            located(self.model.path),
+            locate(self.model.path),
             self.options.n_ctx,
             matrix,
             self.path,

@@ -24,7 +24,7 @@ from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Format, Imatrix, Imatri
 from quantkit.imatrix.fill import FILL_KEY, filled_experts, with_entries, without_fill
 from quantkit.imatrix.rows import EXPERTS, inferred_experts, raw, split_experts
 from quantkit.imatrix.statistics import with_stats
-from quantkit.names import grouped
+from quantkit.names import group_notes
 
 Names = Literal["merged", "separate", "both"]
 #: A digest of the model's files, by which a finished matrix is recognized.
@@ -112,7 +112,7 @@ def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) 
         name: [str(imatrix.path) for imatrix in imatrices if name not in imatrix.entries]
         for name in sorted({name for imatrix in imatrices for name in imatrix.entries})
     }
-    yield from grouped((name, f"no entry in {', '.join(paths)}") for name, paths in lacking.items() if paths)
+    yield from group_notes((name, f"no entry in {', '.join(paths)}") for name, paths in lacking.items() if paths)
 
 
 def _dat_weights(size: int) -> str:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import LoadOptions
 from quantkit.formats.gguf import open_model
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, load
 from quantkit.model.nextn import build_nextn, nextn_layers
@@ -43,7 +43,7 @@ def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
             f"{model} contains only a prediction layer: give it with -md, and its model with -m", "QK-E306"
         )
     if draft is None:
-        return located(model) if layers else None
+        return locate(model) if layers else None
     if layers:
         raise RecipeError(
             f"{model} has its own prediction layer, blk.{layers[0]}: use --nextn instead of -md", "QK-E201"
@@ -56,7 +56,7 @@ def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
         raise QuantkitError(
             f"{draft} is {draft_shape[0]} with rows of {draft_shape[1]}, but {model} is {arch} with {n_embd}", "QK-E207"
         )
-    return located(draft)
+    return locate(draft)
 
 
 def _n_embd(source: object) -> object:

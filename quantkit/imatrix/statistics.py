@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Imatrix, ImatrixEntry
-from quantkit.names import grouped
+from quantkit.names import group_notes
 
 F64Array = npt.NDArray[np.float64]
 
@@ -137,9 +137,9 @@ def statistics(imatrix: Imatrix) -> Statistics:
     before = _previous(by_name.values(), first_nextn)
     by_name = {name: _with_pair(before.get(name), entries, t) for name, t in by_name.items()}
     tensors = sorted((replace(t, label=_label(t.layer, first_nextn)) for t in by_name.values()), key=_order)
-    notes = grouped((name, "no tokens, no statistics") for name in entries if name not in by_name)
+    notes = group_notes((name, "no tokens, no statistics") for name in entries if name not in by_name)
     unpaired = [t.name for t in tensors if _has_previous(t, first_nextn) and not t.pair.n]
-    notes += grouped((name, "no earlier layer has it") for name in unpaired)
+    notes += group_notes((name, "no earlier layer has it") for name in unpaired)
     layers: tuple[LayerStatistics, ...] = ()
     numbers = sorted({t.layer for t in tensors if t.layer is not None and t.layer < first_nextn})
     if numbers and numbers[-1] - numbers[0] + 1 != len(numbers):

@@ -85,7 +85,7 @@ def working_seconds() -> float:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compilation() -> Iterator[None]:
     """Mark compilation: report it once and stop the clock. Raises NotCached while only the cache may be used."""
     if _STATE.is_disabled:
         raise NotCached
@@ -105,7 +105,7 @@ def compile_in_order(jobs: Sequence[Job]) -> None:
     """
     missing = [job for job in jobs if not _in_cache(job)]
     if len(missing) > 1 and hasattr(os, "fork"):
-        with compiling():
+        with compilation():
             _share(missing)
     for job in missing:
         job()

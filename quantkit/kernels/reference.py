@@ -368,7 +368,7 @@ def decode_iq2_bn(blocks: Bytes, d: Floats) -> Floats:
 # ---------------------------------------------------------------- ik_llama.cpp's own: 256 values
 
 
-def _shifted(codebook: str, q: Ints, shifts: Ints, step: int) -> Ints:
+def _shift(codebook: str, q: Ints, shifts: Ints, step: int) -> Ints:
     """Return codebook[q] + step * shift for shifts [n, k] of 0 or 1, each of 1/k of the block."""
     levels = table(codebook)[q.reshape(len(shifts), shifts.shape[1], -1)]
     return levels + step * shifts.astype(np.int8)[:, :, None]
@@ -403,7 +403,7 @@ def decode_iq2_k(blocks: Bytes) -> Floats:
 
     The bits of extra are the shifts.
     """
-    levels = _shifted("kvalues_iq2nl", _planes(blocks[:, 12:].reshape(-1, 2, 32), 2), _bits(blocks[:, 2:4]), 5)
+    levels = _shift("kvalues_iq2nl", _planes(blocks[:, 12:].reshape(-1, 2, 32), 2), _bits(blocks[:, 2:4]), 5)
     return _values(levels, _f16(blocks, 0) * (_in_turn(blocks[:, 4:12]).astype(np.float32) - 8))
 
 
@@ -412,7 +412,7 @@ def decode_iq3_k(blocks: Bytes) -> Floats:
 
     The bits of extra are the shifts; a bit of signs negates the scale.
     """
-    levels = _shifted("kvalues_iq3nl", _three_bits(blocks, 14), _bits(blocks[:, 2:4]), 4)
+    levels = _shift("kvalues_iq3nl", _three_bits(blocks, 14), _bits(blocks[:, 2:4]), 4)
     s = (2 * _in_turn(blocks[:, 6:14]) + 1).astype(np.float32)
     return _values(levels, _f16(blocks, 0) * (s * (1 - 2 * _bits(blocks[:, 4:6]).astype(np.float32))))
 
@@ -423,14 +423,12 @@ def decode_iq4_k(blocks: Bytes) -> Floats:
     The bits of extra are the shifts.
     """
     q = _planes(blocks[:, 16:].reshape(-1, 8, 16), 4)
-    return _values(_shifted("kvalues_iq4nl", q, _bits(blocks[:, 2:4]), 4), _scales_6_bits(blocks))
+    return _values(_shift("kvalues_iq4nl", q, _bits(blocks[:, 2:4]), 4), _scales_6_bits(blocks))
 
 
 def decode_iq5_k(blocks: Bytes) -> Floats:
     """d f16, extra u16, scales 12, qs 128, qh 32: d * (s - 32) * (codebook[q] + 2 * shift), s per 16, as in IQ4_K."""
-    return _values(
-        _shifted("kvalues_iq5nl", _five_of_256(blocks, 16), _bits(blocks[:, 2:4]), 2), _scales_6_bits(blocks)
-    )
+    return _values(_shift("kvalues_iq5nl", _five_of_256(blocks, 16), _bits(blocks[:, 2:4]), 2), _scales_6_bits(blocks))
 
 
 def decode_iq6_k(blocks: Bytes) -> Floats:
@@ -443,7 +441,7 @@ def decode_iq6_k(blocks: Bytes) -> Floats:
     low = _planes(blocks[:, 20:148].reshape(-1, 4, 32), 4).reshape(-1, 256)
     q = low | (_planes(blocks[:, 148:].reshape(-1, 2, 32), 2).reshape(-1, 256) << 4)
     s = blocks[:, 4:20].view(np.int8).astype(np.float32)
-    return _values(_shifted("kvalues_iq6nl", q, _bits(blocks[:, 2:4]), 1), _f16(blocks, 0) * s)
+    return _values(_shift("kvalues_iq6nl", q, _bits(blocks[:, 2:4]), 1), _f16(blocks, 0) * s)
 
 
 def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
@@ -452,7 +450,7 @@ def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
     Bits 0-7 of extra are the shifts, bits 8-15 the fifth bits of the scales; their low halves are those of scales.
     """
     s = _in_turn(blocks[:, 2:6]) | (_bits(blocks[:, 1:2]) << 4)
-    levels = _shifted("kvalues_iq2nl", _planes(blocks[:, 6:].reshape(-1, 2, 32), 2), _bits(blocks[:, :1]), 5)
+    levels = _shift("kvalues_iq2nl", _planes(blocks[:, 6:].reshape(-1, 2, 32), 2), _bits(blocks[:, :1]), 5)
     return _values(levels, d * (s.astype(np.float32) - 16))
 
 
@@ -463,21 +461,21 @@ def decode_iq3_ks(blocks: Bytes, d: Floats) -> Floats:
     nibbles.
     """
     s = _low_then_high(blocks[:, 2:6]) | (_bits(blocks[:, :1]) << 4)
-    levels = _shifted("kvalues_iq3nl", _three_bits(blocks, 6), _bits(blocks[:, 1:2]), 4)
+    levels = _shift("kvalues_iq3nl", _three_bits(blocks, 6), _bits(blocks[:, 1:2]), 4)
     return _values(levels, d * (s.astype(np.float32) - 16))
 
 
 def decode_iq4_ks(blocks: Bytes, d: Floats) -> Floats:
     """scales 8, qs 128 (8 x 16 in two planes): d * ((s & 254) - 127) * (codebook[q] + 4 * (s & 1)), s per 32."""
     s = blocks[:, :8]
-    levels = _shifted("kvalues_iq4nl", _planes(blocks[:, 8:].reshape(-1, 8, 16), 4), s & 1, 4)
+    levels = _shift("kvalues_iq4nl", _planes(blocks[:, 8:].reshape(-1, 8, 16), 4), s & 1, 4)
     return _values(levels, d * ((s & 254).astype(np.float32) - 127))
 
 
 def decode_iq5_ks(blocks: Bytes, d: Floats) -> Floats:
     """scales 8, qs 128, qh 32 as in IQ5_K: d * ((s & 254) - 127) * (codebook[q] + 2 * (s & 1)), s per 32."""
     s = blocks[:, :8]
-    levels = _shifted("kvalues_iq5nl", _five_of_256(blocks, 8), s & 1, 2)
+    levels = _shift("kvalues_iq5nl", _five_of_256(blocks, 8), s & 1, 2)
     return _values(levels, d * ((s & 254).astype(np.float32) - 127))
 
 

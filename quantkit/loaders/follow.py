@@ -131,14 +131,14 @@ class _Loader:
         try:
             for block in blocks:
                 for row in block.rows:
-                    for _ in self._repeated(block.loops):
+                    for _ in self._repeat(block.loops):
                         yield from self._row(row)
         except ZeroDivisionError:
             yield Problem(ProblemKind.KEY, "", "hyperparameters of 0 that the runtime divides by")
         except (OutOfRange, IndexError):
             yield Problem(ProblemKind.KEY, "", "hyperparameters of a layer that does not exist")
 
-    def _repeated(self, loops: Sequence[Loop]) -> Iterator[None]:
+    def _repeat(self, loops: Sequence[Loop]) -> Iterator[None]:
         if not loops:
             yield
             return
@@ -147,7 +147,7 @@ class _Loader:
             raise OutOfRange(f"{len(values)} layers")
         for value in values:
             self.names[loops[0].variable] = value
-            yield from self._repeated(loops[1:])
+            yield from self._repeat(loops[1:])
 
     def _row(self, row: Row) -> Iterator[Problem]:
         if row.when is not None and not self._value(row.when):
@@ -175,7 +175,7 @@ class _Loader:
             return
         self.requested.add(name)
         shapes = [self._value(dims) for dims in row.shapes]
-        measure = math.prod if row.reshape else _padded
+        measure = math.prod if row.reshape else _pad
         if measure(shape) not in map(measure, shapes):
             yield Problem(ProblemKind.SHAPE, name, f"has shape {list(shape)}, not {' or '.join(map(str, shapes))}")
 
@@ -247,5 +247,5 @@ def _length(kind: str) -> CodeType:
     return _LENGTHS[kind]
 
 
-def _padded(shape: Sequence[int]) -> tuple[int, ...]:
+def _pad(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape, *(1 for _ in range(_MAX_DIMS - len(shape))))

@@ -45,12 +45,12 @@ def _bound(function: Callable[..., Any], values: Hyperparameters) -> Callable[..
 
 def _item(array: str) -> Callable[[Hyperparameters, int], Any]:
     def item(h: Hyperparameters, layer: int) -> Any:
-        return _checked(h[array], layer, h)
+        return _check(h[array], layer, h)
 
     return item
 
 
-def _checked(values: list[Any], layer: int, h: Hyperparameters) -> Any:
+def _check(values: list[Any], layer: int, h: Hyperparameters) -> Any:
     n_layer = h["n_layer_all"] if "n_layer_all" in h else h["n_layer"]
     if not 0 <= layer < n_layer:
         raise OutOfRange(f"layer {layer} of {n_layer}")
@@ -59,7 +59,7 @@ def _checked(values: list[Any], layer: int, h: Hyperparameters) -> Any:
 
 def _by_window(full: str, window: str, layers: str) -> Callable[[Hyperparameters, int], int]:
     def width(h: Hyperparameters, layer: int) -> int:
-        return int(h[window] if _checked(h[layers], layer, h) else h[full])
+        return int(h[window] if _check(h[layers], layer, h) else h[full])
 
     return width
 
@@ -93,11 +93,11 @@ def _pattern(h: Hyperparameters, period: int, dense_first: bool = False) -> list
     """Return the layers with a sliding window: all but one of each period."""
     layers = range(h["n_layer_all"] - h["n_layer_nextn"])
     if dense_first:
-        return _padded(period == 0 or i % period != 0 for i in layers)
-    return _padded(period == 0 or i % period < period - 1 for i in layers)
+        return _pad(period == 0 or i % period != 0 for i in layers)
+    return _pad(period == 0 or i % period < period - 1 for i in layers)
 
 
-def _padded(values: Any) -> list[Any]:
+def _pad(values: Any) -> list[Any]:
     items = list(values)
     return items + [0] * (MAX_LAYERS - len(items))
 

@@ -35,7 +35,7 @@ def kind_of(name: str) -> str:
 
 
 @cache
-def _required() -> dict[str, list[list[str]]]:
+def _required_kinds() -> dict[str, list[list[str]]]:
     """Return the kinds of required tensors by projectors: lists, of which a file needs all of one."""
     text = resources.files(__package__).joinpath("libmtmd.json").read_text(encoding="utf-8")
     return {projectors: [row.split() for row in rows] for projectors, rows in json.loads(text).items()}
@@ -55,7 +55,7 @@ def missing_tensors(metadata: Mapping[str, Any], names: Collection[str]) -> tupl
     empty = [f"{prefix}.{i}.*" for prefix, rows in layers.items() for i, kinds in rows.items() if not kinds]
     if empty:
         return empty, []
-    required = _required().get(" ".join(sorted(projectors)), [])
+    required = _required_kinds().get(" ".join(sorted(projectors)), [])
     lacking = min(
         ([name for name in _names(row, layers) if name not in names] for row in required), key=len, default=[]
     )

@@ -24,7 +24,7 @@ from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, QuantkitError, RecipeError, TypeNotSupported
 from quantkit.formats.gguf import GGUFFile, open_model
 from quantkit.formats.override import parse_overrides
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.model.activations import InputCovariance, covariance_graph, residual_stream
 from quantkit.model.backends import Backend, Limits, Observer, Options, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
@@ -148,7 +148,7 @@ class Model:
         wrap: Callable[[GGUFFile], Any] | None = None,
         override_kv: Sequence[str] = (),
     ) -> None:
-        self.path = located(path)
+        self.path = locate(path)
         self.threads = options.threads
         self.activations = options.activations
         self.n_ubatch = n_ubatch
@@ -333,7 +333,7 @@ class Model:
                 "QK-E303",
             )
 
-    def hidden(self, tokens: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Floats:
+    def hidden_states(self, tokens: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Floats:
         """Return the residual stream after layers, for every token of a new sequence.
 
         Args:

@@ -76,7 +76,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
     if b.arch.encoder:
         return _embedding_graph(b, "")
     with b.require_all_tensors():
-        logits = _logits(b, _hidden(b))
+        logits = _logits(b, _add_layers(b))
     graph = Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
     check_graph(graph, has_decoder)
     return graph
@@ -97,7 +97,7 @@ def _embedding_graph(b: Builder, pooling: str) -> Graph:
     check_encoder(b)
     kind = pooling_of(b, pooling)
     with b.require_all_tensors():
-        rows = _hidden(b)
+        rows = _add_layers(b)
         head = head_graph(b, rows.width, kind)
         b.ignore("output.weight", "output.bias", "output.scale")
     graph = Graph(tuple(b.ops), rows, tuple(b.caches), tuple(b.states), pooling=kind, head=head)
@@ -107,7 +107,7 @@ def _embedding_graph(b: Builder, pooling: str) -> Graph:
     return graph
 
 
-def _hidden(b: Builder) -> Value:
+def _add_layers(b: Builder) -> Value:
     """Add the operations of all layers and return their output, normalized."""
     b.embeddings = x = _embeddings(b)
     b.layer_inputs = layer_inputs(b, x)

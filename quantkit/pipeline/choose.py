@@ -395,7 +395,7 @@ def _fit(choice: Choice, t: TensorLike, fallback: TensorType | None, *, ik: bool
             fallback_type = presets.next_dividing(fallback_type, n, ik=ik)
         note = ", where llama-quantize fails" if target.name in presets.FALLBACK_QUANTKIT and fallback is None else ""
         text = f"rows of {n} are not a multiple of {target}'s blocks of {target.block}: {fallback_type}{note}"
-        choice = replace(choice, type=fallback_type, reason=choice.reason.adjusted(text), fallback_from=target)
+        choice = replace(choice, type=fallback_type, reason=choice.reason.adjust(text), fallback_from=target)
     return _without_interleaving(choice, t)
 
 
@@ -411,14 +411,14 @@ def _without_interleaving(choice: Choice, t: TensorLike) -> Choice:
     if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
         plain = presets.next_dividing(plain, t.shape[0], ik=True)
     if t.name in TOKEN_EMBD_NAMES:
-        return replace(choice, type=plain, reason=choice.reason.adjusted(f"embeddings are read row by row: {plain}"))
+        return replace(choice, type=plain, reason=choice.reason.adjust(f"embeddings are read row by row: {plain}"))
     rows = contiguous_rows(t)
     if can_interleave(choice.type, t.shape[0], rows):
         return choice
     values = f" of {t.shape[0]}" if rows % choice.type.interleave == 0 else ""
     text = f"{rows} rows{values} are not a multiple of {choice.type.interleave} interleaved rows: {plain}"
     first = choice.fallback_from or choice.type
-    return replace(choice, type=plain, reason=choice.reason.adjusted(text), fallback_from=first)
+    return replace(choice, type=plain, reason=choice.reason.adjust(text), fallback_from=first)
 
 
 # --- checks --------------------------------------------------------------------------------------------------

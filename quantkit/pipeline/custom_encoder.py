@@ -51,9 +51,9 @@ class CustomEncoder:
             raise QuantkitError(
                 f"tensor {tensor}: the encoder of {self.type}, {self}, failed: {type(e).__name__}: {e}", "QK-E400"
             ) from e
-        out[...] = self._checked(result, out.shape, tensor)
+        out[...] = self._check(result, out.shape, tensor)
 
-    def _checked(self, result: Any, shape: tuple[int, ...], tensor: str) -> U8:
+    def _check(self, result: Any, shape: tuple[int, ...], tensor: str) -> U8:
         is_buffer = isinstance(result, bytes | bytearray | memoryview)
         data = np.frombuffer(result, np.uint8) if is_buffer else np.asarray(result)
         if data.dtype != np.uint8 or data.size != shape[0] * shape[1] or (data.ndim > 1 and data.shape != shape):

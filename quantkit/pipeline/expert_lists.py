@@ -15,7 +15,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.experts import BY_EXPERT, UNPRUNABLE
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_model
 from quantkit.formats.own_json import read_own_json
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.metadata import Metadata
 from quantkit.pipeline.pruned_source import PrunedSource
@@ -91,7 +91,7 @@ def read_experts(path: str | Path, source: Source) -> ExpertLists:
 
     Raises FormatError for a damaged list, and for a record that has experts which ``source`` lacks.
     """
-    path = located(path)
+    path = locate(path)
     if path.suffix.lower() != ".gguf":
         return read_own_json(path, "a list of experts by layer", parse_experts)
     with open_model(path) as file:

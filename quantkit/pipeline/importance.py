@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.imatrix import Imatrix, check_squares
-from quantkit.names import grouped
+from quantkit.names import group_notes
 from quantkit.types import TensorType
 
 F32Array = npt.NDArray[np.float32]
@@ -299,13 +299,13 @@ class Coverage:
         summary = f"importance matrix {self.importance.imatrix.path}: {len(self.used)} of {self.importance.n_entries}"
         lines = [", ".join([f"{summary} entries used", *(f"{n} {label}" for label, n in counts.items() if n)])]
         lines += self.importance.notes
-        lines += grouped(
+        lines += group_notes(
             (name, "the importance matrix has this entry, but the model has no such tensor") for name in self.unused
         )
         unusual: dict[str, RowImportance] = {
             lookup.tensor: lookup for lookup in (*self.without, *self.aliased, *self.odd)
         }
-        return lines + grouped((lookup.tensor, note) for lookup in unusual.values() for note in lookup.notes)
+        return lines + group_notes((lookup.tensor, note) for lookup in unusual.values() for note in lookup.notes)
 
 
 def _product(n_in: int, n_mat: int) -> str:

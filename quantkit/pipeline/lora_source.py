@@ -190,7 +190,7 @@ def _check(adapter: LoraFile, source: Source) -> None:
         tensor = source.tensors.get(name)
         if tensor is None:
             raise adapter.fail(name, f"{source.paths[0]} has no such tensor; check that the adapter belongs to it")
-        if _padded(tensor.shape) != _padded(factors.shape):
+        if _pad(tensor.shape) != _pad(factors.shape):
             raise adapter.fail(
                 name,
                 f"the product of its factors is {list(factors.shape)}, but the tensor of {source.paths[0]} is "
@@ -207,7 +207,7 @@ def _check(adapter: LoraFile, source: Source) -> None:
                 raise TypeNotSupported(f"{adapter.path}: tensor {t.name} is {t.type}: not a factor's type", "QK-E302")
 
 
-def _padded(shape: Sequence[int]) -> tuple[int, ...]:
+def _pad(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape with four dimensions."""
     return (*shape, 1, 1, 1, 1)[: max(4, len(shape))]
 

@@ -35,10 +35,10 @@ class PrunedSource(SourceView):
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        return {name: self._pruned(t) for name, t in self.source.tensors.items() if name not in self.drop}
+        return {name: self._prune(t) for name, t in self.source.tensors.items() if name not in self.drop}
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
-        return self._pruned(self.source.stored(self.source.tensors[tensor.name]))
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
+        return self._prune(self.source.stored_tensor(self.source.tensors[tensor.name]))
 
     def get(self, key: str, default: Any = None) -> Any:
         field = self.metadata.get(key)
@@ -68,7 +68,7 @@ class PrunedSource(SourceView):
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         return None if tensor.name in self.experts else self.source.place(self.source.tensors[tensor.name])
 
-    def _pruned(self, tensor: TensorInfo) -> TensorInfo:
+    def _prune(self, tensor: TensorInfo) -> TensorInfo:
         experts = self.experts.get(tensor.name)
         if experts is None:
             return tensor

@@ -312,7 +312,7 @@ class _Jobs:
                 result = worker.run(job, shared.tensors[job.tensor])
                 self._record(node, job, result, time.perf_counter() - began)
         except QuantkitError as e:
-            raise e.extended(f" (on node {node.name})") from e
+            raise e.extend(f" (on node {node.name})") from e
         except OSError as e:
             raise ClusterError(f"node {node.name}: {e.filename or 'the disk'}: {e.strerror or e}") from e
 
@@ -446,7 +446,7 @@ class _ThreadBatches:
         threads = [threading.Thread(target=work, args=(worker,)) for worker in self._workers[1 : len(batch)]]
         for thread in threads:
             thread.start()
-        with _flushing(self._shared, self._target, batch):
+        with _flush_continuously(self._shared, self._target, batch):
             work(self._workers[0])
             for thread in threads:
                 thread.join()
@@ -469,14 +469,14 @@ class _GpuBatches:
     def run(self, batch: list[Job]) -> BatchResult:
         """Run jobs, flush the written data, and return the results."""
         began = time.perf_counter()
-        with _flushing(self._shared, self._target, batch):
+        with _flush_continuously(self._shared, self._target, batch):
             results = self._gpus.run(batch, measure=self._shared.measure)
             seconds = (time.perf_counter() - began) * self._threads / len(batch)
         return BatchResult(results, [seconds] * len(batch), (self._note, *self._gpus.notes))
 
 
 @contextmanager
-def _flushing(shared: RunSpec, target: OpenFiles, batch: list[Job]) -> Iterator[None]:
+def _flush_continuously(shared: RunSpec, target: OpenFiles, batch: list[Job]) -> Iterator[None]:
     """Flush files continuously, so that little remains at the end."""
     shards, stop = {shared.tensors[job.tensor].shard for job in batch}, threading.Event()
     failures: list[OSError] = []  # the kernel reports an error only once

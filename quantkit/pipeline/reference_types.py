@@ -58,7 +58,7 @@ class ReferenceTypes:
                 "QK-E207",
             )
 
-    def pruned(self, renamed: Mapping[str, str]) -> ReferenceTypes:
+    def prune(self, renamed: Mapping[str, str]) -> ReferenceTypes:
         """Return the pattern for an output of fewer layers; ``renamed``: names of the source and of the output.
 
         The file may have all layers, or as many as the output.

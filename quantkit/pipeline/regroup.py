@@ -29,7 +29,7 @@ Decide = Callable[[str, Mapping[str, TensorInfo]], Layer | None]
 
 
 @dataclass(frozen=True)
-class Regrouped:
+class RegroupedTensors:
     """The tensors of a source as written to an output, in order.
 
     ``shards`` are their shards, ascending; None if all go to one file. ``changed`` are the layers whose experts are
@@ -71,14 +71,14 @@ class Regrouped:
         return [f"{layer_names(layers)}: not changed: {reason}" for reason, layers in by_reason.items()]
 
 
-def keep_groups(source: Source, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
+def keep_groups(source: Source, *, keep_split: bool, by_offset: bool = True) -> RegroupedTensors:
     """Return the source's tensors unchanged; with ``keep_split`` ordered by shard and, in llama.cpp, ``by_offset``."""
     tensors = list(source.tensors.values())
     keeps_shards = keep_split and len(source.paths) > 1
     if keeps_shards:
         tensors.sort(key=lambda tensor: (tensor.shard, tensor.offset if by_offset else 0))
     shards = tuple(tensor.shard for tensor in tensors) if keeps_shards else None
-    return Regrouped(tuple(map(_copy_tensor, tensors)), shards, Metadata(source.fields.values()))
+    return RegroupedTensors(tuple(map(_copy_tensor, tensors)), shards, Metadata(source.fields.values()))
 
 
 def regroup(
@@ -88,7 +88,7 @@ def regroup(
     *,
     keep_split: bool,
     leave: Mapping[str, str] | None = None,
-) -> Regrouped:
+) -> RegroupedTensors:
     """Merge or split the experts of a source as ``decide`` chooses for each layer.
 
     Args:
@@ -120,7 +120,7 @@ def regroup(
         shards = None
     arch = str(source.get("general.architecture", ""))
     shard_numbers = None if shards is None else tuple(shards)
-    return Regrouped(tuple(tensors), shard_numbers, metadata, tuple(changed), tuple(refused), arch)
+    return RegroupedTensors(tuple(tensors), shard_numbers, metadata, tuple(changed), tuple(refused), arch)
 
 
 def layer_names(layers: Sequence[Layer]) -> str:

@@ -81,8 +81,8 @@ def _measure(file: Source, part: PlannedPart) -> Iterator[_Sums]:
     except QuantkitError:
         return
     w = np.ones(n) if importance is None else importance.astype(np.float64)
-    yield _Sums(*(_weighted(w, v) for v in (y.astype(np.float64) - x, x)))
+    yield _Sums(*(_weighted_square(w, v) for v in (y.astype(np.float64) - x, x)))
 
 
-def _weighted(w: npt.NDArray[np.float64], v: npt.NDArray[Any]) -> float:
+def _weighted_square(w: npt.NDArray[np.float64], v: npt.NDArray[Any]) -> float:
     return float((w * v.astype(np.float64) ** 2).sum())

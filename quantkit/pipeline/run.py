@@ -31,7 +31,7 @@ from quantkit.errors import (
 from quantkit.formats.files import File, check_unchanged
 from quantkit.formats.outputs import Output, check_apart, check_free, sibling_path
 from quantkit.formats.ranges import Buffers
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.formats.remote.retry import cancelled
 from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.cache.run_cache import CacheUse, RunCache
@@ -164,7 +164,7 @@ def run_plan(
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
         check_targets(plan, resume=resume, overwrite=overwrite)
-        store = None if folder is None else open_store(located(folder), size=options.get("cache_size"))
+        store = None if folder is None else open_store(locate(folder), size=options.get("cache_size"))
         journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint, _stamps(plan)))
         target = open_target(plan, journal, measure=measure, overwrite=overwrite)
         stack.callback(target.close)
@@ -279,7 +279,7 @@ def forecast_cache(plan: Plan, cache: str | Path | None, *, measure: bool = Fals
     """Return the expected use of the tensor cache in a folder, if one is given; for a dry run."""
     if cache is None:
         return None
-    folder = located(cache)
+    folder = locate(cache)
     exists = folder.exists() and any(folder.iterdir())
     store = open_store(folder, make=False) if exists else Store(folder, 0)
     return RunCache(store, plan, measure=measure, dry=True).forecast()

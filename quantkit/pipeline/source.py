@@ -31,7 +31,7 @@ class Source(Protocol):
     @property
     def tensors(self) -> dict[str, TensorInfo]: ...
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
         """Return a tensor as stored, possibly with fewer bits than when read."""
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -77,9 +77,9 @@ class SourceView:
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
         """Return the tensor as the source stores it."""
-        return self.source.stored(self.source.tensors[tensor.name])
+        return self.source.stored_tensor(self.source.tensors[tensor.name])
 
     def where(self, tensor: TensorInfo) -> str:
         return self.source.where(self.source.tensors[tensor.name])

@@ -114,7 +114,7 @@ class Files:
 
     def reserve(self, headers: Sequence[bytes]) -> None:
         """Give every file its length and header. Raises ResourceError if the disk is too small."""
-        have = sum(_allocated(part) for _, part in self._files)
+        have = sum(_allocated_bytes(part) for _, part in self._files)
         free, need = shutil.disk_usage(self.folder).free, sum(self._sizes) - have
         if need > free:
             raise ResourceError(
@@ -256,5 +256,5 @@ class OpenFiles:
             os.close(fd)
 
 
-def _allocated(path: Path) -> int:
+def _allocated_bytes(path: Path) -> int:
     return path.stat().st_blocks * 512 if path.exists() else 0

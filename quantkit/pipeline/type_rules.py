@@ -51,7 +51,7 @@ class Reason:
     def __str__(self) -> str:
         return "; ".join((self.text, *self.adjustments))
 
-    def adjusted(self, text: str) -> Reason:
+    def adjust(self, text: str) -> Reason:
         """Return the reason with one more adjustment."""
         return replace(self, adjustments=(*self.adjustments, text))
 

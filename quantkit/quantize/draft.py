@@ -20,7 +20,7 @@ from quantkit.pipeline.importance import Importance
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.presets import Preset, next_dividing, rules_of
 from quantkit.pipeline.reference_types import ReferenceTypes
-from quantkit.pipeline.regroup import Regrouped, keep_groups, regroup
+from quantkit.pipeline.regroup import RegroupedTensors, keep_groups, regroup
 from quantkit.pipeline.run import Executor
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
@@ -37,7 +37,7 @@ class Draft:
     #: Metadata of --override-kv, by key.
     overrides: Mapping[str, Field] = field(default_factory=dict)
     #: The source's tensors, merged or split if requested.
-    regrouped: Regrouped | None = None
+    regrouped: RegroupedTensors | None = None
     imatrix: Imatrix | None = None
     importance: Importance | None = None
     like: ReferenceTypes | None = None
@@ -53,7 +53,7 @@ class Draft:
         return replace(self, notes=(*self.notes, *notes)) if notes else self
 
     @property
-    def groups(self) -> Regrouped:
+    def groups(self) -> RegroupedTensors:
         """The source's tensors, regrouped. Raises AssertionError before ``with_groups``."""
         assert self.regrouped is not None
         return self.regrouped
@@ -134,7 +134,7 @@ def with_groups(draft: Draft, leave: Mapping[str, str] | None = None) -> Draft:
     return replace(draft, regrouped=regrouped).with_notes(note)
 
 
-def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:
+def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> RegroupedTensors:
     source, options = draft.source, draft.options
     if not options.merge_up_gate and not options.split_up_gate:
         return keep_groups(source, keep_split=options.keep_split, by_offset=not draft.as_ik)
@@ -147,7 +147,7 @@ def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:
     return result if options.keep_split else replace(result, shards=None)
 
 
-def _add_extra_output(draft: Draft, regrouped: Regrouped) -> tuple[Regrouped, list[str]]:
+def _add_extra_output(draft: Draft, regrouped: RegroupedTensors) -> tuple[RegroupedTensors, list[str]]:
     """Add --extra-output-tensor after the tensor that it encodes again, as in ik_llama.cpp; also return a note if that
     gains nothing.
     """

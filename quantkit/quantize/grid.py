@@ -83,11 +83,11 @@ def _grid_of(source: Source, tensor: OutputTensor, choice: Choice, types: Sequen
 def _with_grid(choice: Choice, grid: Grid) -> Choice:
     if grid.type is choice.type:
         part = "" if grid.share == 1 else f", {100 * grid.share:.0f} % of the sample"
-        return replace(choice, reason=choice.reason.adjusted(f"on its grid{part}: blocks are kept"))
+        return replace(choice, reason=choice.reason.adjust(f"on its grid{part}: blocks are kept"))
     text = f"on the grid of {grid.type}, which holds it exactly in fewer bits than {choice.type}"
     if grid.type.bpw == choice.type.bpw:
         text = f"on the grid of {grid.type}, which holds it exactly, unlike {choice.type}"
-    return replace(choice, type=grid.type, reason=choice.reason.adjusted(text), fallback_from=None)
+    return replace(choice, type=grid.type, reason=choice.reason.adjust(text), fallback_from=None)
 
 
 def with_grids(tensors: Sequence[OutputTensor], names: set[str]) -> list[OutputTensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf.header import check_room
 from quantkit.formats.outputs import resolve_links
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.kernels.formats import check_encoder
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.custom_encoder import custom_encoders
@@ -137,11 +137,11 @@ def output_path(source: str | Path, output: str | Path | None, type_text: str, o
     if output is not None:
         return resolve_links(output)
     if options.like is not None:
-        return located(source).with_name(f"ggml-model-{title_of(type_text, options)}.gguf")
+        return locate(source).with_name(f"ggml-model-{title_of(type_text, options)}.gguf")
     name = type_text.strip().upper()
     if name.isdecimal():
         name = preset_by_name(name, options.rules).name
         name = next(
             (alias for alias, canonical in PRESET_ALIASES.items() if canonical == name), name
         )  # as in llama-quantize
-    return located(source).with_name(f"ggml-model-{name}.gguf")
+    return locate(source).with_name(f"ggml-model-{name}.gguf")

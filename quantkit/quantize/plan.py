@@ -11,7 +11,7 @@ from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import Field, open_model
 from quantkit.formats.override import override_file
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.html_table import HtmlTable, Table
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
@@ -99,7 +99,7 @@ def plan_from(
         like.check(str(draft.key("general.architecture")))
     draft = with_imatrix(with_names(with_groups(with_feedback(draft))))
     if like is not None:
-        draft = replace(draft, like=like.pruned(draft.renamed))
+        draft = replace(draft, like=like.prune(draft.renamed))
     request = request_of(draft)
     draft, tensors, choices = choose(draft, request)
     while names := equalized_plain_names(draft, tensors, choices):
@@ -131,7 +131,7 @@ def plan_from(
         rules=_rules(request),
         shard_of=shards_of(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
-        reads=[located(p) for p in files if p is not None],
+        reads=[locate(p) for p in files if p is not None],
         all_dims=not is_known(str(draft.key("general.architecture"))),  # as image models have them
         identity=f"{__version__} {draft.fingerprint} {imatrix_digest}{provider_id}{identity}",
         big_endian=options.bigendian,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantkit.errors import RecipeError, os_error_code
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import preset_by_name
 from quantkit.pipeline.recipe import Rule
@@ -72,7 +72,7 @@ class Contents:
 
 def is_gguf(path: str | Path) -> bool:
     """Return whether a file starts with GGUF's magic; pipes are not read."""
-    path = located(path)
+    path = locate(path)
     try:
         if not path.is_file() and path.exists():
             return False
@@ -84,7 +84,7 @@ def is_gguf(path: str | Path) -> bool:
 
 def read_model(path: str | Path) -> Model:
     """Return the header of a model, whose data may be missing. Raises RecipeError."""
-    path = located(path)
+    path = locate(path)
     with open_gguf(path, header_only=True) as file:
         architecture = file.get("general.architecture")
         if not isinstance(architecture, str) or not file.tensors:
@@ -122,7 +122,7 @@ def contents_of_rules(
 
     Without the importance matrix that a type needs, the size is approximate, with the header of the source.
     """
-    imatrix_path = None if imatrix is None else located(imatrix)
+    imatrix_path = None if imatrix is None else locate(imatrix)
     ik = any(rule.type.trees == "ik" for rule in rules)
     preset = preset_by_name(title)
     tree = "ik" if ik and preset.base is None else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.outputs import read_whole
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.pipeline.recipe import Rule, decide, parse_tensor_type_file
 from quantkit.pipeline.recipe import parse_recipe as parse_lines
 from quantkit.recipes.portable import READERS, compile_pattern
@@ -56,7 +56,7 @@ def resolve(rules: Sequence[Rule], names: Iterable[str], dialect: str) -> dict[s
 
 def read_rules(path: str | Path, dialect: str | None = None) -> Recipe:
     """Return the recipe in a file; ``dialect``: None detects it. Raises RecipeError."""
-    path = located(path)
+    path = locate(path)
     try:
         text = read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:

@@ -11,7 +11,7 @@ from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.extras import REPORT, check_extras
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.progress import Progress, ProgressCallback
 from quantkit.report.card import card_text
 from quantkit.report.data import Report, read_data
@@ -48,16 +48,16 @@ def report(
         ResourceError: an output cannot be written, or packages are not installed.
         QuantkitError: as ``inspect``, ``kld``, ``compare`` and ``bench``.
     """
-    out = located(out)
+    out = locate(out)
     options = options or ReportOptions()
     options = replace(
         options,
-        base=options.base if base is None else located(base),
-        text=options.text if text is None else located(text),
+        base=options.base if base is None else locate(base),
+        text=options.text if text is None else locate(text),
     )
-    data_path = located(data) if data is not None else out.with_suffix(".json")
-    card = None if card is None else located(card)
-    paths = [located(file) for file in files]
+    data_path = locate(data) if data is not None else out.with_suffix(".json")
+    card = None if card is None else locate(card)
+    paths = [locate(file) for file in files]
     single = (options.base, options.text, options.imatrix, options.sensitivity)
     inputs = (*paths, *options.mmproj, *options.score, *single)
     check_apart([out, data_path, card, options.logits], inputs)

@@ -22,19 +22,19 @@ class Bounds:
         """Return a lower bound by the multipliers of earlier programs."""
         return max(map(program.dual, self._multipliers), default=-math.inf)
 
-    def relaxed(self, program: Program) -> float | None:
+    def relax(self, program: Program) -> float | None:
         """Return the cost of the linear relaxation; None if the limits allow no answer."""
         bound, multipliers = relax(program)
         if multipliers is not None:
             self._multipliers.append(multipliers)
         return bound
 
-    def ascending(self, programs: Sequence[Program], constants: Sequence[float]) -> Iterator[tuple[float, int]]:
+    def rank(self, programs: Sequence[Program], constants: Sequence[float]) -> Iterator[tuple[float, int]]:
         """Yield relaxed cost plus constant, and number, of each program that has answers, least first."""
         if not programs:
             return
         middle = len(programs) // 2
-        exact = {middle: self.relaxed(programs[middle])}
+        exact = {middle: self.relax(programs[middle])}
         queue = [(self.estimate(program) + constants[i], i) for i, program in enumerate(programs)]
         heapq.heapify(queue)
         while queue:
@@ -44,7 +44,7 @@ class Bounds:
                 if queue and estimate > queue[0][0]:
                     heapq.heappush(queue, (estimate, i))
                     continue
-                exact[i] = self.relaxed(programs[i])
+                exact[i] = self.relax(programs[i])
             cost = exact[i]
             if cost is None:
                 continue

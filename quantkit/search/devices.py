@@ -156,7 +156,7 @@ class DeviceFinder:
         weights, n = self._smallest_weights, self.model.weights.n_layer
         if not self.model.gpus:
             return [Placement(self.table, Layout(n), self.rates)]
-        rates = self.rates.pooled(self.model.gpus) if len(self.model.gpus) > 1 else self.rates
+        rates = self.rates.pool(self.model.gpus) if len(self.model.gpus) > 1 else self.rates
         layouts = [Layout(n, (n + 1,), 0)]
         if weights.has_experts:
             layouts += [Layout(n, (n + 1,), k) for k in range(1, n + 1) if weights.experts[k - 1]]
@@ -191,11 +191,11 @@ class DeviceFinder:
         programs, constants = [], []
         for placement in self._placements:
             limits = [*self._limits(placement, self._smallest_reserve(placement)), Limit(floor, max_kld)]
-            programs.append(Program(_weighted(goal, klds, placement.seconds), limits))
+            programs.append(Program(_weigh(goal, klds, placement.seconds), limits))
             constants.append(goal.seconds * placement.fixed_seconds)
         best: FitAnswer | None = None
         tangents = Bounds()
-        for bound, number in Bounds().ascending(programs, constants):
+        for bound, number in Bounds().rank(programs, constants):
             placement = self._placements[number]
             if best is not None and not self.space.quadrature and bound >= best.value * (1 - _TOLERANCE):
                 break
@@ -223,10 +223,10 @@ class DeviceFinder:
         gradient = finder.kld_gradient(picks)
         constant = self.space.kld(picks) - math.fsum(row[i] for row, i in zip(gradient, picks, strict=True))
         most = best.value * (1 - _TOLERANCE) - goal.kld * constant - goal.seconds * placement.fixed_seconds
-        program = Program(_weighted(goal, gradient, placement.seconds), limits)
+        program = Program(_weigh(goal, gradient, placement.seconds), limits)
         if bounds.estimate(program) >= most:
             return False
-        cost = bounds.relaxed(program)
+        cost = bounds.relax(program)
         return cost is not None and cost < most
 
     # --- one layout ---
@@ -284,7 +284,7 @@ class DeviceFinder:
         # Good answers lead to the last tangent, of which the optimum is proven.
         for is_exact in (False, True) if exact else (False,):
             for _ in range(MAX_TANGENTS):
-                costs = _weighted(goal, self.finder.kld_gradient(answer.picks), placement.seconds)
+                costs = _weigh(goal, self.finder.kld_gradient(answer.picks), placement.seconds)
                 within = [] if math.isinf(goal.max_kld) else [self.finder.kld_limit(goal.max_kld, answer.picks)]
                 better = self.finder.solve(costs, [*limits, *within], exclusions, exact=is_exact)
                 value = self._value(placement, answer.picks, goal)
@@ -410,7 +410,7 @@ def _place(device: Device, n_gpus: int) -> str:
     return "on the GPU" if n_gpus == 1 else f"on {n_gpus} GPUs"
 
 
-def _weighted(goal: Goal, klds: Sequence[Weights], seconds: Sequence[Weights]) -> list[F64]:
+def _weigh(goal: Goal, klds: Sequence[Weights], seconds: Sequence[Weights]) -> list[F64]:
     return [(goal.kld * k + goal.seconds * s).astype(np.float64) for k, s in zip(klds, seconds, strict=True)]
 
 

@@ -14,7 +14,7 @@ from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError
 from quantkit.extras import SEARCH, check_extras
 from quantkit.formats.gguf import open_model
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.html_table import HtmlTable, Table, table_of
 from quantkit.options.search import SearchOptions
 from quantkit.progress import Progress, ProgressCallback
@@ -114,7 +114,7 @@ def _note_mixed(measured_with: str, activations: str) -> str:
 
 def load_measurements(sensitivity: Sensitivity | str | Path) -> Sensitivity:
     """Return sensitivities, read from a file if they are a path. Raises FormatError for an invalid file."""
-    measurements = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(located(sensitivity))
+    measurements = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(locate(sensitivity))
     if not isinstance(measurements.model, Mapping) or not isinstance(measurements.settings, Mapping):
         raise FormatError("model and settings of the sensitivities must be objects", "QK-E122")
     return measurements
@@ -122,13 +122,13 @@ def load_measurements(sensitivity: Sensitivity | str | Path) -> Sensitivity:
 
 def sensitivity_files(sensitivity: Sensitivity | str | Path) -> tuple[Path, ...]:
     """Return the file of sensitivities, if they are a path."""
-    return () if isinstance(sensitivity, Sensitivity) else (located(sensitivity),)
+    return () if isinstance(sensitivity, Sensitivity) else (locate(sensitivity),)
 
 
 def model_path(measurements: Sensitivity, source: str | Path | None) -> Path:
     """Return the model to quantize: the one given, else the one that was measured. Raises RecipeError."""
     if source is not None:
-        return located(source)
+        return locate(source)
     path = measurements.model.get("path")
     if not isinstance(path, str) or not Path(path).is_file():
         raise RecipeError(f"the measured model, {path or 'unnamed'}, does not exist: give it with -m", "QK-E401")

@@ -39,7 +39,7 @@ class Rates:
             return float(self.host)
         return 1e9 * self.speeds.get(type_name, min(self.speeds.values()))
 
-    def pooled(self, shares: Sequence[int]) -> Rates:
+    def pool(self, shares: Sequence[int]) -> Rates:
         """Return the rates of one device in place of all GPUs, each with its share of the weights."""
         pool = object.__new__(Rates)
         pool.__dict__ |= self.__dict__

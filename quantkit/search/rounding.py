@@ -49,10 +49,10 @@ class Exchanges:
 
     def best(self) -> Indices | None:
         """Return the choices of a good answer, one for each row; None if none is within the limits."""
-        picks = self._rounded()
+        picks = self._round()
         for _ in range(_PRICES):
             for _ in range(_EXCHANGES):
-                move = self._move(picks)
+                move = self._find_exchange(picks)
                 if move is None:
                     break
                 for choice in move:
@@ -70,7 +70,7 @@ class Exchanges:
     def _value(self, cost: F64, totals: F64) -> F64:
         return cost + np.tensordot(self.price, self._excess(totals), 1)
 
-    def _rounded(self) -> Indices:
+    def _round(self) -> Indices:
         """Return the best of the combinations of the choices with a share."""
         shared = [np.flatnonzero((self.row == i) & (self.shares > 1e-9)) for i in range(self.row[-1] + 1)]
         picks = np.array([choices[self.shares[choices].argmax()] for choices in shared])
@@ -85,7 +85,7 @@ class Exchanges:
         picks[rows] = combinations[best]
         return picks
 
-    def _move(self, picks: Indices) -> tuple[int, ...] | None:
+    def _find_exchange(self, picks: Indices) -> tuple[int, ...] | None:
         """Return the choice, or the two, whose exchange improves an answer most; None if none does."""
         totals = self.weights[:, picks].sum(axis=1)
         value = float(self._value(np.zeros(()), totals))

@@ -75,8 +75,8 @@ def _product(team: Team, t: TensorType, weights: npt.NDArray[np.uint8]) -> tuple
     batch, out = Batch(team, 1), np.empty((1, len(weights)), np.float32)
     batch.set(np.zeros(1, np.int32))
     stride, scratch_size = row_bytes(kind, _WIDTH), -(-scratch_bytes(t, _WIDTH) // 64) * 64
-    rows = x if kind == "f32" else _aligned(stride)
-    scratch = _aligned(scratch_size * team.threads)
+    rows = x if kind == "f32" else _align(stride)
+    scratch = _align(scratch_size * team.threads)
     product = mul_mat.block(
         batch=batch.address, x=address_of(rows), x_stride=stride, w=address_of(weights), row_bytes=weights.shape[1],
         products=products_of(t), n_in=_WIDTH, n_out=len(weights), out=address_of(out), out_stride=4 * len(weights),
@@ -91,7 +91,7 @@ def _product(team: Team, t: TensorType, weights: npt.NDArray[np.uint8]) -> tuple
     return Tape(team, batch, entries), (x, out, rows, scratch)
 
 
-def _aligned(n: int) -> npt.NDArray[np.uint8]:
+def _align(n: int) -> npt.NDArray[np.uint8]:
     space = np.zeros(n + 64, np.uint8)
     start = -address_of(space) % 64
     return space[start : start + n]

@@ -28,7 +28,7 @@ from quantkit.evaluate.likelihood import split_chunks
 from quantkit.evaluate.passes import bos_of, note_calibration, note_context, text_tokens
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.outputs import Output, atomic_write, check_apart, read_text, sibling_path
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.kernels.first_run import working_seconds
 from quantkit.kernels.levels import all_levels
 from quantkit.model.batch import Batch
@@ -94,8 +94,8 @@ def sensitivity(
         QuantkitError: too little text; errors of ``quantize`` and ``load``.
     """
     options = options or SensitivityOptions()
-    model = located(model)
-    out = located(out)
+    model = locate(model)
+    out = locate(out)
     if isinstance(model, URL) or str(model).startswith(("http://", "https://", "s3://")):
         raise ResourceError(f"{model}: sensitivity runs the model, which needs a local file: copy it first", "QK-E412")
     if (tokens is None) == (not files):
@@ -414,14 +414,14 @@ class _Measurement:
             else:
                 self.uniform_models.append(UniformModel(t, groups, self._open_store(t.name)))
         for number, layer_pairs in pairs.items():
-            self.work_total += len(layer_pairs) + len(self.batches) * self.effort(number, self.running(layer_pairs))
+            self.work_total += len(layer_pairs) + len(self.batches) * self.effort(number, self.runnable(layer_pairs))
 
     def effort(self, number: int, pairs: Sequence[Pair]) -> float:
         """Return the work of measuring pairs of a layer, in layer runs."""
         through = sum(self.owner.runs_to_end(p) for p in pairs)
         return 0.5 * len(pairs) + through * (len(self.layers) - 1 - number)
 
-    def running(self, pairs: Sequence[Pair]) -> list[Pair]:
+    def runnable(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs that run at all."""
         return [p for p in pairs if self.owner.runs(p)]
 
@@ -444,13 +444,13 @@ class _Measurement:
         for number in range(len(self.layers)):
             pairs = self.pairs[number]
             if number > last:
-                self.advance(len(pairs) + len(self.batches) * self.effort(number, self.running(pairs)), "")
+                self.advance(len(pairs) + len(self.batches) * self.effort(number, self.runnable(pairs)), "")
                 continue
             _LayerRun(self, number, self._encode(pairs)).run()
 
     def _is_open(self, pairs: Sequence[Pair]) -> bool:
         missing = any(self.key(p, "errors") not in self.journal.measurements for p in pairs)
-        return missing or not all(self._has(self.final_key(p)) for p in self.running(pairs))
+        return missing or not all(self._has(self.final_key(p)) for p in self.runnable(pairs))
 
     def _encode(self, pairs: Sequence[Pair]) -> dict[Pair, EncodedPair]:
         """Encode the open pairs of a layer; return those that are measured alone."""
@@ -512,7 +512,7 @@ class _LayerRun:
         base_values = {**inputs, **self.runner.run(self.programs, self.graph, batch, inputs)}
         for value in self.layer.stage.graph.leaves:
             measurement.activations.write(value, begin, base_values[value])
-        running = measurement.running(measurement.pairs[self.number])
+        running = measurement.runnable(measurement.pairs[self.number])
         pending = [p for p in running if not measurement.is_done(p, begin)]
         measurement.advance(measurement.effort(self.number, [p for p in running if p not in pending]), "")
         base: Base | None = None

@@ -14,7 +14,7 @@ from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.gguf import SPLIT_KEYS, Field, GGUFFile, TensorInfo, ValueType
 from quantkit.formats.outputs import resolve_links
 from quantkit.formats.ranges import U8
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.recipe import Rule, read_recipe
 from quantkit.pipeline.row_slices import whole_tensor
@@ -83,15 +83,15 @@ def plan_stitch(
         raise RecipeError("no tensor to take from another file: give --take REGEX=FILE, or --recipe FILE", "QK-E214")
     if files and recipe is None:
         raise RecipeError(f"{files[0]}: which tensors to take from it? Give --recipe FILE", "QK-E202")
-    rules = read_recipe(located(recipe)) if recipe is not None else []
+    rules = read_recipe(locate(recipe)) if recipe is not None else []
     if files and not _exists(base) and _exists(output):
         raise ResourceError(f"{base} does not exist, and {output} does: the output comes last", "QK-E401")
     with ExitStack() as stack:
-        places = dict.fromkeys(map(located, (base, *files, *(take or {}).values())))
+        places = dict.fromkeys(map(locate, (base, *files, *(take or {}).values())))
         parts = {place: open_part(place, stack) for place in places}
-        first, *more_parts = (parts[located(place)] for place in (base, *files))
+        first, *more_parts = (parts[locate(place)] for place in (base, *files))
         names = list(first.names)
-        by_pattern = select_by_pattern(names, [(text, parts[located(place)]) for text, place in (take or {}).items()])
+        by_pattern = select_by_pattern(names, [(text, parts[locate(place)]) for text, place in (take or {}).items()])
         notes: list[str] = []
         selection = dict.fromkeys(names, first)
         if recipe is not None:
@@ -106,7 +106,7 @@ def plan_stitch(
         tensors = [OutputTensor(t.name, t.shape, t.type, "copied", (whole_tensor(t),)) for t in source.tensors.values()]
         return plan_output(
             source,
-            resolve_links(located(output)),
+            resolve_links(locate(output)),
             _fields(source, take or {}, rules),
             tensors,
             title="stitch",
@@ -118,7 +118,7 @@ def plan_stitch(
 
 
 def _exists(place: str | Path) -> bool:
-    path = located(place)
+    path = locate(place)
     return isinstance(path, URL) or path.exists()
 
 

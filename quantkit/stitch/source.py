@@ -40,7 +40,7 @@ class StitchedSource:
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: owner.tensors[name] for name, owner in self.owners.items()}
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
         return tensor
 
     def get(self, key: str, default: Any = None) -> Any:

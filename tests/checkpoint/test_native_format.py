@@ -16,7 +16,7 @@ from refusals import refuses
 
 import checkpoints
 from quantkit.checkpoint.registry import ARCHITECTURES
-from quantkit.checkpoint.torch_math import fused
+from quantkit.checkpoint.torch_math import fma
 from quantkit.convert import ConvertOptions, plan_convert
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.kernels.cpu.linear import blocks, multiply
@@ -168,6 +168,6 @@ def test_products_are_chains_of_fused_operations(rows: int, terms: int, columns:
     for block in blocks(terms):
         total = np.zeros_like(expected)
         for k in block:
-            total = fused(x[:, k : k + 1], a[k], total)
+            total = fma(x[:, k : k + 1], a[k], total)
         expected = expected + total
     assert np.array_equal(multiply(x, strips(a), columns), expected)

@@ -17,7 +17,7 @@ from quantkit.errors import FormatError
 from quantkit.kernels.cpu.feedback import factor as on_cpu
 from quantkit.kernels.cpu.feedback.metric import Metric, metric
 from quantkit.kernels.cpu.feedback.products import Products, times_inverse
-from quantkit.kernels.cpu.feedback.products import corrected as corrected_on_cpu
+from quantkit.kernels.cpu.feedback.products import correct as correct_on_cpu
 from quantkit.kernels.cpu.feedback.tiles import pack_columns
 from quantkit.kernels.cuda.feedback import matrices
 from quantkit.kernels.cuda.feedback import metric as on_device
@@ -103,7 +103,7 @@ def test_targets_equal_the_cpus(memory: Memory) -> None:
     x, offset = (rng.standard_normal((rows, n)).astype(np.float32) for _ in range(2))
     packed_columns = pack_columns(rng.standard_normal((n, n)).astype(np.float32))
     expected, out, places = (
-        corrected_on_cpu(x, packed_columns),
+        correct_on_cpu(x, packed_columns),
         memory.allocate((rows, n)),
         [memory.put(a) for a in (x, packed_columns)],
     )

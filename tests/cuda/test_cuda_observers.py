@@ -11,7 +11,7 @@ from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, 
 from reference_op import batch_of, meaning, program
 
 from quantkit.kernels.cuda import observe
-from quantkit.model.backends.accumulators import padded
+from quantkit.model.backends.accumulators import padded_width
 from quantkit.model.ops import CountUp, Covariance, Similarity, SumColumns, Value
 
 
@@ -22,12 +22,12 @@ def zeros(memory: Memory, *shape: int, dtype: Any = np.float64) -> int:
 @pytest.mark.parametrize("width", [1, 24, 63, 130])
 def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
     x = random_rows(width)
-    sums, count, bad = (zeros(memory, 4, padded(width)), zeros(memory, 1), zeros(memory, 1))
+    sums, count, bad = (zeros(memory, 4, padded_width(width)), zeros(memory, 1), zeros(memory, 1))
     targets = {"sums": sums, "count": count, "bad": bad, "width": width}
     parts = np.split(x, [1, 40])
     for part in parts:
         memory.run(observe.sum_columns(width), x=memory.put(part), rows=len(part), **targets)
-    check_sums(memory.get(sums, (4, padded(width)), np.float64), x)
+    check_sums(memory.get(sums, (4, padded_width(width)), np.float64), x)
     assert memory.get(count, (1,), np.int64)[0] == ROWS
     assert memory.get(bad, (1,), np.int64)[0] == 0
     x[41, width - 1] = np.nan
@@ -56,13 +56,13 @@ def reference(op: Any, values: dict[Value, Any]) -> Any:
 @pytest.mark.parametrize("width", [40, 131])
 def test_sums_by_expert_are_exact(memory: Memory, width: int, one_row_a_token: bool) -> None:
     x, ids = random_rows(width, ROWS if one_row_a_token else ROWS * N_USED), experts()
-    sums, counts = zeros(memory, N_EXPERT, 4, padded(width)), zeros(memory, N_EXPERT)
+    sums, counts = zeros(memory, N_EXPERT, 4, padded_width(width)), zeros(memory, N_EXPERT)
     bad = zeros(memory, 1)
     slots = {"ids": memory.put(ids), "width": width, "rows": ROWS, "n_used": N_USED}
     slots |= {"x_per": N_USED if one_row_a_token else 1, "sums": sums, "counts": counts, "bad": bad}
     shape = observe.sum_columns_id(width, N_EXPERT)
     memory.run(shape, x=memory.put(x), **slots)
-    actual = memory.get(sums, (N_EXPERT, 4, padded(width)), np.float64)
+    actual = memory.get(sums, (N_EXPERT, 4, padded_width(width)), np.float64)
     assert memory.get(bad, (1,), np.int64)[0] == 0
     actual_counts = memory.get(counts, (N_EXPERT,), np.int64)
     check_by_expert(actual, actual_counts, x, ids)

@@ -379,7 +379,7 @@ def test_a_long_compilation_reports_progress(tmp_path: Path) -> None:
     os.utime(run.begun_file, (1, 1))
     first_run.tell(run.moves)
     try:
-        with first_run.compiling():
+        with first_run.compilation():
             pass
     finally:
         first_run._STATE.listener = None

@@ -34,9 +34,9 @@ from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.outputs import check_apart, lock_path, read_whole
-from quantkit.formats.remote import URL, located, reader, retry, s3, stores
+from quantkit.formats.remote import URL, locate, reader, retry, s3, stores
 from quantkit.formats.remote import url as url_module
-from quantkit.formats.remote.retry import Answer, Meaning, Patience, judge, with_retries
+from quantkit.formats.remote.retry import Answer, FailureKind, Patience, judge, with_retries
 from quantkit.hash import hash  # noqa: A004
 from quantkit.pipeline import jobs, spool
 from quantkit.quantize import QuantizeOptions, quantize
@@ -91,7 +91,7 @@ def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(proxy: Proxy | None, method: str, **kwargs: Any) -> Any:
-    store = located("s3://models/x").store  # type: ignore[attr-defined]
+    store = locate("s3://models/x").store  # type: ignore[attr-defined]
     return with_retries("the test", lambda: store._call(method, Bucket="models", **kwargs))
 
 
@@ -135,23 +135,23 @@ def expected(model: Path) -> bytes:
 
 
 def test_urls_behave_like_paths() -> None:
-    url = located("s3://bucket//deep/model-00001-of-00002.gguf")
+    url = locate("s3://bucket//deep/model-00001-of-00002.gguf")
     assert isinstance(url, URL)
     assert str(url) == "s3://bucket//deep/model-00001-of-00002.gguf"
     assert (url.name, url.suffix, url.stem) == ("model-00001-of-00002.gguf", ".gguf", "model-00001-of-00002")
     assert str(url.with_name("b.gguf")) == "s3://bucket//deep/b.gguf"
     assert str(url.parent) == "s3://bucket//deep"
-    assert str(located("hf://org/model") / "config.json") == "hf://org/model/config.json"
-    assert located(url) is url
-    assert located("s3://b/k") == located("s3://b/k")
-    assert located("s3://b/k") != located("s3://b/l")
-    assert not isinstance(located("plain/s3:/x"), URL)
+    assert str(locate("hf://org/model") / "config.json") == "hf://org/model/config.json"
+    assert locate(url) is url
+    assert locate("s3://b/k") == locate("s3://b/k")
+    assert locate("s3://b/k") != locate("s3://b/l")
+    assert not isinstance(locate("plain/s3:/x"), URL)
     for text, path in {
         **{"file:///x/m": "/x/m", "FILE://localhost/x/m": "/x/m", "local:///x/m": "/x/m", "file://m": "m"},
         **{"file:///x/a%20b?c": "/x/a%20b?c", "file:///": "/"},
     }.items():
-        assert located(text) == Path(path)
-        assert not isinstance(located(text), URL)
+        assert locate(text) == Path(path)
+        assert not isinstance(locate(text), URL)
 
 
 ALIASES = {
@@ -167,8 +167,8 @@ ALIASES = {
 @pytest.mark.parametrize("text", ALIASES)
 def test_an_object_has_one_identity(text: str) -> None:
     """So it is refused as its own output, and one lock is for all."""
-    url = located(text)
-    for alias in map(located, ALIASES[text]):
+    url = locate(text)
+    for alias in map(locate, ALIASES[text]):
         assert isinstance(url, URL)
         assert isinstance(alias, URL)
         assert alias.identity == url.identity
@@ -223,23 +223,23 @@ def test_object_versions_are_read_only(proxy: Proxy, model: Path) -> None:
         assert URL(name).read_bytes() == b"second"
     finally:
         call(None, "put_bucket_versioning", VersioningConfiguration={"Status": "Suspended"})
-    assert not isinstance(located("s3://"), URL)
+    assert not isinstance(locate("s3://"), URL)
 
 
 def test_a_signed_url_is_not_shown() -> None:
-    url = located("https://user:pass@host/models/a.gguf?X-Amz-Signature=abc")
+    url = locate("https://user:pass@host/models/a.gguf?X-Amz-Signature=abc")
     for text in (str(url), repr(url), os.fspath(url), str(url.with_name("b.gguf")), str(url.local)):  # type: ignore[attr-defined]
         assert "abc" not in text
         assert "pass" not in text
     assert url.name == "a.gguf"
     for text in ("gs://b/a?sig=abc", "abfs://c@a.dfs.core.windows.net/a?sig=abc", "s3://b/a?X-Amz-Signature=abc"):
-        assert "abc" not in str(located(text))
-    assert str(located("s3://b/a?versionId=3")) == "s3://b/a?versionId=3"
+        assert "abc" not in str(locate(text))
+    assert str(locate("s3://b/a?versionId=3")) == "s3://b/a?versionId=3"
     assert pickle.loads(pickle.dumps(url)).address == url.address  # type: ignore[attr-defined]
 
 
 def test_pinned_versions_are_pickled(proxy: Proxy) -> None:
-    url = located(put_object("a", b"first"))
+    url = locate(put_object("a", b"first"))
     assert url.stat().st_size == 5
     copy = pickle.loads(pickle.dumps(url))
     put_object("a", b"other")
@@ -276,21 +276,21 @@ def test_retries_end_within_the_time_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "meaning"),
+    ("failure", "kind"),
     [
-        (ConnectionResetError(), Meaning.RETRY),
-        (TimeoutError(), Meaning.RETRY),
-        (Answer(429), Meaning.RETRY),
-        (Answer(401), Meaning.DENIED),
-        (Answer(412), Meaning.CHANGED),
-        (PermissionError(), Meaning.DENIED),
-        (FileNotFoundError(), Meaning.MISSING),
-        (ValueError(SECRET), Meaning.UNKNOWN),
+        (ConnectionResetError(), FailureKind.RETRY),
+        (TimeoutError(), FailureKind.RETRY),
+        (Answer(429), FailureKind.RETRY),
+        (Answer(401), FailureKind.DENIED),
+        (Answer(412), FailureKind.CHANGED),
+        (PermissionError(), FailureKind.DENIED),
+        (FileNotFoundError(), FailureKind.MISSING),
+        (ValueError(SECRET), FailureKind.UNKNOWN),
     ],
 )
-def test_failures_are_classified(failure: Exception, meaning: Meaning) -> None:
+def test_failures_are_classified(failure: Exception, kind: FailureKind) -> None:
     verdict = judge(failure)
-    assert verdict.meaning is meaning
+    assert verdict.kind is kind
     assert SECRET not in verdict.reason
 
 
@@ -538,10 +538,10 @@ def test_small_files_are_checked_by_their_checksum(proxy: Proxy, data: Path) -> 
     proxy.fault = lambda r: (
         "flip" if r.method == "GET" and len([x for x in proxy.requests if x.method == "GET"]) == 0 else None
     )
-    assert located(name).read_bytes() == (data / "tiny-moe-imatrix.gguf").read_bytes()
+    assert locate(name).read_bytes() == (data / "tiny-moe-imatrix.gguf").read_bytes()
     proxy.fault = lambda r: "flip" if r.method == "GET" else None
     with refuses(FormatError, "QK-E412 md5"):
-        located(name).read_bytes()
+        locate(name).read_bytes()
 
 
 def test_a_replaced_object_is_one_error(proxy: Proxy, model: Path) -> None:
@@ -567,10 +567,10 @@ def test_a_replaced_object_is_one_error(proxy: Proxy, model: Path) -> None:
 
 _PROGRAM = """
     from pathlib import Path
-    from quantkit.formats.remote import located, s3
+    from quantkit.formats.remote import locate, s3
     from quantkit.quantize import QuantizeOptions, quantize
     s3.PART = {part}
-    quantize({source!r}, located({output!r}, Path({spool!r})), "Q4_K_M", QuantizeOptions(no_provenance=True), threads=2)
+    quantize({source!r}, locate({output!r}, Path({spool!r})), "Q4_K_M", QuantizeOptions(no_provenance=True), threads=2)
 """
 
 
@@ -726,7 +726,7 @@ def test_the_spool_has_only_unfinished_parts(proxy: Proxy, tmp_path: Path, monke
     proxy.before = look
     address = put_object("in.gguf", source)
     proxy.requests.clear()
-    quantize(address, located("s3://models/wide.gguf", tmp_path / "spool"), "COPY", OPTIONS, threads=2)
+    quantize(address, locate("s3://models/wide.gguf", tmp_path / "spool"), "COPY", OPTIONS, threads=2)
     assert len(most) > 40
     assert 0 < max(most) < source.stat().st_size / 2
     assert sum(r.nbytes for r in proxy.requests if r.is_part) == URL("s3://models/wide.gguf").facts.size
@@ -816,7 +816,7 @@ def test_a_source_on_the_web(proxy: Proxy, model: Path, expected: bytes, tmp_pat
     proxy.clear()
     output = run("inspect", source, "--json")
     assert SECRET not in output.output
-    url = located(source)
+    url = locate(source)
     assert url.stat().st_size == model.stat().st_size
     put_object("moe.gguf", model.read_bytes()[:-1] + b"\1")
     call(None, "put_object_acl", Key="moe.gguf", ACL="public-read")

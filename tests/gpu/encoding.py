@@ -392,7 +392,7 @@ def _timed(t: TensorType, x: Floats, importance: Floats | None) -> tuple[float, 
     times: list[float] = []
 
     def repeat(work: Callable[[], None]) -> None:
-        times.append(peak.timed(the_gpu().device, work, measured.SIZES.of_products))
+        times.append(peak.median_seconds(the_gpu().device, work, measured.SIZES.of_products))
 
     size = cases.encode(the_gpu().device, t, x, importance, repeat).size
     return times[0], size

@@ -86,7 +86,7 @@ def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions:
         work()
         for address, array in zip(addresses[1:4], (out.rows, out.before, out.after), strict=True):
             device.download(address, array)
-        seconds = peak.timed(device, work, repetitions, 1) if repetitions else 0.0
+        seconds = peak.median_seconds(device, work, repetitions, 1) if repetitions else 0.0
     finally:
         device_metric.close()
         for address in addresses:

@@ -189,7 +189,7 @@ class Bench:
         once = self.device.seconds(lambda: self.device.run(lists[0]))
         rounds = 1 if once > 1e-3 else -(-SIZES.in_graph // len(lists))
         replay = self.device.record([one for _ in range(rounds) for launches in lists for one in launches])
-        return peak.timed(self.device, replay, repetitions or SIZES.of_products) / (rounds * len(lists))
+        return peak.median_seconds(self.device, replay, repetitions or SIZES.of_products) / (rounds * len(lists))
 
     def __enter__(self) -> Bench:
         return self
@@ -363,7 +363,7 @@ def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int
         b.device.run([unpacking(t, w, unpacked_weights, n_out)])
         b.device.gemm_bf16(rows, n_out, n_in, x, unpacked_weights, out)
 
-    return out, peak.timed(b.device, work, SIZES.of_products)
+    return out, peak.median_seconds(b.device, work, SIZES.of_products)
 
 
 def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
@@ -463,7 +463,7 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
             experts(rows, plan_slots)
             b.device.run([scatter])
 
-        cublas = flops / peak.timed(b.device, work, SIZES.of_products) / 1e12
+        cublas = flops / peak.median_seconds(b.device, work, SIZES.of_products) / 1e12
         outputs, expected = (np.empty((pairs, s.expert_out), np.float32) for _ in range(2))
         b.device.download(slots["out"], outputs)
         b.device.download(slots["other"], expected)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.kernels import first_run
-from quantkit.kernels.first_run import compile_in_order, compiling, working_seconds
+from quantkit.kernels.first_run import compilation, compile_in_order, working_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def kernel(path: Path, parent: int, *, dies: bool = False) -> None:
     """Stand for a kernel: load it from its file, or else compile it."""
     if path.exists():
         return
-    with compiling():
+    with compilation():
         time.sleep(0.1)
         if dies and os.getpid() != parent:
             os._exit(1)
@@ -58,7 +58,7 @@ def children() -> set[str]:
 
 def test_errors_are_raised_here_and_no_process_remains(tmp_path: Path) -> None:
     def wrong() -> None:
-        with compiling():
+        with compilation():
             raise ValueError("does not compile")
 
     before = children()  # other tests of this process may keep some
@@ -70,7 +70,7 @@ def test_errors_are_raised_here_and_no_process_remains(tmp_path: Path) -> None:
 def test_the_clock_is_paused_during_compilation() -> None:
     began = working_seconds()
     time.sleep(0.05)
-    with compiling():
+    with compilation():
         during = working_seconds()
         time.sleep(0.2)
         assert working_seconds() == during

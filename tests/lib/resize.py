@@ -7,6 +7,7 @@ no converter checks whether tensors fit one another, so what counts is that sett
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -88,8 +89,8 @@ class _Sizes:
     """Settings and shapes of a checkpoint, while they are changed."""
 
     def __init__(self, description: Description) -> None:
-        self.config: Json = _copy(description.config)
-        self.files: Json = _copy(description.files)
+        self.config: Json = copy.deepcopy(description.config)
+        self.files: Json = copy.deepcopy(description.files)
         self.tensors: dict[str, Shape] = dict(expand(description.tensors))
         self.parts = {f: dict(expand(x)) for f, x in description.parts.items() if not f.endswith(".pt")}
         self.vocabulary = {value for _, key, value, _ in _numbers(self.config) if "vocab" in key}
@@ -99,7 +100,7 @@ class _Sizes:
             if part is None or part_of(path) == part:
                 yield container, key, value
 
-    def _each_shape(self, part: str | None, change: Callable[[str, Shape], Shape]) -> None:
+    def _change_shapes(self, part: str | None, change: Callable[[str, Shape], Shape]) -> None:
         for tensors in (self.tensors, *self.parts.values()):
             for name, shape in tensors.items():
                 if part is None or part_of(name) == part:
@@ -116,7 +117,7 @@ class _Sizes:
                     container[key] = value // 32 * feed_forward
                 elif _WIDTH.search(key) and not _NO_WIDTH.search(key):
                     container[key] = _scaled(value, unit)
-            self._each_shape(part, partial(self._widened, unit=unit, feed_forward=feed_forward, before=only))
+            self._change_shapes(part, partial(self._widened, unit=unit, feed_forward=feed_forward, before=only))
 
     def _widened(self, name: str, shape: Shape, unit: int, feed_forward: int, before: set[int]) -> Shape:
         if "featurizer" in name:
@@ -179,7 +180,7 @@ class _Sizes:
                 return shape[0], shape[1] // before**2 * side**2
             return shape
 
-        self._each_shape(None, planes)
+        self._change_shapes(None, planes)
 
     def change_images(self, rng: random.Random) -> None:
         """Change the side of images, and the rows of tables of positions."""
@@ -198,7 +199,7 @@ class _Sizes:
                 return shape
             return (*(size + n * (factor**2 - 1) if size in (n, n + 1) else size for size in shape[:-1]), shape[-1])
 
-        self._each_shape("images", rows)
+        self._change_shapes("images", rows)
 
     def change_experts(self, rng: random.Random) -> None:
         """Change the number of experts."""
@@ -224,7 +225,7 @@ class _Sizes:
         def rows(name: str, shape: Shape) -> Shape:
             return (n, *shape[1:]) if pattern.search(name) and shape and shape[0] == before else shape
 
-        self._each_shape("text", rows)
+        self._change_shapes("text", rows)
         self.tensors = dict(expand({name: list(shape) for name, shape in self.tensors.items()}))
 
     def add_tokens(self, rng: random.Random) -> None:
@@ -238,7 +239,7 @@ class _Sizes:
         for container, key, value in numbers:
             if value == before:
                 container[key] = before + n
-        self._each_shape(None, lambda _, shape: tuple(before + n if size == before else size for size in shape))
+        self._change_shapes(None, lambda _, shape: tuple(before + n if size == before else size for size in shape))
 
 
 def _scaled(size: int, unit: int) -> int:
@@ -264,9 +265,3 @@ def _numbers(tree: Any, path: str = "") -> Iterator[tuple[Json, str, int, str]]:
             yield from _numbers(value, where)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield tree, key, value, where
-
-
-def _copy(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _copy(value) for key, value in tree.items()}
-    return [_copy(value) for value in tree] if isinstance(tree, list) else tree

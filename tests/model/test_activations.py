@@ -57,7 +57,7 @@ def test_hidden_has_the_output_of_each_layer(zoo: Callable[[str], Path], name: s
     path = zoo(name)
     outs = observe_values(path, layer_outs)
     with quantkit.load(path, kv_type="f32") as model:
-        hidden = model.hidden(TOKENS)
+        hidden = model.hidden_states(TOKENS)
         assert hidden.shape == (model.n_layer, len(TOKENS), model.n_embd)
         assert len(outs) == model.n_layer
         for layer, rows in enumerate(hidden):
@@ -68,7 +68,7 @@ def test_hidden_has_the_output_of_each_layer(zoo: Callable[[str], Path], name: s
 def test_the_last_layer_gives_the_logits(tiny_moe: Path) -> None:
     tokens = np.arange(1, 40)
     with quantkit.load(tiny_moe) as model, quantkit.open_gguf(tiny_moe) as file:
-        [x] = model.hidden(tokens, [model.n_layer - 1]).astype(np.float64)
+        [x] = model.hidden_states(tokens, [model.n_layer - 1]).astype(np.float64)
         epsilon = file.get(f"{model.arch}.attention.layer_norm_rms_epsilon")
         normed = x / np.sqrt(np.square(x).mean(1, keepdims=True) + epsilon) * file.values("output_norm.weight")
         name = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
@@ -77,16 +77,16 @@ def test_the_last_layer_gives_the_logits(tiny_moe: Path) -> None:
 
 def test_layers_in_any_order_and_batches_of_any_size(zoo: Callable[[str], Path]) -> None:
     with quantkit.load(zoo("qwen3moe-moe"), kv_type="f32", n_ubatch=7) as model:
-        all_layers = model.hidden(TOKENS)
-        assert np.array_equal(model.hidden(TOKENS, [1, 0, 1]), all_layers[[1, 0, 1]])
-        assert nmse(model.hidden(TOKENS[:9]), all_layers[:, :9]) <= 1e-11
-        assert model.hidden(TOKENS, []).shape == (0, len(TOKENS), model.n_embd)
+        all_layers = model.hidden_states(TOKENS)
+        assert np.array_equal(model.hidden_states(TOKENS, [1, 0, 1]), all_layers[[1, 0, 1]])
+        assert nmse(model.hidden_states(TOKENS[:9]), all_layers[:, :9]) <= 1e-11
+        assert model.hidden_states(TOKENS, []).shape == (0, len(TOKENS), model.n_embd)
         with refuses(RecipeError, "QK-E203", model.n_layer):
-            model.hidden(TOKENS, [model.n_layer])
+            model.hidden_states(TOKENS, [model.n_layer])
         with refuses(FormatError, "QK-E203", model.n_vocab):
-            model.hidden([model.n_vocab])
+            model.hidden_states([model.n_vocab])
         with refuses(FormatError, "QK-E203"):
-            model.hidden([])
+            model.hidden_states([])
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "qwen3next-moe"])

@@ -22,7 +22,7 @@ from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.matmul import moe
 from quantkit.model.arch import ARCHS
-from quantkit.model.backends.accumulators import padded
+from quantkit.model.backends.accumulators import padded_width
 from quantkit.model.engine import Model, load
 from quantkit.model.fusion import Fusion, fuse
 from quantkit.model.graph import build_graph
@@ -52,7 +52,7 @@ def batch_of(team: Team) -> Batch:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
     x, team = random_rows(width), Team(threads)
-    sums, count, bad = np.zeros((1, 4, padded(width))), np.zeros(1, np.int64), np.zeros(threads, np.int64)
+    sums, count, bad = np.zeros((1, 4, padded_width(width))), np.zeros(1, np.int64), np.zeros(threads, np.int64)
     batch = batch_of(team)
     slots = {"sums": address_of(sums), "count": address_of(count), "bad": address_of(bad)}
     block = observe_kernels.sum_columns.block(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.names import grouped, printable, span
+from quantkit.names import group_notes, printable, span
 
 LAYERS = [f"blk.{i}.attn_v.weight" for i in range(30)]
 
@@ -15,19 +15,19 @@ def test_many_names_are_abbreviated_with_a_count() -> None:
 
 def test_notes_with_different_numbers_are_one_line() -> None:
     notes = [(name, f"uses that of blk.{i}.attn_k.weight, {i % 4 + 3} of 128 experts") for i, name in enumerate(LAYERS)]
-    (line,) = grouped([*notes])
+    (line,) = group_notes([*notes])
     assert line == f"{span(LAYERS)}: uses that of blk.0..29.attn_k.weight, 3..6 of 128 experts"
-    assert grouped([("a", "x"), ("b", "y 1"), ("c", "x")]) == ["a .. c (2 tensors): x", "b: y 1"]
+    assert group_notes([("a", "x"), ("b", "y 1"), ("c", "x")]) == ["a .. c (2 tensors): x", "b: y 1"]
 
 
 def test_a_name_is_counted_once() -> None:
-    assert grouped([("a", "saw 1 token"), ("a", "saw 2 token")]) == ["a: saw 1..2 token"]
+    assert group_notes([("a", "saw 1 token"), ("a", "saw 2 token")]) == ["a: saw 1..2 token"]
 
 
 def test_long_numbers_are_text() -> None:
     long = "9" * 5000
-    assert grouped([("a", f"entry {long}"), ("b", f"entry {long}")]) == [f"a .. b (2 tensors): entry {long}"]
-    assert grouped([("a", "00001-of-00002")]) == ["a: 00001-of-00002"]
+    assert group_notes([("a", f"entry {long}"), ("b", f"entry {long}")]) == [f"a .. b (2 tensors): entry {long}"]
+    assert group_notes([("a", "00001-of-00002")]) == ["a: 00001-of-00002"]
 
 
 def test_control_characters_are_escaped() -> None:

@@ -37,13 +37,13 @@ def _entries(model: GGUFFile) -> Iterator[tuple[str, Any]]:
     for key, kind in (("base_model", "base_model"), ("datasets", "dataset")):
         count = model.get(f"general.{kind}.count")
         if isinstance(count, int) and 0 < count <= _MOST_RELATED:
-            yield key, [_related(model, f"general.{kind}.{i}.") for i in range(count)]
+            yield key, [_shorten_related(model, f"general.{kind}.{i}.") for i in range(count)]
     for key, name in _LISTS.items():
         if isinstance(value := model.get(f"general.{name}"), list):
             yield key, value
 
 
-def _related(model: GGUFFile, prefix: str) -> Any:
+def _shorten_related(model: GGUFFile, prefix: str) -> Any:
     """Return a short text for another model or a dataset if it parses to all of its fields, else the fields."""
     entry = {name: value for name in RELATED if (value := model.get(prefix + name)) is not None}
     address = str(entry.get("repo_url", ""))

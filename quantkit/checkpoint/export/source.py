@@ -121,7 +121,7 @@ class ExportSource:
         x = self.expressions[tensor.name]
         return (x.path, x.info.offset) if isinstance(x, EncodedTensor) and x.info.nbytes == tensor.nbytes else None
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
         """Return the tensor unchanged."""
         return tensor
 

@@ -77,7 +77,7 @@ class LowRank(RowWise):
         """Add rows from ``first`` on to ``x`` [n, columns]: see ``add_low_rank``."""
         from quantkit.kernels.cpu.low_rank import add_low_rank
 
-        add_low_rank(x, _cached(_strips, self.a), _rows(self.b, first, len(x)), np.float32(self.scale))
+        add_low_rank(x, _compute_once(_strips, self.a), _rows(self.b, first, len(x)), np.float32(self.scale))
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.a.parts()
@@ -87,7 +87,7 @@ class LowRank(RowWise):
 def _rows(x: Expression, first: int, n: int) -> F32:
     """Return rows of a factor; a transposed factor is read completely, which is cheaper."""
     if isinstance(x, Transposed):
-        return np.ascontiguousarray(_cached(_read_factor, x)[first : first + n])
+        return np.ascontiguousarray(_compute_once(_read_factor, x)[first : first + n])
     return _check_finite(x, read_f32(x, first * x.shape[1], n * x.shape[1])).reshape(n, x.shape[1])
 
 
@@ -111,21 +111,21 @@ def _strips(x: Expression) -> F32:
     return strips(_read_factor(x))
 
 
-def _cached(make: Callable[[Expression], F32], x: Expression) -> F32:
+def _compute_once(make: Callable[[Expression], F32], x: Expression) -> F32:
     """Return ``make`` of a factor; the last results are cached, because every range of rows needs them again."""
     part = next(x.parts())
     stat = part.path.stat()
     factor: Any = x  # frozen, so it can be a key
-    return _cached_factor(make, factor, stat.st_mtime_ns, stat.st_size)
+    return _compute_factor(make, factor, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=8)
-def _cached_factor(make: Callable[[Expression], F32], x: Any, changed: int, size: int) -> F32:
+def _compute_factor(make: Callable[[Expression], F32], x: Any, changed: int, size: int) -> F32:
     return make(x)
 
 
 @dataclass(frozen=True)
-class Added(RowUpdate):
+class LowRankSum(RowUpdate):
     """A weight with products of low rank added, one after another, in float32."""
 
     products: tuple[LowRank, ...]
@@ -142,7 +142,7 @@ class Added(RowUpdate):
 
 def add_products(x: Expression, products: tuple[LowRank, ...]) -> Expression:
     """Return a weight with products of low rank added; of blocks, the floats that they stand for."""
-    return Added(as_floats(x), products)
+    return LowRankSum(as_floats(x), products)
 
 
 def products_in(x: Expression) -> Iterator[LowRank]:

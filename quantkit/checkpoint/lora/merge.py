@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.expressions import Expression, Stored
 from quantkit.checkpoint.lora.dora import Rescaled
-from quantkit.checkpoint.lora.low_rank import Added, LowRank, add_products
+from quantkit.checkpoint.lora.low_rank import LowRank, LowRankSum, add_products
 from quantkit.checkpoint.lora.parts import EncoderPart, Part, base_of
 from quantkit.checkpoint.lora.peft import WEIGHTS, Adapter, read_adapter
 from quantkit.checkpoint.quantized import DecodedTensors
@@ -96,14 +96,14 @@ def merge_adapters(weights: DecodedTensors, adapters: Sequence[Adapter], part: P
         for text, (name, product) in part_weights(adapter, part).items():
             check_shape(adapter, name, product, shapes.get(text), base_of(part))
             group = first if text in first else tensors
-            group[text] = _merged(group[text], adapter, name, product)
+            group[text] = _add_product(group[text], adapter, name, product)
     return replace(weights, tensors=tensors, first=first)
 
 
-def _merged(x: Expression, adapter: Adapter, name: str, product: LowRank) -> Expression:
+def _add_product(x: Expression, adapter: Adapter, name: str, product: LowRank) -> Expression:
     """Return a weight with a product added, and rescaled by the magnitudes of DoRA, if there are any."""
     if name not in adapter.magnitudes:
-        return replace(x, products=(*x.products, product)) if isinstance(x, Added) else add_products(x, (product,))
+        return replace(x, products=(*x.products, product)) if isinstance(x, LowRankSum) else add_products(x, (product,))
     magnitudes = Stored(adapter.magnitudes[name])
     return Rescaled(add_products(x, (product,)), magnitudes, name, by_column=product.of_embeddings)
 

@@ -43,7 +43,7 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import Mmproj, MmprojConfig, projector
 from quantkit.checkpoint.models import deepseek, kimi, llama, qwen_vl
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, Split, StackExperts, Transform, flatten
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
@@ -305,7 +305,7 @@ CLASSES: dict[str, HfClass] = {
     "BailingMoeV3ForCausalLM": HfClass(
         "bailing_hybrid",
         "model.word_embeddings "
-        + prefixed(
+        + add_prefix(
             f"{LAYER}attention.",
             "q_proj k_proj v_proj dense q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj k_b_proj v_b_proj q_a_layernorm "
             "kv_a_layernorm q_conv1d k_conv1d v_conv1d o_norm A_log dt_proj b_proj",

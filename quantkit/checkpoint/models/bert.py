@@ -14,7 +14,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed, Zeros, concatenate, take
 from quantkit.checkpoint.key_rows import BASE, Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Drop, Rename, Transform, flatten_experts, flatten_transposed_experts
 from quantkit.checkpoint.tensors import Context, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import set_token_types, write_bpe, write_wordpiece
@@ -312,7 +312,7 @@ def add_unused_position_count(meta: ModelMetadata, config: Json) -> None:
 
 _BERT_NAMES = (
     "embeddings.word_embeddings embeddings.LayerNorm embeddings.token_type_embeddings embeddings.position_embeddings "
-    + prefixed(
+    + add_prefix(
         "encoder.layer.*.",
         "attention.self.query attention.self.key attention.self.value attention.output.dense "
         "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm",
@@ -388,7 +388,7 @@ _ROBERTA_LABELS_CLASS = replace(
 _DISTIL_CLASS = HfClass(
     "distilbert",
     "embeddings.word_embeddings embeddings.LayerNorm embeddings.position_embeddings "
-    + prefixed(
+    + add_prefix(
         "transformer.layer.*.",
         "attention.q_lin attention.k_lin attention.v_lin attention.out_lin sa_layer_norm ffn.lin1 ffn.lin2 "
         "output_layer_norm",
@@ -426,7 +426,7 @@ CLASSES: dict[str, HfClass] = {
     "NomicBertModel": HfClass(
         "nomic_bert",
         "embeddings.word_embeddings embeddings.token_type_embeddings emb_ln "
-        + prefixed(
+        + add_prefix(
             "encoder.layers.*.",
             "attn.Wqkv attn.out_proj norm1 norm2 mlp.fc11 mlp.fc12 mlp.fc2 mlp.router.layer mlp.experts.mlp.w1 "
             "mlp.experts.mlp.w2",
@@ -450,7 +450,7 @@ CLASSES: dict[str, HfClass] = {
     "JinaBertModel": HfClass(
         "bert",
         "embeddings.word_embeddings embeddings.LayerNorm embeddings.token_type_embeddings "
-        + prefixed(
+        + add_prefix(
             "encoder.layer.*.",
             "attention.self.query attention.self.key attention.self.value attention.output.dense "
             "attention.output.LayerNorm mlp.gated_layers mlp.wo mlp.layernorm",
@@ -460,7 +460,7 @@ CLASSES: dict[str, HfClass] = {
     ),
     "NeoBERT": HfClass(
         "neobert",
-        "encoder layer_norm " + prefixed("transformer_encoder.*.", "qkv wo ffn.w12 ffn.w3 attention_norm ffn_norm"),
+        "encoder layer_norm " + add_prefix("transformer_encoder.*.", "qkv wo ffn.w12 ffn.w3 attention_norm ffn_norm"),
         config_setters=(set_label_names,),
     ),
 }

@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.checkpoint.expressions import F32, PIECE, ByValue, Expression, read_f32, size_of
 from quantkit.checkpoint.key_rows import Always, SetKeys
 from quantkit.checkpoint.row import Architecture, HfClass
-from quantkit.checkpoint.rules import Rename, Transform, unchanged
+from quantkit.checkpoint.rules import Rename, Transform, identity
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_sentencepiece_or_bpe
 
@@ -30,7 +30,7 @@ BITNET_RULES = (
     # ones.
     Rename(r"self_attn\.attn_sub_norm", "self_attn.inner_attn_ln"),
     Rename(r"mlp\.ffn_sub_norm", "mlp.ffn_layernorm"),
-    Transform(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", round_to_ternary, unchanged),
+    Transform(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", round_to_ternary, identity),
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quantkit.checkpoint.expressions import Expression, Shaped, Transposed
 from quantkit.checkpoint.key_rows import FILE_TYPE, Always, Copied, SetKeys, block_count
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Transform, UseFileType, flatten_experts, flatten_transposed_experts
 from quantkit.checkpoint.tensors import Context, Tensor
 
@@ -58,7 +58,7 @@ CLASSES: dict[str, HfClass] = {
     "DbrxForCausalLM": HfClass(
         "dbrx",
         "transformer.wte transformer.norm_f "
-        + prefixed(
+        + add_prefix(
             "transformer.blocks.*.",
             "norm_attn_norm.norm_1 norm_attn_norm.norm_2 norm_attn_norm.attn.Wqkv norm_attn_norm.attn.out_proj "
             "ffn.router.layer ffn.experts.mlp.w1 ffn.experts.mlp.v1 ffn.experts.mlp.w2",

@@ -61,7 +61,7 @@ def _sam(config: MmprojConfig, name: str) -> int:
     return sam.number(name) if name in config.vision["sam"] else sam.without(name).number(name)
 
 
-def _downsampling(config: MmprojConfig) -> int | None:
+def _downsample_factor(config: MmprojConfig) -> int | None:
     """Return the patches per embedding in each direction, unless there are 4, as in all published models."""
     length = config.preprocessor.get("image_seq_length", 256)
     side = int(length**0.5) if isinstance(length, int) and length > 0 else 0
@@ -81,7 +81,7 @@ def _ocr_keys(name: str, tiles: int) -> tuple[SetMmprojKeys, ...]:
         projector(name),
         layer_norm_epsilon("layer_norm_eps", 1e-6),
         USE_GELU,
-        Key(".vision.projector.scale_factor", _downsampling),
+        Key(".vision.projector.scale_factor", _downsample_factor),
         EncoderKey(".vision.window_size", "window_size", default=14),
         constant(".vision.preproc_min_tiles", 2),
         constant(".vision.preproc_max_tiles", tiles),

@@ -10,7 +10,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import VOCAB_SIZE, Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.models import llama, qwen
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import StackExperts
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
@@ -92,7 +92,7 @@ CLASSES: dict[str, HfClass] = {
     "LLaDAModelLM": HfClass(
         "llada",
         "model.transformer.wte model.transformer.ln_f model.transformer.ff_out "
-        + prefixed(
+        + add_prefix(
             "model.transformer.blocks.*.", "attn_norm ff_norm q_proj k_proj v_proj attn_out ff_proj up_proj ff_out"
         ),
         keys={

@@ -18,7 +18,7 @@ from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import deepseek, qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, StackExperts
 from quantkit.checkpoint.tensors import Context, InverseContext, OneWayRule, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -190,7 +190,7 @@ CLASSES: dict[str, HfClass] = {
     "Dots1ForCausalLM": HfClass("dots1"),
     "Dots3NoteForCausalLM": HfClass(
         "dots3_note",
-        prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
+        add_prefix(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
         keys={
             ".rope.freq_base_swa": "swa_rope_theta",
             ".expert_count": "n_routed_experts",

@@ -24,7 +24,7 @@ from quantkit.checkpoint.key_rows import (
 )
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import gpt_neox, mamba
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Transform, flatten, log_of_negative, negative_exp, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
@@ -223,8 +223,10 @@ def _set_mamba_heads(meta: ModelMetadata, config: Json) -> None:
     config |= {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
 
 
-MIXER_NAMES = prefixed(f"{LAYER}mamba.", "in_proj conv1d dt_proj A_log D norm out_proj x_proj")
-FEED_FORWARD_NAMES = "model.final_layernorm " + prefixed(f"{LAYER}feed_forward.", "gate_proj up_proj down_proj router")
+MIXER_NAMES = add_prefix(f"{LAYER}mamba.", "in_proj conv1d dt_proj A_log D norm out_proj x_proj")
+FEED_FORWARD_NAMES = "model.final_layernorm " + add_prefix(
+    f"{LAYER}feed_forward.", "gate_proj up_proj down_proj router"
+)
 
 CLASSES: dict[str, HfClass] = {
     # Models with separate norms for attention and feed forward.

@@ -33,7 +33,7 @@ from quantkit.checkpoint.key_rows import (
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.pooling import set_pooling
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass
-from quantkit.checkpoint.rules import AssignKind, Drop, Rename, StackExperts, Transform, minus_one, plus_one, unchanged
+from quantkit.checkpoint.rules import AssignKind, Drop, Rename, StackExperts, Transform, identity, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import llama_hf_tokens, write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
@@ -117,7 +117,7 @@ def drop_unknown_tokens(tensor: Tensor, context: Context) -> Expression:
     return take(tensor.x, 0, range(n)) if isinstance(n, int) and 0 < n < tensor.x.shape[0] else tensor.x
 
 
-DROP_UNKNOWN_TOKENS = Transform(r"embed_tokens\.weight", drop_unknown_tokens, unchanged)
+DROP_UNKNOWN_TOKENS = Transform(r"embed_tokens\.weight", drop_unknown_tokens, identity)
 
 #: Parameters that are stored without a suffix.
 GEMMA4_STORED = (
@@ -244,7 +244,7 @@ class StackProjections(Rule):
         ]
 
 
-GEMMA3N_RULES = (Transform(r"embed_tokens(\.weight|_per_layer)", pad_vocabulary, unchanged), StackProjections())
+GEMMA3N_RULES = (Transform(r"embed_tokens(\.weight|_per_layer)", pad_vocabulary, identity), StackProjections())
 
 
 def refuse_inputs(keys: Keys, config: Config) -> None:
@@ -308,7 +308,7 @@ def _set_suppressed_tokens(keys: Keys, config: Config) -> None:
     path = config.path.with_name("generation_config.json")
     suppressed = (optional_json(path) or {}).get("suppress_tokens")
     if suppressed is not None:
-        with keys.blaming(path):
+        with keys.blame(path):
             keys.array("tokenizer.ggml.suppress_tokens", suppressed)
 
 

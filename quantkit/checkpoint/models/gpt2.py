@@ -8,8 +8,8 @@ from __future__ import annotations
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
-from quantkit.checkpoint.rules import Drop, Inverted, Split, Transform, transpose, transpose_stored
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix, has_key
+from quantkit.checkpoint.rules import Drop, InverseRule, Split, Transform, transpose, transpose_stored
 
 GPT2_RULES = (Transform(r"\.(c_attn|c_proj|c_fc)\.weight$", transpose, transpose_stored),)
 
@@ -34,7 +34,7 @@ GPT2_BASE: tuple[SetKeys, ...] = (
 
 #: ruGPT-3 XL stores queries, keys and values separately.
 JOIN_QKV = tuple(
-    Inverted(
+    InverseRule(
         Split(
             rf"self_attn\.qkv_proj\.{suffix}$",
             tuple(f"self_attn.{part}_proj.{suffix}" for part in "qkv"),
@@ -67,7 +67,7 @@ CLASSES: dict[str, HfClass] = {
     "RuGPT3XLForCausalLM": HfClass(
         "rugpt3xl",
         "model.embed_tokens model.embed_positions model.norm "
-        + prefixed(
+        + add_prefix(
             LAYER,
             "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import EXPERT_WIDTH, Computed, Copied, SetKeys, Where
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix, has_key
 from quantkit.checkpoint.rules import Rename, StackExperts
 from quantkit.checkpoint.tensors import Rule
 from quantkit.checkpoint.vocab.bpe import write_sentencepiece_or_bpe
@@ -83,8 +83,8 @@ _GROK_1_LAYER = "transformer.decoder_layer.*."
 CLASSES: dict[str, HfClass] = {
     "Grok1ForCausalLM": HfClass(
         "git",
-        prefixed(LAYER, "pre_attn_norm post_attn_norm pre_moe_norm post_moe_norm block_sparse_moe.gate")
-        + prefixed(f" {_GROK_1_LAYER}moe.", "linear linear_1 linear_v"),
+        add_prefix(LAYER, "pre_attn_norm post_attn_norm pre_moe_norm post_moe_norm block_sparse_moe.gate")
+        + add_prefix(f" {_GROK_1_LAYER}moe.", "linear linear_1 linear_v"),
         renames=tuple(
             (
                 rf"^transformer\.decoder_layer\.(\d+)\.moe\.(\d+)\.{old}\.",
@@ -97,7 +97,7 @@ CLASSES: dict[str, HfClass] = {
     "GrokForCausalLM": HfClass(
         "grok-1",
         "transformer.in_out_embed transformer.rms_norm "
-        + prefixed(
+        + add_prefix(
             _GROK_1_LAYER,
             "rms_norm rms_norm_1 rms_norm_2 rms_norm_3 router multi_head_attention.query multi_head_attention.key "
             "multi_head_attention.value multi_head_attention.linear moe.linear moe.linear_1 moe.linear_v",

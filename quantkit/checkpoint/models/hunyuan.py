@@ -18,7 +18,7 @@ from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.mmproj import PIXELS, USE_GELU, EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import deepseek, qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, KeepF32, Rename, StackExperts, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -353,7 +353,7 @@ CLASSES: dict[str, HfClass] = {
     ),
     "HYV4ForCausalLM": HfClass(
         "hy_v4",
-        prefixed(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
+        add_prefix(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
         keys={".expert_count": "n_routed_experts"},
         defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         config_setters=(
@@ -364,7 +364,7 @@ CLASSES: dict[str, HfClass] = {
     ),
     "HunYuanVLForConditionalGeneration": HfClass(
         "hunyuan_vl",
-        prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
+        add_prefix(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
         defaults={"pad_token_id": -1},
         config_setters=(_set_xdrope,),
     ),

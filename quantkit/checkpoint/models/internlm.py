@@ -31,7 +31,7 @@ from quantkit.checkpoint.mmproj import (
     projector,
 )
 from quantkit.checkpoint.models import llama, qwen
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Split, restore_rows
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.sentencepiece import Piece, read_model, sentencepiece_tokens, set_pieces
@@ -117,7 +117,7 @@ def write_internlm2(v: Vocabulary) -> None:
     added = optional_json(v.folder / "added_tokens.json") or {}
     tokens += [Piece(text, -1000.0, USER_DEFINED) for text in added]
     end = None
-    for number, text, special in _added(v):
+    for number, text, special in _list_added(v):
         if number >= len(tokens):
             raise FormatError(
                 f"{v.folder}: the added token {number} is outside the {len(tokens)} tokens of {path.name}", "QK-E114"
@@ -138,7 +138,7 @@ def _without_zero(piece: Piece) -> Piece:
     return Piece(text, piece.score, UNUSED if piece.text.startswith("[UNUSED") else piece.type)
 
 
-def _added(v: Vocabulary) -> Iterator[tuple[int, str, bool]]:
+def _list_added(v: Vocabulary) -> Iterator[tuple[int, str, bool]]:
     for number, entry in v.decoder_entries:
         yield number, entry["content"], bool(entry.get("special"))
     if v.has("tokenizer.json"):
@@ -157,7 +157,7 @@ CLASSES: dict[str, HfClass] = {
     "InternLM2ForCausalLM": HfClass(
         "internlm2",
         "model.tok_embeddings output "
-        + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
+        + add_prefix(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
         kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
         defaults={"bias": False},
     ),

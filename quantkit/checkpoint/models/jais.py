@@ -16,8 +16,8 @@ from quantkit.checkpoint.expressions import Constant, Expression, Multiplied, re
 from quantkit.checkpoint.key_rows import FILE_TYPE, Computed, Copied, SetKeys, block_count
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import Drop, Transform, transpose, transpose_stored, unchanged
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
+from quantkit.checkpoint.rules import Drop, Transform, identity, transpose, transpose_stored
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -65,8 +65,8 @@ JAIS_STORED = (Drop(r"\.attn\.bias$"),)
 JAIS_RULES = (
     ReadAlibiSlopes(),
     Transform(r"\.(c_attn|c_proj|c_fc|c_fc2)\.weight$", transpose, transpose_stored),
-    Transform(r"^transformer\.wte\.weight$", scale_embeddings, unchanged),
-    Transform(r"^lm_head\.weight$", scale_output, unchanged),
+    Transform(r"^transformer\.wte\.weight$", scale_embeddings, identity),
+    Transform(r"^lm_head\.weight$", scale_output, identity),
 )
 
 
@@ -122,7 +122,7 @@ CLASSES: dict[str, HfClass] = {
     "JAISLMHeadModel": HfClass(
         "jais",
         "transformer.wte transformer.ln_f "
-        + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
+        + add_prefix(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
         # Scales are part of the weights; the other values are constants of llama.cpp.
         defaults={
             "activation_function": "swiglu",

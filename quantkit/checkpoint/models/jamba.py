@@ -13,7 +13,7 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys, number_or
 from quantkit.checkpoint.models import falcon
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import (
     Rename,
     StackExperts,
@@ -130,7 +130,7 @@ CLASSES: dict[str, HfClass] = {
     "JambaForCausalLM": HfClass(
         "jamba",
         f"{falcon.FEED_FORWARD_NAMES} {falcon.MIXER_NAMES} "
-        + prefixed(LAYER, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
+        + add_prefix(LAYER, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
         defaults={"sliding_window": None, "use_mamba_kernels": False},
         config_setters=(_set_periods,),
     ),

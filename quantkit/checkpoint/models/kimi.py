@@ -37,7 +37,7 @@ from quantkit.checkpoint.mmproj import (
     projector,
 )
 from quantkit.checkpoint.models import deepseek, glm, minimax
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import (
     Drop,
     Rename,
@@ -284,7 +284,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-_MOE_NAMES = prefixed(
+_MOE_NAMES = add_prefix(
     f"{LAYER}block_sparse_moe.",
     "gate gate.e_score_correction experts.w1 experts.w2 experts.w3 shared_experts.gate_proj shared_experts.up_proj "
     "shared_experts.down_proj",
@@ -309,7 +309,7 @@ CLASSES: dict[str, HfClass] = {
     "KimiK3ForConditionalGeneration": replace(
         _KIMI_LINEAR_CLASS,
         names=_MOE_NAMES
-        + prefixed(
+        + add_prefix(
             f" {LAYER}",
             "self_attn.g_proj block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
         ),

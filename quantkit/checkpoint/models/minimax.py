@@ -19,7 +19,7 @@ from quantkit.checkpoint.expressions import Expression, read_f32, take
 from quantkit.checkpoint.hf_encoders import USUAL_COUNTS, HfEncoders, add_token_ids, image_values
 from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.mmproj import USE_GELU, Key, Mmproj, MmprojConfig, layer_norm_epsilon, projector
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import KeepF32, StackExperts, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -196,7 +196,7 @@ CLASSES: dict[str, HfClass] = {
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3_CLASS,
     "MiniMaxM1ForCausalLM": HfClass(
         "minimax_m1",
-        prefixed(
+        add_prefix(
             LAYER,
             "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
             "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",

@@ -13,7 +13,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import VOCAB_SIZE, Always, Copied, SetKeys
 from quantkit.checkpoint.models import bert
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.tokenizer import NORMAL, USER_DEFINED, Vocabulary
@@ -89,7 +89,7 @@ def _set_biases(meta: ModelMetadata, config: Json) -> None:
 _MODERN_CLASS = HfClass(
     "modernbert",
     "embeddings.tok_embeddings embeddings.norm final_norm head.dense head.norm "
-    + prefixed("layers.*.", "attn.Wqkv attn.Wo mlp.Wi mlp.Wo attn_norm mlp_norm"),
+    + add_prefix("layers.*.", "attn.Wqkv attn.Wo mlp.Wi mlp.Wo attn_norm mlp_norm"),
     keys={
         ".rope.freq_base": "global_rope_theta",
         ".rope.freq_base_swa": "local_rope_theta",
@@ -108,7 +108,7 @@ CLASSES: dict[str, HfClass] = {
     "EuroBertModel": HfClass(
         "eurobert",
         "embed_tokens norm "
-        + prefixed(
+        + add_prefix(
             "layers.*.",
             "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
             "mlp.down_proj input_layernorm post_attention_layernorm",

@@ -24,7 +24,7 @@ from quantkit.checkpoint.key_rows import (
 )
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Drop, StackExperts
 from quantkit.checkpoint.vocab.sentencepiece import Piece, plain_tokens, write_pieces
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
@@ -159,7 +159,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 CLASSES: dict[str, HfClass] = {
     "ArcticForCausalLM": HfClass(
         "arctic",
-        prefixed(
+        add_prefix(
             LAYER, "post_attention_layernorm residual_mlp.w1 residual_mlp.w2 residual_mlp.w3 block_sparse_moe.gate"
         )
         + " layers.*.feed_forward.experts.w1 layers.*.feed_forward.experts.w2 layers.*.feed_forward.experts.w3",
@@ -177,6 +177,6 @@ CLASSES: dict[str, HfClass] = {
     ),
     "SmallThinkerForCausalLM": HfClass(
         "smallthinker",
-        prefixed(f"{LAYER}block_sparse_moe.", "primary_router experts.down experts.gate experts.up"),
+        add_prefix(f"{LAYER}block_sparse_moe.", "primary_router experts.down experts.gate experts.up"),
     ),
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys, block_count
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
@@ -80,7 +80,7 @@ def _set_attention(meta: ModelMetadata, config: Json) -> None:
 _MPT_CLASS = HfClass(
     "mpt",
     "transformer.wte transformer.wpe transformer.norm_f "
-    + prefixed(
+    + add_prefix(
         "transformer.blocks.*.",
         "norm_1 norm_2 attn.Wqkv attn.out_proj attn.q_ln attn.k_ln ffn.up_proj ffn.down_proj ffn.act",
     ),

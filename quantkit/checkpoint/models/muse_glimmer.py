@@ -17,7 +17,7 @@ from quantkit.checkpoint.expressions import Constant, Expression, Shaped, Sum, t
 from quantkit.checkpoint.key_rows import WINDOW, WINDOW_PATTERN, Computed, Copied, SetKeys, Where
 from quantkit.checkpoint.mmproj import EncoderKey, Mmproj, MmprojConfig, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import llama
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Transform, minus_one, permute_rows, plus_one
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -119,7 +119,7 @@ def _set_query_scale(meta: ModelMetadata, config: Json) -> None:
 CLASSES: dict[str, HfClass] = {
     "MuseGlimmerForConditionalGeneration": HfClass(
         "muse_glimmer_text",
-        prefixed(
+        add_prefix(
             LAYER, "self_attn.gate_proj post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
         ),
         config_setters=(

@@ -16,7 +16,7 @@ from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys, 
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import granite, llama, mamba
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Drop, Rename, StackExperts, Transform, minus_one, plus_one
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
@@ -318,7 +318,7 @@ def _set_block_configs(meta: ModelMetadata, config: Json) -> None:
 _NEMOTRON_H_CLASS = HfClass(
     "nemotron_h",
     "backbone.embeddings backbone.norm_f backbone.layers.*.norm "
-    + prefixed(
+    + add_prefix(
         "backbone.layers.*.mixer.",
         "in_proj conv1d dt_proj A_log D norm out_proj q_proj k_proj v_proj o_proj up_proj down_proj gate "
         "gate.e_score_correction fc1_latent_proj fc2_latent_proj shared_experts.up_proj shared_experts.down_proj",

@@ -26,7 +26,7 @@ from quantkit.checkpoint.mmproj import (
 )
 from quantkit.checkpoint.rules import Drop, Rename, Transform
 from quantkit.checkpoint.tensors import Context, Tensor
-from quantkit.checkpoint.torch_math import fused
+from quantkit.checkpoint.torch_math import fma
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
@@ -102,7 +102,7 @@ class Resized:
             )
             total = np.zeros((self.side, width), np.float32)
             for weights, embeddings in terms:
-                total = fused(weights[:, None], embeddings, total)
+                total = fma(weights[:, None], embeddings, total)
             values[row] = total
         return values
 

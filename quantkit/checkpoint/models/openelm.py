@@ -24,7 +24,7 @@ from quantkit.checkpoint.key_rows import (
     SetKeys,
     block_count,
 )
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.errors import FormatError
@@ -137,7 +137,7 @@ CLASSES: dict[str, HfClass] = {
     "OpenELMForCausalLM": HfClass(
         "openelm",
         "transformer.token_embeddings transformer.norm "
-        + prefixed("transformer.layers.*.", "attn_norm ffn_norm attn.q_norm attn.k_norm attn.qkv_proj attn.out_proj")
+        + add_prefix("transformer.layers.*.", "attn_norm ffn_norm attn.q_norm attn.k_norm attn.qkv_proj attn.out_proj")
         + " transformer.layers.*.ffn.proj_2",
         kinds={f"*ffn_{kind}": f"blk.*.ffn_{kind}" for kind in ("gate", "up")},
         defaults={"activation_fn_name": "swish", "ffn_with_glu": True, "normalization_layer_name": "rms_norm"},

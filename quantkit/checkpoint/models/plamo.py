@@ -13,9 +13,9 @@ from typing import Any
 
 from quantkit.checkpoint.config import MAX_JSON, Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import Added, Expression, Unadded, take
+from quantkit.checkpoint.expressions import Expression, Offset, OffsetInverse, take
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Always, Computed, Copied, SetKeys
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Transform, log_of_negative, negative_exp, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.sentencepiece import Piece, set_pieces, write_sentencepiece
@@ -43,7 +43,7 @@ class AddConstant:
     inverse: bool = False
 
     def __call__(self, tensor: Tensor, context: Context) -> Expression:
-        return (Unadded if self.inverse else Added)(tensor.x, self.value)
+        return (OffsetInverse if self.inverse else Offset)(tensor.x, self.value)
 
 
 #: The constants that norms add to their weights.
@@ -298,7 +298,7 @@ def _set_rope_scaling_names(meta: ModelMetadata, config: Json) -> None:
 CLASSES: dict[str, HfClass] = {
     "PlamoForCausalLM": HfClass(
         "plamo",
-        prefixed(
+        add_prefix(
             _LAYER,
             "norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
             "mlp.down_proj",
@@ -307,7 +307,7 @@ CLASSES: dict[str, HfClass] = {
     ),
     "Plamo2ForCausalLM": HfClass(
         "plamo2",
-        prefixed(
+        add_prefix(
             _LAYER,
             "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
             "mixer.in_proj mixer.conv1d mixer.bcdt_proj mixer.dt_proj mixer.dt_norm.weight mixer.A_log mixer.D "
@@ -317,7 +317,7 @@ CLASSES: dict[str, HfClass] = {
     ),
     "Plamo3ForCausalLM": HfClass(
         "plamo3",
-        prefixed(
+        add_prefix(
             _LAYER,
             "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
             "mixer.qkv_proj mixer.o_proj mixer.q_norm mixer.k_norm",

@@ -13,7 +13,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import Always, Computed, Copied
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Split, StackExperts, Transform, transpose, transpose_stored
 from quantkit.checkpoint.vocab.bpe import write_bpe, write_sentencepiece_or_bpe
 from quantkit.checkpoint.vocab.special import SpecialTokens
@@ -208,7 +208,7 @@ CLASSES: dict[str, HfClass] = {
     "QWenLMHeadModel": HfClass(
         "qwen",
         "transformer.wte transformer.ln_f "
-        + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
+        + add_prefix(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
         keys={
             ".rope.freq_base": "rotary_emb_base",
             ".attention.layer_norm_epsilon": "layer_norm_epsilon",

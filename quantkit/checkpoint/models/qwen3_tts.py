@@ -68,7 +68,7 @@ def _end_of_speech(config: Config) -> int:
     return config.number("vocab_size") + config.number("codec_eos_token_id")
 
 
-def _suppressed(config: Config) -> list[int]:
+def _suppressed_tokens(config: Config) -> list[int]:
     """Return the tokens that are never generated: the last 1024, except the end."""
     size, end = config.number("vocab_size") + _code_count(config), _end_of_speech(config)
     return [token for token in range(size - 1024, size) if token != end]
@@ -149,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         stored=(Drop(r"^(?!talker\.)|^talker\.code_predictor\."), Rename(r"^talker\.", "")),
         rules=(_FoldEmbeddings(), Rename(r"^codec_head\.", "lm_head.")),
         keys=(
-            Computed("tokenizer.ggml.suppress_tokens", _suppressed, "array"),
+            Computed("tokenizer.ggml.suppress_tokens", _suppressed_tokens, "array"),
             Computed("tokenizer.ggml.eos_token_id", _end_of_speech),
             Always("tokenizer.ggml.add_eos_token", False, "flag"),
         ),
@@ -192,7 +192,7 @@ def _of_predictor(name: str) -> Callable[[MmprojConfig], int | float]:
 # --- The decoder of waveforms ---------------------------------------------------------------------------------------
 
 
-def _rounded(t: TensorType, values: F32) -> F32:
+def _round(t: TensorType, values: F32) -> F32:
     """Return values as a tensor of torch of this type has them."""
     data = np.empty(values.size * t.block_bytes, np.uint8)
     from_f32(t, values, data)
@@ -214,9 +214,9 @@ class _Snake(ByValue):
         with np.errstate(over="ignore", divide="ignore"):
             usual = np.abs(x) < _MAX_EXPONENT
             exact = np.exp(x.astype(np.float64)).astype(np.float32)
-            values = _rounded(t, np.where(usual, vector_math.exp(np.where(usual, x, 0)), exact))
+            values = _round(t, np.where(usual, vector_math.exp(np.where(usual, x, 0)), exact))
             if self.reciprocal:
-                values = _rounded(t, np.float32(1) / _rounded(t, values + np.float32(1e-9)))
+                values = _round(t, np.float32(1) / _round(t, values + np.float32(1e-9)))
         return values
 
 
@@ -238,7 +238,7 @@ class _Codebook:
     def read(self, start: int, out: U8, readahead: int = 0) -> None:
         width, n = row_of(self.sums), out.size // self.type.block_bytes
         first, last = start // width, -(-(start + n) // width)
-        least = _rounded(self.counts.type, np.full(1, 1e-5, np.float32))
+        least = _round(self.counts.type, np.full(1, 1e-5, np.float32))
         counts = np.maximum(read_f32(self.counts, first, last - first), least)
         rows = np.arange(start, start + n) // width - first
         values = (read_f32(self.sums, start, n) / counts[rows]).astype(np.float32)

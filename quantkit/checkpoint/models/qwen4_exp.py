@@ -63,7 +63,7 @@ def _end(config: Config) -> int:
     return end
 
 
-def _stored(config: Config, pattern: str) -> StoredTensor:
+def _find_tensor(config: Config, pattern: str) -> StoredTensor:
     """Return the first stored tensor whose name matches."""
     shards = read_checkpoint(config.path.parent, allow_incomplete=True)
     tensor = next((t for shard in shards for name, t in shard.items() if re.search(pattern, name)), None)
@@ -73,13 +73,13 @@ def _stored(config: Config, pattern: str) -> StoredTensor:
 
 
 def _row_width(config: Config) -> int:
-    return _stored(config, _SHARD.pattern).shape[-1]
+    return _find_tensor(config, _SHARD.pattern).shape[-1]
 
 
 def _write_hash(keys: Keys, config: Config) -> None:
     """Write the integers of the hash, of up to 45 bits, which no float32 holds."""
     for end, key in _HASH.items():
-        tensor = _stored(config, f"{re.escape(end)}$")
+        tensor = _find_tensor(config, f"{re.escape(end)}$")
         if tensor.dtype not in ("I64", "I32") or tensor.n_values > _MAX_HASH:
             raise FormatError(
                 f"{tensor.path}: tensor {short(tensor.name)} is {tensor.dtype} {list(tensor.shape)}, not a list of "

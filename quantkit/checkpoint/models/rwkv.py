@@ -18,7 +18,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Multiplied, Shaped, Transposed, size_of, stack, take
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Always, Computed, Copied, SetKeys, divided_head_dim
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, squeeze
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.checkpoint.vocab.bpe import write_sentencepiece_or_bpe
@@ -54,7 +54,7 @@ class ConvertMixing7(Rule):
         for old, new in _LOW_RANK.items():
             tensor = replace(tensor, name=tensor.name.replace(old, new))
         if tensor.layer is not None and ".attention.x_" in tensor.name:
-            return self._mixed(tensor, context)
+            return self._mix(tensor, context)
         name = _tensor_name(tensor, context)
         if first and ".attention.v" in tensor.name and "value" not in name:
             return ()
@@ -69,7 +69,7 @@ class ConvertMixing7(Rule):
             return replace(tensor, name_in_file=name.replace("time_mix_a", "time_mix_v")), tensor
         return (tensor,)
 
-    def _mixed(self, tensor: Tensor, context: Context) -> Iterable[Tensor]:
+    def _mix(self, tensor: Tensor, context: Context) -> Iterable[Tensor]:
         parts = "rwkvag" if context.config.get("wkv_has_gate", True) else "rwkva"
         name = f"blk.{tensor.layer}.time_mix_lerp_fused.weight"
         if ".attention.x_x" in tensor.name:
@@ -174,9 +174,9 @@ class ConvertMixing6(Rule):
             names = [f"lerp_{item}.weight" for item in MIX_ORDER]
             parts = context.gather(self, tensor.layer, kind, tensor, len(names))
             return () if parts is None else (_fuse_vectors(parts, names, tensor),)
-        return (replace(tensor, x=self._changed(tensor, kind, name, context), name_in_file=name),)
+        return (replace(tensor, x=self._change(tensor, kind, name, context), name_in_file=name),)
 
-    def _changed(self, tensor: Tensor, kind: str, name: str, context: Context) -> Expression:
+    def _change(self, tensor: Tensor, kind: str, name: str, context: Context) -> Expression:
         x = tensor.x
         if kind in ("w1.weight", "w2.weight", "decay_w1.weight", "decay_w2.weight"):
             x = Transposed(x)
@@ -384,9 +384,9 @@ CLASSES: dict[str, HfClass] = {
     "Rwkv6ForCausalLM": HfClass(
         "rwkv6",
         "rwkv.embeddings rwkv.blocks.0.pre_ln rwkv.ln_out head "
-        + prefixed(f"{_RWKV_LAYER}attention.", f"{_TIME_NAMES} receptance key value output gate ln_x")
+        + add_prefix(f"{_RWKV_LAYER}attention.", f"{_TIME_NAMES} receptance key value output gate ln_x")
         + " "
-        + prefixed(
+        + add_prefix(
             _RWKV_LAYER,
             "ln1 ln2 feed_forward.time_maa_k feed_forward.time_maa_r feed_forward.key feed_forward.receptance "
             "feed_forward.value",
@@ -396,18 +396,18 @@ CLASSES: dict[str, HfClass] = {
     ),
     "RWKV6Qwen2ForCausalLM": HfClass(
         "rwkv6qwen2",
-        prefixed(f"{LAYER}self_attn.", f"{_TIME_NAMES} q_proj k_proj v_proj o_proj gate"),
+        add_prefix(f"{LAYER}self_attn.", f"{_TIME_NAMES} q_proj k_proj v_proj o_proj gate"),
         kinds={"*time_mix_lerp_fused": f"{LAYER}self_attn.time_maa_fused"},
     ),
     "RWKV7ForCausalLM": HfClass(
         "rwkv7",
         "model.embeddings model.norm model.layers.0.pre_norm "
-        + prefixed(
+        + add_prefix(
             LAYER,
             "attn_norm ln2 feed_forward.key feed_forward.value feed_forward.x_k",
         )
         + " "
-        + prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} r_proj k_proj v_proj o_proj ln_x"),
+        + add_prefix(f"{LAYER}attention.", f"{_MIX_NAMES_7} r_proj k_proj v_proj o_proj ln_x"),
         kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused", "*attn_norm": f"{LAYER}attn_norm"},
         config_setters=(_set_norms,),
         renames=(
@@ -420,7 +420,7 @@ CLASSES: dict[str, HfClass] = {
     ),
     "RwkvHybridForCausalLM": HfClass(
         "rwkv_hybrid",
-        prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} receptance key value output ln_x"),
+        add_prefix(f"{LAYER}attention.", f"{_MIX_NAMES_7} receptance key value output ln_x"),
         kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused"},
         config_setters=(_set_hybrid,),
         renames=((r"\.attention\.ln_x\.bias$", ".self_attn.time_mixer.ln_x.bias"),),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.key_rows import FILE_TYPE, Always, Computed, Copied, KeyRow, SetKeys, block_count
 from quantkit.checkpoint.models import gpt2
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Split
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.special import special_tokens
@@ -95,7 +95,7 @@ CLASSES: dict[str, HfClass] = {
     "GPTRefactForCausalLM": HfClass(
         "gpt_refact",
         "transformer.wte ln_f "
-        + prefixed(
+        + add_prefix(
             "transformer.h.*.",
             "ln_1 ln_2 attn.q_proj attn.k_proj attn.v_proj attn.c_proj mlp.linear_1 mlp.linear_3 mlp.c_proj",
         ),

@@ -25,8 +25,8 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.mmproj import SCALE_FACTOR, Mmproj, MmprojConfig, constant, layer_norm_epsilon, projector
 from quantkit.checkpoint.models import qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
-from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import Rename, Transform, minus_one, plus_one, squeeze, unchanged
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, add_prefix
+from quantkit.checkpoint.rules import Rename, Transform, identity, minus_one, plus_one, squeeze
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -45,7 +45,7 @@ def squeeze_ones(tensor: Tensor, context: Context) -> Expression:
 
 RULES = (
     Transform(r"norm\.weight$", plus_one, minus_one),
-    Transform(r"\.(self_attn\.g_proj|moe\.(gate|up_proj|gate_proj|down_proj))\.weight$", squeeze_ones, unchanged),
+    Transform(r"\.(self_attn\.g_proj|moe\.(gate|up_proj|gate_proj|down_proj))\.weight$", squeeze_ones, identity),
 )
 
 
@@ -182,7 +182,7 @@ def _set_step_layers(meta: ModelMetadata, config: Json) -> None:
 
 _STEP_CLASS = HfClass(
     "step3p5",
-    prefixed(
+    add_prefix(
         LAYER,
         "self_attn.g_proj moe.gate moe.router_bias moe.gate_proj moe.up_proj moe.down_proj share_expert.gate_proj "
         "share_expert.up_proj share_expert.down_proj",

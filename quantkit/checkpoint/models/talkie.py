@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Shaped, concatenate, read_f32, size_of, take
 from quantkit.checkpoint.key_rows import Always, Copied, SetKeys
-from quantkit.checkpoint.row import Architecture, HfClass, prefixed
+from quantkit.checkpoint.row import Architecture, HfClass, add_prefix
 from quantkit.checkpoint.rules import Rename, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 
@@ -85,9 +85,9 @@ CLASSES: dict[str, HfClass] = {
     "TalkieForCausalLM": HfClass(
         "talkie",
         "model.embed lm_head "
-        + prefixed(_LAYER, "attn.attn_query attn.attn_key attn.attn_value attn.attn_resid attn.head_gain.head_g")
+        + add_prefix(_LAYER, "attn.attn_query attn.attn_key attn.attn_value attn.attn_resid attn.head_gain.head_g")
         + " "
-        + prefixed(_LAYER, "mlp.mlp_gate mlp.mlp_linear mlp.mlp_resid embed_skip.a_g"),
+        + add_prefix(_LAYER, "mlp.mlp_gate mlp.mlp_linear mlp.mlp_resid embed_skip.a_g"),
         kinds={"*attn_output.scale": f"{_LAYER}attn_gain.a_g", "*ffn_down.scale": f"{_LAYER}mlp_gain.a_g"},
         renames=((r"\.(head_g|a_g)\.weight$", r".\1"), (r"^lm_head\.weight$", "lm_head")),
         synthetic=_make_gain,

@@ -325,13 +325,13 @@ class Grid:
     def read(self, first: int, n: int) -> F32:
         """Return the cells of rows ``first`` .. ``first + n`` of the weight, float32 [n, columns of cells]."""
         if self.rows_each == 1:
-            return self._checked(self.cells.rows(first, n))
+            return self._check(self.cells.rows(first, n))
         row = np.arange(first, first + n)
         index: I64 = row // self.rows * self._cells_each + row % self.rows // self.rows_each
         low = int(index[0])
-        return self._checked(self.cells.rows(low, int(index[-1]) + 1 - low))[index - low]
+        return self._check(self.cells.rows(low, int(index[-1]) + 1 - low))[index - low]
 
-    def _checked(self, raw: Array) -> F32:
+    def _check(self, raw: Array) -> F32:
         if self.exponents:
             raw = _POWERS[raw]
         elif isinstance(self.cells, (Rows, Columns)):

@@ -51,13 +51,13 @@ def bpe_tokens(v: Vocabulary, as_listed: bool = False) -> tuple[list[str], list[
         kind = NORMAL
         if text in v.added:
             token = v.added[text]
-            text, kind = (text, CONTROL if token.special else USER_DEFINED) if as_listed else _added(v, token)
+            text, kind = (text, CONTROL if token.special else USER_DEFINED) if as_listed else _classify_added(v, token)
         tokens.append(text)
         types.append(kind)
     return tokens, types
 
 
-def _added(v: Vocabulary, token: AddedToken) -> tuple[str, int]:
+def _classify_added(v: Vocabulary, token: AddedToken) -> tuple[str, int]:
     text = v.round_trip(token)
     if token.special or looks_special(text):
         return text, CONTROL

@@ -97,7 +97,7 @@ def json_from_merges(folder: Path, class_name: str, settings: Json, lists_added:
     level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
     return {
         "version": "1.0",
-        "added_tokens": [] if lists_added else _added(folder / "added_tokens.json"),
+        "added_tokens": [] if lists_added else _read_added(folder / "added_tokens.json"),
         "normalizer": normalizer,
         "pre_tokenizer": split,
         "post_processor": level,
@@ -112,7 +112,7 @@ def _merges(path: Path) -> list[list[str]]:
     return [pair for pair in pairs if len(pair) == 2]
 
 
-def _added(path: Path) -> list[Any]:
+def _read_added(path: Path) -> list[Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     entries = sorted((optional_json(path) or {}).items(), key=lambda item: str(item[1]).zfill(12))
     return [{"id": number, "content": text, **flags} for text, number in entries]

@@ -65,7 +65,7 @@ def write_xlm(v: Vocabulary) -> None:
         model = read_model(v.folder / _XLM)
         if not model.is_unigram:
             raise FormatError(f"{v.folder / _XLM}: not a Unigram model", "QK-E114")
-        tokens = _moved(v, model.pieces)
+        tokens = _reorder(v, model.pieces)
     else:
         v.run()
         model, tokens = _in_json(v)
@@ -97,7 +97,7 @@ def _padding(first: int, size: int) -> list[Piece]:
     return [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(first, size)]
 
 
-def _moved(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
+def _reorder(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
     """Return the tokens of a model's file, which XLM-RoBERTa orders differently."""
     tokens = pieces + _padding(len(pieces), _size(v, len(pieces)))
     tokens = [Piece(text, 0.0, kind) for text, kind in _FIRST] + tokens[3:-1]

@@ -24,7 +24,7 @@ from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
 from quantkit.formats.gguf.rules import PADDING_KEY, short
 from quantkit.formats.ranges import U8, both_ends, read_range
-from quantkit.formats.remote import URL, located
+from quantkit.formats.remote import URL, locate
 
 #: Shard mappings kept open at once; each holds a file descriptor, and there may be thousands of shards.
 _OPEN_MAPS = 64
@@ -158,7 +158,7 @@ class GGUFFile:
         """Return the file and the offset of a tensor's bytes, None if they are big-endian there."""
         return None if self._swapped[tensor.shard] else (self.paths[tensor.shard], tensor.offset)
 
-    def stored(self, tensor: TensorInfo) -> TensorInfo:
+    def stored_tensor(self, tensor: TensorInfo) -> TensorInfo:
         """Return the tensor unchanged."""
         return tensor
 
@@ -220,7 +220,7 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
 
 def open_shards(path: str | os.PathLike[str], *, header_only: bool) -> list[Shard]:
     """Return the headers of all shards of a model; arguments and errors as for ``open_gguf``."""
-    location = located(path)
+    location = locate(path)
     shard = read_shard(location, 0, header_only)
     count = _split_int(shard, "split.count", 0)
     if count <= 1:
@@ -238,7 +238,7 @@ def open_first_shard(path: str | os.PathLike[str]) -> tuple[GGUFFile, int]:
 
     Returns the file and the number of missing shards.
     """
-    location = located(path)
+    location = locate(path)
     split = parse_split_path(location)
     if split is None or isinstance(location, URL):
         return open_gguf(path), 0
@@ -322,7 +322,7 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
 
 def split_path(prefix: str | os.PathLike[str], no: int, count: int) -> Path:
     """Return the path of shard ``no`` (from 0) of ``count``, as llama.cpp's llama_split_path names it."""
-    return located(f"{os.fspath(prefix)}-{no + 1:05d}-of-{count:05d}.gguf")
+    return locate(f"{os.fspath(prefix)}-{no + 1:05d}-of-{count:05d}.gguf")
 
 
 def parse_split_path(path: str | os.PathLike[str]) -> tuple[str, int, int] | None:

@@ -16,7 +16,7 @@ from quantkit.errors import FormatError, os_error_code
 from quantkit.formats.logits.chunks import Chunks
 from quantkit.formats.logits.compact import CODECS, CompactLogits, CompactRows, CompactWriter, join_rows
 from quantkit.formats.logits.llama import CLIPS, LlamaLogits, LlamaRows, LlamaSharer, LlamaWriter, encode_rows
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 
 LogitsFile = LlamaLogits | CompactLogits
 
@@ -43,7 +43,7 @@ def open_logits(path: str | Path) -> LogitsFile:
 
     Raises FormatError if it is neither, is damaged, or does not have the size in its header.
     """
-    path = located(path)
+    path = locate(path)
     if not path.is_file():
         raise FormatError(
             f"{path}: no such file of base logits; quantkit perplexity --save-all-logits writes one", "QK-E401"

@@ -52,7 +52,7 @@ from quantkit.activations import ACTIVATIONS, RUNTIME
 from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens
 from quantkit.formats.ranges import read_range
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.names import printable
 
 F32 = npt.NDArray[np.float32]
@@ -328,7 +328,7 @@ class CompactWriter:
         activations: str = RUNTIME,
     ) -> None:
         compress(b"", codec)  # a missing zstd is an error before any work
-        self.path = located(path)
+        self.path = locate(path)
         self.chunks = chunks
         self.top_k = top_k
         self.codec = codec

@@ -31,7 +31,7 @@ from quantkit.activations import EXACT, RUNTIME
 from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
 from quantkit.formats.ranges import read_range, write_open, write_range
-from quantkit.formats.remote import located
+from quantkit.formats.remote import locate
 from quantkit.units import format_size
 
 F32 = npt.NDArray[np.float32]
@@ -175,7 +175,7 @@ class LlamaWriter:
     def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16, activations: str = RUNTIME) -> None:
         if clip not in CLIPS.values():
             raise ValueError(f"clip {clip}: choose one of {sorted(CLIPS.values())}")
-        self.path = located(path)
+        self.path = locate(path)
         self.chunks = chunks
         self.clip = clip
         self._mark = EXACT_MARK if activations == EXACT else b""

@@ -1,7 +1,7 @@
 """Files in object stores and on the web, by URL: ``s3://``, ``gs://``, ``hf://``, ``https://``, all schemes of fsspec.
 
 A ``URL`` is a ``Path``, so every function that reads files accepts it; ``formats.ranges`` reads its ranges and
-``formats.outputs`` its texts. ``located`` creates it from a user's text.
+``formats.outputs`` its texts. ``locate`` creates it from a user's text.
 
 An object is pinned on first access, by size and entity tag. Every later read requests this very object, so a
 replacement is an error, not a mix of versions. Requests are repeated, with growing pauses, if a store is busy or a
@@ -18,6 +18,6 @@ query. ``file://`` is not a store: it names a local path.
 
 from __future__ import annotations
 
-from quantkit.formats.remote.url import URL, located
+from quantkit.formats.remote.url import URL, locate
 
-__all__ = ["URL", "located"]
+__all__ = ["URL", "locate"]

@@ -1,4 +1,4 @@
-"""Failed requests: the meaning of a failure, whether it is retried, and when.
+"""Failed requests: the kind of a failure, whether it is retried, and when.
 
 Exceptions come from many libraries (botocore, aiohttp, httpx, fsspec's file systems), so they are classified by status,
 S3 code and class name, without importing these. Their text is never shown: it may contain signed addresses.
@@ -44,7 +44,7 @@ SILENCE, REQUEST = 30.0, 600.0
 cancelled = threading.Event()
 
 
-class Meaning(Enum):
+class FailureKind(Enum):
     """The kind of a failure, which decides whether the request is repeated."""
 
     RETRY = "retry"
@@ -59,12 +59,14 @@ class Meaning(Enum):
 class Answer(Exception):
     """A server's response with an error status, or an invalid one."""
 
-    def __init__(self, status: int, message: str = "", wait: str | None = None, meaning: Meaning | None = None) -> None:
+    def __init__(
+        self, status: int, message: str = "", wait: str | None = None, kind: FailureKind | None = None
+    ) -> None:
         super().__init__(message or f"HTTP {status}")
         self.status = status
         self.message = message or f"HTTP {status}"
         self.wait = wait
-        self.meaning = meaning
+        self.kind = kind
 
 
 class BrokenAnswer(Exception):
@@ -72,10 +74,10 @@ class BrokenAnswer(Exception):
 
 
 class Verdict(NamedTuple):
-    """The meaning of a failure, a reason without secrets, the seconds to wait that the server requests, its HTTP "
+    """The kind of a failure, a reason without secrets, the seconds to wait that the server requests, its HTTP "
     "status."""
 
-    meaning: Meaning
+    kind: FailureKind
     reason: str
     wait: float | None = None
     status: int = 0
@@ -83,8 +85,8 @@ class Verdict(NamedTuple):
 
 _RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 _CODES = {
-    **dict.fromkeys(("NoSuchKey", "NoSuchBucket"), Meaning.MISSING),
-    **dict.fromkeys(("NoSuchUpload",), Meaning.EXPIRED),
+    **dict.fromkeys(("NoSuchKey", "NoSuchBucket"), FailureKind.MISSING),
+    **dict.fromkeys(("NoSuchUpload",), FailureKind.EXPIRED),
     **dict.fromkeys(
         (
             "AccessDenied",
@@ -94,12 +96,12 @@ _CODES = {
             "InvalidToken",
             "AllAccessDisabled",
         ),
-        Meaning.DENIED,
+        FailureKind.DENIED,
     ),
     **dict.fromkeys(
         ("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException")
         + ("BadDigest", "IncompleteBody", "ClientDisconnect", "OperationAborted", "XAmzContentSHA256Mismatch"),
-        Meaning.RETRY,
+        FailureKind.RETRY,
     ),
 }
 #: Classes of exceptions, by name, for failed connections.
@@ -130,33 +132,33 @@ _CREDENTIALS |= {"TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLo
 
 
 def judge(e: BaseException) -> Verdict:
-    """Return the meaning of a failed request."""
+    """Return the kind of a failed request."""
     chain = list(_chain(e))
     for error in chain:
         if isinstance(error, Answer):
-            meaning = error.meaning or _status_meaning(error.status)
-            return Verdict(meaning, error.message, _retry_after_seconds(error.wait), error.status)
+            kind = error.kind or _status_kind(error.status)
+            return Verdict(kind, error.message, _retry_after_seconds(error.wait), error.status)
         if isinstance(error, BrokenAnswer):
-            return Verdict(Meaning.RETRY, str(error))
+            return Verdict(FailureKind.RETRY, str(error))
     for error in chain:
         if _CREDENTIALS & _class_names(error):
-            return Verdict(Meaning.DENIED, "no credentials")
+            return Verdict(FailureKind.DENIED, "no credentials")
     for error in chain:
         if isinstance(getattr(error, "response", None), dict):
             return _judge_answer(*_answer_of(error))
         if _CONNECTIONS & _class_names(error):
-            return Verdict(Meaning.RETRY, _CONNECTION_WORDS.get(type(error).__name__, type(error).__name__))
+            return Verdict(FailureKind.RETRY, _CONNECTION_WORDS.get(type(error).__name__, type(error).__name__))
     for error in chain:
         answer = _answer_of(error)
         if answer[0] or answer[1]:
             return _judge_answer(*answer)
     for error in chain:
         if isinstance(error, FileNotFoundError):
-            return Verdict(Meaning.MISSING, "no such file")
+            return Verdict(FailureKind.MISSING, "no such file")
         if isinstance(error, PermissionError):
-            return Verdict(Meaning.DENIED, "access is denied")
+            return Verdict(FailureKind.DENIED, "access is denied")
     return Verdict(
-        Meaning.UNKNOWN, type(e).__name__ + (f" ({e.strerror})" if isinstance(e, OSError) and e.errno else "")
+        FailureKind.UNKNOWN, type(e).__name__ + (f" ({e.strerror})" if isinstance(e, OSError) and e.errno else "")
     )
 
 
@@ -171,7 +173,7 @@ _CONNECTION_WORDS = {
 def _judge_answer(status: int, code: str, wait: str | None) -> Verdict:
     code = "" if code.isdecimal() else code
     reason = f"HTTP {status}" + (f" ({code})" if code else "") if status else code
-    return Verdict(_CODES.get(code, _status_meaning(status)), reason, _retry_after_seconds(wait), status)
+    return Verdict(_CODES.get(code, _status_kind(status)), reason, _retry_after_seconds(wait), status)
 
 
 def _chain(e: BaseException) -> Iterator[BaseException]:
@@ -205,11 +207,11 @@ def _answer_of(e: Any) -> tuple[int, str, str | None]:
     return 0, "", None
 
 
-def _status_meaning(status: int) -> Meaning:
+def _status_kind(status: int) -> FailureKind:
     if status in _RETRY_STATUSES:
-        return Meaning.RETRY
-    meanings = {401: Meaning.DENIED, 403: Meaning.DENIED, 404: Meaning.MISSING, 410: Meaning.MISSING}
-    return {**meanings, 412: Meaning.CHANGED, 416: Meaning.CHANGED}.get(status, Meaning.UNKNOWN)
+        return FailureKind.RETRY
+    meanings = {401: FailureKind.DENIED, 403: FailureKind.DENIED, 404: FailureKind.MISSING, 410: FailureKind.MISSING}
+    return {**meanings, 412: FailureKind.CHANGED, 416: FailureKind.CHANGED}.get(status, FailureKind.UNKNOWN)
 
 
 def _retry_after_seconds(wait: str | None) -> float | None:
@@ -241,7 +243,7 @@ def with_retries(where: object, request: Callable[[], T], patience: Patience | N
             return request()
         except Exception as e:
             verdict = judge(e)
-            if verdict.meaning is not Meaning.RETRY:
+            if verdict.kind is not FailureKind.RETRY:
                 raise error_of(where, verdict) from None
             pause = patience.pause(attempt, verdict.wait)
             took = time.monotonic() - began
@@ -254,18 +256,18 @@ def with_retries(where: object, request: Callable[[], T], patience: Patience | N
 def error_of(where: object, verdict: Verdict) -> Exception:
     """Return the error for a permanent failure."""
     reason = verdict.reason
-    if verdict.meaning is Meaning.CHANGED:
+    if verdict.kind is FailureKind.CHANGED:
         return FormatError(
             f"{where}: the object was replaced or truncated while it was being read; start over ({reason})", "QK-E109"
         )
-    if verdict.meaning is Meaning.MISSING:
+    if verdict.kind is FailureKind.MISSING:
         return FileNotFoundError(errno.ENOENT, f"no such object ({reason})", str(where))
-    if verdict.meaning is Meaning.DENIED:
+    if verdict.kind is FailureKind.DENIED:
         return PermissionError(
             errno.EACCES, f"access is denied ({reason}); check the credentials and their rights", str(where)
         )
-    if verdict.meaning is Meaning.PRESENT:
+    if verdict.kind is FailureKind.PRESENT:
         return FileExistsError(errno.EEXIST, reason, str(where))
-    if verdict.meaning is Meaning.EXPIRED:
+    if verdict.kind is FailureKind.EXPIRED:
         return ProcessLookupError(errno.ESRCH, reason, str(where))
     return OSError(errno.EIO, f"the request failed: {reason}", str(where))

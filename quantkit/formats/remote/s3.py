@@ -19,7 +19,7 @@ from typing import Any
 from quantkit.errors import ResourceError
 from quantkit.formats.remote import retry
 from quantkit.formats.remote.common import Facts, Object, entries_of, pinned_length, run_on_loop
-from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, Patience, judge, with_retries
+from quantkit.formats.remote.retry import Answer, BrokenAnswer, FailureKind, Patience, judge, with_retries
 
 #: The separator of an object's name and its version.
 VERSION = "?versionId="
@@ -82,7 +82,7 @@ class S3:
         try:
             self._call("head_bucket", Bucket=bucket)
         except Exception as e:
-            if judge(e).meaning is Meaning.MISSING:
+            if judge(e).kind is FailureKind.MISSING:
                 raise FileNotFoundError(2, f"no bucket {bucket}; create it first", str(url)) from None
 
     # ---------------------------------------------------------------- reading
@@ -120,7 +120,7 @@ class S3:
                 total = str(answer.get("ContentRange", "")).rpartition("/")[2]
                 tag = str(answer.get("ETag", "")).strip('"')
                 if (total.isdecimal() and int(total) != pinned.size) or (pinned.tag and tag != pinned.tag):
-                    raise Answer(412, "another entity tag or length", meaning=Meaning.CHANGED)
+                    raise Answer(412, "another entity tag or length", kind=FailureKind.CHANGED)
                 if not total and begin:
                     raise BrokenAnswer("an answer without Content-Range")
                 data: bytes = await body.read()
@@ -209,9 +209,9 @@ class S3:
                 if self.is_complete(url, parts):
                     return
                 verdict = judge(e)
-                if verdict.meaning is Meaning.CHANGED:
+                if verdict.kind is FailureKind.CHANGED:
                     raise Answer(
-                        412, "an object of this name was created in the meantime", meaning=Meaning.PRESENT
+                        412, "an object of this name was created in the meantime", kind=FailureKind.PRESENT
                     ) from None
                 if only_new and verdict.status == 501:  # a store without conditional requests
                     only_new.clear()

@@ -14,7 +14,7 @@ from quantkit.errors import ResourceError
 from quantkit.extras import STORE_PACKAGES
 from quantkit.formats.remote import retry
 from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pinned_length, run_on_loop
-from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
+from quantkit.formats.remote.retry import Answer, BrokenAnswer, FailureKind, with_retries
 from quantkit.formats.remote.s3 import S3
 
 _stores: dict[tuple[int, str], Store] = {}
@@ -97,16 +97,16 @@ class Web:
         limit = aiohttp.ClientTimeout(total=None, sock_connect=retry.SILENCE, sock_read=retry.SILENCE)
         async with session.get(url.address, headers=headers, timeout=limit) as answer:
             if answer.status == 416 and pinned is None:
-                raise Answer(416, "it is empty", meaning=Meaning.UNKNOWN)
+                raise Answer(416, "it is empty", kind=FailureKind.UNKNOWN)
             if answer.status not in (200, 206):
                 raise Answer(answer.status, wait=answer.headers.get("Retry-After"))
             facts, is_whole = _parse_headers(answer.status, answer.headers)
             if not is_whole and facts.size < 0:
                 raise BrokenAnswer("an answer without Content-Range")
             if pinned is not None and facts[:2] != pinned[:2]:
-                raise Answer(412, "another entity tag, date or length", meaning=Meaning.CHANGED)
+                raise Answer(412, "another entity tag, date or length", kind=FailureKind.CHANGED)
             if is_whole and facts.size > end - begin:
-                raise Answer(200, "its server does not support range requests", meaning=Meaning.UNKNOWN)
+                raise Answer(200, "its server does not support range requests", kind=FailureKind.UNKNOWN)
             return facts, await answer.read()
 
     def check_writable(self, url: Object) -> None:

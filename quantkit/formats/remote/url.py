@@ -28,7 +28,7 @@ _SCHEME_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "az":
 _OBJECTS = ("s3", "gs", "abfs", "hf", *_WEB)
 
 
-def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
+def locate(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
     """Return the path for a user's text: a URL, or a local file, also as ``file://``.
 
     All inputs and outputs of all commands go through this function, so that different spellings are the same place.

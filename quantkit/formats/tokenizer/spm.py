@@ -25,7 +25,7 @@ class Spm:
         self._vocab, self.piece = vocab, vocab.piece
         self._space_prefix = vocab.flag("add_space_prefix", True)
         self._order = dict(zip(vocab.tokens, (-vocab.scores).tolist(), strict=True))
-        self._cache = WordCache(lambda word: self._merged(list(word)))
+        self._cache = WordCache(lambda word: self._merge(list(word)))
         self._seams: Seams | None = None
 
     def encode(self, text: bytes, first: bool) -> list[int]:
@@ -36,7 +36,7 @@ class Spm:
         except UnicodeDecodeError:
             pass
         if not self._tokens_are_valid:
-            return self._merged([c.decode("utf-8", "surrogateescape") for c in _CHARACTER.findall(text)])
+            return self._merge([c.decode("utf-8", "surrogateescape") for c in _CHARACTER.findall(text)])
         out: list[int] = []
         valid: list[str] = []
         for character in _CHARACTER.findall(text):
@@ -58,7 +58,7 @@ class Spm:
     def _tokens_are_valid(self) -> bool:
         return not any("\udc80" <= character <= "\udcff" for character in set("".join(self._vocab.tokens)))
 
-    def _merged(self, symbols: list[str]) -> list[int]:
+    def _merge(self, symbols: list[str]) -> list[int]:
         return ids_of(merge(symbols, self._order, ""), self._vocab.ids, self._bytes)
 
     def _bytes(self, symbol: str) -> Iterator[int]:

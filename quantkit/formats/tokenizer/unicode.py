@@ -86,7 +86,7 @@ def lower() -> dict[int, int]:
 
 
 @cache
-def _collapsed(han: bool) -> U8:
+def _collapse(han: bool) -> U8:
     """Return the byte that represents each code point; with ``han``, Han characters are two separate classes."""
     kinds = {"N": NUMBER, "L": LETTER, "P": PUNCTUATION, "M": MARK, "S": SYMBOL}
     by_category = np.full(256, _OTHER_BYTE, np.uint8)
@@ -147,7 +147,7 @@ def from_utf8(data: bytes) -> str:
 
 def collapse(text: str, han: bool = False) -> str:
     """Return a text with every character beyond ASCII replaced by one that represents its category."""
-    return text if text.isascii() else _collapsed(han)[code_points(text)].tobytes().decode("latin-1")
+    return text if text.isascii() else _collapse(han)[code_points(text)].tobytes().decode("latin-1")
 
 
 def ascii_spaces(text: str) -> str:

@@ -17,7 +17,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @kernel
-def _mixed(words: npt.NDArray[np.uint64], seed: Any) -> Any:
+def _mix(words: npt.NDArray[np.uint64], seed: Any) -> Any:
     """Return the sum of words, their halves swapped, and of the products of the halves of each with its own key."""
     total, key = np.uint64(seed), _STEP
     for i in range(len(words)):
@@ -34,4 +34,4 @@ def digest_of(data: npt.NDArray[np.uint8]) -> int:
     tail = int.from_bytes(data[body_size:].tobytes(), "little")
     words = data[:body_size].view(np.uint64)
     seed = np.uint64(tail << 8 | data.size - body_size)
-    return int(_mixed(words if words.flags.aligned else words.copy(), seed))
+    return int(_mix(words if words.flags.aligned else words.copy(), seed))

@@ -123,7 +123,7 @@ def _terms(
     return terms
 
 
-def _rotated(b: Any, v: Any, shift: int) -> Any:
+def _rotate(b: Any, v: Any, shift: int) -> Any:
     if shift == 0:
         return v
     return b.shl(v, _constant([shift] * 64)) if shift > 0 else b.lshr(v, _constant([-shift] * 64))
@@ -163,7 +163,7 @@ def _moves(name: str, order: Any, pieces: tuple[int, int], signs: Any, flipped: 
         for number, lanes in enumerate(target.order(n_target // pieces[1]).reshape(-1, 64)):
             out = None
             for (rotation, _), (lane, masks) in sorted(_terms(bits[lanes], source.place).items()):
-                v = _rotated(b, _gather(b, vectors, lane), rotation)
+                v = _rotate(b, _gather(b, vectors, lane), rotation)
                 used = masks[lanes >= 0]
                 if (used != 0xFF).any():
                     v = b.and_(v, _constant(masks))
@@ -226,7 +226,7 @@ def deinterleave_groups(
                     store(group_target, k * row_bytes, load(types.uint16, head, 2 * k))
 
 
-def _specialized(function: Callable[..., Any], move: Any, layout: Layout, compiled: Callable[..., Any]) -> Any:
+def _specialize(function: Callable[..., Any], move: Any, layout: Layout, compiled: Callable[..., Any]) -> Any:
     t, base = layout.type, layout.base
     sizes = {
         "group": layout.rows,
@@ -248,7 +248,7 @@ def interleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -> 
         raise TypeNotSupported(f"{base} lacks data of {t}: its rows cannot be interleaved as {t}")
     pieces, name = (layout.rows, 1), f"interleave_{layout.type.name.lower()}_{layout.values}"
     move = _moves(name, layout.source_bits.astype(np.int64), pieces, layout.signs, layout.xor, True)
-    return _specialized(interleave_groups, move, layout, compiled)
+    return _specialize(interleave_groups, move, layout, compiled)
 
 
 @cache
@@ -256,7 +256,7 @@ def deinterleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -
     """Return ``unravel_rows`` of a layout, compiled on its first call."""
     pieces, name = (1, layout.rows), f"unravel_{layout.type.name.lower()}_{layout.values}"
     move = _moves(name, layout.target_bits.astype(np.int64), pieces, layout.signs, layout.xor, False)
-    return _specialized(deinterleave_groups, move, layout, compiled)
+    return _specialize(deinterleave_groups, move, layout, compiled)
 
 
 def interleave_rows(t: TensorType, rows: U8, out: U8) -> None:

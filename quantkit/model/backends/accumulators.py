@@ -40,7 +40,7 @@ class NotFinite:
 Report = Callable[[str, int], None]
 
 
-def padded(width: int) -> int:
+def padded_width(width: int) -> int:
     """Return the allocated columns of sums."""
     return round_up(width, COLUMNS)
 
@@ -48,7 +48,7 @@ def padded(width: int) -> int:
 def new_accumulator(op: Op) -> Accumulator:
     """Return the empty accumulator of an observing operation."""
     if isinstance(op, SumColumns):
-        sums = np.zeros((op.n_mat, 4, padded(op.x.width)), np.float64)
+        sums = np.zeros((op.n_mat, 4, padded_width(op.x.width)), np.float64)
         return {"sums": sums, "counts": np.zeros(op.n_mat, np.int64)}
     if isinstance(op, Similarity):
         return {"total": np.zeros(1), "counts": np.zeros(1, np.int64)}

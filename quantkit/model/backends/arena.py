@@ -92,7 +92,7 @@ def place(entries: Sequence[Entry]) -> int:
         for buffer in entry.buffers():
             if buffer.offset >= 0:
                 continue
-            source = _shared(entry, buffer, i, group)
+            source = _reuse(entry, buffer, i, group)
             if source is not None:
                 buffer.offset = source.offset
                 live.discard(source)
@@ -119,7 +119,7 @@ def _all_buffers(entries: Sequence[Entry]) -> list[Buffer]:
     return list(dict.fromkeys(b for entry in entries for b in entry.buffers()))
 
 
-def _shared(entry: Entry, buffer: Buffer, i: int, group: Sequence[int]) -> Buffer | None:
+def _reuse(entry: Entry, buffer: Buffer, i: int, group: Sequence[int]) -> Buffer | None:
     """Return the buffer whose memory entry i may reuse for ``buffer``, or None."""
     if entry.in_place is None or entry.in_place[0] is not buffer:
         return None

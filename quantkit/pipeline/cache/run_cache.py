@@ -178,14 +178,14 @@ class RunCache:
                 continue
             if job.part not in entries:
                 entries[job.part] = self._entry(tensor.parts[job.part], part, pieces)
-            cached = self._cached(job, pieces, part, entries[job.part])
+            cached = self._describe(job, pieces, part, entries[job.part])
             if file is None and not self._failure:
                 self._try(partial(self._make_temporary, tensor, job.part))
                 cached = replace(cached, temporary=self._temporary.get((tensor.name, job.part)))
             out.append(replace(job, cached=cached))
         return out
 
-    def _cached(self, job: Job, pieces: Pieces, part: _Lookup, entry: tuple[EntryName, bytes] | None) -> Cached:
+    def _describe(self, job: Job, pieces: Pieces, part: _Lookup, entry: tuple[EntryName, bytes] | None) -> Cached:
         offset = pieces.row_offset(job.matrix, job.row)
         if entry is None:
             return Cached(offset=offset)

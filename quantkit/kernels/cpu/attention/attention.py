@@ -114,7 +114,7 @@ def scratch_bytes(head_k: int, head_v: int, threads: int, selected: bool = False
 
 
 @inline
-def padded(rows):
+def pad(rows):
     return (rows + ROWS - 1) // ROWS * ROWS
 
 
@@ -486,7 +486,7 @@ def attention(args, tid, nth):
     me = arg(args, _SCRATCH) + tid * _thread_bytes(args, k, v)
     parts = arg(args, _SCRATCH) + nth * _thread_bytes(args, k, v)
     sequences = batch_word(args, SEQUENCES)
-    kv_heads = _heads_of_unit(args, padded(min(n_tokens, tokens) * heads), heads, n_parts * head_tiles, nth)
+    kv_heads = _heads_of_unit(args, pad(min(n_tokens, tokens) * heads), heads, n_parts * head_tiles, nth)
     kv_units = (n_head_kv + kv_heads - 1) // kv_heads
     units = kv_units * head_tiles * n_parts
     tile, end = 0, n_tokens  # tiles are numbered from the last, which has the most keys
@@ -507,7 +507,7 @@ def attention(args, tid, nth):
             b0, b1 = min(b1, b0 + part * per), min(b1, b0 + part * per + per)
         n_heads = min(heads, group - first)
         n_kv, n_rows = min(kv_heads, n_head_kv - kv_head), (end - begin) * n_heads
-        rows = padded(n_rows)
+        rows = pad(n_rows)
         few_rows = rows <= FEW_ROWS
         for i in range(n_kv):
             _set_rows(args, begin, end, (kv_head + i) * group + first, n_heads, rows, me + 64 * rows * i)

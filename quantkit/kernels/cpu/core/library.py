@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompileResult
 
-from quantkit.kernels.first_run import compiling
+from quantkit.kernels.first_run import compilation
 
 #: Names that numba looks up: an entry point's C and Python wrappers, and its environment.
 _FOUND_BY_NAME = ("cfunc.", "_ZN7cpython", "_ZN08NumbaEnv")
@@ -103,7 +103,7 @@ class EntryCompiler(Compiler):
     def compile_extra(self, function: Callable[..., Any]) -> CompileResult:
         self.state.library = self.library(self.state.targetctx.codegen(), function.__qualname__)
         self.state.library.enable_object_caching()
-        with compiling():
+        with compilation():
             return super().compile_extra(function)
 
 

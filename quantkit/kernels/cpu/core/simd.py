@@ -370,7 +370,7 @@ def _or_element(vt: VecType, operands: Sequence[Any]) -> list[Any]:
     return [t if isinstance(t, VecType) else vt.elem for t in operands]
 
 
-def _widened(b: ir.IRBuilder, lanes: int, values: Sequence[ir.Value]) -> list[ir.Value]:
+def _widen(b: ir.IRBuilder, lanes: int, values: Sequence[ir.Value]) -> list[ir.Value]:
     """Return values with scalars splatted."""
     return [v if isinstance(v.type, ir.VectorType) else _splat(b, v, lanes) for v in values]
 
@@ -387,7 +387,7 @@ def _operator(op: Any, result: Callable[[VecType], VecType], emit: Callable[...,
 
     def cg(cgctx: Any, b: Any, sig: Any, args: Any) -> Any:
         vt: Any = _operands(sig.args[0], sig.args[-1])
-        return emit(b, vt, *_widened(b, vt.lanes, args))
+        return emit(b, vt, *_widen(b, vt.lanes, args))
 
     infer_global(op)(Typing)
     for args in ((VecType, VecType), (VecType, types.Number), (types.Number, VecType), (VecType,)):
@@ -418,7 +418,7 @@ _arithmetic(operator.lshift, "shl", None)
 _arithmetic(operator.rshift, "ashr", None, "lshr")
 
 
-def _compared(b: ir.IRBuilder, vt: VecType, op: str, x: ir.Value, y: ir.Value) -> ir.Value:
+def _compare(b: ir.IRBuilder, vt: VecType, op: str, x: ir.Value, y: ir.Value) -> ir.Value:
     """Return ``a op b`` as in C: NaN compares unequal, and every ordered comparison with it is false."""
     if vt.is_float:
         return (b.fcmp_unordered if op == "!=" else b.fcmp_ordered)(op, x, y)
@@ -426,7 +426,7 @@ def _compared(b: ir.IRBuilder, vt: VecType, op: str, x: ir.Value, y: ir.Value) -
 
 
 def _comparison(op: Any, sign: str) -> None:
-    _operator(op, lambda vt: VecType(types.boolean, vt.lanes), lambda b, vt, x, y: _compared(b, vt, sign, x, y))
+    _operator(op, lambda vt: VecType(types.boolean, vt.lanes), lambda b, vt, x, y: _compare(b, vt, sign, x, y))
 
 
 _comparison(operator.lt, "<")
@@ -449,8 +449,8 @@ def _choose(name: str, op: str) -> Any:
 
     @emits(typing, name)
     def pick(b, sig, a, c):
-        x, y = _widened(b, sig.return_type.lanes, (a, c))
-        return b.select(_compared(b, sig.return_type, op, x, y), x, y)
+        x, y = _widen(b, sig.return_type.lanes, (a, c))
+        return b.select(_compare(b, sig.return_type, op, x, y), x, y)
 
     return pick
 
@@ -458,15 +458,15 @@ def _choose(name: str, op: str) -> Any:
 vmax, vmin = _choose("vmax", ">"), _choose("vmin", "<")
 
 
-def _selected(m: Any, a: Any, c: Any) -> Any:
+def _select(m: Any, a: Any, c: Any) -> Any:
     vt = a if isinstance(a, VecType) else c
     return vt(m, *_or_element(vt, (a, c)))
 
 
-@emits(_selected)
+@emits(_select)
 def select(b, sig, m, a, c):
     """select(mask, a, c): a where the mask is set, else c. Scalars are splatted."""
-    return b.select(m, *_widened(b, sig.return_type.lanes, (a, c)))
+    return b.select(m, *_widen(b, sig.return_type.lanes, (a, c)))
 
 
 # ---------------------------------------------------------------- math
@@ -487,7 +487,7 @@ def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 @emits(lambda a, x, c: a(a, *_or_element(a, (x, c))))
 def muladd(b, sig, a, x, c):
     """a * x + c, rounded once where the target has FMA. Scalars x and c are splatted."""
-    return _muladd(b, a, *_widened(b, sig.args[0].lanes, (x, c)))
+    return _muladd(b, a, *_widen(b, sig.args[0].lanes, (x, c)))
 
 
 def make_polynomial(coefficients: Sequence[float], name: str) -> Any:

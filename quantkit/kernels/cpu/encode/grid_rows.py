@@ -165,7 +165,7 @@ halves = block_bytes = 0
 
 
 @inline
-def _padded(row: Any, first: Any, count: Any, buffer: Any) -> Any:
+def _pad(row: Any, first: Any, count: Any, buffer: Any) -> Any:
     """Return the address of a batch: at a row's end, of a copy in ``buffer``, where LANES sub-blocks may be read."""
     if count * halves == LANES:
         return row + 128 * first
@@ -179,8 +179,8 @@ def _encode_row(s: Any, x: Any, w: Any, n: Any, out: Any, scales: Any, lists: An
     top = F(0)
     for first in range(0, blocks, LANES // halves):
         count = min(LANES // halves, blocks - first)
-        weights = _padded(w, first, count, s + IMPORTANCES) if w else 0
-        fit(s, _padded(x, first, count, s + VALUES), weights, lists)
+        weights = _pad(w, first, count, s + IMPORTANCES) if w else 0
+        fit(s, _pad(x, first, count, s + VALUES), weights, lists)
         for b in range(count):
             store_found(s, lists, b, out + 2 + block_bytes * (first + b))
         for i in range(0, 4 * halves * count, 4):

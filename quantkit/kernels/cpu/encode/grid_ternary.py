@@ -102,7 +102,7 @@ def sort_values(s: Any, n: Any) -> None:
 
 
 @inline
-def _ranked(s: Any, n: Any, boundary: Any) -> Any:
+def _rank(s: Any, n: Any, boundary: Any) -> Any:
     """Return the value, and where it comes from, that a boundary comes before; infinity behind the last."""
     x, place = splat(WIDE, F(np.inf)), splat(WIDE_INT, 0)
     for j in range(n):
@@ -117,8 +117,8 @@ def _ranked(s: Any, n: Any, boundary: Any) -> Any:
 @inline
 def store_slots(s: Any, n: Any, low: Any, high: Any, mirrored: Any) -> None:
     """Store the slot of each group: levels 0 below boundary ``low``, 2 from ``high`` on, 1 between; or 2 - level."""
-    low_x, low_place = _ranked(s, n, low)
-    high_x, high_place = _ranked(s, n, high)
+    low_x, low_place = _rank(s, n, low)
+    high_x, high_place = _rank(s, n, high)
     one = splat(WIDE_INT, 1)
     for k in range(n // 8):
         slot = splat(WIDE_INT, 0)

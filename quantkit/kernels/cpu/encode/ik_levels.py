@@ -55,13 +55,13 @@ def _nearest_shifted(v, bucket):
     return select(v - low < high - v, low, high)
 
 
-def _mirrored(v, bucket):
+def _mirror(v, bucket):
     """Return minus the value nearest to -v. ``below`` and ``above`` are of mirrored values."""
     low, high = below(bucket), above(bucket)
     return select(v + v <= low + high, low, high)
 
 
-def _mirrored_shifted(v, bucket):
+def _mirror_shifted(v, bucket):
     low, high = below(bucket), above(bucket)
     return select(high - v < v - low, high, low)
 
@@ -142,8 +142,8 @@ def _make(name: str, values: list[int], shift_by: int, width: float, count: int)
     bound: dict[str, Any] = {"per_unit": F(1 / width), "reach": F((count // 2 - 1) * width)}
     by_kind = {}
     for kind, functions, codebook in (
-        ("plain", (_nearest, _mirrored, _level), values),
-        ("shifted", (_nearest_shifted, _mirrored_shifted, _level_shifted), [v + shift_by for v in values]),
+        ("plain", (_nearest, _mirror, _level), values),
+        ("shifted", (_nearest_shifted, _mirror_shifted, _level_shifted), [v + shift_by for v in values]),
     ):
         nearest, mirrored, nearest_level = functions
         tables = _tables(codebook, width, count, f"{name}_{kind}")

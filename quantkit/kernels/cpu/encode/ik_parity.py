@@ -200,7 +200,7 @@ def search_even(xt, wt, scales, shifts):
 
 
 @inline
-def _halved(bits):
+def _halve(bits):
     """Return g of 15 bits with g ^ 2 g = bits, of which an even number are set."""
     bits = bits ^ (bits << I32(1))
     bits = bits ^ (bits << I32(2))
@@ -265,7 +265,7 @@ def store_even(s, scale, shifted, d, inverse, count, out):
     code = (multiple + I32(127)) | select(up, I32(1), splat(i32x16, I32(0)))
     for k in range(8):
         of_group = select(up, load(i32x16, bits, 512 + 64 * k), load(i32x16, bits, 64 * k))
-        store(s, X + 64 * k, (_halved(of_group) << I32(1)) | ((code >> I32(k)) & I32(1)))
+        store(s, X + 64 * k, (_halve(of_group) << I32(1)) | ((code >> I32(k)) & I32(1)))
     transpose16(s, X, 64, s, X)
     for i in range(count):
         store(out, 16 * i, convert(u16x8, load(i32x8, s, X + 64 * i)))

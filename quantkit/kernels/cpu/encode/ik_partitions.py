@@ -182,7 +182,7 @@ def _fit(s, d, shifted, best):
 fit: Any = None
 
 
-def _reached(s):
+def _rate_likely(s):
     """Return the rating of a likely partition: the best of a few, fitted alternately to levels and scale."""
     best = d = shifted = splat(f32x16, F(0))
     n = span // 16
@@ -261,7 +261,7 @@ def _make(values: int, end_first: int, start_last: int) -> Any:
     runs = {"span": values, "end_first": end_first, "start_last": start_last}
     functions = {name: specialize(f, str(values), **runs) for name, f in _FUNCTIONS.items()}
     fit = specialize(_fit, str(values), **runs, round_any=IQ2.round_any)
-    reached = specialize(_reached, str(values), span=values, fit=fit)
+    reached = specialize(_rate_likely, str(values), span=values, fit=fit)
     threshold = specialize(_threshold, str(values), span=values, reached=reached)
     return specialize(_search, str(values), helper, **runs, **functions, needed_by=threshold)
 

@@ -110,14 +110,14 @@ def cells_key(count: int, size: int, magnitudes: bool) -> str:
     return f"{count}x{size}{'-magnitudes' if magnitudes else ''}"
 
 
-def _clustered(count: int, size: int, magnitudes: bool) -> npt.NDArray[np.int64]:
+def _cluster(count: int, size: int, magnitudes: bool) -> npt.NDArray[np.int64]:
     """Return the numbers of points, cell by cell."""
     with np.load(CELLS) as npz:
         order: npt.NDArray[np.int64] = npz[cells_key(count, size, magnitudes)].astype(np.int64)
     return order
 
 
-def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a copy that begins with a cache line, as lines of points should."""
     buffer = np.empty(array.nbytes + 64, np.uint8)
     begin = -buffer.ctypes.data % 64
@@ -133,9 +133,9 @@ def codebook(count: int, size: int, magnitudes: bool = False, codebooks: int = 1
     for index in range(codebooks):
         levels = trellis_levels(index * count, count, size)
         levels, bias = (abs(levels), 0) if magnitudes else (levels, 126)
-        order = _sorted_by_cell(levels) if size == 4 else _clustered(count, size, magnitudes)
+        order = _sorted_by_cell(levels) if size == 4 else _cluster(count, size, magnitudes)
         by_cell = levels[order]
         centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
         lists = _lists(by_cell, index * count // 16) if size == 4 else np.empty(0, np.uint16)
         parts.append((_lines(by_cell, bias, size == 4), *centers, _extents(by_cell), order.astype(np.int32), lists))
-    return Codebook(*(_aligned(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))
+    return Codebook(*(_align(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))

@@ -152,7 +152,7 @@ def _patterns(grid: Grid) -> tuple[I64, int]:
     """Return the patterns of signs of a point, class by class, and the number of classes."""
     if not grid.signs:
         return np.zeros(1, np.int64), grid.codebooks
-    masks = _shuffled(1 << grid.size)
+    masks = _shuffle(1 << grid.size)
     odd = np.bitwise_count(masks) & 1
     if not grid.is_even:
         return masks, 1
@@ -161,15 +161,15 @@ def _patterns(grid: Grid) -> tuple[I64, int]:
     return masks[np.argsort(odd, kind="stable")], 2
 
 
-def _mixed(count: int) -> I64:
+def _hash(count: int) -> I64:
     """Return a number of 16 bits for each below ``count``, without pattern."""
     mixed = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1)
     return (mixed ^ mixed >> np.uint32(15)).astype(np.int64) * 40503 >> 8 & 0xFFFF
 
 
-def _shuffled(count: int) -> I64:
+def _shuffle(count: int) -> I64:
     """Return the numbers below ``count`` in an order without pattern."""
-    return _mixed(count).argsort(kind="stable")
+    return _hash(count).argsort(kind="stable")
 
 
 def _order(points: I64, roots: int) -> I64:
@@ -180,11 +180,11 @@ def _order(points: I64, roots: int) -> I64:
         spread = order.shape[1] * (cell_points**2).sum(1) - cell_points.sum(1) ** 2
         axis_values = np.take_along_axis(cell_points, spread.argmax(1)[:, None, None], 2)[:, :, 0]
         order = np.take_along_axis(order, axis_values.argsort(1, kind="stable"), 1).reshape(2 * len(order), -1)
-    order = order.reshape(roots, -1)[_shuffled(roots)]
+    order = order.reshape(roots, -1)[_shuffle(roots)]
     width = order.shape[1] // LANES
     while width:
         nodes = order.reshape(-1, LANES, width)
-        lanes = np.arange(LANES) ^ _mixed(len(nodes))[:, None] & LANES - 1
+        lanes = np.arange(LANES) ^ _hash(len(nodes))[:, None] & LANES - 1
         order = np.take_along_axis(nodes, lanes[:, :, None], 1)
         width //= LANES
     return order.ravel()

@@ -300,7 +300,7 @@ def sweeps_of(columns: int, of_group: int) -> tuple[Any, Any]:
         bindings[name or plain.__name__] = compiled_function
         return compiled_function
 
-    bind(searches.squared)
+    bind(searches.square)
     for name in ("axes", "table_distance", "distance"):
         bind(getattr(searches, f"{name}{columns}"), name)
     steps: tuple[Any, ...] = (*searches.STEPS, width, weigh, aim, prepare, point_level, second)

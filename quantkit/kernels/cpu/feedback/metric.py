@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
-from quantkit.kernels.cpu.feedback.products import corrected
+from quantkit.kernels.cpu.feedback.products import correct
 from quantkit.kernels.cpu.feedback.tiles import STRIP, pack_columns, pack_upper
 from quantkit.kernels.levels import Grouping
 
@@ -86,7 +86,7 @@ def target_of(x: F32, metric: Metric, row: int = 0) -> F32 | None:
     """Return the targets of rows x, from ``row`` of their matrix on, of a metric; None: the rows themselves."""
     if metric.correction is None:
         return None
-    target = corrected(x, metric.correction)
+    target = correct(x, metric.correction)
     return target if metric.offset is None else target + metric.offset[row : row + len(x)]
 
 

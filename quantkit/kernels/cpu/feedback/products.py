@@ -54,7 +54,7 @@ class Products:
             _add_products(self.square, left, right, begin // SECOND, end // SECOND, True)
             _add_products(self.cross, cross, right, begin // SECOND, end // SECOND, False)
 
-        _shared(part, self.n, self._threads)
+        _share(part, self.n, self._threads)
 
     def finish(self) -> None:
         """Copy the upper triangle to the lower."""
@@ -132,11 +132,11 @@ def times_inverse(cross: F64, covariance: F64, damping: float, threads: int = 1)
     n = len(covariance)
     r = np.triu(cholesky(covariance + damping * np.diagonal(covariance).mean() * np.eye(n), threads))
     lower, solution = np.ascontiguousarray(r.T), np.array(cross.T, order="C")
-    _shared(lambda first, last: _solve(r, lower, solution, first, last), solution.shape[1], threads)
+    _share(lambda first, last: _solve(r, lower, solution, first, last), solution.shape[1], threads)
     return solution.T
 
 
-def _shared(work: Callable[[int, int], None], n: int, threads: int) -> None:
+def _share(work: Callable[[int, int], None], n: int, threads: int) -> None:
     """Do some columns at a time of n."""
     if threads == 1:
         for first in range(0, n, SHARE):
@@ -215,7 +215,7 @@ def _subtract(x: F64, a: F64, begin: int, end: int, row: int, stop: int, first: 
 # ---------------------------------------------------------------- targets
 
 
-def corrected(x: F32, correction: F32) -> F32:
+def correct(x: F32, correction: F32) -> F32:
     """Return rows x + x M, float32 [rows, n]; M is packed (tiles.py)."""
     out = np.empty_like(x)
     for first in range(0, len(x), ROWS):

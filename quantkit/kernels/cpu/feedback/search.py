@@ -111,7 +111,7 @@ def table_distance8(z, table, offset):
 
 
 @inline
-def squared(z, lines, offset, t, place, j):
+def square(z, lines, offset, t, place, j):
     """Return the square of z - (T^T c)_j for the 16 points c of a line; t is -T."""
     for i in range(j + 1):
         c = convert(f32x16, convert(i32x16, load(i8x16, lines, offset + 16 * i)))
@@ -122,15 +122,15 @@ def squared(z, lines, offset, t, place, j):
 @inline
 def distance2(z, lines, offset, t, place):
     """Return the squared distances of the 16 points of a line."""
-    return squared(z[0], lines, offset, t, place, 0) + squared(z[1], lines, offset, t, place, 1)
+    return square(z[0], lines, offset, t, place, 0) + square(z[1], lines, offset, t, place, 1)
 
 
 @inline
 def distance4(z, lines, offset, t, place):
     """Return ``distance2`` for points of 4 columns."""
     return (
-        (squared(z[0], lines, offset, t, place, 0) + squared(z[1], lines, offset, t, place, 1))
-        + (squared(z[2], lines, offset, t, place, 2) + squared(z[3], lines, offset, t, place, 3))
+        (square(z[0], lines, offset, t, place, 0) + square(z[1], lines, offset, t, place, 1))
+        + (square(z[2], lines, offset, t, place, 2) + square(z[3], lines, offset, t, place, 3))
     )  # fmt: skip
 
 
@@ -138,8 +138,8 @@ def distance4(z, lines, offset, t, place):
 def distance8(z, lines, offset, t, place):
     """Return ``distance2`` for points of 8 columns."""
     return distance4((z[0], z[1], z[2], z[3]), lines, offset, t, place) + (
-        (squared(z[4], lines, offset, t, place, 4) + squared(z[5], lines, offset, t, place, 5))
-        + (squared(z[6], lines, offset, t, place, 6) + squared(z[7], lines, offset, t, place, 7))
+        (square(z[4], lines, offset, t, place, 4) + square(z[5], lines, offset, t, place, 5))
+        + (square(z[6], lines, offset, t, place, 6) + square(z[7], lines, offset, t, place, 7))
     )  # fmt: skip
 
 

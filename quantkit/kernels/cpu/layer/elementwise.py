@@ -102,12 +102,12 @@ def _sum(x, operand):
 
 
 @inline
-def _clamped(x, operand):
+def _clamp(x, operand):
     return vmax(-operand, vmin(operand, x))
 
 
 @inline
-def _capped(x, operand):
+def _cap(x, operand):
     return tanh(x / operand) * operand
 
 
@@ -118,8 +118,8 @@ def _softplus(x, operand):
 
 scale = _map.bind("scale", function=_times)
 shift = _map.bind("shift", function=_sum)
-clamp = _map.bind("clamp", function=_clamped)
-softcap = _map.bind("softcap", function=_capped)
+clamp = _map.bind("clamp", function=_clamp)
+softcap = _map.bind("softcap", function=_cap)
 softplus = _map.bind("softplus", function=_softplus)
 
 

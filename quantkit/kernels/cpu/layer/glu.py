@@ -1,25 +1,8 @@
 """Activation functions and gated linear units: out = activation(gate) * up.
 
-``gated(kind)`` is an inlined function (gate, up, alpha, gate_limit, act_limit, up_limit) -> f32x16, the epilogue of
-fused mat-muls; ``activated(kind)`` is the same without up. A limit that is off is infinite; ``limits`` returns the
-four numbers of an ops.Activation.
-
-    silu         x / (1 + e^-x)                     gelu_erf     x / 2 (1 + erf(x / sqrt 2))
-    sigmoid      1 / (1 + e^-x)                     gelu_quick   x / (1 + e^-1.702x)
-    relu         max(x, 0)                          gelu         x / 2 (1 + tanh(sqrt(2/pi) x (1 + 0.044715 x^2)))
-    relu_sqr     max(x, 0)^2                        swiglu_oai   x / (1 + e^-alpha x), times up + 1
-    linear       x
-
-On CPUs llama.cpp looks gelu and gelu_quick up in f16 tables (b11434 ggml-cpu/vec.h): x is rounded to f16 before, the
-result after. This file rounds at both points and computes the function in between; beyond +-10, outside ggml's gelu
-table, the result is x or zero.
-
-Operations (slots as in ``operation``; addresses are int64):
-
-    glu(activation)       batch out gate up width gate_width rows_of per alpha gate_limit act_limit up_limit
-                          up = 0: gate's rows hold both halves, 2 * width columns, the gate first (gate_width = width);
-                          gate_width < width: every element of gate applies to width / gate_width adjacent columns
-    activate(activation)  batch out x width rows_of per alpha gate_limit act_limit up_limit
+``gated_activation(kind)`` is an inlined function (gate, up, alpha, gate_limit, act_limit, up_limit) -> f32x16, the
+epilogue of fused mat-muls; ``activation_function(kind)`` is the same without up. A limit that is off is infinite;
+``limits`` returns the four numbers of an ops.Activation.
 """
 
 from __future__ import annotations
@@ -117,11 +100,11 @@ inner: Any = None
 factor: Any = None
 
 
-def _activated(x, alpha, gate_limit, act_limit):
+def _activation(x, alpha, gate_limit, act_limit):
     return vmin(act_limit, inner(vmin(gate_limit, x), alpha))
 
 
-def _gated(gate, up, alpha, gate_limit, act_limit, up_limit):
+def _gate(gate, up, alpha, gate_limit, act_limit, up_limit):
     activated = vmin(act_limit, inner(vmin(gate_limit, gate), alpha))
     return activated * factor(vmax(-up_limit, vmin(up_limit, up)))
 
@@ -132,15 +115,15 @@ def _of_kind(template: Callable[..., Any], kind: str) -> Any:
 
 
 @cache
-def activated(kind: str) -> Any:
+def activation_function(kind: str) -> Any:
     """Return the inlined function (x, alpha, gate_limit, act_limit) -> f32x16 of an activation."""
-    return _of_kind(_activated, kind)
+    return _of_kind(_activation, kind)
 
 
 @cache
-def gated(kind: str) -> Any:
+def gated_activation(kind: str) -> Any:
     """Return the inlined function (gate, up, alpha, gate_limit, act_limit, up_limit) -> f32x16 of an activation."""
-    return _of_kind(_gated, kind)
+    return _of_kind(_gate, kind)
 
 
 def limits(activation: Activation) -> dict[str, float]:
@@ -207,7 +190,7 @@ _X, _X_WIDTH, _X_ROWS_OF, _X_PER, _X_ALPHA, _X_GATE_LIMIT, _X_ACT_LIMIT = range(
 
 
 @operation(f"batch out x width rows_of per {_LIMITS}")
-def _activate(args, tid, nth):
+def _apply(args, tid, nth):
     """out = activation(x), 16 values at a time."""
     alpha = farg(args, _X_ALPHA)
     gate_limit = farg(args, _X_GATE_LIMIT)
@@ -226,9 +209,9 @@ def _activate(args, tid, nth):
 
 def glu(activation: Activation) -> TapeOp:
     """Return the operation of ops.Glu for this activation; its limits are slots."""
-    return _glu.bind(activation.kind, gate_up=gated(activation.kind))
+    return _glu.bind(activation.kind, gate_up=gated_activation(activation.kind))
 
 
 def activate(activation: Activation) -> TapeOp:
     """Return the operation of ops.Activate for this activation."""
-    return _activate.bind(activation.kind, act=activated(activation.kind))
+    return _apply.bind(activation.kind, act=activation_function(activation.kind))

@@ -76,7 +76,7 @@ _WEIGHTS, _BASE, _M_WIDTH, _GROUP, _N, _OFFSET, _M_ROWS_OF = range(3, 10)
 
 
 @inline
-def _mixed(x, weights, n, stride, offset, byte, count):
+def _mix(x, weights, n, stride, offset, byte, count):
     """Return the sum of 16 columns of n groups; count: the number of columns that exist."""
     total = splat(f32x16, 0.0)
     for i in range(n):
@@ -98,7 +98,7 @@ def mix(args, tid, nth):
         base, out = arg(args, _BASE) + 4 * group * unit, arg(args, _OUT) + 4 * group * unit
         for i in range(0, group, 16):
             count = min(16, group - i)
-            total = _mixed(x, weights, n, 4 * group, offset, 4 * i, count)
+            total = _mix(x, weights, n, 4 * group, offset, 4 * i, count)
             store_part(out, 4 * i, load_part(f32x16, base, 4 * i, count) + total, count)
 
 

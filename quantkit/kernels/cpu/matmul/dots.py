@@ -67,13 +67,13 @@ def signed_operand(levels: Any) -> Any:
 
 
 @inline
-def lowered(sums: Any, act: int) -> Any:
+def lower_levels(sums: Any, act: int) -> Any:
     """Undo the raising of the levels."""
     return sums + load(i32x16, act, OFFSETS)
 
 
 @inline
-def not_lowered(sums: Any, act: int) -> Any:
+def keep_levels(sums: Any, act: int) -> Any:
     """The levels were not raised."""
     return sums
 
@@ -81,11 +81,11 @@ def not_lowered(sums: Any, act: int) -> Any:
 def operand_functions(spec: Format) -> dict[str, Any]:
     """Return the conversion of a type's levels to operands of dot4, and the correction of the sums."""
     if not spec.signed:
-        return {"operand": unsigned_operand, "correct": not_lowered}
+        return {"operand": unsigned_operand, "correct": keep_levels}
     return (
-        {"operand": raised_operand, "correct": lowered}
+        {"operand": raised_operand, "correct": lower_levels}
         if HAS_DOT4
-        else {"operand": signed_operand, "correct": not_lowered}
+        else {"operand": signed_operand, "correct": keep_levels}
     )
 
 

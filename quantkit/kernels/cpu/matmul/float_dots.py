@@ -133,12 +133,12 @@ def unpack_float_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) ->
             turn(block, 64, panel + 128 * i + 64 * half, 128, 16)
 
 
-def _typed(sums: Any, panel: Any, tokens: Any, offset: Any, steps: Any) -> Any:
+def _type_steps(sums: Any, panel: Any, tokens: Any, offset: Any, steps: Any) -> Any:
     is_literal = isinstance(steps, types.IntegerLiteral)
     return sums(sums, types.int64, tokens, types.int64, steps) if is_literal else None
 
 
-@emits(_typed)
+@emits(_type_steps)
 def multiply_steps(b, sig, sums, panel, tokens, offset, steps):
     """Add the products of ``steps`` columns of a panel with the tokens' f32 from byte ``offset`` on."""
     n = len(tokens)

@@ -30,7 +30,7 @@ from quantkit.kernels.cpu.core.functions import load_part, store_part
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import f32x16, load, stack_bytes
 from quantkit.kernels.cpu.core.tape import TapeOp, arg, batch_word, farg, first_of, operation
-from quantkit.kernels.cpu.layer.glu import gated
+from quantkit.kernels.cpu.layer.glu import gated_activation
 from quantkit.kernels.cpu.matmul.activations import quantize, row_bytes, rows_word
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels
 from quantkit.kernels.cpu.matmul.products import (
@@ -213,7 +213,7 @@ def gate_dense(args: int, tid: int, nth: int) -> None:
 
 def up_gate(activation: Activation) -> TapeOp:
     """Return the operation of ops.UpGate for a kind of activation; its limits are slots (glu.limits)."""
-    return gate_dense.bind(activation.kind, gate_up=gated(activation.kind))
+    return gate_dense.bind(activation.kind, gate_up=gated_activation(activation.kind))
 
 
 def up_gate_scratch_bytes(up: TensorType, gate: TensorType, n_in: int) -> int:

@@ -40,7 +40,7 @@ from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import f32x16, load, stack_bytes, store
 from quantkit.kernels.cpu.core.tape import TapeOp, arg, batch_word, farg, operation
 from quantkit.kernels.cpu.core.team import atomic_add, atomic_store
-from quantkit.kernels.cpu.layer.glu import gated
+from quantkit.kernels.cpu.layer.glu import gated_activation
 from quantkit.kernels.cpu.matmul.panel import ROWS, panels
 from quantkit.kernels.cpu.matmul.products import (
     BLOCK,
@@ -309,7 +309,7 @@ def gate_by_expert(args, tid, nth):
 
 def up_gate_id(activation: Activation) -> TapeOp:
     """Return the operation of ops.UpGateId for a kind of activation; its limits are slots."""
-    return gate_by_expert.bind(activation.kind, gate_up=gated(activation.kind))
+    return gate_by_expert.bind(activation.kind, gate_up=gated_activation(activation.kind))
 
 
 def scratch_bytes(t: TensorType, n_in: int) -> int:

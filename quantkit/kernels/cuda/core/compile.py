@@ -20,7 +20,7 @@ from quantkit.errors import ResourceError
 from quantkit.kernels.cache_folder import cache_folder
 from quantkit.kernels.cuda.core.generated import headers
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, source
-from quantkit.kernels.first_run import compiling
+from quantkit.kernels.first_run import compilation
 
 #: Architectures of systems on a chip (Jetson, Drive), whose machine code runs nowhere else.
 _ON_CHIP = frozenset({53, 62, 72, 87, 101, 110})
@@ -116,7 +116,7 @@ def machine_code(kernel: Kernel, capability: int) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        with compiling():
+        with compilation():
             code = compile_module(kernel, target)[0]
     _keep(path, code)
     return code

@@ -32,7 +32,7 @@ def copy_gb_s(device: CUDADevice, repetitions: int = 10) -> float:
     a, b = (device.allocate(_COPIED) for _ in range(2))
     try:
         device.zero(a, _COPIED)
-        seconds = timed(device, lambda: device.copy(b, a, _COPIED), repetitions)
+        seconds = median_seconds(device, lambda: device.copy(b, a, _COPIED), repetitions)
     finally:
         device.free(a)
         device.free(b)
@@ -48,14 +48,14 @@ def gemm_gops(device: CUDADevice, repetitions: int = 10) -> float:
         for address in (a, b):
             values = rng.standard_normal(n * n).astype(np.float32)
             device.upload(address, (values.view(np.uint32) >> 16).astype(np.uint16))
-        seconds = timed(device, lambda: device.gemm_bf16(n, n, n, a, b, c), repetitions)
+        seconds = median_seconds(device, lambda: device.gemm_bf16(n, n, n, a, b, c), repetitions)
     finally:
         for address in (a, b, c):
             device.free(address)
     return 2 * n**3 / seconds / 1e9
 
 
-def timed(device: CUDADevice, work: Callable[[], None], repetitions: int = 10, warm: int = 2) -> float:
+def median_seconds(device: CUDADevice, work: Callable[[], None], repetitions: int = 10, warm: int = 2) -> float:
     """Return the median seconds of ``work`` on the device, by its own events."""
     for _ in range(warm):
         work()

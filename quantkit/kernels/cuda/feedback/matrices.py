@@ -131,29 +131,29 @@ def cholesky(r: int, pivots: int, bad: int, n: int) -> Iterator[Launch]:
         block = _FACTOR.block(r=r, by=pivots, inverse=pivots + 8 * n, n=n, begin=begin, count=end - begin, bad=bad)
         yield Launch(_FACTOR, (1, 1, 1), block)
         if end < n:
-            yield _solved(r, r, pivots, (n, n), (begin, end), (end, n))
-            yield _subtracted(r, r, (n, 1), n, (begin, end), (end, n), (end, n), upper=True)
+            yield _solve(r, r, pivots, (n, n), (begin, end), (end, n))
+            yield _subtract(r, r, (n, 1), n, (begin, end), (end, n), (end, n), upper=True)
 
 
 def solve(x: int, r: int, inverse: int, m: int, n: int) -> Iterator[Launch]:
     """Yield the launches that solve R^T R X = B for X, f64 [n, m], B before; inverse: 1 over the diagonal of R."""
     for begin in range(0, n, BLOCK):
         end = min(begin + BLOCK, n)
-        yield _solved(x, r, inverse, (m, n), (begin, end), (0, m))
+        yield _solve(x, r, inverse, (m, n), (begin, end), (0, m))
         if end < n:
-            yield _subtracted(x, r, (n, 1), m, (begin, end), (end, n), (0, m))
+            yield _subtract(x, r, (n, 1), m, (begin, end), (end, n), (0, m))
     for begin in reversed(range(0, n, BLOCK)):
         end = min(begin + BLOCK, n)
-        yield _solved(x, r, inverse, (m, n), (begin, end), (0, m), backwards=True)
+        yield _solve(x, r, inverse, (m, n), (begin, end), (0, m), backwards=True)
         if begin:
-            yield _subtracted(x, r, (1, n), m, (begin, end), (0, begin), (0, m))
+            yield _subtract(x, r, (1, n), m, (begin, end), (0, begin), (0, m))
 
 
 #: The first and the last + 1 of rows, or of columns.
 _Range = tuple[int, int]
 
 
-def _solved(
+def _solve(
     x: int, r: int, pivots: int, widths: tuple[int, int], rows: _Range, columns: _Range, backwards: bool = False
 ) -> Launch:
     """Return the launch that solves for some rows and columns of x; widths: of rows of x and of r."""
@@ -165,7 +165,7 @@ def _solved(
     return Launch(_SOLVE, (-(-(last - first) // _SOLVE_COLUMNS), 1, 1), block)
 
 
-def _subtracted(
+def _subtract(
     c: int,
     q: int,
     strides: tuple[int, int],
