@@ -140,7 +140,9 @@ def _grid_lines(tensors: list[ExactTensor]) -> list[str]:
     line = f"--keep-grid: {exact} of {total} weights in {len(tensors)} tensors are exact ({100 * exact / total:.4g} %)"
     partial = [t for t in tensors if t.exact < t.values]
     names = [f"  {printable(t.name)}: {100 * t.exact / t.values:.4g} % exact as {t.type}" for t in partial]
-    return ["", line, *names]
+    ambiguous = sum(t.ambiguous_blocks for t in tensors)
+    choice = f"  {ambiguous} exact blocks allow either sign of a scale: the source may have had the other one"
+    return ["", line, *names, *([choice] if ambiguous else [])]
 
 
 def _grid_dict(tensors: list[ExactTensor]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quantkit.cli._table import fold, table
 from quantkit.formats.gguf import Field
 from quantkit.inspect import Fact, Group, Inspection, first_items, inspect
 from quantkit.names import printable, shorten
+from quantkit.pipeline.exactness import exact_weights
 from quantkit.units import format_count, format_shape, format_size
 
 _SCOPE, _OUT = "Selection", "Output"
@@ -106,6 +108,10 @@ def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     content = "weights" if inspection.architecture else "values"
     yield content, f"{format_count(total.values)} in {total.tensors}{selection} tensors{active}"
     yield "tensor data", f"{format_size(total.nbytes)}, {total.bpw:.3f} bits per weight"
+    if exact := exact_weights(dict(inspection.provenance)):
+        on_grid = [t for t in inspection.tensors if t.name in exact]
+        share = f"{sum(exact[t.name] for t in on_grid)} of {sum(prod(t.shape) for t in on_grid)}"
+        yield "exact weights", f"{share} in {len(on_grid)} tensors that keep their grid"
     for runtime in inspection.runtimes if inspection.architecture else ():
         yield f"in {runtime.name}", str(runtime)
     for key, value in inspection.provenance:

@@ -284,7 +284,7 @@ def _grid_notes(paths: Paths) -> list[str]:
         return []
     labels = [t.label for t in paths.config.targets if quantize_options(paths, t).keep_grid]
     if not labels:
-        return [f"{paths.grid}; no target keeps it: only presets without error feedback do, unless keep_grid = false"]
+        return [f"{paths.grid}; no target keeps it"]
     return [
         f"{paths.grid}; {', '.join(labels)} keep{'s' * (len(labels) == 1)} it ([quantize] keep_grid = false: do not)"
     ]

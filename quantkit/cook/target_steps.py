@@ -38,8 +38,8 @@ def check_path(paths: Paths, label: str) -> Path:
     return paths.work(f"checks/{label}.json")
 
 
-#: Options that keep_grid excludes.
-_EXCLUSIVE = ("feedback", "calibrate", "like")
+#: The option that keep_grid excludes.
+_EXCLUSIVE = "like"
 
 
 def recipe_path(paths: Paths, label: str) -> Path:
@@ -80,12 +80,11 @@ def quantize_options(paths: Paths, settings: TargetSettings) -> QuantizeOptions:
 
 
 def keeps_grid_by_default(paths: Paths, settings: TargetSettings) -> bool:
-    """Return whether a target keeps the grid that weights lie on: a preset without error feedback, unless set."""
-    target, config = settings.target, paths.config
+    """Return whether a target keeps the grid that weights lie on: unless that is set, or types come from a file."""
+    config = paths.config
     is_set = "keep_grid" in config.quantize or "keep_grid" in settings.quantize
-    has_types = target.goal is None and not target.feedback and not target.calibrate
-    has_feedback = any(options.get(name) for options in (config.quantize, settings.quantize) for name in _EXCLUSIVE)
-    return bool(paths.grid) and has_types and not is_set and not has_feedback
+    copies_types = any(options.get(_EXCLUSIVE) for options in (config.quantize, settings.quantize))
+    return bool(paths.grid) and not is_set and not copies_types
 
 
 @dataclass(frozen=True)

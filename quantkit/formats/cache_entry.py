@@ -3,7 +3,7 @@
 ==============  ==========================================================================================
 byte 0          a line of JSON (``Header``), a line with its SHA-256, spaces up to byte 4096
 byte 4096       the rows, matrix by matrix
-behind them     a record (``RECORD``, 112 bytes) for each piece of rows: the SHA-256 of what was encoded, half a
+behind them     a record (``RECORD``, 120 bytes) for each piece of rows: the SHA-256 of what was encoded, half a
                 SHA-256 of rows and error sums here, and those sums
 ==============  ==========================================================================================
 
@@ -32,10 +32,10 @@ from quantkit.formats.ranges import U8
 
 #: Where rows begin: at a page, so that file systems can share extents.
 DATA = 4096
-RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 8)])
+RECORD = np.dtype([("source", "V32"), ("check", "V16"), ("sums", "<f8", 9)])
 #: Maximum number of pieces that is accepted, that of a tensor of 4 T values, and maximum bytes of a piece.
 _MOST_PIECES, _MOST_BYTES = 1 << 25, 1 << 29
-_KIND = "quantkit cached tensor, 3"
+_KIND = "quantkit cached tensor, 4"
 
 
 #: Keys of the JSON line -> fields of ``Header``, in their order.

@@ -62,7 +62,8 @@ class ErrorSums(NamedTuple):
     """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2.
 
     For rows encoded with feedback, also the losses of the reference's and the written bytes, and the number of rows; of
-    tensors that keep their grid, the number of values that the written bytes hold exactly.
+    tensors that keep their grid, the number of values that the written bytes hold exactly, and that of the blocks whose
+    bytes their numbers do not determine.
     """
 
     square: float = 0.0
@@ -73,6 +74,7 @@ class ErrorSums(NamedTuple):
     loss_after: float = 0.0
     rows_improved: float = 0.0
     exact: float = 0.0
+    ambiguous: float = 0.0
 
     def __add__(self, sums: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
         return ErrorSums(*(a + b for a, b in zip(self, sums, strict=True)))

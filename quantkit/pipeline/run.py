@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
+import numpy as np
+
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import (
@@ -36,6 +38,7 @@ from quantkit.pipeline.cache.run_cache import CacheUse, RunCache
 from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.completeness import is_complete
 from quantkit.pipeline.content import stamps_of
+from quantkit.pipeline.exactness import header_with_counts
 from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, RunObserver
@@ -175,6 +178,9 @@ def run_plan(
             try:
                 with Ledger(plan, target, journal, values, max_ram, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
+                header = header_with_counts(plan, {name: ErrorSums(*s) for name, s in journal.sums.items()})
+                if header is not None:
+                    target.write(0, np.frombuffer(header, np.uint8), 0)
                 target.finish()
                 check_unchanged((*plan.source.inputs, *plan.reads))
             except ClusterError:

@@ -63,10 +63,11 @@ def _losses(before: F64, after: F64) -> ErrorSums:
 
 
 def _keep_grid(part: PlannedPart, x: F32, out: U8) -> ErrorSums:
-    """Encode blocks on the grid of the target exactly; return the number of values that are exact."""
+    """Encode blocks on the grid of the target exactly; return the numbers of exact values and ambiguous blocks."""
     from quantkit.kernels.cpu.encode.lattice_rows import keep_exact_blocks
 
-    return ErrorSums(exact=keep_exact_blocks(part.encoding.target, part.source.type, x, out))
+    result = keep_exact_blocks(part.encoding.target, part.source.type, x, out)
+    return ErrorSums(exact=result.values, ambiguous=result.ambiguous_blocks)
 
 
 def source_digest(source: Source, index: int, tensor: PlannedTensor, values: int, buffers: Buffers) -> int:

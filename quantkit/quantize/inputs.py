@@ -136,7 +136,9 @@ def with_covariances(draft: Draft, tensors: Sequence[OutputTensor]) -> tuple[lis
     for c in tensors:
         inputs, changed = None, ""
         name = original.get(c.name, c.name)
-        if c.encoder:
+        if c.keeps_grid:
+            changed = "; without feedback"
+        elif c.encoder:
             inputs = draft.feedback.lookup(c.name, name, c.shape, c.type)
         elif c.is_whole and c.parts[0].source.type is c.type:
             inputs = draft.feedback.lookup_corrected(c.name, name, c.shape, c.type)

@@ -28,8 +28,6 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         ("prune_layers", "calibrate"),
         ("merge_lora", "calibrate"),
         ("bigendian", "calibrate"),
-        ("keep_grid", "calibrate"),
-        ("keep_grid", "feedback"),
         ("keep_grid", "like"),
     )
     for pair in exclusive:

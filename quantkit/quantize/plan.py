@@ -9,16 +9,17 @@ from typing import Unpack
 
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.formats.gguf import open_model
+from quantkit.formats.gguf import Field, open_model
 from quantkit.formats.override import override_file
-from quantkit.formats.remote import locate
+from quantkit.formats.remote import URL, locate
 from quantkit.html_table import HtmlTable, Table
 from quantkit.kernels.formats import SYMMETRIC
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import Choice, Request
 from quantkit.pipeline.custom_encoder import custom_encoders
+from quantkit.pipeline.exactness import grid_fields
 from quantkit.pipeline.lora_source import LoraSource, merge_adapters, merge_notes
-from quantkit.pipeline.plan import Plan, plan_output
+from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
 from quantkit.pipeline.reference_types import read_reference_types
 from quantkit.pipeline.repack import bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
@@ -104,7 +105,9 @@ def plan_from(
     draft, tensors, choices = choose(draft, request)
     while names := equalized_plain_names(draft, tensors, choices):
         draft, tensors, choices = choose(without_equalization(draft, source, names), request)
-    grids = choose_grids(draft.source, request, tensors, choices) if options.keep_grid else GridChoices(choices)
+    grids = GridChoices(choices)
+    if options.keep_grid:
+        grids = choose_grids(draft.source, request, tensors, choices, whole=draft.feedback is not None)
     choices = grids.choices
     draft = draft.with_notes((*lint(draft, request, tensors, choices), *grids.notes))
     if draft.like is not None:
@@ -124,7 +127,7 @@ def plan_from(
     plan = plan_output(
         draft.source,
         output,
-        metadata.fields(),
+        [*metadata.fields(), *_counted_fields(options, output, outputs)],
         outputs,
         title=_title(draft),
         rules=_rules(request),
@@ -153,6 +156,13 @@ def plan_from(
         feedback_notes=tuple(feedback_notes),
     )
     return plan if draft.executor is None else replace(plan, executor=draft.executor)
+
+
+def _counted_fields(options: QuantizeOptions, output: Path, tensors: Sequence[OutputTensor]) -> list[Field]:
+    """Return the keys of what a run counts and writes at its end: not to a store, which has the header by then."""
+    if options.no_provenance or options.bigendian or isinstance(output, URL):
+        return []
+    return grid_fields(t.name for t in tensors if t.keeps_grid and t.custom is None)
 
 
 def _title(draft: Draft) -> str:

@@ -47,6 +47,8 @@ def card_text(report: Report, base_model: str = "", license: str = "") -> str:  
     if report.imatrix is not None:
         names = ", ".join(map(_escape_markdown, report.imatrix.datasets)) or _escape_markdown(report.imatrix.name)
         parts.append(f"Importance matrix: {names}; {100 * report.imatrix.share:.4g} % of the matrices have data.")
+    exact = [(_escape_markdown(f.name), *f.exact) for f in report.files if f.exact is not None]
+    parts += [f"In {name}, {n} of {total} weights are exactly those of the source." for name, n, total in exact]
     parts += ["## Download", _download(report)]
     table = support_table(report)
     parts += ["## Runtimes", _markdown_table([c.label for c in table.columns], table.rows)]

@@ -77,7 +77,7 @@ class Matrix:
     """A tensor of two or more dimensions.
 
     ``error``: relative root mean square error against the base, weighted by importance if ``weighted``; None: not
-    measured.
+    measured. ``exact``: weights that ``quantize --keep-grid`` counted as exact; None: it did not keep a grid.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Matrix:
     nbytes: int
     error: float | None = None
     weighted: bool = False
+    exact: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,12 @@ class File:
     @property
     def bpw(self) -> float:
         return 8 * self.tensor_bytes / max(1, self.values)
+
+    @property
+    def exact(self) -> tuple[int, int] | None:
+        """Exact weights, and all weights, of matrices that keep their grid; None if there are none."""
+        on_grid = [(m.exact, m.values) for m in self.matrices if m.exact is not None]
+        return (sum(exact for exact, _ in on_grid), sum(values for _, values in on_grid)) if on_grid else None
 
 
 @dataclass(frozen=True)

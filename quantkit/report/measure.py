@@ -33,6 +33,7 @@ from quantkit.imatrix import coverage
 from quantkit.inspect import EMBEDDING_LENGTH, TEXT_EMBEDDING_LENGTH, Inspection, inspect
 from quantkit.names import file_name, printable, shorten, tensor_class
 from quantkit.pipeline.content import FileRecord, content_digest
+from quantkit.pipeline.exactness import exact_weights
 from quantkit.pipeline.facts import layer_of
 from quantkit.progress import Progress
 from quantkit.report.by_text import list_report_texts, measure_texts
@@ -322,7 +323,12 @@ def _text(path: Path | None) -> Text | None:
 
 
 def _file(inspection: Inspection, content: FileRecord | None, previous: Report | None) -> File:
-    matrices = (_matrix(t.name, t.type.name, t.shape, t.nbytes) for t in inspection.tensors if n_dims(t.shape) > 1)
+    exact = exact_weights(dict(inspection.provenance))
+    matrices = (
+        replace(_matrix(t.name, t.type.name, t.shape, t.nbytes), exact=exact.get(t.name))
+        for t in inspection.tensors
+        if n_dims(t.shape) > 1
+    )
     file = File(
         name=printable(inspection.path.name),
         fingerprint=_fingerprint(inspection.path),

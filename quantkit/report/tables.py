@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.evaluate import Estimate
 from quantkit.report.charts import short_names
-from quantkit.report.data import Base, File, GroupCost, Report, TaskScore
+from quantkit.report.data import Base, File, GroupCost, Matrix, Report, TaskScore
 from quantkit.report.heat_maps import GUESS, GUESS_NOTE, NO_LAYER, costs_of
 from quantkit.units import size_unit
 
@@ -185,23 +185,32 @@ def tokens_table(report: Report) -> Table:
 
 
 def matrices_tables(report: Report) -> list[Table]:
-    """Return the tables of types and, if measured, of errors of all matrices in each file."""
+    """Return the tables of types of all matrices in each file, of exact weights and of errors where they are known."""
     labels = short_names(report.files)
     files = [{m.name: m for m in f.matrices} for f in report.files]
     names = list(dict.fromkeys(name for matrices in files for name in matrices))
     columns = (Column("tensor", False), Column("weights"), *(Column(label, False) for label in labels))
-    rows, errors = [], []
+    rows, exact, errors = [], [], []
     for name in names:
         first = next(matrices[name] for matrices in files if name in matrices)
         head = (Cell(name), Cell(f"{first.values:,}", first.values))
         rows.append((*head, *(Cell(matrices[name].type if name in matrices else "") for matrices in files)))
+        shares = [_exact_share(matrices.get(name)) for matrices in files]
+        exact.append((*head, *(number_cell(share, ".6g") for share in shares)))
         cells = [matrices[name].error if name in matrices else None for matrices in files]
         errors.append((*head, *(number_cell(None if e is None else 100 * e, ".3g") for e in cells)))
     tables = [Table("table-types", "Type of every matrix", columns, tuple(rows))]
+    columns = (*columns[:2], *(Column(label) for label in labels))
+    if any(m.exact is not None for f in report.files for m in f.matrices):
+        tables.append(Table("table-exact", "Exact weights of every matrix on a grid, %", columns, tuple(exact)))
     if any(m.error is not None for f in report.files for m in f.matrices):
-        columns = (*columns[:2], *(Column(label) for label in labels))
         tables.append(Table("table-errors", "Relative error of every matrix, %", columns, tuple(errors)))
     return tables
+
+
+def _exact_share(matrix: Matrix | None) -> float | None:
+    """Return the percentage of a matrix's weights that are exact; None if none are counted."""
+    return None if matrix is None or matrix.exact is None else 100 * matrix.exact / max(1, matrix.values)
 
 
 def costs_table(report: Report) -> Table:

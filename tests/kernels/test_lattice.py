@@ -19,14 +19,14 @@ from quantkit.types import BY_NAME, TYPES, TensorType
 N = 512
 SEARCHED = [t for t in TYPES if lattice_of(t) is not None]
 #: The share of blocks of BF16 that are exact at least: with a minimum, a few have no second pair of scales in reach.
-LEAST = {"Q4_1": 0.99, "Q5_1": 0.99, "Q2_K": 0.97, "Q4_K": 0.97, "Q5_K": 0.97}
+LEAST = {"Q4_1": 0.99, "Q5_1": 0.99, "IQ2_XXS": 0.97, "IQ2_S": 0.97}
 
 
 def keep(t: TensorType, source: str, x: F32) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the bytes without and with the option, and the number of exact values."""
-    plain = quantize(x, t)
+    plain = quantize(x, t, np.ones(x.shape[1], np.float32) if t.imatrix == "required" else None)
     result = plain.copy()
-    return plain, result, keep_exact_blocks(t, BY_NAME[source], x, result)
+    return plain, result, keep_exact_blocks(t, BY_NAME[source], x, result).values
 
 
 def exact_values(t: TensorType, source: str, x: F32, rows: np.ndarray) -> np.ndarray:
@@ -37,7 +37,8 @@ def exact_values(t: TensorType, source: str, x: F32, rows: np.ndarray) -> np.nda
 
 @cache
 def bytes_of(name: str, weighted: bool) -> np.ndarray:
-    return quantize(gaussian(16, N), BY_NAME[name], np.ones(N, np.float32) if weighted else None)
+    t = BY_NAME[name]
+    return quantize(gaussian(16, N), t, np.ones(N, np.float32) if weighted or t.imatrix == "required" else None)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -54,7 +55,10 @@ def test_decoded_values_are_on_the_grid(t: TensorType, source: str, weighted: bo
 
 
 #: Where bytes of an imatrix or the plain encoder come back for certain, apart from ties of sign.
-IDENTICAL = ("Q4_1", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K", "Q4_K", "Q5_K", "MXFP4", "NVFP4", "TQ2_0", "Q1_0")
+IDENTICAL = (
+    *("Q4_1", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K", "Q4_K", "Q5_K", "MXFP4", "NVFP4", "TQ2_0", "Q1_0"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -162,7 +166,11 @@ def test_ternary_weights_are_found() -> None:
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
 def test_the_fields_of_a_block_have_all_of_its_bits_once(t: TensorType) -> None:
     lattice = lattice_of.__wrapped__(t)
-    bits = [8 * byte + shift + i for byte, shift, _, count in lattice.runs.tolist() for i in range(count)]
+    bits = [
+        8 * (byte + k) + shift + i
+        for _, byte, shift, _, count, fields in lattice.runs.tolist()
+        for k in range(fields)
+        for i in range(count)
+    ]
     assert sorted(bits) == list(range(8 * t.block_bytes))
-    assert lattice.fields[-1] == len(lattice.runs)
-    assert len(lattice.fields) == lattice.counts.sum() + 1
+    assert lattice.ends[-1] == len(lattice.runs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 from click.testing import CliRunner
 from refusals import refuses
 
+from covariances import write_covariances
 from quantkit.cli import cli
 from quantkit.cli._feedback_report import feedback_lines
 from quantkit.cli._run_report import RunReport
 from quantkit.errors import QuantkitError
-from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
+from quantkit.formats.gguf import open_gguf
 from quantkit.imatrix import ImatrixOptions
 from quantkit.imatrix.covariance import covariance
 from quantkit.pipeline import feedback
@@ -26,7 +26,7 @@ from quantkit.pipeline.cache import keys
 from quantkit.pipeline.feedback_report import FeedbackReport, feedback_report
 from quantkit.pipeline.journal import Journal
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
-from quantkit.types import BY_NAME, TensorType
+from quantkit.types import BY_NAME
 from small_models import llama_fields, llama_tensors, tensor_bytes, write_model
 from zoo import write_zoo
 
@@ -43,22 +43,6 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = llama_tensors(1, ff=256)
     tensors |= {f"blk.0.ffn_{part}_exps.weight": ((256, 96, EXPERTS), "F16") for part in ("gate", "up")}
     return write_model(tmp_path_factory.mktemp("moe") / "moe.gguf", tensors, llama_fields(1, ff=256))
-
-
-def write_covariances(path: Path, entries: Mapping[str, tuple[float, ...]], seed: int = 0) -> Path:
-    """Write covariances of 256 columns; ``entries``: tokens of each matrix by the names of the weights ("a: b")."""
-    rng = np.random.default_rng(seed)
-    tensors: list[tuple[str, tuple[int, ...], TensorType, bytes]] = []
-    for line, tokens in entries.items():
-        name = line.partition(":")[0]
-        x = rng.standard_normal((len(tokens), 300, 256)) * np.exp(rng.standard_normal(256))
-        x[..., 1:] += 0.7 * x[..., :-1]
-        h = np.einsum("mti,mtj->mij", x, x).astype("<f4")
-        tensors.append((f"{name}.cov", (256, 256, len(tokens)), F32, h.tobytes()))
-        tensors.append((f"{name}.counts", (len(tokens),), F32, np.array(tokens, "<f4").tobytes()))
-    lines = Field.of("quantkit.covariance.inputs", list(entries), ValueType.ARRAY, ValueType.STRING)
-    write_gguf(path, [Field.of("general.type", "covariance"), lines], tensors)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -554,8 +554,9 @@ def _as_i32(a: Any) -> Any:
     return VecType(types.int32, a.lanes)(a) if isinstance(a, VecType) else types.int32(types.float32)
 
 
-#: Adding 1.5 * 2^23 rounds an f32 below 2^22 to nearest even, and leaves the integer in its low bits.
-_MAGIC = 12582912.0
+#: Adding 1.5 * 2^23 rounds an f32 below 2^22 to nearest even, and leaves the integer in its low bits; 1.5 * 2^52 rounds
+#: an f64 below 2^51.
+_MAGIC, _MAGIC_F64 = 12582912.0, 1.5 * 2.0**52
 
 
 @emits(_as_i32)
@@ -571,13 +572,13 @@ def nearest_int(b, sig, x):
 
 @emits(lambda a: a(a))
 def round_even(b, sig, x):
-    """Round a vector of f32 to nearest even, as f32, for |x| < 2^22; larger values may come back unrounded.
+    """Round a vector of f32 or f64 to nearest even, for |x| < 2^22 or 2^51; larger values may come back unrounded.
 
     One instruction with SSE4.1; then -0.5..-0 may give -0.
     """
     if FEATURES & {"sse4.1", "sse4.2", "avx", "avx512f"}:
         return _lanewise(b, "roundeven", x)
-    magic = _const(x.type, _MAGIC)
+    magic = _const(x.type, _MAGIC_F64 if isinstance(x.type.element, ir.DoubleType) else _MAGIC)
     return b.fsub(b.fadd(x, magic), magic)
 
 

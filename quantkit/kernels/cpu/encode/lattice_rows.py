@@ -5,22 +5,16 @@ An encoder's own bytes stay where they are exact already, and where no exact one
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cpu.core.jit import inline, kernel
-from quantkit.kernels.cpu.encode.lattice import (
-    HALF_SUBNORMAL,
-    LEAST_NORMAL,
-    are_representable,
-    half_unit,
-    pack_field,
-)
+from quantkit.kernels.cpu.encode.exactness import SAME_SIGNS, exactness, mark_signs_lost
 from quantkit.kernels.cpu.encode.lattice_blocks import find_scales, find_scales_and_minimums
+from quantkit.kernels.cpu.encode.lattice_groups import pack_groups
+from quantkit.kernels.cpu.encode.lattice_pack import pack_blocks, write_better
 from quantkit.kernels.cpu.encode.lattice_super import find_super_scales, find_super_scales_and_minimums
-from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.lattices import PRECISIONS, Lattice, lattice_of
 from quantkit.types import TensorType
 
@@ -30,116 +24,63 @@ Flags = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-#: How exact a block is: also in the signs of its zeros, which are those of scales.
-EXACT, SAME_SIGNS = 1, 2
+class Exactness(NamedTuple):
+    """The number of values that are exact, and that of the exact blocks whose bytes their numbers do not determine."""
 
-
-@inline
-def _is_near(x: Any, y: Any, bits: Any) -> Any:
-    """Return whether a float rounds to a number with so many bits; both as int32."""
-    if bits == 24 or (x ^ y) < 0:
-        return False
-    magnitude = x & np.int32(0x7FFFFFFF)
-    return abs(x - y) <= half_unit(magnitude, bits)
-
-
-@kernel
-def _mark_exact(x: Any, y: Any, block: int, precisions: Any, exact: Any) -> None:
-    """Store how exact blocks of y are, rounded to the source's type, or to a narrower one that holds all values."""
-    x_bits, y_bits = x.view(np.int32), y.view(np.int32)
-    for b in range(exact.size):
-        exact[b] = 0
-        for p in range(precisions.size):
-            if p > 0 and not are_representable(x, b * block, block, precisions[p]):
-                break
-            result = SAME_SIGNS
-            for i in range(b * block, (b + 1) * block):
-                if x_bits[i] == y_bits[i]:
-                    continue
-                if x[i] == y[i]:
-                    result = min(result, EXACT)
-                elif precisions[p] == 11 and abs(x[i]) < LEAST_NORMAL:
-                    result = result if abs(x[i] - y[i]) <= HALF_SUBNORMAL else 0
-                elif not _is_near(x_bits[i], y_bits[i], precisions[p]):
-                    result = 0
-                if result == 0:
-                    break
-            if result:
-                exact[b] = result
-                break
-
-
-@kernel
-def _pack(flags: Any, block: int, subs: int, q: Any, s: Any, m: Any, d: Any, dmin: Any, runs: Any, fields: Any,
-          counts: Any, out: Any) -> None:  # fmt: skip
-    """Write the fields of the flagged blocks into out, uint8 [blocks, block bytes]; d and dmin: uint16, bits of f16.
-
-    counts: numbers of fields of q, s, m, d and dmin.
-    """
-    for b in range(flags.size):
-        if not flags[b]:
-            continue
-        out[b, :] = 0
-        field = 0
-        row = out[b]
-        for i in range(counts[0]):
-            pack_field(row, 0, field, np.int64(q[b * block + i]), runs, fields)
-            field += 1
-        for i in range(counts[1]):
-            pack_field(row, 0, field, np.int64(s[b * subs + i]), runs, fields)
-            field += 1
-        for i in range(counts[2]):
-            pack_field(row, 0, field, np.int64(m[b * subs + i]), runs, fields)
-            field += 1
-        if counts[3]:
-            pack_field(row, 0, field, np.int64(d[b]), runs, fields)
-            field += 1
-        if counts[4]:
-            pack_field(row, 0, field, np.int64(dmin[b]), runs, fields)
-            field += 1
+    values: int
+    ambiguous_blocks: int
 
 
 class _Blocks:
-    """Integers of blocks, and which of them are on the lattice."""
+    """Which blocks are on the lattice, and the integers of these, one after another."""
 
-    def __init__(self, lattice: Lattice, values: int) -> None:
+    def __init__(self, lattice: Lattice, count: int) -> None:
         block, span = lattice.type.block, lattice.span
-        self.q = np.zeros(values, np.uint8)
-        self.s, self.m = np.zeros(values // span, np.uint8), np.zeros(values // span, np.uint8)
-        self.d, self.dmin = np.zeros(values // block), np.zeros(values // block)
-        self.on_grid = np.zeros(values // block, np.bool_)
+        self.q = np.empty(count * block, np.uint8)
+        self.s, self.m = (np.zeros(count * block // span, np.uint8) for _ in range(2))
+        self.d, self.dmin = np.zeros(count), np.zeros(count)
+        self.on_grid = np.zeros(count, np.bool_)
 
 
-def _find(lattice: Lattice, x: F32, precisions: npt.NDArray[np.int64]) -> _Blocks:
-    """Search the integers of all blocks of x, float32 [n]."""
-    a, b, block = lattice, _Blocks(lattice, x.size), lattice.type.block
+def _find(lattice: Lattice, x: F32, which: Ints, precisions: Ints) -> _Blocks:
+    """Search the integers of some blocks of x, float32 [n]; of a type with a grid, without regard to its points."""
+    if lattice.unit != 1:
+        x = x * np.float32(lattice.unit)
+    a, b, block = lattice, _Blocks(lattice, len(which)), lattice.type.block
     if not a.has_minimum and not a.scales.size:
         find_scales(
-            x, block, a.span, precisions, a.tries, a.follows_sign, a.level_codes, a.factors, b.q, b.s, b.d, b.on_grid
-        )
+            x, which, block, a.span, precisions, a.tries, a.follows_sign, a.level_codes, a.even, a.factors, b.q, b.s,
+            b.d, b.on_grid,
+        )  # fmt: skip
     elif not a.scales.size:
-        find_scales_and_minimums(x, block, precisions, a.top, b.q, b.d, b.dmin, b.on_grid)
+        find_scales_and_minimums(x, which, block, precisions, a.top, b.q, b.d, b.dmin, b.on_grid)
     elif not a.has_minimum:
         find_super_scales(
-            x, block, a.span, precisions, a.tries, a.level_codes, a.scales, a.scale_codes, b.q, b.s, b.d, b.on_grid
-        )
+            x, which, block, a.span, precisions, a.tries, a.level_codes, a.even, a.scales, a.scale_codes, b.q, b.s, b.d,
+            b.on_grid,
+        )  # fmt: skip
     else:
         find_super_scales_and_minimums(
-            x, block, a.span, precisions, a.top, a.scales, a.scale_codes, a.max_m, b.q, b.s, b.m, b.d, b.dmin, b.on_grid
+            x, which, block, a.span, precisions, a.top, a.scales, a.scale_codes, a.max_m, b.q, b.s, b.m, b.d, b.dmin,
+            b.on_grid,
         )  # fmt: skip
     return b
 
 
 def blocks_on_lattice(t: TensorType, source: TensorType, x: F32) -> Flags:
     """Return which blocks of x, float32 [rows, n], values of type ``source``, a block of type ``t`` holds exactly."""
-    lattice = lattice_of(t)
+    lattice, count = lattice_of(t), x.size // t.block
     if lattice is None:
-        return np.zeros(x.size // t.block, np.bool_)
-    return _find(lattice, x.reshape(-1), np.array(PRECISIONS[source.name])).on_grid
+        return np.zeros(count, np.bool_)
+    integers = _find(lattice, x.reshape(-1), np.arange(count), np.array(PRECISIONS[source.name]))
+    result = integers.on_grid
+    if lattice.grid is not None:
+        result[np.flatnonzero(result)] = _pack(lattice, integers, int(np.count_nonzero(result)))[1]
+    return result
 
 
-def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> int:
-    """Replace an encoder's blocks by exact ones where there are any; return the number of values that are exact then.
+def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> Exactness:
+    """Replace an encoder's blocks by exact ones where there are any; return what is exact then.
 
     Args:
         t: the type of ``out``.
@@ -147,35 +88,47 @@ def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> int
         x: float32 [rows, n], contiguous.
         out: the encoder's bytes of x, uint8 [rows, row bytes].
     """
-    precisions = np.array(PRECISIONS[source.name])
-    exact = exactness(t, precisions, x, out)
-    lattice = lattice_of(t)
-    if lattice is not None and not (exact == SAME_SIGNS).all():
-        blocks = _find(lattice, x.reshape(-1), precisions)
-        flags = blocks.on_grid & (exact < SAME_SIGNS) & x.reshape(-1, t.block).any(axis=1)
-        if flags.any():
-            exact = _replace(lattice, blocks, flags, exact, precisions, x, out)
-    return int(np.count_nonzero(exact)) * t.block
+    precisions, lattice = np.array(PRECISIONS[source.name]), lattice_of(t)
+    values, blocks = x.reshape(-1), out.reshape(-1, t.block_bytes)
+    exact = exactness(t, precisions, values, np.arange(len(blocks)), blocks)
+    if lattice is None:
+        return Exactness(int(np.count_nonzero(exact)) * t.block, 0)
+    which = np.flatnonzero(exact < SAME_SIGNS)
+    if which.size:
+        _replace(lattice, precisions, values, which, exact, blocks)
+    return Exactness(int(np.count_nonzero(exact)) * t.block, _ambiguous_blocks(lattice, values, exact))
 
 
-def _replace(lattice: Lattice, blocks: _Blocks, flags: Flags, exact: U8, precisions: Ints, x: F32, out: U8) -> U8:
-    """Write the flagged blocks where they are more exact; return how exact all are then."""
-    t, before, data = lattice.type, out.copy(), out.reshape(-1, lattice.type.block_bytes)
-    d, dmin = (floats.astype(np.float16).view(np.uint16) for floats in (blocks.d, blocks.dmin))
-    _pack(
-        flags, t.block, t.block // lattice.span, blocks.q, blocks.s, blocks.m, d, dmin, lattice.runs, lattice.fields,
-        lattice.counts, data,
-    )  # fmt: skip
-    after = exactness(t, precisions, x, out)
-    worse = flags & (after <= exact)
-    data[worse] = before.reshape(-1, t.block_bytes)[worse]
-    return np.maximum(exact, after)
+def _ambiguous_blocks(lattice: Lattice, x: F32, exact: U8) -> int:
+    if not lattice.loses_sign:
+        return 0
+    lost = np.empty(len(exact), np.bool_)
+    mark_signs_lost(x, lattice.type.block, lattice.span, lost)
+    return int(np.count_nonzero(lost & (exact > 0)))
 
 
-def exactness(t: TensorType, precisions: Ints, x: F32, rows: U8) -> U8:
-    """Return the exactness with which each block of rows decodes to the values of x: 0, EXACT or SAME_SIGNS."""
-    y = np.empty_like(x)
-    dequantize_rows(t, rows, y)
-    exact = np.empty(x.size // t.block, np.uint8)
-    _mark_exact(x.reshape(-1), y.reshape(-1), t.block, precisions, exact)
-    return exact
+def _replace(lattice: Lattice, precisions: Ints, x: F32, which: Ints, exact: U8, blocks: U8) -> None:
+    """Search some blocks, and write those that are more exact than before, with their exactness."""
+    t, integers = lattice.type, _find(lattice, x, which, precisions)
+    which = which[integers.on_grid]
+    data, exists = _pack(lattice, integers, len(which))
+    if not exists.all():
+        which, data = which[exists], data[exists]
+    if not which.size:
+        return
+    after = exactness(t, precisions, x, which, data)
+    write_better(x, which, data, after, exact, blocks)
+
+
+def _pack(lattice: Lattice, integers: _Blocks, count: int) -> tuple[U8, Flags]:
+    """Return the first blocks of a search, uint8 [count, block bytes], and which of them the type has."""
+    t, a = lattice.type, integers
+    if lattice.grid is not None:
+        return pack_groups(lattice, a.q[: count * t.block], a.s[: count * t.block // lattice.span], a.d[:count])
+    data = np.empty((count, t.block_bytes), np.uint8)
+    if count:
+        pack_blocks(
+            count, t.block, t.block // lattice.span, a.q, a.s, a.m, a.d, a.dmin, lattice.runs, lattice.ends,
+            data.reshape(-1),
+        )  # fmt: skip
+    return data, np.ones(count, np.bool_)

@@ -12,22 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.kernels.cpu.core.jit import helper, kernel
+from quantkit.kernels.cpu.core.jit import helper, inline, kernel
 from quantkit.kernels.cpu.encode.lattice import (
     N_HALVES,
     are_representable,
-    extreme,
     fits,
     half_between,
+    list_levels,
+    list_steps,
     n_scales,
     nth_half,
     nth_scale,
     scale_interval,
-    sign_of_zeros,
     store_bounds,
     store_codes,
+    survey,
 )
-from quantkit.kernels.cpu.encode.lattice_blocks import step_interval, steps_fit
+from quantkit.kernels.cpu.encode.lattice_blocks import extent, minimum_interval, step_interval, steps_fit, store_steps
 
 #: Scales of a sub-block that are remembered, and numbers of each: value, least, greatest.
 _MOST = 8
@@ -36,27 +37,35 @@ VALUE, LEAST, GREATEST = 0, 1, 2
 
 @helper
 def _list_scales(
-    x: Any, begin: Any, span: Any, bits: Any, tries: Any, codes: Any, low: Any, high: Any, scales: Any
-) -> Any:
+    x: Any, begin: Any, span: Any, bits: Any, tries: Any, codes: Any, even: Any, low: Any, high: Any, chosen: Any,
+    scales: Any,
+) -> Any:  # fmt: skip
     """Store the scales that a sub-block allows; return their number, 0 for zeros and -1 if there is none."""
-    largest = extreme(x, begin, span)
+    largest, smallest, sign = survey(x, begin, span)
     if largest == 0:
         return 0
+    n_levels = list_levels(x, begin, span, largest, smallest, bits, tries, chosen)
+    if not n_levels:
+        return -1
     count = 0
-    store_bounds(x, begin, span, bits, low, high)
-    sign = sign_of_zeros(x, begin, span)
+    store_bounds(x, begin, span, bits, low, high, 0)
     for other_sign in range(1 if sign == 0 else 2):
-        for k in range(tries.size):
-            if sign != 0 and (largest * tries[k] * sign > 0) == (other_sign > 0):
+        for k in range(n_levels):
+            level = np.float64(tries[chosen[k]])
+            if sign != 0 and (largest * level * sign > 0) == (other_sign > 0):
                 continue
-            for i in range(n_scales(k, tries[k], bits)):
-                d = nth_scale(largest / tries[k], i)
-                if count == _MOST or not fits(x, begin, span, d, bits, codes):
+            for i in range(n_scales(level, bits)):
+                d = nth_scale(largest / level, i)
+                if count == _MOST or not fits(x, begin, span, d, bits, codes, even):
                     continue
                 least, greatest = scale_interval(x, begin, span, d, low, high, 0)
-                if least <= greatest:
-                    scales[count, VALUE], scales[count, LEAST], scales[count, GREATEST] = d, least, greatest
-                    count += 1
+                if least > greatest:
+                    continue
+                # nearly the same scale makes the same levels
+                if count and least == scales[count - 1, LEAST] and greatest == scales[count - 1, GREATEST]:
+                    continue
+                scales[count, VALUE], scales[count, LEAST], scales[count, GREATEST] = d, least, greatest
+                count += 1
     return count if count else -1
 
 
@@ -96,6 +105,25 @@ def _largest(scales: Any, counts: Any) -> Any:
     return best
 
 
+@inline
+def _are_multiples(d: Any, scales: Any, counts: Any, s_codes: Any, choice: Any, s: Any) -> Any:
+    """Return whether every sub-block has a scale that is a multiple of d, and store s and the choice."""
+    for j in range(counts.size):
+        s[j] = 0
+        fit = counts[j] == 0
+        for k in range(counts[j]):
+            factor = np.rint(scales[j, k, VALUE] / d)
+            if factor == 0 or abs(factor) > 128 or s_codes[np.int64(factor) + 128] < 0:
+                continue
+            if scales[j, k, LEAST] <= d * factor <= scales[j, k, GREATEST]:
+                s[j], choice[j] = np.int64(factor), k
+                fit = True
+                break
+        if not fit:
+            return False
+    return True
+
+
 @helper
 def _find_d(scales: Any, counts: Any, all_s: Any, s_codes: Any, choice: Any, s: Any) -> Any:
     """Return an f16 d of which every sub-block has a multiple, and store s and the choice; NaN if there is none."""
@@ -106,58 +134,62 @@ def _find_d(scales: Any, counts: Any, all_s: Any, s_codes: Any, choice: Any, s: 
         for i in range(all_s.size):
             d = scales[best, k, VALUE] / all_s[i]
             least, greatest = _divide(scales[best, k, LEAST], scales[best, k, GREATEST], all_s[i])
-            least, greatest = _share_scale(d, least, greatest, scales, counts, s_codes, choice, s)
-            if least <= greatest:
-                half = half_between(d, least, greatest)
-                if half == half and half != 0:
+            first = half_between(d, least, greatest)
+            for n in range(N_HALVES if first == first else 0):
+                half = nth_half(first, n, least, greatest)
+                if half == half and half != 0 and _are_multiples(half, scales, counts, s_codes, choice, s):
                     return half
     return np.nan
 
 
 @helper
 def _find_super(
-    x: Any, begin: Any, block: Any, span: Any, bits: Any, tries: Any, codes: Any, all_s: Any, s_codes: Any, low: Any,
-    high: Any, scales: Any, counts: Any, choice: Any, factors: Any, q: Any, s: Any, first: Any,
+    x: Any, begin: Any, block: Any, span: Any, bits: Any, tries: Any, codes: Any, even: Any, all_s: Any, s_codes: Any,
+    low: Any, high: Any, chosen: Any, scales: Any, counts: Any, choice: Any, factors: Any, q: Any, s: Any, b: Any,
 ) -> Any:  # fmt: skip
-    """Return whether a super-block is on the lattice, and d; store its codes."""
+    """Return whether a super-block is on the lattice, and d; store its codes as those of the b-th block."""
     subs = block // span
     for j in range(subs):
-        counts[j] = _list_scales(x, begin + j * span, span, bits, tries, codes, low, high, scales[j])
+        counts[j] = _list_scales(x, begin + j * span, span, bits, tries, codes, even, low, high, chosen, scales[j])
         if counts[j] < 0:
             return False, 0.0
     d = _find_d(scales, counts, all_s, s_codes, choice, factors)
     if d != d:
         return False, 0.0
     for j in range(subs):
-        s[first + j] = s_codes[factors[j] + 128]
-        if counts[j]:
-            store_codes(x, begin + j * span, span, scales[j, choice[j], VALUE], codes, q)
-        else:
-            q[begin + j * span : begin + (j + 1) * span] = 0
+        s[b * subs + j] = s_codes[factors[j] + 128]
+        step = scales[j, choice[j], VALUE] if counts[j] else 0.0
+        store_codes(x, begin + j * span, span, step, codes, even, q, b * block + j * span)
     return True, d
 
 
 @kernel
 def find_super_scales(
-    x: Any, block: int, span: int, precisions: Any, tries: Any, codes: Any, all_s: Any, s_codes: Any, q: Any, s: Any,
-    d: Any, on_grid: Any,
+    x: Any, which: Any, block: int, span: int, precisions: Any, tries: Any, codes: Any, even: Any, all_s: Any,
+    s_codes: Any, q: Any, s: Any, d: Any, on_grid: Any,
 ) -> None:  # fmt: skip
-    """Store which super-blocks of x, float32 [n], are on the lattice, with q [n], s [n / span] and d [n / block]."""
+    """Store which of some super-blocks of x, float32 [n], are on the lattice, and the q, s and d of these.
+
+    which: int64, the numbers of the super-blocks; results are one after another.
+    """
     subs = block // span
     low, high = np.empty(span, np.float32), np.empty(span, np.float32)
-    scales = np.empty((subs, _MOST, 3))
-    counts, choice, factors = np.empty(subs, np.int64), np.empty(subs, np.int64), np.empty(subs, np.int64)
-    for b in range(on_grid.size):
+    scales, chosen = np.empty((subs, _MOST, 3)), np.empty(tries.size, np.int64)
+    counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
+    found = 0
+    for b in range(which.size):
+        begin = which[b] * block
         on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
-            if p > 0 and not are_representable(x, b * block, block, bits):
+            if p > 0 and not are_representable(x, begin, block, bits):
                 break
-            on_grid[b], d[b] = _find_super(
-                x, b * block, block, span, bits, tries, codes, all_s, s_codes, low, high, scales, counts, choice,
-                factors, q, s, b * subs,
+            on_grid[b], d[found] = _find_super(
+                x, begin, block, span, bits, tries, codes, even, all_s, s_codes, low, high, chosen, scales, counts,
+                choice, factors, q, s, found,
             )  # fmt: skip
             if on_grid[b]:
+                found += 1
                 break
 
 
@@ -165,19 +197,19 @@ def find_super_scales(
 
 
 @helper
-def _list_steps(x: Any, begin: Any, span: Any, top: Any, low: Any, high: Any, offset: Any, scales: Any) -> Any:
+def _list_steps(
+    x: Any, begin: Any, span: Any, top: Any, low: Any, high: Any, offset: Any, chosen: Any, scales: Any
+) -> Any:
     """Store the steps that the values of a sub-block may be apart; return their number, 0 if all values are equal and
     not positive, and -1 if there is none; and the lowest value.
     """
-    lowest, highest, widest = np.float64(x[begin]), np.float64(x[begin]), 0.0
-    for i in range(span):
-        lowest, highest = min(lowest, np.float64(x[begin + i])), max(highest, np.float64(x[begin + i]))
-        widest = max(widest, (high[offset + i] - low[offset + i]) / 2)
+    lowest, highest, widest = extent(x, begin, span, low, high, offset)
     if lowest == highest:
         return (0 if lowest <= 0 else -1), lowest
     count = 0
-    for steps in range(top, 0, -1):
-        d = (highest - lowest) / steps
+    n_steps = list_steps(x, begin, span, lowest, highest - lowest, widest, top, chosen)
+    for c in range(n_steps):
+        d = (highest - lowest) / chosen[c]
         if count < _MOST and steps_fit(x, begin, span, d, lowest, widest):
             least, greatest = step_interval(x, begin, span, d, lowest, low, high, offset)
             if least <= greatest and greatest > 0:
@@ -187,32 +219,21 @@ def _list_steps(x: Any, begin: Any, span: Any, top: Any, low: Any, high: Any, of
 
 
 @helper
-def _minimum_interval(
-    x: Any, begin: Any, span: Any, step: Any, d: Any, base: Any, lowest: Any, low: Any, high: Any, offset: Any
-) -> Any:
-    """Return the bounds of minimums with which the lowest value has level ``base`` and scale d."""
-    least, greatest = -np.inf, np.inf
-    for i in range(span):
-        level = (np.rint((np.float64(x[begin + i]) - lowest) / step) if step > 0 else 0.0) + base
-        least = max(least, d * level - high[offset + i])
-        greatest = min(greatest, d * level - low[offset + i])
-    return least, greatest
-
-
-@helper
 def _list_minimums(
     x: Any, begin: Any, span: Any, top: Any, step: Any, d: Any, lowest: Any, low: Any, high: Any, offset: Any,
     minimums: Any,
 ) -> Any:  # fmt: skip
     """Store the minimums of a sub-block by the level of its lowest value; return the number of levels."""
-    highest = lowest
-    for i in range(span):
-        highest = max(highest, np.float64(x[begin + i]))
-    bases = top - np.int64(np.rint((highest - lowest) / step)) + 1 if step > 0 else 1
-    for base in range(bases):
-        least, greatest = _minimum_interval(x, begin, span, step, d, base, lowest, low, high, offset)
+    least, greatest = minimum_interval(x, begin, span, step, d, lowest, low, high, offset)
+    bases = 1
+    if step > 0:
+        highest = lowest
+        for i in range(span):
+            highest = max(highest, np.float64(x[begin + i]))
+        bases = top - np.int64(np.rint((highest - lowest) / step)) + 1
+    for base in range(bases):  # a minimum is subtracted
         minimums[base, VALUE] = d * base - lowest
-        minimums[base, LEAST], minimums[base, GREATEST] = least, greatest
+        minimums[base, LEAST], minimums[base, GREATEST] = d * base - greatest, d * base - least
     return bases
 
 
@@ -268,9 +289,9 @@ def _find_dmin(minimums: Any, counts: Any, max_m: Any, m: Any, base: Any) -> Any
 @helper
 def _find_with_d(
     x: Any, begin: Any, span: Any, top: Any, d: Any, max_m: Any, low: Any, high: Any, scales: Any, counts: Any,
-    choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any, base: Any, q: Any, m: Any,
+    choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any, base: Any, q: Any, m: Any, first: Any,
 ) -> Any:  # fmt: skip
-    """Return the dmin of a super-block with scale d, NaN if there is none; store its codes."""
+    """Return the dmin of a super-block with scale d, NaN if there is none; store its levels from ``first`` on."""
     for j in range(counts.size):
         step = scales[j, choice[j], VALUE] if counts[j] else 0.0
         bases[j] = _list_minimums(
@@ -280,22 +301,20 @@ def _find_with_d(
     if dmin == dmin:
         for j in range(counts.size):
             step = scales[j, choice[j], VALUE] if counts[j] else 0.0
-            for i in range(begin + j * span, begin + (j + 1) * span):
-                level = (np.rint((np.float64(x[i]) - lowest[j]) / step) if step > 0 else 0.0) + base[j]
-                q[i] = np.uint8(level)
+            store_steps(x, begin + j * span, span, step, lowest[j], base[j], q, first + j * span)
     return dmin
 
 
 @helper
 def _find_super_with_minimums(
     x: Any, begin: Any, block: Any, span: Any, bits: Any, top: Any, all_s: Any, s_codes: Any, max_m: Any, low: Any,
-    high: Any, scales: Any, counts: Any, choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any, base: Any,
-    q: Any, s: Any, m: Any,
+    high: Any, chosen: Any, scales: Any, counts: Any, choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any,
+    base: Any, q: Any, s: Any, m: Any, first: Any,
 ) -> Any:  # fmt: skip
-    """Return whether a super-block is on the lattice, d and dmin; store its codes."""
+    """Return whether a super-block is on the lattice, d and dmin; store its codes, levels from ``first`` on."""
     for j in range(counts.size):
-        store_bounds(x, begin + j * span, span, bits, low[j * span :], high[j * span :])
-        counts[j], lowest[j] = _list_steps(x, begin + j * span, span, top, low, high, j * span, scales[j])
+        store_bounds(x, begin + j * span, span, bits, low, high, j * span)
+        counts[j], lowest[j] = _list_steps(x, begin + j * span, span, top, low, high, j * span, chosen, scales[j])
         if counts[j] < 0:
             return False, 0.0, 0.0
     best = _largest(scales, counts)
@@ -304,43 +323,49 @@ def _find_super_with_minimums(
             d = scales[best, k, VALUE] / all_s[i]
             least, greatest = _divide(scales[best, k, LEAST], scales[best, k, GREATEST], all_s[i])
             least, greatest = _share_scale(d, least, greatest, scales, counts, s_codes, choice, factors)
-            first = half_between(d, least, greatest) if least <= greatest else np.nan
-            for n in range(N_HALVES if first == first else 0):
-                half = nth_half(first, n, least, greatest)
-                if half != half or half <= 0:
+            half = half_between(d, least, greatest) if least <= greatest else np.nan
+            for n in range(N_HALVES if half == half else 0):
+                scale = nth_half(half, n, least, greatest)
+                if scale != scale or scale <= 0:
                     continue
                 dmin = _find_with_d(
-                    x, begin, span, top, half, max_m, low, high, scales, counts, choice, factors, lowest, minimums,
-                    bases, base, q, m,
+                    x, begin, span, top, scale, max_m, low, high, scales, counts, choice, factors, lowest, minimums,
+                    bases, base, q, m, first,
                 )  # fmt: skip
                 if dmin == dmin:
                     s[:] = factors.astype(np.uint8)
-                    return True, half, dmin
+                    return True, scale, dmin
     return False, 0.0, 0.0
 
 
 @kernel
 def find_super_scales_and_minimums(
-    x: Any, block: int, span: int, precisions: Any, top: int, all_s: Any, s_codes: Any, max_m: int, q: Any, s: Any,
-    m: Any, d: Any, dmin: Any, on_grid: Any,
+    x: Any, which: Any, block: int, span: int, precisions: Any, top: int, all_s: Any, s_codes: Any, max_m: int, q: Any,
+    s: Any, m: Any, d: Any, dmin: Any, on_grid: Any,
 ) -> None:  # fmt: skip
-    """Store which super-blocks of x, float32 [n], are on the lattice, with q [n], s and m [n / span], d and dmin."""
+    """Store which of some super-blocks of x, float32 [n], are on the lattice, and the q, s, m, d and dmin of these.
+
+    which: int64, the numbers of the super-blocks; results are one after another.
+    """
     subs = block // span
     low, high = np.empty(block, np.float32), np.empty(block, np.float32)
-    scales, lowest = np.empty((subs, _MOST, 3)), np.empty(subs)
+    scales, lowest, chosen = np.empty((subs, _MOST, 3)), np.empty(subs), np.empty(top, np.int64)
     minimums = np.empty((subs, top + 1, 3))
     counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
     bases, base = np.empty(subs, np.int64), np.empty(subs, np.int64)
-    for b in range(on_grid.size):
+    found = 0
+    for b in range(which.size):
+        begin = which[b] * block
         on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
-            if p > 0 and not are_representable(x, b * block, block, bits):
+            if p > 0 and not are_representable(x, begin, block, bits):
                 break
-            of_block = slice(b * subs, (b + 1) * subs)
-            on_grid[b], d[b], dmin[b] = _find_super_with_minimums(
-                x, b * block, block, span, bits, top, all_s, s_codes, max_m, low, high, scales, counts, choice,
-                factors, lowest, minimums, bases, base, q, s[of_block], m[of_block],
+            of_block = slice(found * subs, (found + 1) * subs)
+            on_grid[b], d[found], dmin[found] = _find_super_with_minimums(
+                x, begin, block, span, bits, top, all_s, s_codes, max_m, low, high, chosen, scales, counts, choice,
+                factors, lowest, minimums, bases, base, q, s[of_block], m[of_block], found * block,
             )  # fmt: skip
             if on_grid[b]:
+                found += 1
                 break
