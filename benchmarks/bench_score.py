@@ -14,6 +14,7 @@ import os
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from processes import llama_bin, machine, quantkit, run, work_folder
@@ -47,8 +48,8 @@ def measure(model: Path, kind: str, options: argparse.Namespace, programs: Path,
     # llama-perplexity drops a newline at the end, and with it the last task of WinoGrande.
     file, result = folder / f"{kind}.tasks", folder / "scores.json"
     file.write_bytes(FILES[kind](options.tasks) + b"\n" * (kind == "winogrande"))
-    common = ["-m", model, "-bf", file, f"--{kind}", f"--{kind}-tasks", f"{options.tasks}"]
-    commands = (
+    common: list[str | Path] = ["-m", model, "-bf", file, f"--{kind}", f"--{kind}-tasks", f"{options.tasks}"]
+    commands: tuple[Sequence[str | Path], ...] = (
         quantkit("score", *common, "--json", result, "--overwrite"),
         [programs / "llama-perplexity", *common, "-np", "8"],
     )

@@ -33,7 +33,7 @@ def list_texts(paths: Iterable[Path], notes: list[str]) -> tuple[list[Path], lis
         if not in_folder and not chats_in_folder:
             patterns = ", ".join(f"*{suffix}" for suffix in (*TEXT_SUFFIXES, *CHAT_SUFFIXES))
             raise FormatError(
-                f"{path}: a folder without texts ({patterns}): name a file; quantkit texts -o DIR writes texts",
+                f"{path}: a folder without texts ({patterns}): give a file; quantkit texts -o DIR writes texts",
                 "QK-E121",
             )
         if n_other := len(files) - len(in_folder) - len(chats_in_folder):
