@@ -95,7 +95,7 @@ def _text(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> str:
         for i, result in enumerate(results):
             accuracy = result.accuracies[metric]
             row = [printable(result.model.name), f"{100 * accuracy.value:.2f}", _percent_interval(*accuracy.interval())]
-            rows.append(row + (_pair_json(result.compare(first)[metric]) if has_base and i else [""] * 5 * has_base))
+            rows.append(row + (_pair_cells(result.compare(first)[metric]) if has_base and i else [""] * 5 * has_base))
         heads = ["model", f"{metric} %", "95 % interval"]
         heads += ["flips", "difference", "95 % interval", "p", "tasks needed"] * has_base
         lines += ["", table(heads, rows, droppable=(2,))]
@@ -110,7 +110,7 @@ def _text(file: Path, results: Sequence[TaskScores], *, has_base: bool) -> str:
     return "\n".join(lines)
 
 
-def _pair_json(pair: PairedAccuracy) -> list[str]:
+def _pair_cells(pair: PairedAccuracy) -> list[str]:
     n_tasks = f"{pair.tasks_needed:,}" if pair.tasks_needed is not None else "-"
     interval = _percent_interval(*pair.interval(), sign="+")
     return [f"{pair.flips}", f"{100 * pair.difference:+.2f}", interval, f"{pair.p_value:.3f}", n_tasks]

@@ -274,7 +274,7 @@ class Arch:
     def has_scale(self, weight: str) -> bool:
         """Return whether llama.cpp multiplies the product of a weight by its ``.scale``.
 
-        weight: its name without ``blk.N.`` and ``.weight``. Prediction layers are not meant.
+        weight: its name without ``blk.N.`` and ``.weight``. Prediction layers are excluded.
         """
         if weight not in SCALED or f"{weight}.scale" in self.ignored:
             return False
