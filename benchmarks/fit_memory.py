@@ -61,12 +61,12 @@ def main() -> None:
                 for setting in SETTINGS:
                     settings = FitOptions(types=(), runtime=runtime, **setting)
                     result = fit(path, settings)
-                    own = result.devices[0].compute / (1 << 20)
+                    estimate = result.devices[0].compute / (1 << 20)
                     reference = runtime_memory(result, settings, place)["compute"][0]
                     on = "on" if settings.flash_attn else "off"
                     print(
-                        f"| {runtime} | {name} | {settings.ctx} | {on} | {own:.2f} | {reference:.2f} "
-                        f"| {100 * (own / reference - 1):.2f} |"
+                        f"| {runtime} | {name} | {settings.ctx} | {on} | {estimate:.2f} | {reference:.2f} "
+                        f"| {100 * (estimate / reference - 1):.2f} |"
                     )
 
 

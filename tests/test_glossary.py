@@ -230,3 +230,17 @@ def test_names_are_nouns_and_verbs(names_by_module: dict[str, set[str]]) -> None
 def test_exceptions_are_needed(names_by_module: dict[str, set[str]]) -> None:
     idle = {module: names - names_by_module.get(module, set()) for module, names in EXCEPTIONS.items()}
     assert not {module: names for module, names in idle.items() if names}
+
+
+def test_functions_are_verbs() -> None:
+    """A function whose name is one word is no participle; "checked" is a decorator, as functools has "cached"."""
+    nouns = {"checked", "embed", "exceed", "feed", "seed", "speed"}
+    offenders = {
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "quantkit")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list
+        if (name := node.name.strip("_")).endswith("ed") and "_" not in name and name not in nouns
+    }
+    assert not offenders

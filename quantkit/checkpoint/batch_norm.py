@@ -58,14 +58,14 @@ class BatchNorm:
         n = out.size // value_bytes(self.type, 1)
         dtype = np.float16 if self.type is TYPE_F16 else np.float32
 
-        def rounded(values: np.ndarray) -> np.ndarray:
+        def round_to_type(values: np.ndarray) -> np.ndarray:
             return values.astype(dtype).astype(np.float32)
 
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            deviation = rounded(np.sqrt(rounded(read_f32(self.var, start, n) + np.float32(1e-5))))
-            values = rounded(read_f32(self.weight, start, n) / deviation)
+            deviation = round_to_type(np.sqrt(round_to_type(read_f32(self.var, start, n) + np.float32(1e-5))))
+            values = round_to_type(read_f32(self.weight, start, n) / deviation)
             if self.bias is not None and self.mean is not None:
-                values = read_f32(self.bias, start, n) - rounded(read_f32(self.mean, start, n) * values)
+                values = read_f32(self.bias, start, n) - round_to_type(read_f32(self.mean, start, n) * values)
         from_f32(self.type, values, out)
 
     def parts(self) -> Iterator[StoredTensor]:

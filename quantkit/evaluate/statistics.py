@@ -128,11 +128,11 @@ class NllSums:
         self.total += float(nll.sum(dtype=np.float64))
         self.squares += float((nll * nll).sum(dtype=np.float64))
 
-    def merge(self, other: NllSums) -> None:
+    def merge(self, sums: NllSums) -> None:
         """Add the tokens of other sums."""
-        self.n += other.n
-        self.total += other.total
-        self.squares += other.squares
+        self.n += sums.n
+        self.total += sums.total
+        self.squares += sums.squares
 
     @property
     def mean(self) -> Estimate:
@@ -174,19 +174,19 @@ class KldSums:
         self.klds.append(scores.kld.astype(np.float32))
         self.p_diffs.append(scores.p_diff)
 
-    def merge(self, other: KldSums) -> None:
+    def merge(self, sums: KldSums) -> None:
         """Add the tokens of other sums."""
-        for own, part in (
-            *((self.nll, other.nll), (self.nll_base, other.nll_base)),
-            *((self.kld, other.kld), (self.p_diff, other.p_diff)),
+        for target, part in (
+            *((self.nll, sums.nll), (self.nll_base, sums.nll_base)),
+            *((self.kld, sums.kld), (self.p_diff, sums.p_diff)),
         ):
-            own.merge(part)
-        self.product += other.product
-        self.p_diff4 += other.p_diff4
-        self.same_top += other.same_top
-        self.bound += other.bound
-        self.klds += other.klds
-        self.p_diffs += other.p_diffs
+            target.merge(part)
+        self.product += sums.product
+        self.p_diff4 += sums.p_diff4
+        self.same_top += sums.same_top
+        self.bound += sums.bound
+        self.klds += sums.klds
+        self.p_diffs += sums.p_diffs
 
     @property
     def n(self) -> int:

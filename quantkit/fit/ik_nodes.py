@@ -65,7 +65,7 @@ def _norm(nodes: Nodes, op: ops.Norm) -> None:
     shape: tuple[int, ...] = nodes.shape(op.out)
     if op.group and op.group != op.out.width:
         shape = (op.group, op.out.width // op.group, shape[1])
-    x = nodes.reshaped(nodes.tensor(op.x), shape)
+    x = nodes.reshape(nodes.tensor(op.x), shape)
     # A fused norm does not work in place.
     fused = op.kind == "rms" and op.weight is not None
     y = nodes.node(nodes.nbytes(op.out), x, shape=shape, in_place=op.kind == "rms" and not fused)
@@ -179,10 +179,10 @@ def residual_first(graph: Graph) -> Graph:
     readers = Counter(value for op in graph.ops for value in op.inputs())
     replaced: dict[Op, Op] = {}
     for op in graph.ops:
-        if not isinstance(op, ops.Add) or not isinstance(joined := makers.get(op.a), ops.Add) or readers[op.a] > 1:
+        if not isinstance(op, ops.Add) or not isinstance(expert_sum := makers.get(op.a), ops.Add) or readers[op.a] > 1:
             continue
-        routed, shared = makers.get(joined.a), joined.b
+        routed, shared = makers.get(expert_sum.a), expert_sum.b
         if isinstance(routed, ops.Combine):
-            replaced[joined] = ops.Add(out=joined.out, a=joined.a, b=op.b, layer=joined.layer)
-            replaced[op] = ops.Add(out=op.out, a=joined.out, b=shared, layer=op.layer)
+            replaced[expert_sum] = ops.Add(out=expert_sum.out, a=expert_sum.a, b=op.b, layer=expert_sum.layer)
+            replaced[op] = ops.Add(out=op.out, a=expert_sum.out, b=shared, layer=op.layer)
     return replace(graph, ops=tuple(replaced.get(op, op) for op in graph.ops))

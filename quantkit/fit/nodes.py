@@ -141,13 +141,13 @@ class Nodes:
         self.nodes.append(tensor)
         return tensor
 
-    def overwritten(self, x: Tensor, *sources: Tensor) -> Tensor:
+    def overwrite(self, x: Tensor, *sources: Tensor) -> Tensor:
         """Append a node that writes into x."""
         tensor = Tensor(0, x.shape, (x, *sources), view_of=x.view_of or x)
         self.nodes.append(tensor)
         return tensor
 
-    def reshaped(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return x, or a view of it in another shape."""
         return x if x.shape == shape else self.view(x, shape)
 
@@ -188,7 +188,7 @@ class Nodes:
         shape = self.shape(value)
         if in_place:
             sources = tuple(
-                s and (s if math.prod(s.shape) != math.prod(shape) else self.reshaped(s, shape)) for s in sources
+                s and (s if math.prod(s.shape) != math.prod(shape) else self.reshape(s, shape)) for s in sources
             )
         tensor = self.node(self.nbytes(value), *sources, shape=shape, in_place=in_place)
         self.tensors[value] = tensor
@@ -319,7 +319,7 @@ def _norm(nodes: Nodes, op: ops.Norm) -> None:
     shape: tuple[int, ...] = nodes.shape(op.out)
     if op.group and op.group != op.out.width:
         shape = (op.group, op.out.width // op.group, shape[1])
-    x = nodes.reshaped(nodes.tensor(op.x), shape)
+    x = nodes.reshape(nodes.tensor(op.x), shape)
     y = nodes.node(nodes.nbytes(op.out), x, shape=shape, in_place=op.kind == "rms")
     for vector in (op.weight, op.bias):
         y = y if vector is None else nodes.like(y)
@@ -330,7 +330,7 @@ def _norm(nodes: Nodes, op: ops.Norm) -> None:
 def _rope(nodes: Nodes, op: ops.Rope) -> None:
     x = nodes.tensor(op.x)
     if not op.start:
-        x = nodes.reshaped(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
+        x = nodes.reshape(x, (op.head, op.x.width // op.head, nodes.rows(op.x)))
         nodes.tensors[op.out] = nodes.node(nodes.nbytes(op.out), x, nodes.positions, shape=x.shape, in_place=True)
         return
     if op.out in nodes.split:
@@ -451,7 +451,7 @@ def _selected_mask(nodes: Nodes, selected: Value, mask: Tensor) -> Tensor:
     """Add the mask of the selected keys: -inf, zeros in their places, plus the causal mask."""
     mask_copy = nodes.node(mask.nbytes, mask)
     zeros = nodes.node(nodes.nbytes(selected))
-    unmasked = nodes.overwritten(mask_copy, zeros, nodes.tensor(selected))
+    unmasked = nodes.overwrite(mask_copy, zeros, nodes.tensor(selected))
     return nodes.node(mask.nbytes, unmasked, mask)
 
 
@@ -481,24 +481,24 @@ def _block_attention(nodes: Nodes, op: ops.Attention, indexer: BlockIndexer, q: 
     for _ in range(cells.n_stream):
         keys = nodes.node(F32 * indexer.width * n_positions, slots)
         scores = nodes.node(F32 * n_positions * n_head * n, keys, queries)
-        best = nodes.node(F32 * n_blocks * n_head * n, nodes.overwritten(scores, visible))
+        best = nodes.node(F32 * n_blocks * n_head * n, nodes.overwrite(scores, visible))
         selected = nodes.node(I32 * top_k * n_head * n, nodes.like(best, bias))
         zeros = nodes.node(F32 * top_k * n_head * n, selected)
         masked = nodes.node(F16 * n_blocks * n, nodes.node(F32 * n_blocks * n, bias))
         masked = nodes.node(F16 * n_blocks * n_head * n, masked)
-        by_head = nodes.node(masked.nbytes, nodes.overwritten(masked, nodes.like(zeros), selected))
+        by_head = nodes.node(masked.nbytes, nodes.overwrite(masked, nodes.like(zeros), selected))
         by_block = nodes.node(masked.nbytes, by_head)
         by_cell = nodes.node(F32 * n * n_head * cells.n_kv, by_block, blocks)
         by_cell = nodes.node(by_cell.nbytes, by_cell)
         if nodes.float_mask is None:
             nodes.float_mask = nodes.node(F32 * cells.n_kv * n_tokens, mask)
-        full = nodes.node(by_cell.nbytes // 2, nodes.overwritten(by_cell, nodes.float_mask))
+        full = nodes.node(by_cell.nbytes // 2, nodes.overwrite(by_cell, nodes.float_mask))
         heads = nodes.node(nodes.nbytes(op.out) // cells.n_stream, q, full)
         parts.append(nodes.node(heads.nbytes, heads))
     y = parts[0]
     for part in parts[1:]:
         y = nodes.node(y.nbytes + part.nbytes, y, part)
-    return nodes.reshaped(y, nodes.shape(op.out))
+    return nodes.reshape(y, nodes.shape(op.out))
 
 
 def _plain_attention(nodes: Nodes, op: ops.Attention, q: Tensor, mask: Tensor) -> Tensor:

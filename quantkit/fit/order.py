@@ -46,10 +46,12 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
             op = makers.get(op.x)
         return op
 
-    def expand_latent(op: ops.Attention, written: list[ops.CacheWrite]) -> None:
+    def expand_latent(op: ops.Attention, cache_writes: list[ops.CacheWrite]) -> None:
         """Expand the first products of queries and of latent rows, then what is rotated."""
         joins = [
-            join for value in (op.q, *(write.k for write in written)) if isinstance(join := makers[value], ops.Join)
+            join
+            for value in (op.q, *(write.k for write in cache_writes))
+            if isinstance(join := makers[value], ops.Join)
         ]
         below = [product(join.a) for join in joins]
         x = getattr(below[-1], "x", None)
@@ -69,16 +71,16 @@ def in_ggml_order(graph: Graph, runtime: str = "llama.cpp") -> list[Op]:
         if isinstance(op, ops.CacheWrite | ops.BlockWrite):
             writes.setdefault(op.cache, []).append(op)
         elif isinstance(op, ops.Attention) and runtime == "ik":
-            written = [write for write in writes.pop(op.cache, ()) if isinstance(write, ops.CacheWrite)]
-            values = [op.q, *(value for write in written for value in (write.k, write.v))]
+            cache_writes = [write for write in writes.pop(op.cache, ()) if isinstance(write, ops.CacheWrite)]
+            values = [op.q, *(value for write in cache_writes for value in (write.k, write.v))]
             if not op.cache.v_width:
-                expand_latent(op, written)
+                expand_latent(op, cache_writes)
                 values = values[1:]
             for value in values:
                 expand(product(value))
             for value in values:
                 expand(None if value is None else makers.get(value))
-            for cache_write in written:
+            for cache_write in cache_writes:
                 expand(cache_write)
             expand(op)
         elif isinstance(op, ops.Attention):

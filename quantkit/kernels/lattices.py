@@ -92,7 +92,7 @@ def lattice_of(t: TensorType) -> Lattice | None:
     return Lattice(
         type=t,
         span=levels.span,
-        tries=_padded(_by_magnitude(codebook, follows_sign)),
+        tries=_pad(_by_magnitude(codebook, follows_sign)),
         follows_sign=follows_sign,
         top=int(codebook.max()),
         level_codes=_codes(codebook),
@@ -153,7 +153,7 @@ def _codes(values: npt.NDArray[np.int64]) -> I16:
     return codes
 
 
-def _padded(tries: I16) -> F32:
+def _pad(tries: I16) -> F32:
     result = np.full(-(-len(tries) // 16) * 16, np.nan, np.float32)
     result[: len(tries)] = tries
     return result
@@ -176,12 +176,12 @@ def _runs(levels: Levels) -> dict[str, I32]:
     integers = [none if group is None else group for group in (levels.levels, levels.scale, levels.minimum)]
     runs, ends = list[tuple[int, ...]](), list[int]()
     for group in (*integers, *floats):
-        runs += _merged([(i, *run) for i, bits in enumerate(group) for run in _runs_of(bits)])
+        runs += _merge_runs([(i, *run) for i, bits in enumerate(group) for run in _runs_of(bits)])
         ends.append(len(runs))
     return {"runs": np.array(runs, np.int32), "ends": np.array(ends, np.int32)}
 
 
-def _merged(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _merge_runs(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the runs with their number of fields: those of the next field, in the next byte, are one with them."""
     counts = dict.fromkeys(runs, 1)
     for run in sorted(runs, reverse=True):

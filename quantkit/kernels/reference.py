@@ -183,7 +183,7 @@ def _seven_signs(words: Ints) -> Bytes:
     return signs
 
 
-def _signed(magnitudes: Ints, signs: Bytes) -> Ints:
+def _apply_signs(magnitudes: Ints, signs: Bytes) -> Ints:
     """Return 256 magnitudes, negated where the bit of the 32 sign bytes is set."""
     return magnitudes.reshape(-1, 256).astype(np.int8) * (1 - 2 * _bits(signs).astype(np.int8))
 
@@ -215,14 +215,14 @@ def decode_iq4_xs(blocks: Bytes) -> Floats:
 def decode_iq3_xxs(blocks: Bytes) -> Floats:
     """d f16, qs 64, 8 words of 4 x 7 signs and 4 bits of s: d * (0.5 + s) * 0.5 * grid[q], s per 32."""
     words = _words(blocks, 66, 8, "<u4")
-    levels = _signed(table("iq3xxs_grid")[blocks[:, 2:66]], _seven_signs(words))
+    levels = _apply_signs(table("iq3xxs_grid")[blocks[:, 2:66]], _seven_signs(words))
     return _values(levels, _halves(_f16(blocks, 0), words >> 28, 0.5))
 
 
 def decode_iq3_s(blocks: Bytes) -> Floats:
     """d f16, qs 64, qh 8 (bit i: ninth bit of q of i), signs 32, scales 4: d * (1 + 2 s) * grid[q], s per 32."""
     q = blocks[:, 2:66].astype(np.uint16) | (_bits(blocks[:, 66:74]).astype(np.uint16) << 8)
-    levels = _signed(table("iq3s_grid")[q], blocks[:, 74:106])
+    levels = _apply_signs(table("iq3s_grid")[q], blocks[:, 74:106])
     return _values(levels, _f16(blocks, 0) * (2 * _in_turn(blocks[:, 106:]) + 1).astype(np.float32))
 
 
@@ -230,14 +230,14 @@ def decode_iq2_xxs(blocks: Bytes) -> Floats:
     """d f16, 8 x (qs 4, a word of 4 x 7 signs and 4 bits of s): d * (0.5 + s) * 0.25 * grid[q], s per 32."""
     groups = blocks[:, 2:].reshape(-1, 8, 8)
     words = _words(blocks, 2, 16, "<u4")[:, 1::2]
-    levels = _signed(table("iq2xxs_grid")[groups[:, :, :4]], _seven_signs(words))
+    levels = _apply_signs(table("iq2xxs_grid")[groups[:, :, :4]], _seven_signs(words))
     return _values(levels, _halves(_f16(blocks, 0), words >> 28, 0.25))
 
 
 def decode_iq2_xs(blocks: Bytes) -> Floats:
     """d f16, 32 u16 of 9 bits q and 7 signs, scales 8: d * (0.5 + s) * 0.25 * grid[q], s per 16."""
     words = _words(blocks, 2, 32, "<u2")
-    levels = _signed(table("iq2xs_grid")[words & np.uint16(511)], table("ksigns")[words >> 9])
+    levels = _apply_signs(table("iq2xs_grid")[words & np.uint16(511)], table("ksigns")[words >> 9])
     return _values(levels, _halves(_f16(blocks, 0), _in_turn(blocks[:, 66:]), 0.25))
 
 
@@ -245,7 +245,7 @@ def decode_iq2_s(blocks: Bytes) -> Floats:
     """d f16, qs 32, signs 32, qh 8 (2 bits for each q), scales 8: d * (0.5 + s) * 0.25 * grid[q], s per 16."""
     high = (blocks[:, 66:74, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
     q = blocks[:, 2:34].astype(np.uint16) | (high.reshape(-1, 32).astype(np.uint16) << 8)
-    levels = _signed(table("iq2s_grid")[q], blocks[:, 34:66])
+    levels = _apply_signs(table("iq2s_grid")[q], blocks[:, 34:66])
     return _values(levels, _halves(_f16(blocks, 0), _in_turn(blocks[:, 74:]), 0.25))
 
 

@@ -152,9 +152,9 @@ class HParams:
         if self.rope_scaling == "yarn":
             factor = 1.0 / self.freq_scale
 
-            def scaled(m: Real) -> Real:
+            def scale(m: Real) -> Real:
                 return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
 
-            attn = scaled(mscale) / scaled(log_mul) if log_mul else scaled(1.0)
+            attn = scale(mscale) / scale(log_mul) if log_mul else scale(1.0)
             attn /= 1.0 + 0.1 * math.log(factor)
         return attn * self.float("rope.scaling.attn_factor", 1.0)

@@ -18,7 +18,7 @@ GRID_TENSORS, GRID_EXACT = "quantkit.quantize.grid.tensors", "quantkit.quantize.
 
 @dataclass(frozen=True, slots=True)
 class ExactTensor:
-    """A tensor encoded with --keep-grid: its type, its weights, and those that decode to the source's numbers.
+    """A tensor counts with --keep-grid: its type, its weights, and those that decode to the source's numbers.
 
     ambiguous_blocks: exact blocks of which the numbers do not tell the sign of a scale, because two values of opposite
     signs are the largest: a file that was dequantized may have had the other one.
@@ -48,11 +48,11 @@ def grid_fields(names: Iterable[str]) -> list[Field]:
 
     The numbers are 0 in a plan: the run counts them (``header_with_counts``).
     """
-    listed = list(names)
-    if not listed:
+    tensor_names = list(names)
+    if not tensor_names:
         return []
-    counts = Field.of(GRID_EXACT, [0] * len(listed), ValueType.ARRAY, ValueType.UINT64)
-    return [Field.of(GRID_TENSORS, listed, ValueType.ARRAY, ValueType.STRING), counts]
+    counts = Field.of(GRID_EXACT, [0] * len(tensor_names), ValueType.ARRAY, ValueType.UINT64)
+    return [Field.of(GRID_TENSORS, tensor_names, ValueType.ARRAY, ValueType.STRING), counts]
 
 
 def _place_of_counts(plan: Plan) -> slice | None:
@@ -60,8 +60,8 @@ def _place_of_counts(plan: Plan) -> slice | None:
     fields = {field.key: field for field in plan.fields}
     if not any(t.keeps_grid for t in plan.tensors) or GRID_EXACT not in fields:
         return None
-    encoded = fields[GRID_EXACT].encode()
-    end = plan.shards[0].layout.header.rindex(encoded) + len(encoded)
+    counts = fields[GRID_EXACT].encode()
+    end = plan.shards[0].layout.header.rindex(counts) + len(counts)
     return slice(end - 8 * len(fields[GRID_TENSORS].value), end)
 
 

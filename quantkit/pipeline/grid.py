@@ -49,10 +49,10 @@ class Grid:
 
 def has_grid(t: TensorType) -> bool:
     """Return whether blocks of a type can be searched for in a source."""
-    return lattice_of(_searched(t)) is not None
+    return lattice_of(_plain_type(t)) is not None
 
 
-def _searched(t: TensorType) -> TensorType:
+def _plain_type(t: TensorType) -> TensorType:
     return BY_NAME[_SAME_VALUES.get(t.name, t.name)]
 
 
@@ -88,7 +88,7 @@ def share_on_grid(t: TensorType, source: TensorType, rows: F32) -> float:
     if not len(rows) or rows.shape[1] % t.block or not np.isfinite(rows).all():
         return 0.0
     has_weights = rows.reshape(-1, t.block).any(axis=1)
-    on_grid = blocks_on_lattice(_searched(t), source, rows)
+    on_grid = blocks_on_lattice(_plain_type(t), source, rows)
     return float((on_grid & has_weights).sum() / max(1, has_weights.sum()))
 
 

@@ -32,12 +32,12 @@ def choose_grids(
     tensors: Sequence[OutputTensor],
     choices: Sequence[Choice],
     *,
-    whole: bool = False,
+    only_whole: bool = False,
 ) -> GridChoices:
     """Give every tensor that lies on the grid of a type no larger than its own that type.
 
-    A sample of its rows decides; the run counts the weights that are exact. whole: only tensors whose sample lies on a
-    grid as a whole keep it, as with error feedback, which has nothing to make up for in these alone.
+    A sample of its rows decides; the run counts the weights that are exact. only_whole: only tensors whose
+    whole sample lies on a grid keep it, as with error feedback, which has no error to compensate in these.
     """
     result = GridChoices()
     smaller, larger = dict[tuple[str, str], list[str]](), dict[str, list[str]]()
@@ -45,7 +45,7 @@ def choose_grids(
     types = [t for t in grid_types("ik" if request.ik else "mainline") if t.imatrix != "required"]
     for tensor, choice in zip(tensors, choices, strict=True):
         grid = _grid_of(source, tensor, choice, types)
-        if grid is None or (whole and grid.share < 1):
+        if grid is None or (only_whole and grid.share < 1):
             result.choices.append(choice)
         elif grid.type.bpw > choice.type.bpw:
             larger.setdefault(grid.type.name, []).append(tensor.name)

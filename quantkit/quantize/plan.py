@@ -107,7 +107,7 @@ def plan_from(
         draft, tensors, choices = choose(without_equalization(draft, source, names), request)
     grids = GridChoices(choices)
     if options.keep_grid:
-        grids = choose_grids(draft.source, request, tensors, choices, whole=draft.feedback is not None)
+        grids = choose_grids(draft.source, request, tensors, choices, only_whole=draft.feedback is not None)
     choices = grids.choices
     draft = draft.with_notes((*lint(draft, request, tensors, choices), *grids.notes))
     if draft.like is not None:

@@ -27,7 +27,7 @@ WIDTHS = frozenset(
     }
 )
 #: Axes of tensors that do not grow: experts, ranks, taps, positions, and sizes of heads and of states.
-KEPT = tuple(
+FIXED_AXES = tuple(
     (re.compile(pattern), axis)
     for pattern, axis in (
         (r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight", 2),
@@ -82,7 +82,7 @@ def _shape(file: GGUFFile, name: str, shape: tuple[int, ...], factor: int, n_voc
     for axis, n in enumerate(shape):
         if VOCABULARY.match(name) and axis == len(shape) - 1:
             yield n_vocab
-        elif any(axis == kept and pattern.fullmatch(name) for pattern, kept in KEPT):
+        elif any(axis == fixed_axis and pattern.fullmatch(name) for pattern, fixed_axis in FIXED_AXES):
             yield n
         else:
             yield n if HEAD_NORM.match(name) and not axis and n == _head(file) else n * factor

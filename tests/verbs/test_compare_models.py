@@ -474,8 +474,8 @@ def test_a_folder_is_its_texts(files: list[Path], tmp_path: Path) -> None:
     result = compare_models(files[0], files[1:3], Texts(files=(folder,)), n_ctx=N_CTX)
     assert result.texts == tuple((str(path), n) for path, n in zip(paths, (3, 2), strict=True))
     assert [note for note in result.notes if str(folder) in note and "1 files" in note]
-    named = compare_models(files[0], files[1:3], Texts(files=tuple(paths)), n_ctx=N_CTX)
-    assert [m.sums.kld.mean for m in result.models] == [m.sums.kld.mean for m in named.models]
+    by_name = compare_models(files[0], files[1:3], Texts(files=tuple(paths)), n_ctx=N_CTX)
+    assert [m.sums.kld.mean for m in result.models] == [m.sums.kld.mean for m in by_name.models]
     printed = json.loads(run("perplexity", "-m", files[1], "-c", N_CTX, "-f", folder, "--json", "-").stdout)
     assert [part["name"] for part in printed["by_text"]] == list(map(str, paths))
     for path in paths:
@@ -525,9 +525,9 @@ def test_several_base_files_equal_one_run_with_the_base_model(
     expected = compare_models(files[0], [files[1]], Texts(files=tuple(text for text, _ in bases)), n_ctx=N_CTX)
     (model,) = expected.models
     by_name = dict(zip((name for name, _ in expected.texts), model.by_text, strict=True))
-    seen: list[KldProgress] = []
+    reports: list[KldProgress] = []
     result = kld_of_texts(files[1], [base for _, base in reversed(bases)], Texts(files=(tmp_path / "texts",)),
-                          progress=seen.append)  # fmt: skip
+                          progress=reports.append)  # fmt: skip
     assert [name for name, _ in result.by_text] == [str(text) for text, _ in reversed(bases)]
     for name, part in result.by_text:
         assert part.sums.n == by_name[name].n
@@ -538,8 +538,8 @@ def test_several_base_files_equal_one_run_with_the_base_model(
     assert dict(result.sums.p_diff_distribution().rows) == pytest.approx(
         dict(model.sums.p_diff_distribution().rows), abs=2e-6
     )
-    assert [(now.current, now.total) for now in seen] == [(n, 8) for n in range(1, 9)]
-    assert seen[-1].sums.kld.mean == result.mean
+    assert [(now.current, now.total) for now in reports] == [(n, 8) for n in range(1, 9)]
+    assert reports[-1].sums.kld.mean == result.mean
 
 
 def test_several_base_files_on_the_command_line(files: list[Path], bases: list[tuple[Path, Path]]) -> None:
@@ -566,8 +566,8 @@ def test_a_base_is_checked_against_its_text(files: list[Path], bases: list[tuple
     (a_text, a), (b_text, b) = bases
     changed = write_text(tmp_path / "changed.txt", 5, 9)
     check_refused(run("kld", "-m", files[1], "--base", a, "-f", changed).output, f"QK-E207 {a}")
-    more = run("kld", "-m", files[1], "--base", a, "-f", a_text, "-f", b_text)
-    check_refused(more.output, f"QK-E207 {b_text}")
+    two_texts = run("kld", "-m", files[1], "--base", a, "-f", a_text, "-f", b_text)
+    check_refused(two_texts.output, f"QK-E207 {b_text}")
     check_refused(run("kld", "-m", files[1], "--base", a, "--base", b, "-f", a_text).output, f"QK-E207 {b}")
     check_refused(run("kld", "-m", files[3], "--base", a, "--base", b).output, f"QK-E207 {a} {V} {V + 1}")
     with refuses(RecipeError, "QK-E201 --chat --base-model"):

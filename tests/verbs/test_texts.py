@@ -75,14 +75,14 @@ def test_each_text_has_ten_chunks(vocabulary: str, request: pytest.FixtureReques
 
 
 def test_the_command_lists_and_writes_them(tmp_path: Path) -> None:
-    listed = run("texts")
-    assert listed.exit_code == 0, listed.output
-    assert all(text.name in listed.stdout and text.sha256[:16] in listed.stdout for text in TEXTS)
+    listing = run("texts")
+    assert listing.exit_code == 0, listing.output
+    assert all(text.name in listing.stdout and text.sha256[:16] in listing.stdout for text in TEXTS)
     out = tmp_path / "a" / "b"
-    written = json.loads(run("texts", "-o", out, "--json").stdout)
-    assert (written["folder"], written["license"]) == (str(out), "CC0-1.0")
+    result = json.loads(run("texts", "-o", out, "--json").stdout)
+    assert (result["folder"], result["license"]) == (str(out), "CC0-1.0")
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()} == {
-        text["name"]: text["sha256"] for text in written["texts"]
+        text["name"]: text["sha256"] for text in result["texts"]
     }
     (out / "code.txt").write_text("mine")
     check_refused(run("texts", "-o", out).output, f"QK-E402 {out / 'prose.txt'} --overwrite")
@@ -109,10 +109,10 @@ def test_calibrating_on_them_gives_a_warning(tiny_moe: Path, tmp_path: Path, dat
     texts(tmp_path / "set")
     prose, code = tmp_path / "set" / "prose.txt", tmp_path / "set" / "code.txt"
     options = ImatrixOptions(n_ctx=64, chunks=2, ppl=False)
-    used = imatrix(tiny_moe, [prose, data / "tiny-moe-calibration.txt"], tmp_path / "i.gguf", options=options)
-    assert [note for note in used.notes if note.startswith("warning: ") and str(prose) in note]
-    others = imatrix(tiny_moe, [data / "tiny-moe-calibration.txt"], tmp_path / "j.gguf", options=options)
-    assert not [note for note in others.notes if "held out" in note]
+    overlap = imatrix(tiny_moe, [prose, data / "tiny-moe-calibration.txt"], tmp_path / "i.gguf", options=options)
+    assert [note for note in overlap.notes if note.startswith("warning: ") and str(prose) in note]
+    disjoint = imatrix(tiny_moe, [data / "tiny-moe-calibration.txt"], tmp_path / "j.gguf", options=options)
+    assert not [note for note in disjoint.notes if "held out" in note]
     corpus = calibration([prose, code, data / "tiny-moe-calibration.txt"], size=100_000)
     assert [str(prose) in note and str(code) in note for note in corpus.notes if note.startswith("warning: ")] == [True]
 
@@ -122,5 +122,5 @@ def test_calibrating_on_the_conversations_gives_a_warning(smollm2: Path, tmp_pat
     texts(tmp_path / "set")
     chat = tmp_path / "set" / CHAT
     options = ImatrixOptions(n_ctx=8, chunks=1, ppl=False)
-    used = imatrix(smollm2, [], tmp_path / "i.gguf", chat=[chat], options=options)
-    assert [note for note in used.notes if note.startswith("warning: ") and str(chat) in note]
+    overlap = imatrix(smollm2, [], tmp_path / "i.gguf", chat=[chat], options=options)
+    assert [note for note in overlap.notes if note.startswith("warning: ") and str(chat) in note]

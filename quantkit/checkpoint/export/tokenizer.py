@@ -49,7 +49,7 @@ def tokenizer_files(model: GGUFFile) -> tuple[dict[str, bytes], list[str]]:
         )
     tokenizer, extra_files = write(tokens)
     config = _config(tokens) | _OF_KIND.get(kind, _no_config)(tokens)
-    added = {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in tokens.added()}
+    added = {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in tokens.added_tokens()}
     if kind == "llama":
         scores = tokens.scores()
         listed_ids = {str(i) for i, score in enumerate(scores) if score == _ADDED or tokens.types[i] == USER_DEFINED}
@@ -126,8 +126,8 @@ def _write_bpe(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
     except TypeNotSupported as e:
         raise TypeNotSupported(f"{tokens.where}: {e.message}", "QK-E305") from None
     vocab = tokens.vocab(without=(CONTROL, USER_DEFINED, UNKNOWN))
-    added_ids = range(len(vocab), len(vocab) + len(tokens.added()))
-    if [token["id"] for token in tokens.added()] != list(added_ids):  # otherwise other tokens would get their ids
+    added_ids = range(len(vocab), len(vocab) + len(tokens.added_tokens()))
+    if [token["id"] for token in tokens.added_tokens()] != list(added_ids):  # or other tokens would get their ids
         vocab = tokens.vocab()
     merges = tokens.merges()
     if not merges:

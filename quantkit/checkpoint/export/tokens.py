@@ -77,7 +77,7 @@ class Tokens:
         """Return whether a token only pads the vocabulary to the length of the embeddings."""
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
-    def added(self) -> list[Json]:
+    def added_tokens(self) -> list[Json]:
         """Return the added tokens, as tokenizer.json lists them."""
         return [
             {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -150,7 +150,7 @@ def tokenizer_json(tokens: Tokens, **parts: Any) -> Json:
     """Return a tokenizer.json of ``parts``; the model defaults to BPE."""
     model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": tokens.added()}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": tokens.added_tokens()}
     return tokenizer | parts | {"model": model | parts["model"]}
 
 

@@ -194,26 +194,26 @@ def _share(bits: Any) -> Any:
 
 
 @inline
-def _is_few(lanes: Any, few: Any) -> Any:
-    """Return whether at most ``few``, 1 or 2, bits are set."""
+def _is_few(lanes: Any, limit: Any) -> Any:
+    """Return whether at most ``limit``, 1 or 2, bits are set."""
     lanes = lanes & (lanes - U64(1))
-    if few == 2:
+    if limit == 2:
         lanes = lanes & (lanes - U64(1))
     return lanes == U64(0)
 
 
 @inline
-def list_levels(x: Any, begin: Any, n: Any, largest: Any, least: Any, bits: Any, tries: Any, chosen: Any) -> Any:
+def list_levels(x: Any, begin: Any, n: Any, largest: Any, least: Any, bits: Any, tries: Any, candidates: Any) -> Any:
     """Store the indices of the levels that the value ``largest`` may have; return their number.
 
     A necessary condition, in f32. tries: float32, a multiple of 16, NaN beyond the last. least: a magnitude that
-    occurs. chosen: int64, as many as there are levels.
+    occurs. candidates: int64, as many as there are levels.
     """
     inverse = F(1 / largest)
     excess = F(0)
     if bits == 11:
         excess = F(np.float64(HALF_SUBNORMAL) * abs(1 / largest))
-    count, enough = 0, begin + tries.size // 4
+    count, first_stop = 0, begin + tries.size // 4
     for c in range(0, tries.size, 16):
         level = load(f32x16, tries, 4 * c)
         share = splat(f32x16, F(_share(bits) + _F32_SHARE))
@@ -221,11 +221,11 @@ def list_levels(x: Any, begin: Any, n: Any, largest: Any, least: Any, bits: Any,
             share = select(vabs(level) >= F(_HIGH), share + F(_HIGH_SHARE), share)
         lanes = mask_bits(_is_multiple(least * inverse, level, share, excess))
         for i in range(begin, begin + n):
-            if lanes == U64(0) or (i >= enough and _is_few(lanes, 2)):
+            if lanes == U64(0) or (i >= first_stop and _is_few(lanes, 2)):
                 break
             lanes &= mask_bits(_is_multiple(x[i] * inverse, level, share, excess))
         while lanes != U64(0):
-            chosen[count] = c + trailing_zeros(lanes)
+            candidates[count] = c + trailing_zeros(lanes)
             count += 1
             lanes &= lanes - U64(1)
     return count
@@ -240,11 +240,11 @@ def _is_multiple(ratio: Any, level: Any, share: Any, excess: Any) -> Any:
 
 
 @inline
-def list_steps(x: Any, begin: Any, n: Any, lowest: Any, width: Any, widest: Any, top: Any, chosen: Any) -> Any:
+def list_steps(x: Any, begin: Any, n: Any, lowest: Any, width: Any, widest: Any, top: Any, candidates: Any) -> Any:
     """Store the numbers of steps, the most first, that may lie between the extreme values; return how many there are.
 
     A necessary condition, in f32. width: the difference of the extreme values. widest: the largest half unit of a
-    value. chosen: int64 [top].
+    value. candidates: int64 [top].
     """
     inverse, low = F(1 / width), F(lowest)
     farthest = F(4 * widest / width)
@@ -260,7 +260,7 @@ def list_steps(x: Any, begin: Any, n: Any, lowest: Any, width: Any, widest: Any,
             quotient = steps * ((x[i] - low) * inverse)
             lanes &= mask_bits(vabs(quotient - round_even(quotient)) <= limit)
         while lanes != U64(0):
-            chosen[count] = top - c - trailing_zeros(lanes)
+            candidates[count] = top - c - trailing_zeros(lanes)
             count += 1
             lanes &= lanes - U64(1)
     return count
@@ -291,8 +291,8 @@ def fits(x: Any, begin: Any, n: Any, d: Any, bits: Any, codes: Any, even: Any) -
     for i in range(begin, begin + n, 8):
         quotient = values_at(x, i) * inverse
         level = round_even(quotient)
-        far = vabs(quotient - level) > vmin(vabs(level) * share + excess, FARTHEST)
-        if any_lane(far | (level < lowest) | (level > highest)):
+        is_far = vabs(quotient - level) > vmin(vabs(level) * share + excess, FARTHEST)
+        if any_lane(is_far | (level < lowest) | (level > highest)):
             return False
     return even[0] <= even[1] or _have_codes(x, begin, n, inverse, codes)
 
@@ -341,12 +341,12 @@ def far_from(x: Any, y: Any, bits: Any) -> Any:
     magnitude = a & I32(0x7FFFFFFF)
     difference = a - b
     unit = half_units(magnitude, bits)
-    far = ((a ^ b) < I32(0)) | (difference > unit) | (difference < -unit)
+    is_far = ((a ^ b) < I32(0)) | (difference > unit) | (difference < -unit)
     if bits == 24:
         return x == x
     if bits == 11:
-        far = select_mask(vabs(x) < LEAST_NORMAL, vabs(x - y) > HALF_SUBNORMAL, far)
-    return far
+        is_far = select_mask(vabs(x) < LEAST_NORMAL, vabs(x - y) > HALF_SUBNORMAL, is_far)
+    return is_far
 
 
 @inline

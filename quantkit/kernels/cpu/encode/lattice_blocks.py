@@ -70,19 +70,19 @@ def _scale_of(
 @helper
 def _find_scale(
     x: Any, begin: Any, n: Any, bits: Any, tries: Any, follows_sign: Any, codes: Any, even: Any, factors: Any, low: Any,
-    high: Any, chosen: Any, q: Any, first: Any,
+    high: Any, candidates: Any, q: Any, first: Any,
 ) -> Any:  # fmt: skip
     """Return whether values are on the lattice, with d and the code of a factor; store their levels' codes."""
     largest, least, sign = survey(x, begin, n)
     if largest == 0:
         store_codes(x, begin, n, 0.0, codes, even, q, first)
         return codes[128] >= 0, 0.0, 0
-    count = list_levels(x, begin, n, largest, least, bits, tries, chosen)
+    count = list_levels(x, begin, n, largest, least, bits, tries, candidates)
     if follows_sign:
         sign = 0.0
     for other_sign in range(1 if sign == 0 else 2):
         for k in range(count):
-            level = np.float64(tries[chosen[k]])
+            level = np.float64(tries[candidates[k]])
             if follows_sign and largest < 0:
                 level = -level
             if sign != 0 and (largest * level * sign > 0) == (other_sign > 0):
@@ -98,19 +98,19 @@ def _find_scale(
 
 @kernel
 def find_scales(
-    x: Any, which: Any, block: int, span: int, precisions: Any, tries: Any, follows_sign: bool, codes: Any, even: Any,
+    x: Any, indices: Any, block: int, span: int, precisions: Any, tries: Any, follows_sign: bool, codes: Any, even: Any,
     factors: Any, q: Any, s: Any, d: Any, on_grid: Any,
 ) -> None:  # fmt: skip
     """Store which of some blocks of x, float32 [n], are on the lattice, and the q, s and d of these, one after another.
 
-    which: int64, the numbers of the blocks.
+    indices: int64, the numbers of the blocks.
     """
     low, high = np.empty(span, np.float32), np.empty(span, np.float32)
-    chosen = np.empty(tries.size, np.int64)
+    candidates = np.empty(tries.size, np.int64)
     subs = block // span
-    found = 0
-    for b in range(which.size):
-        begin = which[b] * block
+    n_on_grid = 0
+    for b in range(indices.size):
+        begin = indices[b] * block
         on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
@@ -119,16 +119,16 @@ def find_scales(
             fit = True
             for j in range(subs):
                 fit, scale, code = _find_scale(
-                    x, begin + j * span, span, bits, tries, follows_sign, codes, even, factors, low, high, chosen, q,
-                    found * block + j * span,
+                    x, begin + j * span, span, bits, tries, follows_sign, codes, even, factors, low, high, candidates,
+                    q, n_on_grid * block + j * span,
                 )  # fmt: skip
                 if not fit:
                     break
-                s[found * subs + j] = code
-                d[found] = scale
+                s[n_on_grid * subs + j] = code
+                d[n_on_grid] = scale
             on_grid[b] = fit
             if fit:
-                found += 1
+                n_on_grid += 1
                 break
 
 
@@ -173,7 +173,7 @@ def store_steps(x: Any, begin: Any, n: Any, step: Any, lowest: Any, base: Any, q
 
 @helper
 def _find_scale_and_minimum(
-    x: Any, begin: Any, n: Any, bits: Any, top: Any, low: Any, high: Any, chosen: Any, q: Any, first: Any
+    x: Any, begin: Any, n: Any, bits: Any, top: Any, low: Any, high: Any, candidates: Any, q: Any, first: Any
 ) -> Any:
     """Return whether values are d * q + m with q of 0 .. top, d and m; store q."""
     store_bounds(x, begin, n, bits, low, high, 0)
@@ -182,9 +182,9 @@ def _find_scale_and_minimum(
         store_steps(x, begin, n, 0.0, lowest, 0, q, first)
         m = round_half(lowest)
         return m == lowest, 0.0, m
-    count = list_steps(x, begin, n, lowest, highest - lowest, widest, top, chosen)
+    count = list_steps(x, begin, n, lowest, highest - lowest, widest, top, candidates)
     for c in range(count):
-        steps = chosen[c]
+        steps = candidates[c]
         d = (highest - lowest) / steps
         if not steps_fit(x, begin, n, d, lowest, widest):
             continue
@@ -238,25 +238,25 @@ def step_interval(x: Any, begin: Any, n: Any, d: Any, lowest: Any, low: Any, hig
 
 @kernel
 def find_scales_and_minimums(
-    x: Any, which: Any, block: int, precisions: Any, top: int, q: Any, d: Any, m: Any, on_grid: Any
+    x: Any, indices: Any, block: int, precisions: Any, top: int, q: Any, d: Any, m: Any, on_grid: Any
 ) -> None:
     """Store which of some blocks of x, float32 [n], are on the lattice, and the q, d and m of these, one after another.
 
-    which: int64, the numbers of the blocks.
+    indices: int64, the numbers of the blocks.
     """
     low, high = np.empty(block, np.float32), np.empty(block, np.float32)
-    chosen = np.empty(top, np.int64)
-    found = 0
-    for b in range(which.size):
-        begin = which[b] * block
+    candidates = np.empty(top, np.int64)
+    n_on_grid = 0
+    for b in range(indices.size):
+        begin = indices[b] * block
         on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, begin, block, bits):
                 break
-            on_grid[b], d[found], m[found] = _find_scale_and_minimum(
-                x, begin, block, bits, top, low, high, chosen, q, found * block
+            on_grid[b], d[n_on_grid], m[n_on_grid] = _find_scale_and_minimum(
+                x, begin, block, bits, top, low, high, candidates, q, n_on_grid * block
             )
             if on_grid[b]:
-                found += 1
+                n_on_grid += 1
                 break

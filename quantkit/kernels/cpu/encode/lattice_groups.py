@@ -56,5 +56,5 @@ def pack_groups(lattice: Lattice, q: U8, s: U8, d: F64) -> tuple[U8, Flags]:
     if blocks:
         integers = Integers(points.reshape(blocks, -1), s.reshape(blocks, -1), None, None, halves[:, None], None)
         write_integers(lattice.type, integers, out)
-    every = np.all(exists.reshape(blocks, lattice.type.block // grid.columns), axis=1)
-    return out, np.asarray(every, np.bool_)
+    complete = np.all(exists.reshape(blocks, lattice.type.block // grid.columns), axis=1)
+    return out, np.asarray(complete, np.bool_)

@@ -17,12 +17,12 @@ def _pack_bytes(out: Any, o: Any, values: Any, v: Any, place: Any) -> None:
     """Store the fields of one run of a table in zeroed bytes; values: uint8, from ``v`` on."""
     field, byte, shift, first, mask = place[0], place[1], place[2], place[3], (1 << place[4]) - 1
     count = place[5]
-    done = count - count % 16
-    for i in range(0, done, 16):
+    n_vectorized = count - count % 16
+    for i in range(0, n_vectorized, 16):
         bits = (load(u8x16, values, v + field + i) >> U8(first)) & U8(mask)
         target = o + byte + i
         store(out, target, load(u8x16, out, target) | bits << U8(shift))
-    for i in range(done, count):
+    for i in range(n_vectorized, count):
         bits = (np.int64(values[v + field + i]) >> first) & mask
         out[o + byte + i] |= U8(bits << shift)
 
@@ -58,15 +58,15 @@ def pack_blocks(
 
 
 @kernel
-def write_better(x: Any, which: Any, data: Any, after: Any, exact: Any, blocks: Any) -> None:
+def write_better(x: Any, indices: Any, data: Any, after: Any, exact: Any, blocks: Any) -> None:
     """Replace blocks that are less exact than new ones, but those of zeros alone, and their exactness.
 
-    x: float32 [n]. which: int64 [new], numbers of blocks. data: uint8 [new, block bytes]. after: uint8 [new], exactness
-    of the new blocks. exact, blocks: of all blocks.
+    x: float32 [n]. indices: int64 [new], numbers of blocks. data: uint8 [new, block bytes]. after: uint8 [new], the
+    exactness of the new blocks. exact, blocks: of all blocks.
     """
     block = x.size // exact.size
-    for i in range(which.size):
-        b = which[i]
+    for i in range(indices.size):
+        b = indices[i]
         if after[i] <= exact[b]:
             continue
         has_weights = False

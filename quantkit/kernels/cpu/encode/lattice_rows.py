@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cpu.encode.exactness import SAME_SIGNS, exactness, mark_signs_lost
+from quantkit.kernels.cpu.encode.exactness import SAME_SIGNS, exactness, mark_ambiguous_signs
 from quantkit.kernels.cpu.encode.lattice_blocks import find_scales, find_scales_and_minimums
 from quantkit.kernels.cpu.encode.lattice_groups import pack_groups
 from quantkit.kernels.cpu.encode.lattice_pack import pack_blocks, write_better
@@ -42,26 +42,26 @@ class _Blocks:
         self.on_grid = np.zeros(count, np.bool_)
 
 
-def _find(lattice: Lattice, x: F32, which: Ints, precisions: Ints) -> _Blocks:
+def _find(lattice: Lattice, x: F32, indices: Ints, precisions: Ints) -> _Blocks:
     """Search the integers of some blocks of x, float32 [n]; of a type with a grid, without regard to its points."""
     if lattice.unit != 1:
         x = x * np.float32(lattice.unit)
-    a, b, block = lattice, _Blocks(lattice, len(which)), lattice.type.block
+    a, b, block = lattice, _Blocks(lattice, len(indices)), lattice.type.block
     if not a.has_minimum and not a.scales.size:
         find_scales(
-            x, which, block, a.span, precisions, a.tries, a.follows_sign, a.level_codes, a.even, a.factors, b.q, b.s,
+            x, indices, block, a.span, precisions, a.tries, a.follows_sign, a.level_codes, a.even, a.factors, b.q, b.s,
             b.d, b.on_grid,
         )  # fmt: skip
     elif not a.scales.size:
-        find_scales_and_minimums(x, which, block, precisions, a.top, b.q, b.d, b.dmin, b.on_grid)
+        find_scales_and_minimums(x, indices, block, precisions, a.top, b.q, b.d, b.dmin, b.on_grid)
     elif not a.has_minimum:
         find_super_scales(
-            x, which, block, a.span, precisions, a.tries, a.level_codes, a.even, a.scales, a.scale_codes, b.q, b.s, b.d,
-            b.on_grid,
+            x, indices, block, a.span, precisions, a.tries, a.level_codes, a.even, a.scales, a.scale_codes, b.q, b.s,
+            b.d, b.on_grid,
         )  # fmt: skip
     else:
         find_super_scales_and_minimums(
-            x, which, block, a.span, precisions, a.top, a.scales, a.scale_codes, a.max_m, b.q, b.s, b.m, b.d, b.dmin,
+            x, indices, block, a.span, precisions, a.top, a.scales, a.scale_codes, a.max_m, b.q, b.s, b.m, b.d, b.dmin,
             b.on_grid,
         )  # fmt: skip
     return b
@@ -93,31 +93,31 @@ def keep_exact_blocks(t: TensorType, source: TensorType, x: F32, out: U8) -> Exa
     exact = exactness(t, precisions, values, np.arange(len(blocks)), blocks)
     if lattice is None:
         return Exactness(int(np.count_nonzero(exact)) * t.block, 0)
-    which = np.flatnonzero(exact < SAME_SIGNS)
-    if which.size:
-        _replace(lattice, precisions, values, which, exact, blocks)
+    indices = np.flatnonzero(exact < SAME_SIGNS)
+    if indices.size:
+        _replace(lattice, precisions, values, indices, exact, blocks)
     return Exactness(int(np.count_nonzero(exact)) * t.block, _ambiguous_blocks(lattice, values, exact))
 
 
 def _ambiguous_blocks(lattice: Lattice, x: F32, exact: U8) -> int:
     if not lattice.loses_sign:
         return 0
-    lost = np.empty(len(exact), np.bool_)
-    mark_signs_lost(x, lattice.type.block, lattice.span, lost)
-    return int(np.count_nonzero(lost & (exact > 0)))
+    ambiguous = np.empty(len(exact), np.bool_)
+    mark_ambiguous_signs(x, lattice.type.block, lattice.span, ambiguous)
+    return int(np.count_nonzero(ambiguous & (exact > 0)))
 
 
-def _replace(lattice: Lattice, precisions: Ints, x: F32, which: Ints, exact: U8, blocks: U8) -> None:
+def _replace(lattice: Lattice, precisions: Ints, x: F32, indices: Ints, exact: U8, blocks: U8) -> None:
     """Search some blocks, and write those that are more exact than before, with their exactness."""
-    t, integers = lattice.type, _find(lattice, x, which, precisions)
-    which = which[integers.on_grid]
-    data, exists = _pack(lattice, integers, len(which))
+    t, integers = lattice.type, _find(lattice, x, indices, precisions)
+    indices = indices[integers.on_grid]
+    data, exists = _pack(lattice, integers, len(indices))
     if not exists.all():
-        which, data = which[exists], data[exists]
-    if not which.size:
+        indices, data = indices[exists], data[exists]
+    if not indices.size:
         return
-    after = exactness(t, precisions, x, which, data)
-    write_better(x, which, data, after, exact, blocks)
+    after = exactness(t, precisions, x, indices, data)
+    write_better(x, indices, data, after, exact, blocks)
 
 
 def _pack(lattice: Lattice, integers: _Blocks, count: int) -> tuple[U8, Flags]:

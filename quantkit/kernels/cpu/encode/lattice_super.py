@@ -37,21 +37,21 @@ VALUE, LEAST, GREATEST = 0, 1, 2
 
 @helper
 def _list_scales(
-    x: Any, begin: Any, span: Any, bits: Any, tries: Any, codes: Any, even: Any, low: Any, high: Any, chosen: Any,
+    x: Any, begin: Any, span: Any, bits: Any, tries: Any, codes: Any, even: Any, low: Any, high: Any, candidates: Any,
     scales: Any,
 ) -> Any:  # fmt: skip
     """Store the scales that a sub-block allows; return their number, 0 for zeros and -1 if there is none."""
     largest, smallest, sign = survey(x, begin, span)
     if largest == 0:
         return 0
-    n_levels = list_levels(x, begin, span, largest, smallest, bits, tries, chosen)
+    n_levels = list_levels(x, begin, span, largest, smallest, bits, tries, candidates)
     if not n_levels:
         return -1
     count = 0
     store_bounds(x, begin, span, bits, low, high, 0)
     for other_sign in range(1 if sign == 0 else 2):
         for k in range(n_levels):
-            level = np.float64(tries[chosen[k]])
+            level = np.float64(tries[candidates[k]])
             if sign != 0 and (largest * level * sign > 0) == (other_sign > 0):
                 continue
             for i in range(n_scales(level, bits)):
@@ -145,12 +145,12 @@ def _find_d(scales: Any, counts: Any, all_s: Any, s_codes: Any, choice: Any, s: 
 @helper
 def _find_super(
     x: Any, begin: Any, block: Any, span: Any, bits: Any, tries: Any, codes: Any, even: Any, all_s: Any, s_codes: Any,
-    low: Any, high: Any, chosen: Any, scales: Any, counts: Any, choice: Any, factors: Any, q: Any, s: Any, b: Any,
+    low: Any, high: Any, candidates: Any, scales: Any, counts: Any, choice: Any, factors: Any, q: Any, s: Any, b: Any,
 ) -> Any:  # fmt: skip
     """Return whether a super-block is on the lattice, and d; store its codes as those of the b-th block."""
     subs = block // span
     for j in range(subs):
-        counts[j] = _list_scales(x, begin + j * span, span, bits, tries, codes, even, low, high, chosen, scales[j])
+        counts[j] = _list_scales(x, begin + j * span, span, bits, tries, codes, even, low, high, candidates, scales[j])
         if counts[j] < 0:
             return False, 0.0
     d = _find_d(scales, counts, all_s, s_codes, choice, factors)
@@ -165,31 +165,31 @@ def _find_super(
 
 @kernel
 def find_super_scales(
-    x: Any, which: Any, block: int, span: int, precisions: Any, tries: Any, codes: Any, even: Any, all_s: Any,
+    x: Any, indices: Any, block: int, span: int, precisions: Any, tries: Any, codes: Any, even: Any, all_s: Any,
     s_codes: Any, q: Any, s: Any, d: Any, on_grid: Any,
 ) -> None:  # fmt: skip
     """Store which of some super-blocks of x, float32 [n], are on the lattice, and the q, s and d of these.
 
-    which: int64, the numbers of the super-blocks; results are one after another.
+    indices: int64, the numbers of the super-blocks; results are one after another.
     """
     subs = block // span
     low, high = np.empty(span, np.float32), np.empty(span, np.float32)
-    scales, chosen = np.empty((subs, _MOST, 3)), np.empty(tries.size, np.int64)
+    scales, candidates = np.empty((subs, _MOST, 3)), np.empty(tries.size, np.int64)
     counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
-    found = 0
-    for b in range(which.size):
-        begin = which[b] * block
+    n_on_grid = 0
+    for b in range(indices.size):
+        begin = indices[b] * block
         on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, begin, block, bits):
                 break
-            on_grid[b], d[found] = _find_super(
-                x, begin, block, span, bits, tries, codes, even, all_s, s_codes, low, high, chosen, scales, counts,
-                choice, factors, q, s, found,
+            on_grid[b], d[n_on_grid] = _find_super(
+                x, begin, block, span, bits, tries, codes, even, all_s, s_codes, low, high, candidates, scales, counts,
+                choice, factors, q, s, n_on_grid,
             )  # fmt: skip
             if on_grid[b]:
-                found += 1
+                n_on_grid += 1
                 break
 
 
@@ -198,7 +198,7 @@ def find_super_scales(
 
 @helper
 def _list_steps(
-    x: Any, begin: Any, span: Any, top: Any, low: Any, high: Any, offset: Any, chosen: Any, scales: Any
+    x: Any, begin: Any, span: Any, top: Any, low: Any, high: Any, offset: Any, candidates: Any, scales: Any
 ) -> Any:
     """Store the steps that the values of a sub-block may be apart; return their number, 0 if all values are equal and
     not positive, and -1 if there is none; and the lowest value.
@@ -207,9 +207,9 @@ def _list_steps(
     if lowest == highest:
         return (0 if lowest <= 0 else -1), lowest
     count = 0
-    n_steps = list_steps(x, begin, span, lowest, highest - lowest, widest, top, chosen)
+    n_steps = list_steps(x, begin, span, lowest, highest - lowest, widest, top, candidates)
     for c in range(n_steps):
-        d = (highest - lowest) / chosen[c]
+        d = (highest - lowest) / candidates[c]
         if count < _MOST and steps_fit(x, begin, span, d, lowest, widest):
             least, greatest = step_interval(x, begin, span, d, lowest, low, high, offset)
             if least <= greatest and greatest > 0:
@@ -308,13 +308,13 @@ def _find_with_d(
 @helper
 def _find_super_with_minimums(
     x: Any, begin: Any, block: Any, span: Any, bits: Any, top: Any, all_s: Any, s_codes: Any, max_m: Any, low: Any,
-    high: Any, chosen: Any, scales: Any, counts: Any, choice: Any, factors: Any, lowest: Any, minimums: Any, bases: Any,
-    base: Any, q: Any, s: Any, m: Any, first: Any,
+    high: Any, candidates: Any, scales: Any, counts: Any, choice: Any, factors: Any, lowest: Any, minimums: Any,
+    bases: Any, base: Any, q: Any, s: Any, m: Any, first: Any,
 ) -> Any:  # fmt: skip
     """Return whether a super-block is on the lattice, d and dmin; store its codes, levels from ``first`` on."""
     for j in range(counts.size):
         store_bounds(x, begin + j * span, span, bits, low, high, j * span)
-        counts[j], lowest[j] = _list_steps(x, begin + j * span, span, top, low, high, j * span, chosen, scales[j])
+        counts[j], lowest[j] = _list_steps(x, begin + j * span, span, top, low, high, j * span, candidates, scales[j])
         if counts[j] < 0:
             return False, 0.0, 0.0
     best = _largest(scales, counts)
@@ -340,32 +340,32 @@ def _find_super_with_minimums(
 
 @kernel
 def find_super_scales_and_minimums(
-    x: Any, which: Any, block: int, span: int, precisions: Any, top: int, all_s: Any, s_codes: Any, max_m: int, q: Any,
-    s: Any, m: Any, d: Any, dmin: Any, on_grid: Any,
+    x: Any, indices: Any, block: int, span: int, precisions: Any, top: int, all_s: Any, s_codes: Any, max_m: int,
+    q: Any, s: Any, m: Any, d: Any, dmin: Any, on_grid: Any,
 ) -> None:  # fmt: skip
     """Store which of some super-blocks of x, float32 [n], are on the lattice, and the q, s, m, d and dmin of these.
 
-    which: int64, the numbers of the super-blocks; results are one after another.
+    indices: int64, the numbers of the super-blocks; results are one after another.
     """
     subs = block // span
     low, high = np.empty(block, np.float32), np.empty(block, np.float32)
-    scales, lowest, chosen = np.empty((subs, _MOST, 3)), np.empty(subs), np.empty(top, np.int64)
+    scales, lowest, candidates = np.empty((subs, _MOST, 3)), np.empty(subs), np.empty(top, np.int64)
     minimums = np.empty((subs, top + 1, 3))
     counts, choice, factors = np.empty(subs, np.int64), np.zeros(subs, np.int64), np.empty(subs, np.int64)
     bases, base = np.empty(subs, np.int64), np.empty(subs, np.int64)
-    found = 0
-    for b in range(which.size):
-        begin = which[b] * block
+    n_on_grid = 0
+    for b in range(indices.size):
+        begin = indices[b] * block
         on_grid[b] = False
         for p in range(precisions.size):
             bits = precisions[p]
             if p > 0 and not are_representable(x, begin, block, bits):
                 break
-            of_block = slice(found * subs, (found + 1) * subs)
-            on_grid[b], d[found], dmin[found] = _find_super_with_minimums(
-                x, begin, block, span, bits, top, all_s, s_codes, max_m, low, high, chosen, scales, counts, choice,
-                factors, lowest, minimums, bases, base, q, s[of_block], m[of_block], found * block,
+            of_block = slice(n_on_grid * subs, (n_on_grid + 1) * subs)
+            on_grid[b], d[n_on_grid], dmin[n_on_grid] = _find_super_with_minimums(
+                x, begin, block, span, bits, top, all_s, s_codes, max_m, low, high, candidates, scales, counts, choice,
+                factors, lowest, minimums, bases, base, q, s[of_block], m[of_block], n_on_grid * block,
             )  # fmt: skip
             if on_grid[b]:
-                found += 1
+                n_on_grid += 1
                 break

@@ -200,7 +200,7 @@ class Slot:
 
     def _allocate(self, memory: SlotMemory) -> None:
         self._source, self._importance, self._x, self._work, self._out = (
-            self._allocated(nbytes)
+            self._allocate_bytes(nbytes)
             for nbytes in (memory.source, memory.importance, 4 * memory.values, memory.work, memory.out)
         )
         #: Rows as stored in the file, contiguous.
@@ -208,7 +208,7 @@ class Slot:
         self._weights: F32 = self.device.host_array(memory.importance // 4, np.float32)
         self._download: U8 = self.device.host_array(memory.out, np.uint8)
 
-    def _allocated(self, nbytes: int) -> int:
+    def _allocate_bytes(self, nbytes: int) -> int:
         if not nbytes:
             return 0
         self._addresses.append(self.device.allocate(nbytes))
