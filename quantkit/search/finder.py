@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -187,6 +188,8 @@ class Finder:
                 assert answer is not None
                 better = self.solve(self._tangent_costs(answer.picks), limits, exclusions, exact=is_exact)
                 if better is None or self.space.kld(better.picks) >= self.space.kld(answer.picks):
+                    # The answer is the optimum of its own tangent, as far as that is proven.
+                    answer = answer if better is None else replace(answer, gap=better.gap)
                     break
                 is_close = self.is_close(answer.picks, better.picks)
                 answer = better

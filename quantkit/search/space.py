@@ -247,8 +247,14 @@ class Space:
         )
 
     def _owners(self, tensor: PlannedTensor) -> list[str]:
-        """Return the groups of a planned tensor: two if it merges up and gate experts of different groups."""
-        names = [tensor.name] if tensor.name in self._group_of else half_names(tensor.name) or ()
+        """Return the groups of a planned tensor: two if it merges up and gate experts of different groups.
+
+        A scale that the source lacks belongs to the group of its weight.
+        """
+        name = tensor.name
+        if name.endswith(".scale") and name not in self.source.tensors:
+            name = f"{name.removesuffix('.scale')}.weight"
+        names = [name] if name in self._group_of else half_names(name) or ()
         return list(dict.fromkeys(self._group_of[name] for name in names if name in self._group_of))
 
     @cached_property

@@ -329,6 +329,17 @@ def test_merged_experts_have_one_type_and_their_bytes(moe: Path) -> None:
     assert separate.kld == pytest.approx(allocation.kld)
 
 
+def test_a_size_includes_the_scales_of_nvfp4(moe: Path) -> None:
+    """They are tensors of their own, which the source does not have."""
+    best = search(random_costs(moe, ("NVFP4", "Q8_0")), options=SearchOptions(target_bpw=6)).best
+    scales = {t.name for t in best.plan.tensors if t.name.endswith(".scale")}
+    assert scales
+    assert {name.removesuffix(".scale") for name in scales} <= {
+        name for name, t in best.types.items() if t.name == "NVFP4"
+    }
+    assert best.bpw <= 6
+
+
 def test_rows_of_partial_blocks_count_as_their_fallback(tmp_path: Path) -> None:
     tensors = {**llama_tensors(1, 256, 288), "output_norm.weight": ((256,), "F32")}
     path = write_model(tmp_path / "odd.gguf", tensors, llama_fields(1, 256, 288))
@@ -521,6 +532,7 @@ def test_router_changes_combine_quadratically(dense: Path) -> None:
     assert first.kld <= 1.02 * min(total(space, p) for p in all_picks if space.total(p).padded <= most)
     assert first.kld < 0.97 * total(space, plain.picks)
     assert first.nbytes <= limit
+    assert first.gap == 0
     least = min(space.total(p).padded for p in all_picks if total(space, p) <= first.kld)
     assert smallest.kld <= first.kld
     assert smallest.footprint.padded <= 1.02 * least
