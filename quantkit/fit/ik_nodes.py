@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from quantkit.fit.allocator import Tensor
-from quantkit.fit.nodes import F16, F32, I32, Nodes
+from quantkit.fit.nodes import F16, F32, I32, Nodes, norm_input
 from quantkit.formats.gguf import TensorInfo
 from quantkit.model import ops
 from quantkit.model.fusion import Fusion
@@ -62,10 +62,7 @@ def _embed(nodes: Nodes, op: ops.Embed | ops.Lookup) -> None:
 
 @EMIT_IK.register(ops.Norm)
 def _norm(nodes: Nodes, op: ops.Norm) -> None:
-    shape: tuple[int, ...] = nodes.shape(op.out)
-    if op.group and op.group != op.out.width:
-        shape = (op.group, op.out.width // op.group, shape[1])
-    x = nodes.reshape(nodes.tensor(op.x), shape)
+    x, shape = norm_input(nodes, op)
     # A fused norm does not work in place.
     fused = op.kind == "rms" and op.weight is not None
     y = nodes.node(nodes.nbytes(op.out), x, shape=shape, in_place=op.kind == "rms" and not fused)

@@ -314,12 +314,17 @@ def _in_place(nodes: Nodes, op: ops.Map) -> None:
     nodes.out(op.out, nodes.tensor(op.x), in_place=True)
 
 
-@EMIT.register(ops.Norm)
-def _norm(nodes: Nodes, op: ops.Norm) -> None:
+def norm_input(nodes: Nodes, op: ops.Norm) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the input of a norm, or a view of it by groups, and its shape."""
     shape: tuple[int, ...] = nodes.shape(op.out)
     if op.group and op.group != op.out.width:
         shape = (op.group, op.out.width // op.group, shape[1])
-    x = nodes.reshape(nodes.tensor(op.x), shape)
+    return nodes.reshape(nodes.tensor(op.x), shape), shape
+
+
+@EMIT.register(ops.Norm)
+def _norm(nodes: Nodes, op: ops.Norm) -> None:
+    x, shape = norm_input(nodes, op)
     y = nodes.node(nodes.nbytes(op.out), x, shape=shape, in_place=op.kind == "rms")
     for vector in (op.weight, op.bias):
         y = y if vector is None else nodes.like(y)

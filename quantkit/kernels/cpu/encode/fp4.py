@@ -212,6 +212,24 @@ def _search_one_by_one(xt, d, words):
 
 
 @inline
+def _write_levels(x, words, middles):
+    """Write the levels of 16 sub-blocks of NVFP4 to the first 128 bytes, those of 4 blocks one after another."""
+    for j in range(2):
+        store(words, 64 * j, _nibbles(x, 4 * j, 8, middles))
+    a, b = load(i32x16, words, 0), load(i32x16, words, 64)
+    store(words, 0, _zip_low(a, b))
+    store(words, 64, _zip_high(a, b))
+
+
+@inline
+def _store_nv_blocks(words, out, count):
+    """Store blocks of NVFP4: their levels are at [0, 128), their scales at [128, 144)."""
+    for block in range(count):
+        store(out, 36 * block, load(types.uint32, words, 128 + 4 * block))
+        store(out, 36 * block + 4, load(u8x32, words, 32 * block))
+
+
+@inline
 def _encode_4_nv(s, x, weights, out, count):
     """Encode 4 blocks, 16 sub-blocks, at address x; store ``count`` of them. Source: quantize_row_nvfp4_ref."""
     xt = s[:256]
@@ -226,15 +244,9 @@ def _encode_4_nv(s, x, weights, out, count):
         store(d, 0, half)
         _search_one_by_one(xt, d, words)
     else:
-        middles = _middles(select(scale == I32(0), F(1), half))  # values with a scale of 0 are < 0.006: level 0
-        for j in range(2):
-            store(words, 64 * j, _nibbles(xt, 4 * j, 8, middles))
-        a, b = load(i32x16, words, 0), load(i32x16, words, 64)
-        store(words, 0, _zip_low(a, b))
-        store(words, 64, _zip_high(a, b))
-    for block in range(count):
-        store(out, 36 * block, load(types.uint32, words, 128 + 4 * block))
-        store(out, 36 * block + 4, load(u8x32, words, 32 * block))
+        # values with a scale of 0 are < 0.006: level 0
+        _write_levels(xt, words, _middles(select(scale == I32(0), F(1), half)))
+    _store_nv_blocks(words, out, count)
 
 
 encode_nvfp4 = blocks_encoder("NVFP4", _encode_4_nv, 4, 4 * 308)
@@ -294,15 +306,8 @@ def _encode_4_scaled(s, x, weights, out, count):
     else:
         scale = _search_scale(s, False)
     store(words, 128, convert(u8x16, scale))
-    middles = _middles(_ue4m3_half(scale))
-    for j in range(2):
-        store(words, 64 * j, _nibbles(s, 4 * j, 8, middles))
-    a, b = load(i32x16, words, 0), load(i32x16, words, 64)
-    store(words, 0, _zip_low(a, b))
-    store(words, 64, _zip_high(a, b))
-    for block in range(count):
-        store(out, 36 * block, load(types.uint32, words, 128 + 4 * block))
-        store(out, 36 * block + 4, load(u8x32, words, 32 * block))
+    _write_levels(s, words, _middles(_ue4m3_half(scale)))
+    _store_nv_blocks(words, out, count)
 
 
 encode_nvfp4_scaled = blocks_encoder("NVFP4", _encode_4_scaled, 4, 4 * 548)
