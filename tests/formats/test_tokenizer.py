@@ -186,7 +186,7 @@ def test_seams_cut_where_no_token_joins() -> None:
 def test_seams_do_not_change_ids(files: dict[str, Path], text: str) -> None:
     tokenizer = load_once(files["spm"])
     model: Any = tokenizer._model
-    assert model.encode(text.encode(), False) == model._merged(list(text.replace(" ", "\u2581")))
+    assert model.encode(text.encode(), False) == model._merge(list(text.replace(" ", "\u2581")))
 
 
 _LOADED: dict[Path, Tokenizer] = {}

@@ -184,7 +184,12 @@ def test_a_type_has_six_parts(name: str) -> None:
 
 #: Files that name a type as an example: in comments, or to compile one of each way (``operations``).
 NAMED_AS_EXAMPLES = {
-    "NVFP4": {"kernels/cuda/matmul/mat_mat.py", "kernels/cuda/core/halves.cuh", "kernels/cpu/encode/check.py"},
+    "NVFP4": {
+        "kernels/__init__.py",
+        "kernels/cuda/matmul/mat_mat.py",
+        "kernels/cuda/core/halves.cuh",
+        "kernels/cpu/encode/check.py",
+    },
     "Q1_0": {"kernels/cuda/matmul/mat_vec.py"},
 }
 

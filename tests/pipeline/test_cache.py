@@ -1088,7 +1088,7 @@ def test_an_entry_header_round_trips() -> None:
     for offset in range(0, 400, 7):
         with pytest.raises(DamagedEntry):
             parse_header(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
-    assert RECORD.itemsize == 112
+    assert RECORD.itemsize == 120
     assert cache_entry.parse_name("x") is None
 
 

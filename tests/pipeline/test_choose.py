@@ -31,7 +31,7 @@ from quantkit.pipeline.presets import PRESETS, preset_by_name
 from quantkit.types import BY_NAME, TensorType, type_by_name
 from zoo import NAMES, write_hollow_zoo
 
-MAINLINE = [p.name for p in PRESETS if p.trees != "ik"]
+MAINLINE = [p.name for p in PRESETS if p.trees in ("mainline", "both")]
 DATA = Path(__file__).parents[1] / "data"
 
 

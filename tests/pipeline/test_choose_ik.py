@@ -27,7 +27,7 @@ from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, layer_of
 from quantkit.pipeline.presets import PRESETS, preset_by_name, without_interleaving
 from quantkit.types import BY_NAME, type_by_name
 
-IK = [p.name for p in PRESETS if p.trees != "mainline" and p.name != "COPY"]
+IK = [p.name for p in PRESETS if p.trees in ("ik", "both") and p.name != "COPY"]
 
 MTP = (*DENSE, "nextn.eh_proj", "ssm_x", "ssm_dt", "ssm_conv1d")
 HYBRID = ("attn_qkv", "attn_gate", "ssm_out", "ssm_conv1d", "ffn_down_exps", "ffn_up_exps", "ffn_gate_exps",

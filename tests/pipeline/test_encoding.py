@@ -102,7 +102,7 @@ def test_a_tail_is_copied_with_its_rows() -> None:
 
 
 #: Modules of ``pipeline`` that choose types, or decide about those that were chosen, and the digest of a type's code.
-DECIDE = {"cache/keys", "choose", "encoding", "feedback", "lora_source", "presets", "repack"}
+DECIDE = {"cache/keys", "choose", "encoding", "feedback", "lora_source", "presets", "repack", "scaled_source"}
 REGISTRIES = {f"quantkit.kernels.{name}" for name in ("formats", "interleave", "levels")}
 
 

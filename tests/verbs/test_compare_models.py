@@ -489,19 +489,19 @@ def test_no_text_names_the_way_to_some(files: list[Path]) -> None:
     assert "quantkit texts" in result.output
 
 
-def test_conversations_of_a_folder_need_a_template(tiny_moe: Path, chatty: Path, tmp_path: Path) -> None:
+def test_conversations_of_a_folder_need_a_template(tiny_moe: Path, chat_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     folder = tmp_path / "texts"
     folder.mkdir()
     chats = conversation_file(folder / "chat.jsonl", DIALOGUE)
     (folder / "a.txt").write_text("words and more words " * 60)
     names = {}
-    for model in (chatty, tiny_moe):
+    for model in (chat_model, tiny_moe):
         with load(model) as loaded:
             notes: list[str] = []
             parts = read_texts(Texts(files=(folder,)), loaded, 64, 1, notes, all_positions=False)
         names[model] = [part.name for part in parts], [note for note in notes if f"{chats}: not measured" in note]
-    assert names[chatty] == ([str(folder / "a.txt"), str(chats)], [])
+    assert names[chat_model] == ([str(folder / "a.txt"), str(chats)], [])
     assert [len(part) for part in names[tiny_moe]] == [1, 1]
 
 
