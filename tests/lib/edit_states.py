@@ -1,4 +1,4 @@
-"""What other programs find in a file whose header is being replaced: after each write, and after each page of one."""
+"""Intermediate states of a GGUF header that an edit in place overwrites: after each write and each page of it."""
 
 from __future__ import annotations
 
